@@ -1,4 +1,4 @@
-"""What a blended prefix consists of: runs that are stored behind other text, and what is computed.
+"""What a blended prefix consists of: runs that are stored behind other text, and computed tokens.
 
 Stage: admit.
 """
@@ -30,21 +30,21 @@ CHECKED_LAYERS = 2
 
 
 class Kind(enum.IntEnum):
-    """What becomes of a token of a blended prefix."""
+    """How a token of a blended prefix gets its KVs."""
 
     KEPT = 0
     """It is stored behind the same tokens."""
     COMPUTED = 1
     """It is computed in all layers."""
     REUSED = 2
-    """It is stored behind other tokens; it is computed as long as its KVs deviate most."""
+    """It is stored behind other tokens; it is computed while its KVs are among the most deviant."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlendBlock:
     """Tokens [start, stop) of a prompt that are blended at once.
 
-    No page of a segment's codes is twice in the runs of a group, so that one source can read it.
+    No page of a segment's codes is twice in the runs of a group, so one source can read the group.
     """
 
     start: int
@@ -65,22 +65,22 @@ class BlendNotes:
     """What is known of a request that may blend, until it is over."""
 
     found: FoundRuns | None = None
-    """What was found of its prompt when it was looked for last."""
+    """The runs of its prompt that the last search found."""
     answer: BlendPlan | Detail | None = None
-    """How it would blend, or why not, as far as that was asked for lately."""
+    """The last answer: how it would blend, or why it would not."""
     asked: tuple[int, int] | None = None
-    """What of it was in SGLang's tree then, and where its usual plan ended."""
+    """What that answers: tokens then in SGLang's tree, and where the usual plan ended."""
     answered: float = 0.0
-    """When, by `time.monotonic`."""
+    """When it was answered, by `time.monotonic`."""
     why: Detail | None = None
-    """Why it does not blend, although it would take it and some of it is stored."""
+    """Why it does not blend, although it accepts blending and some of its text is stored."""
     declined: bool = False
-    """Whether its blend could not be opened, so that it does without."""
+    """Whether its blend could not be opened, so that it goes on without one."""
     measures: bool = False
-    """Whether it blends to see how fast that is now."""
+    """Whether it blends to measure how fast blending is now."""
 
     def decline(self) -> None:
-        """The request goes on as if nobody blended."""
+        """Let the request go on as if there were no blending."""
         self.declined = True
         self.why = self.why or (Reason.NOT_OPENED, "")
 
@@ -89,9 +89,9 @@ class BlendNotes:
 class BlendPlan(AdmissionPlan):
     """A prefix of which some runs are stored, each behind other tokens.
 
-    `match` has only what is stored as a prefix of it; `kinds` uint8 [stored] are what `Kind`s the
-    tokens are. Of what is stored elsewhere the share `again` is computed, on average over the
-    layers; of those that are `REUSED` it is `share`.
+    `match` has only what is stored as a prefix of the prompt; `kinds` uint8 [stored] gives the
+    `Kind` of each token. Of the tokens that are stored elsewhere the share `again` is computed, on
+    average over the layers; of those that are `REUSED`, the share `share`.
     """
 
     runs: tuple[Run, ...] = ()
@@ -103,12 +103,12 @@ class BlendPlan(AdmissionPlan):
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:
-        """What is read, in the order of the prompt."""
+        """The stored tokens that are read, in the order of the prompt."""
         return tuple(run.span for run in self.runs)
 
     @property
     def quality(self) -> Quality:
-        """Of what is computed after it, and of what is blended."""
+        """The quality of what is blended, and of what is computed after it."""
         return self.match.quality.after(1.0, self.estimate.bits, self.again)
 
     @property
@@ -118,12 +118,12 @@ class BlendPlan(AdmissionPlan):
 
     @property
     def planes(self) -> int:
-        """Planes that are read with the base: those that all units get, for nobody looks."""
+        """Planes that are read with the base: all units get them, as no query is known yet."""
         return whole_planes(self.estimate.bits)
 
     @property
     def reused(self) -> int:
-        """Tokens that are stored behind others."""
+        """How many tokens are `REUSED`."""
         return int(np.count_nonzero(self.kinds == Kind.REUSED))
 
     @property
@@ -133,12 +133,12 @@ class BlendPlan(AdmissionPlan):
         return {"resident": self.resident_len, "loaded": kept, "blended": self.reused}
 
     def same_tokens(self, other: AdmissionPlan) -> bool:
-        """Whether another plan blends the same."""
+        """Whether another plan blends the same runs into a prompt of the same lengths."""
         return isinstance(other, BlendPlan) and (self.work, self.runs) == (other.work, other.runs)
 
     @property
     def blocks(self) -> Iterator[BlendBlock]:
-        """What is blended at once, in order."""
+        """The blocks of tokens that are blended at once, in order."""
         starts, stops = [own.start for own in self.runs], [own.stop for own in self.runs]
         for start in range(self.resident_len, self.stop, self.block_tokens):
             stop = min(start + self.block_tokens, self.stop)
@@ -147,17 +147,17 @@ class BlendPlan(AdmissionPlan):
             yield BlendBlock(start, stop, tuple(map(tuple, apart(runs))))
 
     def unread(self, source: AnySource) -> float:
-        """See `AdmissionPlan.unread`: of all that is stored a source has a group."""
+        """See `AdmissionPlan.unread`; a source has only one group of all that is stored."""
         return 1.0 - (1.0 - source.unread) * source.num_tokens / sum(map(len, self.runs))
 
     def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
-        """What a request that waits reads ahead: the first group."""
+        """Open a source for the first group, which is what is read while the request waits."""
         groups = (group for block in self.blocks for group in block.groups)
         return open_group(store, next(groups), timeline, self.planes)
 
 
 def share_of_layer(share: float, layer: int, num_layers: int) -> float:
-    """Of the reused tokens those that are computed in a layer behind the checked ones.
+    """The share of the reused tokens that is computed in a layer after the checked ones.
 
     CacheBlend 4.3 filters gradually: more than `share` at first, less in the end, `share` on
     average.
@@ -168,7 +168,7 @@ def share_of_layer(share: float, layer: int, num_layers: int) -> float:
 
 
 def apart(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs in as few groups as it takes that no group has a page of a segment's codes twice."""
+    """Split runs into few groups, none of which has a page of a segment's codes twice."""
     groups: list[tuple[list[Run], set[tuple[str, int]]]] = []
     for run in runs:
         span, layout = run.span, run.span.segment.info.layout().codes
@@ -187,7 +187,7 @@ def apart(runs: Sequence[Run]) -> list[list[Run]]:
 def open_group(
     store: PrefixStore, runs: Sequence[Run], timeline: Timeline, planes: int
 ) -> CodedSource:
-    """A source for the tokens of some runs, one run after the other; see `BlendPlan.planes`.
+    """Open a source for the tokens of some runs, run after run; see `BlendPlan.planes`.
 
     Raises:
         PrefixUnreadable: a segment is gone or cannot be opened.

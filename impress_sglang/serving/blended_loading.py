@@ -1,4 +1,4 @@
-"""Brings the runs of a blended prefix into its slots, their keys turned to their new positions.
+"""Loads the runs of a blended prefix into its slots, their keys turned to their new positions.
 
 Stage: load.
 """
@@ -28,7 +28,7 @@ from impress_sglang.transfer.slots import LayerSlots
 
 
 class BlendedLoading:
-    """The runs of a blended prefix into their slots, keys turned; see `Loading`."""
+    """Loads the runs of a blended prefix into their slots and turns their keys; see `Loading`."""
 
     def __init__(
         self,
@@ -39,15 +39,15 @@ class BlendedLoading:
         timeline: Timeline,
         first: CodedSource | None = None,
     ) -> None:
-        """Open what the first block reads.
+        """Open the sources of the first block.
 
         Args:
-            loader: alike for all tokens, for nobody has looked at them yet.
-            store: of the runs.
-            plan: of the request.
-            rotation: of the model.
-            timeline: of the request.
-            first: the source of the first group of all, if it is open already.
+            loader: treats all tokens alike, because no query is known yet.
+            store: has the runs.
+            plan: how the request blends.
+            rotation: turns the model's keys.
+            timeline: the request's timeline.
+            first: the source of the very first group, if it is open already.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
@@ -57,7 +57,7 @@ class BlendedLoading:
         """Whether all layers of the prefix are in its slots."""
         self.blocks = list(plan.blocks)
         self.kinds = plan.kinds.copy()
-        """As in the plan; what cannot be read is computed."""
+        """The kinds of the plan, except that tokens that cannot be read are `COMPUTED`."""
         self.num_layers = plan.spans[0].segment.info.shape.num_layers
         self._loader = loader
         self._store = store
@@ -65,12 +65,12 @@ class BlendedLoading:
         self._timeline = timeline
         self._first = first
         self._sources: dict[int, list[CodedSource]] = {}
-        # By the group of the block that is restored.
+        # By group, of the block that is being restored.
         self._units: dict[int, UsedUnits] = {}
         self._stats: list[ReadStats] = []
-        # Of each group of the block: which of its tokens move, and by what.
+        # By group of that block: which of its tokens move, and their turns.
         self._turns: dict[int, tuple[Tensor, Turns]] = {}
-        # What is opened later must still be there.
+        # Touched, so that segments that are opened later are still there then.
         for segment in dict.fromkeys(span.segment for span in plan.spans):
             store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
         try:
@@ -81,11 +81,11 @@ class BlendedLoading:
 
     @property
     def reused(self) -> int:
-        """Tokens that are stored behind others, and not computed in all layers."""
+        """How many tokens are `REUSED`: stored behind others, and not computed in all layers."""
         return int(np.count_nonzero(self.kinds == Kind.REUSED))
 
     def begin_block(self, number: int) -> None:
-        """The layers of a block are restored next; the first one of the next block is read ahead.
+        """Begin to restore the layers of a block, and open the next block for reading ahead.
 
         Raises:
             PrefixUnreadable: a segment of the block is gone or cannot be opened.
@@ -95,20 +95,20 @@ class BlendedLoading:
             try:
                 self._open(number + 1)
             except PrefixUnreadable:
-                # This block does not need it; who does, hears of it.
+                # This block does not need it; beginning the next block raises it again.
                 self._close(number + 1)
 
     def restore(
         self, number: int, layer: int, pools: LayerSlots, slots: Tensor, stats: LoadStats
     ) -> None:
-        """Bring what is stored of a layer of a block into its slots.
+        """Load what is stored of a layer of a block into its slots.
 
         Args:
-            number: of the block.
-            layer: ascending for each block; it may begin behind the first one.
-            pools: of the layer.
-            slots: int64 [len(block)] of the block.
-            stats: are changed.
+            number: number of the block.
+            layer: ascending for each block; it may begin after the first layer.
+            pools: the pools of the layer.
+            slots: int64 [len(block)], the slots of the block.
+            stats: is changed.
 
         Raises:
             PrefixUnreadable: a chunk is missing, short or corrupt.
@@ -120,7 +120,7 @@ class BlendedLoading:
             own = LayerSlots.of(pools.keys.pool, pools.values.pool, rows)
             if group not in self._units:
                 self._units[group] = parts_alone(source, rows)
-            # What all units get comes with the base.
+            # The planes that all units get come with the base.
             units, bits = (
                 self._units[group],
                 self.plan.estimate.bits - PLANE_BITS * self.plan.planes,
@@ -132,13 +132,13 @@ class BlendedLoading:
             self._store.ahead.top_up()
 
     def end_block(self, number: int) -> None:
-        """A block is in its slots: nothing of it is read any more."""
+        """Note that a block is in its slots, and close its sources."""
         self._close(number)
 
     def compute_instead(self, number: int, error: SegmentUnreadable) -> bool:
-        """Take a segment out of the blocks from this one on, which begins again.
+        """Take an unreadable segment out of this block, which then begins again, and later blocks.
 
-        Returns whether the block had it, and anything is left to read.
+        Returns whether this block used the segment and any block still has something to read.
         """
         own = [run for run in self._runs(number) if run.span.segment.segment_id == error.segment_id]
         if not own:
@@ -174,7 +174,7 @@ class BlendedLoading:
         return [run for group in self.blocks[number].groups for run in group]
 
     def _open(self, number: int) -> None:
-        """Open the sources of a block, if they are not."""
+        """Open the sources of a block, unless they are open."""
         if number in self._sources:
             return
         sources = self._sources[number] = []

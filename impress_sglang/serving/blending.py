@@ -1,13 +1,13 @@
-"""Stored text that is no prefix, reused for a request that accepts it.
+"""Plans how stored text that is not a prefix is reused, for requests that accept that.
 
-Stage: admit. The runs of a prompt that are stored somewhere come into slots as they were
-computed elsewhere, their keys turned to their new positions. What is between them is computed, and
-of the reused tokens a share as well, so that they see the text that they stand behind now
-(CacheBlend, 4.2). All that happens before the first layer of the request's own pass, block by
-block; then its prefix is in its slots, and the pass goes on as behind any other one.
+Stage: admit. The runs of a prompt that are stored somewhere are loaded into slots as they were
+computed elsewhere, their keys turned to their new positions. The tokens between them are computed,
+and so is a share of the reused tokens, so that these see the text that they now stand behind
+(CacheBlend, 4.2). All this happens before the first layer of the request's own pass, block by
+block; then its prefix is in its slots, and the pass goes on as after any other prefix.
 
-What was computed so is approximate. It is never SGLang's tree's, and stored with a mark: only who
-would blend as much takes it, and nothing of it is reused behind other text.
+The resulting KVs are approximate. They never enter SGLang's tree, and are stored with a mark: only
+requests that would blend as much use them, and nothing of them is reused behind other text.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.transfer.source import ReadNeeds
 
-# Where no exact token is before them, so many are computed: attention needs a head that it knows
-# (AttentionStore's truncation as it is printed fails without).
+# So many first tokens are computed if none of them is exact: attention needs a head that it knows
+# (AttentionStore's truncation as printed fails without one).
 HEAD_TOKENS = 16
-# Of what is reused, however few a request takes of its prefix: nobody looks which tokens matter.
+# Least bits of reused tokens, whatever a request accepts: nothing shows which tokens matter.
 LEAST_BITS = 6.0
 # A blend that was slow is tried again after so many seconds.
 MEASURE_SECONDS = 60.0
-# A request that waits is matched again and again, and its text looked for and weighed once in so
-# many seconds, unless what was found is gone: the index may change with every write. Where many
-# wait, those that ask first have this share of the time for it.
+# A waiting request is matched again and again; its text is searched for and weighed only once in
+# so many seconds, since the index may change with every write, unless what was found is gone. If
+# many requests wait, all searches together take at most this share of the time.
 ANSWER_SECONDS = 1.0
 ANSWER_SHARE = 0.01
 # The shares that auto chooses from, the largest first.
@@ -52,7 +52,7 @@ SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, AUTO_SHARE)
 
 
 class Blending:
-    """Plans how requests reuse text that is no prefix; one thread."""
+    """Plans how requests reuse text that is not a prefix; one thread."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Blending:
         page_size: int,
         block_tokens: int,
     ) -> None:
-        """`block_tokens` are blended at once, at most."""
+        """At most `block_tokens` are blended at once."""
         self.refusal: str | None = None
-        """Why this server cannot blend after all, found out when it computes."""
+        """Why this server turned out, in a forward pass, to be unable to blend."""
         self._measure_at = 0.0
         self._answer_at = 0.0
         self._config = config
@@ -86,15 +86,15 @@ class Blending:
         wanted: LoadOptions,
         notes: BlendNotes,
     ) -> BlendPlan | None:
-        """How a request would blend; None if it would not.
+        """Plan how a request would blend; None if it would not.
 
         Args:
-            namespace: of the request.
-            tokens: of the prompt but the last one, which is computed in any case.
-            resident_len: how many of them are in SGLang's tree.
-            usual: what it would use else.
-            wanted: of the request.
-            notes: of the request; are changed.
+            namespace: the request's namespace.
+            tokens: the prompt without its last token, which is computed in any case.
+            resident_len: how many of `tokens` are in SGLang's tree.
+            usual: the plan that it would use otherwise.
+            wanted: what the request asks for.
+            notes: what is known of the request; is changed.
         """
         if not self._accepts(wanted) or not self._served.store.health.readable or notes.declined:
             return None
@@ -106,7 +106,7 @@ class Blending:
         return None
 
     def _accepts(self, wanted: LoadOptions) -> bool:
-        """Whether a request takes approximate KVs, and not all of its tokens are computed."""
+        """Whether a request accepts approximate KVs, and a share below 1 is computed again."""
         return wanted.share < 1.0 and not self._policy.exact(wanted)
 
     def _try(
@@ -128,7 +128,7 @@ class Blending:
         least = least_of(wanted, self._config, self._policy)
         match = store.tree.match(name, tokens, least=least)
         if match.num_tokens - resident_len < HEAD_TOKENS:
-            # What others happen to begin with is computed, exactly.
+            # So few tokens are only how other prompts happen to begin: compute them, exactly.
             match = StoredMatch()
         known = max(match.num_tokens, resident_len)
         asked = resident_len, known if usual is None else max(usual.stop, known)
@@ -151,7 +151,7 @@ class Blending:
         wanted: LoadOptions,
         notes: BlendNotes,
     ) -> BlendPlan | Detail | None:
-        """Whether what was found behind the `known` tokens is worth a blend, and how."""
+        """Decide whether what was found behind the `known` tokens is worth a blend, and plan it."""
         assert notes.found is not None and notes.asked is not None
         store, least = self._served.store, self._config.blend_min_tokens
         resident_len, done = notes.asked
@@ -195,7 +195,7 @@ class Blending:
             block_tokens=self._block_tokens,
             notes=notes,
         )
-        # Groups are read one after the other.
+        # Groups are read one after the other, so each must fit by itself.
         groups = (group for block in plan.blocks for group in block.groups)
         can_read = store.forecast.can_read
         if not all(can_read([run.span for run in own], in_codes=True) for own in groups):
@@ -203,7 +203,7 @@ class Blending:
         return plan if runs else None
 
     def _too_slow(self, estimate: Estimate, usual: AdmissionPlan | None) -> Detail | None:
-        """Why a blend that would take so long is refused, if it is."""
+        """Why a blend that takes as long as estimated is refused; None if it is not."""
         if estimate.compute is None or estimate.load is None or estimate.recompute is None:
             return None
         most = self._config.blend_seconds
@@ -215,14 +215,14 @@ class Blending:
             other = min(other, usual.estimate.load)
         if self._config.load != "always" and estimate.load > other:
             return Reason.BLEND_SLOWER, f"{1e3 * estimate.load:.1f} ms and {1e3 * other:.1f} ms"
-        # Others wait while it reads as well.
+        # Other requests wait while it reads as well.
         return too_long if estimate.load > most else None
 
     def _may_measure(self, learnt: Estimate, notes: BlendNotes) -> bool:
-        """Whether a request blends although that was slow, to see whether it still is."""
+        """Whether a request blends although blending was slow, to see whether it still is."""
         now = time.monotonic()
         if not notes.measures and now >= self._measure_at:
-            # Who waits for that does so for a small part of the time, however long it was.
+            # Others wait for the trial only for a small part of the time, however slow blends were.
             pause = MEASURE_SECONDS * max((learnt.compute or 0.0) / self._config.blend_seconds, 1.0)
             notes.measures, self._measure_at = True, now + pause
         return notes.measures
@@ -239,7 +239,7 @@ class Blending:
     def _choose(
         self, work: RequestLengths, kinds: Uint8s, io: float, wanted: float | str
     ) -> tuple[float, Estimate]:
-        """The share that is computed again, and what the request would take."""
+        """Choose the share that is computed again; returns it and an estimate for it."""
         shares = SHARES if wanted == AUTO else (float(wanted),)
         choices = [(share, self._estimate(work, kinds, io, share)) for share in shares]
         return next((own for own in choices if own[1].hides_computing), choices[-1])
@@ -247,7 +247,7 @@ class Blending:
     def _estimate(
         self, work: RequestLengths, kinds: Uint8s, io: float, share: float, *, measured: bool = True
     ) -> Estimate:
-        """What a request would take with a share; `measured`: see `Estimator.estimate_blend`."""
+        """Estimate a request with a share; `measured`: see `Estimator.estimate_blend`."""
         again = share
         if share and self._config.blend_select == DEVIATION:
             again = min(share + CHECKED_LAYERS / self._shape.num_layers, 1.0)
@@ -276,7 +276,7 @@ class Blending:
 
 
 def fits(plan: BlendPlan, loadings: Iterable[object], most: float) -> bool:
-    """Whether a pass that blends for so many seconds has time for one more request."""
+    """Whether a plan fits into a pass that blends for at most `most` seconds, after the others."""
     others = [
         own.plan.estimate.load
         for own in loadings
@@ -287,14 +287,14 @@ def fits(plan: BlendPlan, loadings: Iterable[object], most: float) -> bool:
 
 
 def _can_be_read(found: FoundRuns | None, num_tokens: int) -> bool:
-    """Whether what was found of a prompt of so many tokens is still there."""
+    """Whether runs were found for a prompt of `num_tokens`, and all can still be read."""
     if found is None or found.num_tokens != num_tokens:
         return False
     return all(run.span.segment.ready for run in found.runs)
 
 
 def _runs_of(match: StoredMatch, start: int) -> list[Run]:
-    """A prefix from token `start` on."""
+    """The runs of a stored prefix from token `start` on."""
     runs = []
     for span in match.slice(start, match.num_tokens):
         runs.append(Run(start, span))

@@ -1,8 +1,8 @@
-"""How long parts of a forward pass take on the device that computes them.
+"""Measures how long parts of a forward pass take on the device that computes them.
 
-An accelerator computes after the host has launched, so that the host's clock shows neither what the
-device is at nor when; where the host waits for it, the clock shows what was launched long before.
-Times are therefore those between the device's own events, and they are known later.
+An accelerator computes after the host has launched, so the host's clock does not show what the
+device is doing when; and where the host waits, its clock shows work that was launched long before.
+Times are therefore measured between the device's own events, and are known only later.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 
 
 class Event(Protocol):
-    """A point in the work of a device, as `torch.cuda.Event`."""
+    """A point in the work of a device, like `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Stand after all that was launched by now."""
+        """Place the event after everything that has been launched so far."""
 
     def query(self) -> bool:
-        """Whether the device has come so far; it is not waited for."""
+        """Whether the device has reached the event; does not wait for it."""
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds to a later event; the device has passed both."""
+        """Milliseconds to a later event; the device must have passed both."""
 
 
 class HostEvent:
-    """See `Event`: of a device that computes while the host waits."""
+    """The `Event` of a device that computes while the host waits."""
 
     def __init__(self) -> None:
         self._at = 0.0
@@ -48,9 +48,9 @@ class HostEvent:
 
 
 class Stopwatch:
-    """Adds up the times between its beginnings and ends; also a context manager.
+    """Adds up the times between calls of `begin` and `end`; also a context manager.
 
-    One that never ran shows 0. A beginning and its end are launched on the same stream.
+    One that never ran shows 0. A beginning and its end must be launched on the same stream.
     """
 
     def __init__(self, new_event: Callable[[], Event]) -> None:
@@ -64,18 +64,18 @@ class Stopwatch:
         return self._began is not None
 
     def begin(self) -> None:
-        """Run from here on."""
+        """Start running."""
         assert self._began is None, "it runs"
         self._began = self._recorded()
 
     def end(self) -> None:
-        """Run no longer."""
+        """Stop running."""
         assert self._began is not None, "it does not run"
         self._spans.append((self._began, self._recorded()))
         self._began = None
 
     def seconds(self) -> float | None:
-        """What it shows; None while the device has not come to all its ends."""
+        """The seconds it shows; None until the device has reached all its ends."""
         assert self._began is None, "it runs"
         if not all(ended.query() for _, ended in self._spans):
             return None
@@ -95,9 +95,9 @@ class Stopwatch:
 
 
 class Clock:
-    """Hands out stopwatches, and tells what they show once it is known; one thread.
+    """Hands out stopwatches, and reports what they show once that is known; one thread.
 
-    It never waits for the device. A stopwatch that is dropped leaves nothing behind.
+    Never waits for the device. A stopwatch that is dropped leaves nothing behind.
     """
 
     def __init__(self, new_event: Callable[[], Event]) -> None:
@@ -106,22 +106,22 @@ class Clock:
         self._unknown: deque[tuple[tuple[Stopwatch, ...], Callable[[list[float]], None]]] = deque()
 
     def stopwatch(self) -> Stopwatch:
-        """A new one, which shows 0."""
+        """A new stopwatch, which shows 0."""
         return Stopwatch(self._new_event)
 
     def when_known(
         self, stopwatches: Sequence[Stopwatch], note: Callable[[list[float]], None]
     ) -> None:
-        """Call `note` with the seconds of stopwatches that have ended, of any clock of the device.
+        """Call `note` with the seconds of ended stopwatches, of any clock of the same device.
 
-        That is now, or in a later `when_known` or `poll`, in the order of these calls.
+        The call happens now, or in a later `when_known` or `poll`, in the order of these calls.
         """
         assert not any(stopwatch.running for stopwatch in stopwatches)
         self._unknown.append((tuple(stopwatches), note))
         self.poll()
 
     def poll(self) -> None:
-        """Call what has become known."""
+        """Call every `note` whose seconds have become known."""
         while self._unknown:
             stopwatches, note = self._unknown[0]
             seconds = [own for each in stopwatches if (own := each.seconds()) is not None]
@@ -132,7 +132,7 @@ class Clock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of what a device computes."""
+    """A clock for what a device computes."""
     if device.type == "cpu":
         return Clock(HostEvent)
     module = torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""What a request asks of this extension: `custom_params` of its sampling parameters."""
+"""What a request asks of this extension, in the `custom_params` of its sampling parameters."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from impress_sglang.options import (
 from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY, params_of
 from impress_sglang.storage.segment import Priority
 
-# Of `sampling_params.custom_params`: the retention, the bits and the blending that a request asks
-# for.
+# Keys of `sampling_params.custom_params`: the retention, bits and blending that a request asks for.
 RETENTION_KEY = "impress_retention"
 BITS_KEY = "impress_bits"
 BLEND_KEY = "impress_blend"
-# And whether it is stored, and for how many seconds.
+# Whether the request is stored, and for how many seconds.
 STORE_KEY = "impress_store"
 TTL_KEY = "impress_ttl"
-# And what leaves the SSD before it.
+# Which other prefixes leave the SSD before its own.
 PRIORITY_KEY = "impress_priority"
-# Thirty years: in a file a time has to be a number.
+# Thirty years: a file's expiry time has to be a finite number.
 LONGEST_TTL = 1e9
-# Keys that begin like this are ours, and there are no others than these.
+# Keys with this prefix are ours; any other than the known ones is refused.
 _OURS = "impress_"
 _KNOWN = {
     *(BITS_KEY, RETENTION_KEY, BLEND_KEY, TRUNCATE_KEY, KEEP_KEY),
@@ -45,9 +44,9 @@ _PRIORITIES = {own.name.lower(): own for own in Priority}
 def check_custom_params(
     custom_params: object, config: ImpressConfig, parts_refusal: str | None = None
 ) -> None:
-    """Check what a request says to this extension, against what the server has.
+    """Check what a request asks of this extension against what the server offers.
 
-    `parts_refusal` is why that has no parts of prefixes, in half a sentence; None if it has.
+    `parts_refusal`: why the server cannot use a part of a prefix, half a sentence; None if it can.
 
     Raises:
         ValueError: a wrong value; SGLang answers with status 400.
@@ -74,7 +73,7 @@ def check_custom_params(
             f"custom_params {TTL_KEY} must be a number of seconds above 0 and at most "
             f"{LONGEST_TTL:g}, got {ttl!r}"
         )
-    # What is no text may have no hash.
+    # A value that is not a string may be unhashable.
     priority = custom_params.get(PRIORITY_KEY, "normal")
     if not isinstance(priority, str) or priority not in _PRIORITIES:
         raise ValueError(
@@ -102,9 +101,9 @@ def check_custom_params(
 
 
 def _check_keys(custom_params: Mapping[Any, Any]) -> None:
-    """See that nothing is meant for us that we do not know: it would be ignored in silence."""
+    """Refuse keys with our prefix that we do not know: they would be silently ignored."""
     for key in custom_params:
-        # What the server tells itself is checked where it is told.
+        # The key that the server sets for itself is checked in `check_truncation`.
         ours = isinstance(key, str) and key.startswith(_OURS) and key != TRUNCATED_KEY
         if ours and key not in _KNOWN:
             known = ", ".join(sorted(_KNOWN))
@@ -112,25 +111,25 @@ def _check_keys(custom_params: Mapping[Any, Any]) -> None:
 
 
 def store_wish_of(sampling_params: Any) -> bool | None:
-    """Whether a request wants to be stored: at first sight, not at all, or like others (None)."""
+    """Whether a request is to be stored: at first sight (True), never (False), as usual (None)."""
     wish = params_of(sampling_params).get(STORE_KEY)
     return wish if isinstance(wish, bool) else None
 
 
 def ttl_of(sampling_params: Any) -> float:
-    """For how many seconds what a request stores is stored, 0: as the server says."""
+    """For how many seconds a request's prefix may stay stored; 0: as long as the server says."""
     ttl = params_of(sampling_params).get(TTL_KEY)
     return float(ttl) if _is_ttl(ttl) else 0.0
 
 
 def priority_of(sampling_params: Any) -> Priority:
-    """Which others leave the SSD before what a request stores."""
+    """The priority of what a request stores: lower priorities leave the SSD before it."""
     wish = params_of(sampling_params).get(PRIORITY_KEY)
     return _PRIORITIES.get(wish, Priority.NORMAL) if isinstance(wish, str) else Priority.NORMAL
 
 
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
-    """What a request asks for, and the server's usual for the rest; at least the server's floor."""
+    """What a request asks for, else the server's defaults; never less than the server's floor."""
     return _load_options(params_of(sampling_params), config)
 
 

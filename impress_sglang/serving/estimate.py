@@ -1,11 +1,10 @@
-"""Whether a stored prefix is loaded or computed, and how much of it, from what both would take.
+"""Estimates what loading and computing a stored prefix would take, to choose between them.
 
 Stage: admit. Computing is estimated from the forward passes of this server: a * new tokens + b *
-pairs of a new token and one that it attends to. Loading is estimated from the bytes that stand on
-SSD and the speed at which it was read lately, and what identification and copying took per token of
-a prefix. Both run at the same time, so that a hit takes what the longer one takes: AttentionStore
-(3.2.1) hides the one behind the other, CacheBlend chooses how much to compute so that nothing
-waits.
+pairs of a new token and one that it attends to. Loading is estimated from the bytes that must come
+from SSD, the speed of recent reads, and what identification and copying took per token of a prefix.
+Reading and computing overlap, so a hit takes as long as the longer of them: AttentionStore (3.2.1)
+hides the one behind the other, CacheBlend chooses how much to compute so that nothing waits.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ ATTENDED_PER_HIDDEN = 6
 # First guess for identification and copying, per token of the prefix and per pair.
 START_SECONDS_PER_LOADED = 1e-5
 START_SECONDS_PER_SCORED = 1e-8
-# Shorter passes, as of a question after a stored prefix, say more about overheads than about the
-# model; before a longer one was seen, prefixes are loaded.
+# Shorter passes, such as a question after a stored prefix, say more about overheads than about the
+# model; until a longer one was seen, prefixes are loaded.
 LEAST_OBSERVED_TOKENS = 64
 # Retentions and bits that auto chooses from, besides its floors.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
@@ -33,7 +32,7 @@ BITS = (8.0, 7.0, 6.0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """A request: lengths in tokens. `new` are computed in any case, `stored` may be loaded."""
+    """Lengths of a request, in tokens: `new` are computed in any case, `stored` may be loaded."""
 
     resident: int
     stored: int
@@ -44,7 +43,7 @@ class RequestLengths:
 class Estimate:
     """Seconds that a request would take; None before any pass of the model was seen.
 
-    `io` and `compute` are what loading consists of, at the same time if `overlapped`.
+    `io` and `compute` are the parts of loading, which run at the same time if `overlapped`.
     """
 
     retention: float
@@ -61,7 +60,7 @@ class Estimate:
 
     @property
     def loads_faster(self) -> bool:
-        """Whether to load; where nothing is known yet that is so."""
+        """Whether loading is at least as fast as computing; True while nothing is known yet."""
         return self.load is None or self.recompute is None or self.load <= self.recompute
 
     @property
@@ -76,19 +75,19 @@ class Estimate:
 
     @property
     def lead(self) -> float:
-        """The share of its reading that ends before a request begins, if that is not to wait.
+        """The share of a request's reads that must end before it begins, so that it never waits.
 
         AttentionStore 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), here over B T_load L_hist.
         """
         return self.unhidden(1.0) / self.io if self.io else 0.0
 
     def seconds(self, unread: float) -> float:
-        """Seconds with the stored prefix, if so much of its reading is left."""
+        """Seconds with the stored prefix, if the share `unread` of its reads is left to do."""
         io, compute = self.io * unread, self.compute or 0.0
         return max(io, compute) if self.overlapped else io + compute
 
     def unhidden(self, unread: float) -> float:
-        """Of these seconds those in which nothing is computed."""
+        """The part of `seconds` in which nothing is computed."""
         return self.seconds(unread) - (self.compute or 0.0)
 
 
@@ -96,40 +95,40 @@ class Estimator:
     """Learns what computing and loading take; one thread."""
 
     def __init__(self, hidden_size: int, *, overlapped: bool = True) -> None:
-        """`hidden_size` of the model sets the first ratio of its two terms.
+        """`hidden_size` of the model sets the initial ratio of the two terms of computing.
 
-        `overlapped`: layers are read while others are computed.
+        `overlapped`: layers are read while other layers are computed.
         """
         self._overlapped = overlapped
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
         self.computing = TwoTermCost(START_SECONDS_PER_TOKEN, per_pair)
-        # Of a part of a prefix, and of a whole one, where nothing is scored.
+        # For a part of a prefix or codes; and for a whole exact prefix, where nothing is scored.
         self.loading = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
         self.copying = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
-        # Of a blend: per token that is brought in, and how many times as long computing takes there
-        # as in a pass of SGLang's.
+        # For a blend: per token that is loaded, and by what factor computing takes longer there
+        # than in a pass of SGLang's.
         self.blending = TwoTermCost(START_SECONDS_PER_LOADED, 1.0)
 
     def note_forward(self, new: int, pairs: float, seconds: float) -> None:
-        """A pass of the model over `new` tokens took so long, without loading."""
+        """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
         if new >= LEAST_OBSERVED_TOKENS:
             self.computing.observe(new, pairs, seconds)
 
     def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
-        """Identification and copying for a request took so long, without reading."""
+        """Learn that identification and copying took `seconds`, reading excluded."""
         if whole:
             self.copying.observe(work.stored, work.stored, seconds)
         else:
             self.loading.observe(work.stored, work.stored * work.new, seconds)
 
     def note_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
-        """A prefix was blended in so long, without reading; see `estimate_blend`."""
+        """Learn that a blend took `seconds`, reading excluded; see `estimate_blend`."""
         self.blending.observe(work.stored, self._blended_seconds(work, computed), seconds)
 
     def estimate(
         self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
     ) -> Estimate:
-        """What a request would take with this retention, and so many bits."""
+        """Estimate a request with this retention and bits; `io_seconds` is what reading takes."""
         if not self.computing.observations:
             return Estimate(retention, io_seconds, None, None, self._overlapped, bits)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
@@ -143,10 +142,10 @@ class Estimator:
     def estimate_blend(
         self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
     ) -> Estimate:
-        """What a request would take of whose stored tokens so many are computed.
+        """Estimate a request that blends, of whose stored tokens `computed` are computed.
 
-        `computed`: tokens, on average over the layers. `measured`: False is how fast it might be,
-        whatever earlier ones took.
+        `computed` is an average over the layers. `measured`: False ignores what earlier blends
+        took, and says how fast one might be.
         """
         if not self.computing.observations:
             return Estimate(1.0, io_seconds, None, None, self._overlapped)
@@ -160,11 +159,11 @@ class Estimator:
         return Estimate(1.0, io_seconds, hit, miss, self._overlapped)
 
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
-        """Of estimates, the most first, the first whose reading is hidden, else the last."""
+        """The first estimate whose reading is hidden, else the last; largest loads come first."""
         return next((own for own in estimates if own.hidden), estimates[-1])
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
-        """What SGLang would take to compute so many tokens, which are anywhere among the stored."""
+        """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""
         return self.computing.seconds(computed, computed * (work.resident + work.stored / 2))
 
     def _compute_seconds(self, before: float, new: float) -> float:
@@ -172,5 +171,5 @@ class Estimator:
 
 
 def pairs_of(before: float, new: float) -> float:
-    """Pairs of a new token and one that it attends to, after `before` tokens."""
+    """Number of pairs of a new token and one that it attends to, after `before` tokens."""
     return new * (before + (new + 1) / 2)

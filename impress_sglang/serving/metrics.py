@@ -1,7 +1,7 @@
-"""What Prometheus is told, beside SGLang's own metrics and in its terms.
+"""Exports metrics to Prometheus, beside SGLang's own metrics and in their terms.
 
 Counters and gauges follow what `GET /impress/stats` shows, so that both say the same. They are
-written to once a second; only histograms are written to by each request.
+updated once a second; only histograms are updated by each request.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 PREFIX = "sglang:impress_"
-# Between two looks at what has been counted.
+# Between two updates of counters and gauges.
 PERIOD_SECONDS = 1.0
 WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BITS_BUCKETS = (4.0, 4.5, 5.0, 5.5, 6.0, 7.0, 8.0, 16.0)
 
 Summary: TypeAlias = Mapping[str, Any]
-"""Of `ServingRuntime.summary`; "store" and "cache" are None while no store is open."""
+"""The result of `ServingRuntime.summary`; "store" and "cache" are None while no store is open."""
 Values: TypeAlias = Mapping[tuple[str, ...], float]
-"""By the values of the labels of a metric."""
+"""The values of a metric, by the values of its labels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def _total(name: str) -> Callable[[Summary], Values]:
 
 
 def _totals(pattern: str, *values: str, scale: float = 1.0) -> Callable[[Summary], Values]:
-    """Totals whose names differ by the value of a label, where the pattern has an asterisk."""
+    """Totals whose names contain the value of a label where the pattern has an asterisk."""
     return lambda summary: {
         (value,): summary["totals"][pattern.replace("*", value)] * scale for value in values
     }
@@ -55,7 +55,7 @@ def _store(name: str) -> Callable[[Summary], Values]:
 
 
 def _stores(**names: str) -> Callable[[Summary], Values]:
-    """Figures of the store by the values of a label."""
+    """Figures of the store, by the values of a label."""
     return lambda summary: _named(summary["store"] or {}, names)
 
 
@@ -64,12 +64,12 @@ def _health(name: str) -> Callable[[Summary], Values]:
 
 
 def _pool(**names: str) -> Callable[[Summary], Values]:
-    """Figures of the pool of slots, where somebody has one, by the values of a label."""
+    """Figures of the pool of slots, if there is one, by the values of a label."""
     return lambda summary: _named(summary["device_pool"], names)
 
 
 def _named(found: Mapping[str, Any], names: Mapping[str, str]) -> Values:
-    """All of them, or none where nothing is known."""
+    """The named figures by label value; empty if `found` is empty."""
     return {(value,): found[name] for value, name in names.items()} if found else {}
 
 
@@ -303,7 +303,7 @@ GAUGES = (
     ),
     Series("store_state", "1 for the state in which the store is.", _state, ("state",)),
 )
-# Of requests that loaded a prefix: the field of their reports, name, meaning and buckets.
+# Of requests that loaded a prefix: field of the report, name, meaning and buckets.
 HISTOGRAMS = (
     ("wait_ms", "wait_seconds", "Waiting of a request for the drive.", WAIT_BUCKETS),
     ("load_ms", "load_seconds", "Loading of a request's prefix.", WAIT_BUCKETS),
@@ -320,10 +320,10 @@ class ServingMetrics:
         clock: Callable[[], float] = time.monotonic,
         **registry: Any,
     ) -> None:
-        """`labels` are SGLang's, of all metrics of this scheduler; `registry` if not the usual one.
+        """`labels` are those SGLang gives this scheduler's metrics; `registry`: if not the default.
 
-        Nothing of Prometheus is imported before: it chooses how processes share values by the
-        environment that it finds then.
+        Prometheus is not imported before: when imported, it decides from the environment how
+        processes share values.
         """
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -331,11 +331,11 @@ class ServingMetrics:
         self._clock = clock
         self._due = 0.0
         self.has_news = False
-        """Whether requests have ended since anything was told."""
+        """Whether requests have ended since the last update."""
         self._told: dict[str, Values] = {}
 
         def names(series: Series) -> list[str]:
-            # Somebody may have given all metrics a label of this name: ours is what it says.
+            # An operator may have given all metrics a label of this name: our value replaces it.
             return list(dict.fromkeys([*self._labels, *series.labels]))
 
         mode: dict[str, Any] = {"multiprocess_mode": "mostrecent"}
@@ -352,7 +352,7 @@ class ServingMetrics:
         }
 
     def observe(self, report: Mapping[str, Any]) -> None:
-        """A request has ended, with this report; see `report.new_report`."""
+        """Observe a request that has ended, by its report; see `report.new_report`."""
         self.has_news = True
         if report["path"] != "ssd":
             return
@@ -361,7 +361,7 @@ class ServingMetrics:
             histogram.labels(**self._labels).observe(report[field] * scale)
 
     def tell(self, summarize: Callable[[], Summary], *, now: bool = False) -> None:
-        """Write what has been counted, once a second, or `now`."""
+        """Update counters and gauges: at most once a second, or `now`."""
         time_now = self._clock()
         if time_now < self._due and not now:
             return
@@ -371,7 +371,7 @@ class ServingMetrics:
             found, told = series.read(summary), self._told.get(series.name, {})
             self._told[series.name] = found
             for values, total in found.items():
-                # Another store counts from nothing.
+                # A newly opened store counts from zero.
                 more = total - told.get(values, 0.0)
                 counter.labels(**self._with(series, values)).inc(more if more >= 0 else total)
         for series, gauge in self._gauges:

@@ -15,24 +15,24 @@ from impress_sglang.storage.writer import WriteAbandoned
 
 
 class PoolAccess:
-    """Lets the writing thread read the pool until that is taken back."""
+    """Lets the writing thread read the pool until access is revoked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.term = 0
-        """Of the readers that may read."""
+        """The term of the readers that may read."""
 
     def revoke(self) -> None:
-        """From here on no reader that there is by now reads; waits for the layer under way."""
+        """Bar all existing readers from reading; waits for a layer that is being read."""
         with self._lock:
             self.term += 1
 
     @contextmanager
     def reading(self, term: int) -> Iterator[None]:
-        """While a layer is read by a reader of a term.
+        """Hold access while a reader of a term reads a layer.
 
         Raises:
-            WriteAbandoned: access was taken back.
+            WriteAbandoned: access was revoked.
         """
         with self._lock:
             if term != self.term:
@@ -41,11 +41,11 @@ class PoolAccess:
 
 
 class PoolLayerReader:
-    """Gives the KVs of some slots layer by layer, on the writing thread.
+    """Reads the KVs of some slots layer by layer, on the writing thread.
 
     The slots must not be given away before the last layer is read or access is revoked. On an
-    accelerator the copies run on a stream of their own, after all forward passes that were launched
-    when the reader was made, and after what makes `slots` on the current stream.
+    accelerator the copies run on a stream of their own, after all forward passes that had been
+    launched when the reader was made, and after what makes `slots` on the current stream.
     """
 
     def __init__(self, pool: Any, slots: Tensor, forward_stream: Any, access: PoolAccess) -> None:
@@ -57,11 +57,11 @@ class PoolLayerReader:
         if slots.is_cuda:
             current = torch.cuda.current_stream(slots.device)
             self._stream = reading_stream(slots.device, forward_stream, current)
-            # Other readers share the stream, so it waits only when this one begins.
+            # Other readers share the stream, so it waits only when this reader begins.
             self._after = [forward_stream.record_event(), current.record_event()]
 
     def wait_for(self, event: Any) -> None:
-        """Let the copies that follow wait for an event of an accelerator."""
+        """Make the copies that follow wait for an event of an accelerator."""
         if self._stream is not None:
             self._after.append(event)
 
@@ -69,14 +69,14 @@ class PoolLayerReader:
         """Keys and values [t, G, D] of a layer, on the CPU.
 
         Raises:
-            WriteAbandoned: access to the pool was taken back.
+            WriteAbandoned: access to the pool was revoked.
         """
         with self._access.reading(self._term):
             return self._read(layer)
 
     def _read(self, layer: int) -> tuple[Tensor, Tensor]:
         layer_id = layer + self._pool.start_layer
-        # A device of None leaves the current one, and so does a stream.
+        # A device of None keeps the current device, and a stream of None the current stream.
         with torch.cuda.device_of(self._slots), torch.cuda.stream(self._stream):
             while self._stream is not None and self._after:
                 self._stream.wait_event(self._after.pop())
@@ -87,9 +87,9 @@ class PoolLayerReader:
 
 @functools.lru_cache(maxsize=8)
 def reading_stream(device: torch.device, *others: Any) -> Any:
-    """The stream of a device on which pools are read, another one than these.
+    """The stream of a device on which pools are read, different from the given streams.
 
-    Streams come from a small pool of the process, so that a new one may be one that is in use.
+    Streams come from a small pool of the process, so a new one may be one that is in use.
     """
     taken = {other.cuda_stream for other in others}
     streams = (torch.cuda.Stream(device) for _ in range(len(taken) + 64))

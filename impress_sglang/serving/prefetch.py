@@ -1,4 +1,4 @@
-"""What is read for requests while they wait; an admitted request goes on with what is there."""
+"""Prefetches for requests while they wait; an admitted request goes on with what was read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from impress_sglang.transfer.resident import ResidentPart
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What is read for one request."""
+    """What is being read for one waiting request."""
 
     plan: AdmissionPlan
     source: AnySource
@@ -26,10 +26,10 @@ class Prefetch:
 
 
 class Prefetches:
-    """Sources of waiting requests, by request; the scheduler's thread owns them."""
+    """The sources of waiting requests, by request; owned by the scheduler's thread."""
 
     def __init__(self, served: ServedStore, timeline_for: Callable[[str], Timeline]) -> None:
-        """`timeline_for` gives a request's."""
+        """`timeline_for` returns the timeline of a request, by its id."""
         self._served = served
         self._timeline_for = timeline_for
         self._waiting: dict[str, Prefetch] = {}
@@ -38,7 +38,7 @@ class Prefetches:
         return rid in self._waiting
 
     def begin(self, rid: str, plan: AdmissionPlan) -> None:
-        """Read the first layers of what a plan needs, unless that is done for it or another one."""
+        """Read the first layers that a plan needs, unless they are read for it or another plan."""
         store, waiting = self._served.store, self._waiting.get(rid)
         if waiting is not None:
             if waiting.plan.same_tokens(plan):
@@ -58,22 +58,22 @@ class Prefetches:
         store.ahead.wait(source, math.ceil(plan.estimate.lead * source.num_layers))
 
     def unread(self, rid: str) -> float:
-        """The share of a request's reads that is to be waited for."""
+        """The share of a request's reads for which it would have to wait."""
         waiting = self._waiting.get(rid)
         return 1.0 if waiting is None else waiting.plan.unread(waiting.source)
 
     def of(self, rid: str) -> Waiting:
-        """What is read for a request, for who plans it."""
+        """What is read for a waiting request, for planning it."""
         return _Prefetching(rid, self._waiting)
 
     def order(self, rids: Sequence[str]) -> None:
-        """Requests wait in this order now; what is not read yet is read in it."""
+        """Note the order of the queue; reads that have not begun follow it."""
         if len(self._waiting) > 1:
             waiting = [self._waiting[rid].source for rid in rids if rid in self._waiting]
             self._served.store.ahead.order(waiting)
 
     def take(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
-        """What was read for a request, if a plan still needs just that; it is the caller's."""
+        """Hand what was read for a request to the caller, if a plan still needs just that."""
         prefetch = self._waiting.pop(rid, None)
         if prefetch is None or prefetch.plan.same_reads(plan):
             return prefetch
@@ -81,7 +81,7 @@ class Prefetches:
         return None
 
     def take_parts(self, rid: str, parts: Sequence[ResidentPart]) -> CodedSource | None:
-        """What was read of these parts, for this request or another one; it is the caller's."""
+        """Hand what was read of these parts, for this request or another, to the caller."""
         found = None
         for other in sorted(self._waiting, key=lambda other: other != rid):
             waiting = self._waiting[other]
@@ -94,25 +94,25 @@ class Prefetches:
         return found
 
     def drop(self, rid: str) -> None:
-        """A request needs nothing that was read for it."""
+        """Drop what was read for a request, which no longer needs it."""
         if (prefetch := self._waiting.pop(rid, None)) is not None:
             self._served.store.close_source(prefetch.source)
 
     def drop_all(self) -> None:
-        """No request does."""
+        """Drop what was read for all requests."""
         for rid in list(self._waiting):
             self.drop(rid)
 
 
 class _Prefetching(Waiting):
-    """A request among others that wait."""
+    """A request that waits among others."""
 
     def __init__(self, rid: str, prefetches: Mapping[str, Prefetch]) -> None:
         super().__init__(rid)
         self._prefetches = prefetches
 
     def there(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> float:
-        """Also for another one that reads the same, which may then be shared."""
+        """See `Waiting.there`; counts reads for another request if their slots may be shared."""
         own = self._prefetches.get(self.rid)
         others = (other for other in self._prefetches.values() if other.plan.covers)
         for prefetch in others if own is None else (own,):

@@ -1,4 +1,4 @@
-"""The last requests, and where tokens of prompts came from, for who looks at a server now."""
+"""The latest requests, and where tokens of prompts came from, for whoever watches a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_REQUESTS = 200
 PERIOD_SECONDS = 10
 MOST_PERIODS = 180
 MOST_WORDS = 32
-# Of a report what is shown of its request, beside how its tokens are split.
+# Fields of a report that are shown, beside how the tokens of the prompt are split.
 _FIELDS = (
     "path",
     "why",
@@ -40,20 +40,20 @@ _FIELDS = (
 
 
 class RecentRequests:
-    """Those of one scheduler, in fixed memory; one thread."""
+    """The latest requests of one scheduler, in fixed memory; one thread."""
 
     def __init__(
         self, *, show_prompts: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         self._show_prompts = show_prompts
         self.now = clock
-        """The time, in seconds."""
+        """Returns the time, in seconds."""
         self._rows: deque[Row] = deque(maxlen=MOST_REQUESTS)
         self._periods: deque[list[int]] = deque(maxlen=MOST_PERIODS)
         self._count = 0
         self._hashes = PrefixHashes()
         self.since = clock()
-        """When it began to count."""
+        """When counting began."""
 
     def note(
         self,
@@ -65,13 +65,13 @@ class RecentRequests:
         waited: float,
         prefill: float,
     ) -> None:
-        """A request has ended.
+        """Note a request that has ended.
 
         Args:
-            rid: its name, of which the beginning is kept.
-            namespace: as the store names it.
-            tokens: of its prompt.
-            report: of it.
+            rid: its id, of which the beginning is kept.
+            namespace: its namespace, as the store names it.
+            tokens: the tokens of its prompt.
+            report: its report.
             waited: seconds in the queue.
             prefill: seconds from there to its first token.
         """
@@ -99,21 +99,21 @@ class RecentRequests:
             self._periods[-1][place] += report["tokens"][source]
 
     def digest(self, namespace: str, tokens: Tokens) -> str:
-        """Of how a prompt begins, int32 [n], another one in each process; "" if it is short."""
+        """Digest of how a prompt, int32 [n], begins; differs by process; "" for a short prompt."""
         hashes = self._hashes.of(namespace, tokens[:BLOCK_TOKENS])
         return "".join(f"{own:016x}" for own in hashes.tolist())
 
     def words(self, tokens: Tokens) -> list[int] | None:
-        """Its first tokens, if prompts may be shown."""
+        """The first tokens of a prompt; None unless prompts may be shown."""
         return tokens[:MOST_WORDS].tolist() if self._show_prompts else None
 
     def after(self, number: int) -> list[Row]:
-        """Those that have ended after the one of this number, the last ones first."""
+        """The requests that ended after the one of this number, the latest first."""
         return list(itertools.takewhile(lambda row: row["number"] > number, reversed(self._rows)))
 
     def periods(self) -> list[list[int]]:
-        """When each period with requests began, and its tokens by `SOURCES`.
+        """When each period with requests began, and its tokens by `SOURCES`, earliest first.
 
-        The first one first; periods are of ten seconds, of the last half hour in which any were.
+        Periods last ten seconds; the last half hour's worth of periods with requests is kept.
         """
         return list(self._periods)

@@ -1,4 +1,4 @@
-"""What a user is told: of a request in `meta_info["impress"]`, of all in `/impress/stats`."""
+"""What users are told: about a request in `meta_info["impress"]`, of all in `/impress/stats`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from impress_sglang.transfer.read_planner import ReadStats
 
 DECISIONS = ("none", "load", "recompute")
 # Where tokens of a prompt come from: SGLang's pool, slots that other requests loaded, the store,
-# there from behind other text; what is left out of a prefix in part; the rest is computed.
+# stored behind other text, left out where a part of a prefix is used, or computed.
 SOURCES = ("resident", "shared", "loaded", "blended", "unused", "computed")
 
 
 def split_tokens(num_tokens: int, **found: int) -> dict[str, int]:
-    """The tokens of a prompt by their sources; what was not `found` in another is computed.
+    """Split the tokens of a prompt by their sources; those not `found` elsewhere are computed.
 
-    The prefix of a request that was put back may reach into its answer, which does not count.
+    The prefix of a request that was put back may reach into its answer, which is not counted.
     """
     split, left = {}, num_tokens
     for source in SOURCES[:-1]:
@@ -31,7 +31,7 @@ def split_tokens(num_tokens: int, **found: int) -> dict[str, int]:
 
 
 def split_again(report: dict[str, object], **found: int) -> dict[str, int]:
-    """The same tokens of a report's prompt by other sources."""
+    """Split the same tokens of a report's prompt by other sources."""
     before = report["tokens"]
     assert isinstance(before, dict)
     return split_tokens(sum(before.values()), **found)
@@ -41,18 +41,18 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
     """The `meta_info["impress"]` of a request before any stored prefix is used.
 
     `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
-    (a stored prefix, whichever tier its chunks were in); `tokens` are those of the prompt, of which
-    there are `num_tokens`, by `SOURCES`; lengths are in tokens, times in milliseconds; the counters
-    of reads are those of `ReadStats`. `shared_tokens` of a stored prefix were in slots already, for
-    other requests; `blended_tokens` are stored behind other text than here, and a share of them was
-    computed again; `truncated_tokens` were left out of an over-long prompt. `bits_mean` are bits
-    per element of what was loaded of a stored prefix (16: as it was computed), also of tokens that
-    no layer uses; `base_bytes` and `plane_bytes` what of its codes was restored, from whichever
-    tier. `not_served` and `not_stored` are what keeps a request from the store (`eligibility.py`),
-    `why` is what `Explainer` says.
+    (a stored prefix, whichever tier its chunks were in); `tokens` splits the `num_tokens` tokens of
+    the prompt by `SOURCES`. Lengths are in tokens, times in milliseconds; the counters of reads are
+    those of `ReadStats`. `shared_tokens` of a stored prefix were already in slots, for other
+    requests; `blended_tokens` are stored behind other text than here, and a share of them was
+    computed again; `truncated_tokens` were left out of an over-long prompt. `bits_mean` is bits
+    per element of what was loaded of a stored prefix (16: as it was computed), counting tokens that
+    no layer uses; `base_bytes` and `plane_bytes` say how much of its codes was restored, from
+    whichever tier. `not_served` and `not_stored` say what keeps a request from the store
+    (`eligibility.py`), `why` is what `Explainer` says.
 
-    `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
-    device, which may still be computing the layers before.
+    `probe_ms` and `load_ms` are the host's time. On an accelerator they include waiting for the
+    device, which may still be computing earlier layers.
     """
     return {
         "policy": policy,
@@ -91,7 +91,7 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
 
 
 def estimate_fields(estimate: Estimate) -> dict[str, object]:
-    """What a report says of the decision between loading and computing.
+    """The fields of a report about the decision between loading and computing.
 
     `decision` is load or recompute, or none where nothing was stored; the estimates are None before
     the server has seen how fast it computes.
@@ -110,7 +110,7 @@ def estimate_fields(estimate: Estimate) -> dict[str, object]:
 
 
 def publish(request: StoredRequest) -> None:
-    """Write what is known of a request by now into its report."""
+    """Write what is known of a request so far into its report."""
     stats = request.stats
     request.report.update(
         layers_by_probe=stats.layers_by_probe,

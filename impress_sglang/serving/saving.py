@@ -1,13 +1,13 @@
 """Saving KVs from slots of the pool, which may be wanted back at any time.
 
 A prompt is offered when the pass begins that completes it (AttentionStore, 3.2.2). The writing
-thread waits at a gate for each layer, so that its copies and writes run behind the layers after it,
-and goes on behind decoding. Nothing is buffered: what cannot be written yet stays in its slots,
-which are held for it.
+thread waits at a gate for each layer, so that its copies and writes overlap with later layers, and
+then with decoding. Nothing is buffered: what cannot be written yet stays in its slots, which are
+held for it.
 
-A slot that is given away before it was read would make a file with wrong KVs and right checksums.
-So a save is abandoned before its slots can be given away, and what is written is only published if
-it was not abandoned until its last layer was read.
+A slot that was given away before it was read would make a file with wrong KVs and right checksums.
+So a save is abandoned before its slots can be given away, and what is written is published only if
+the save had not been abandoned when its last layer had been read.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from impress_sglang.storage.writer import WriteAbandoned
 
 
 class Save:
-    """The write of what is in some slots, or is being computed into them.
+    """The write of KVs that are in some slots, or are being computed into them.
 
-    `slots` int64 [tokens]. The scheduler's thread opens the gate and abandons; the writing thread
-    waits.
+    `slots` int64 [tokens]. The scheduler's thread calls `open` and `abandon`; the writing thread
+    calls `wait`.
     """
 
     def __init__(self, slots: Tensor, layers: int = 0) -> None:
-        """`layers` of them are computed already."""
+        """The first `layers` layers are computed already."""
         self.slots = slots
         self.finished = False
-        """Whether the slots are not needed any more."""
+        """Whether the save no longer needs the slots."""
         self.node: Any = None
         """The locked node of SGLang's tree that owns slots, after the prompt is computed."""
         self.held = slots[:0]
-        """Those of the slots that belong to the save alone."""
+        """The slots that belong to the save alone."""
         self._layers = layers
         self._abandoned = False
         self._events: list[Any] = []
@@ -46,20 +46,20 @@ class Save:
         self._changed = threading.Condition()
 
     def note_queries(self, layer: int, queries: Tensor, scaling: float) -> None:
-        """Keep the last of the queries [n, Hq, D] of a layer, before `open` says it is computed."""
+        """Keep the last queries of [n, Hq, D] of a layer; called before `open` for that layer."""
         rows = queries[-MEASURED_QUERIES:].clone()
         with self._changed:
             if not self._abandoned:
                 self._queries[layer] = LayerQueries(rows, scaling)
 
     def queries(self, layer: int) -> LayerQueries | None:
-        """What was noted of a layer that `wait` has waited for, once, on the CPU."""
+        """Take the queries noted of a layer, on the CPU; call after `wait`; None the next time."""
         with self._changed:
             noted = self._queries.pop(layer, None)
         return None if noted is None else LayerQueries(noted.rows.cpu(), noted.scaling)
 
     def open(self, layers: int) -> None:
-        """The first `layers` layers are computed."""
+        """Note that the first `layers` layers are computed."""
         with self._changed:
             if self.slots.is_cuda:
                 self._events.append(torch.cuda.current_stream().record_event())
@@ -67,17 +67,17 @@ class Save:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """The slots will be given away: what was not read by now is not what it was."""
+        """Give up the save, because its slots will be given away and then hold other KVs."""
         with self._changed:
             self._abandoned = True
             self._queries.clear()
             self._changed.notify_all()
 
     def wait(self, layer: int) -> Any:
-        """Wait until a layer is computed; returns the event of that on an accelerator.
+        """Wait until a layer is computed; returns the event after it on an accelerator, else None.
 
         Raises:
-            WriteAbandoned: it never will be, or its slots are given away.
+            WriteAbandoned: it will never be computed, or its slots are given away.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or self._layers > layer)
@@ -85,17 +85,17 @@ class Save:
             return self._events[layer] if layer < len(self._events) else None
 
     def check(self) -> None:
-        """See that the slots still are what they were.
+        """Make sure that the slots still hold the same KVs.
 
         Raises:
-            WriteAbandoned: they may not be.
+            WriteAbandoned: they may not.
         """
         if self._abandoned:
             raise WriteAbandoned("its slots are given away")
 
 
 class GatedLayerReader:
-    """Gives the KVs of a save layer by layer as they are computed, on the writing thread."""
+    """Reads the KVs of a save layer by layer as they are computed, on the writing thread."""
 
     def __init__(self, save: Save, reader: PoolLayerReader) -> None:
         self._save = save
@@ -107,6 +107,6 @@ class GatedLayerReader:
         if event is not None:
             self._reader.wait_for(event)
         kvs = self._reader(layer)
-        # They were read before this, so they are right if nothing has changed until now.
+        # If the save has not been abandoned by now, what was read before is right.
         self._save.check()
         return kvs

@@ -1,11 +1,11 @@
 """The order in which queued requests are admitted, by what is cached of each (CaR III-B1).
 
-SGLang's policy says who comes first. At the head of its order, in a window and among requests of
-equal priority, those change places that would make others wait: a request that still has to be read
-lets pass what is ready. Who has waited for others as long as it takes itself is overtaken no more,
-and nobody is more often than the window is long. So the mean falls and the tail hardly rises
-(Nudge: Grosof, Yang, Scully, Harchol-Balter, SIGMETRICS 2021, where each is overtaken once). Nobody
-is held back: SGLang admits whom it can.
+SGLang's policy orders the queue. In a window at the head of that order, among requests of equal
+priority, requests that would make others wait change places with them: one that still has to be
+read lets those that are ready pass. A request is not overtaken any more once it has waited for
+others as long as it takes itself, nor more often than the window is long. So the mean falls and the
+tail hardly rises (Nudge: Grosof, Yang, Scully, Harchol-Balter, SIGMETRICS 2021, where each is
+overtaken once). No request is held back: SGLang admits those it can.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from impress_sglang.options import CLASSES, ESTIMATE, SHORTEST
 from impress_sglang.serving.estimate import Estimate
 
 WINDOW = 16
-# Of the scheduler's time, for looking again at what is cached of those in the window.
+# Share of the scheduler's time for looking again at what is cached of requests in the window.
 LOOK_SHARE = 0.01
 
 
 class Queued(Protocol):
-    """A request of SGLang's that waits."""
+    """A waiting request of SGLang's."""
 
     @property
     def rid(self) -> str:
@@ -35,7 +35,7 @@ class Queued(Protocol):
 
     @property
     def priority(self) -> int | None:
-        """Its class; who is in another one is not overtaken."""
+        """Its class; requests only overtake others of the same class."""
 
 
 _T = TypeVar("_T", bound=Queued)
@@ -43,14 +43,14 @@ _T = TypeVar("_T", bound=Queued)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheState:
-    """What is cached of a waiting request: whether anything is, and what the rest takes."""
+    """What is cached of a waiting request: whether anything is, and what serving it takes."""
 
     cached: bool
     estimate: Estimate
 
 
 Rank = tuple[float, ...]
-"""Who has the lowest comes first."""
+"""The request with the lowest rank comes first."""
 
 
 def _class(state: CacheState, unread: float) -> Rank:
@@ -61,10 +61,10 @@ def _class(state: CacheState, unread: float) -> Rank:
 
 
 def _shortest(state: CacheState, unread: float) -> Rank:
-    """By seconds, and those for which the engine would wait for the drive behind all others.
+    """By seconds, but requests for which the engine would wait for the drive come after all others.
 
-    They are read while these are computed. If they went first, the engine would be idle so long:
-    near capacity that loses more than the order gains.
+    They are read while the others are computed. If they went first, the engine would be idle for
+    as long as it waits: near capacity that loses more than the order gains.
     """
     estimate = state.estimate
     return estimate.unhidden(unread) > 0.0, estimate.seconds(unread)
@@ -75,14 +75,14 @@ RANKS: dict[str, Callable[[CacheState, float], Rank]] = {
     ESTIMATE: lambda state, unread: (state.estimate.unhidden(unread),),
     SHORTEST: _shortest,
 }
-"""By the state, and the share of its reading that is left."""
+"""From the state of a request, and the share of its reads that is left, to its rank."""
 
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """A request in the queue: its rank, the seconds it takes, how much longer it may be overtaken.
+    """A request in the queue: its rank, the seconds it takes, and how much it may be overtaken.
 
-    `passes` more may do that, if they take `patience` seconds in all.
+    At most `passes` more requests may overtake it, and they may take `patience` seconds in all.
     """
 
     rank: Rank
@@ -92,7 +92,7 @@ class Place:
 
 
 def first_of(places: Sequence[Place]) -> int:
-    """Who goes first: the lowest rank of those that all before them can bear to wait for."""
+    """The index of the request to go first: the lowest rank that all before it may wait for."""
     first, patience = 0, math.inf
     for number, place in enumerate(places):
         if place.rank < places[first].rank and place.seconds <= patience:
@@ -105,9 +105,9 @@ def first_of(places: Sequence[Place]) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """A request that waits: its state, the pass in which that was noted.
+    """A waiting request: its state, and the pass in which that was noted.
 
-    And how many overtook it, and for how many seconds it waited for them.
+    `overtaken` is how many requests overtook it, `waited` how many seconds it waited for them.
     """
 
     state: CacheState | None = None
@@ -117,9 +117,9 @@ class _Known:
 
 
 class QueueOrder:
-    """Changes places at the head of a waiting queue, and changes them back; one thread.
+    """Reorders the head of a waiting queue, and restores its order; one thread.
 
-    A pass of the scheduler calls `restore`, SGLang's policy, `look` and `arrange`.
+    A pass of the scheduler calls `restore`, SGLang's policy, `look` and `arrange`, in this order.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class QueueOrder:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`schedule` is a key of `RANKS`; `unread` tells what is left to read for a rid.
+        """`schedule` is a key of `RANKS`; `unread` returns the share left to read for an id.
 
-        `clock` tells seconds.
+        `clock` returns seconds.
         """
         self._rank = RANKS[schedule]
         self._unread = unread
@@ -139,29 +139,29 @@ class QueueOrder:
         self._known = defaultdict[str, _Known](_Known)
         self._pass = 0
         self._next_look = -math.inf
-        # If places were changed: SGLang's order of the window, ours, and when that was.
+        # If the window was reordered: SGLang's order of it, ours, and when that was.
         self._own: list[str] = []
         self._arranged: list[str] = []
         self._since = 0.0
-        # Of these, who has left; who comes back, as a retracted request does, is a new one.
+        # Those of the window that left; one that comes back, if retracted, counts as a new one.
         self._gone: set[str] = set()
-        # Whether SGLang has tried to admit whom we put first, and could not.
+        # Whether SGLang tried to admit the request that we put first, and could not.
         self._refused = False
 
     def note(self, rid: str, state: CacheState) -> None:
-        """What is cached of a request that waits."""
+        """Note what is cached of a waiting request."""
         known = self._known[rid]
         known.state, known.noted = state, self._pass
         self._refused = self._refused or rid in self._arranged[:1]
 
     def forget(self, rid: str) -> None:
-        """A request is admitted, or gone."""
+        """Forget a request, which was admitted or is gone."""
         self._known.pop(rid, None)
         if rid in self._own:
             self._gone.add(rid)
 
     def forget_states(self) -> None:
-        """The tree is empty: nothing of what was noted holds."""
+        """Forget the noted states: the tree is empty now."""
         for known in self._known.values():
             known.state, known.noted = None, -1
 
@@ -174,7 +174,7 @@ class QueueOrder:
         waiting = {request.rid for request in head} - self._gone
         place = {rid: number for number, rid in enumerate(self._own)}
         left: list[int] = []
-        # By the clock, for estimates leave out what each pass takes besides its tokens.
+        # By the clock, since estimates leave out what a pass takes besides its tokens.
         seconds = self._clock() - self._since
         for rid in self._arranged:
             if rid not in waiting:
@@ -182,15 +182,15 @@ class QueueOrder:
             elif overtook := sum(number > place[rid] for number in left):
                 self._known[rid].overtaken += overtook
                 self._known[rid].waited += seconds
-        # What SGLang has added since is behind.
+        # Requests that SGLang has added since come last.
         queue[:WINDOW] = sorted(head, key=lambda own: place.get(own.rid, WINDOW))
         self._refused = self._refused and self._arranged[0] in waiting
         self._own, self._arranged, self._gone = [], [], set()
 
     def look(self, queue: Sequence[_T], look_at: Callable[[_T], None]) -> None:
-        """Let `look_at` note again what is cached of requests in the window, the oldest first.
+        """Let `look_at` note again what is cached of requests in the window, oldest notes first.
 
-        That takes its share of the time; what of that was not needed is kept for a second.
+        Takes at most `LOOK_SHARE` of the time; what is left of that can be used for a second.
         """
         self._next_look = max(self._next_look, self._clock() - 1.0)
         oldest = sorted(queue[:WINDOW], key=self._noted)
@@ -202,10 +202,10 @@ class QueueOrder:
             self._next_look += (self._clock() - began) / LOOK_SHARE
 
     def arrange(self, queue: list[_T]) -> None:
-        """Let requests of the window change places.
+        """Reorder the requests of the window.
 
-        SGLang admits nobody behind a request for which there is no room. If that is whom we put
-        first, its own order has a pass.
+        SGLang admits no request behind one for which there is no room. If that was the one that we
+        put first, SGLang's own order is kept for one pass.
         """
         refused, self._refused = self._refused, False
         if refused:
@@ -220,7 +220,7 @@ class QueueOrder:
             queue[:WINDOW] = arranged
 
     def _arrange(self, requests: list[_T]) -> list[_T]:
-        """Requests in the order in which they are to go."""
+        """Requests of equal priority in the order in which they are to be admitted."""
         left = [(request, self._place(request.rid)) for request in requests]
         ranks = [place.rank for _, place in left]
         if ranks == sorted(ranks):
@@ -242,7 +242,7 @@ class QueueOrder:
         known = self._known[rid]
         passes = WINDOW - known.overtaken
         if known.state is None:
-            # Who was not looked at overtakes nobody, and is not known to bear it.
+            # A request without a state overtakes none, and none may overtake it.
             return Place((math.inf,), 0.0, passes, 0.0)
         unread = self._unread(rid)
         seconds = known.state.estimate.seconds(unread)

@@ -1,6 +1,6 @@
-"""The store of the weights that are served: opened, set aside, and replaced when they are.
+"""The store for the weights that are served: opened, set aside, and replaced with the weights.
 
-What may wait for the disk is done in the background: a server goes on computing meanwhile.
+Whatever may wait for the disk runs in the background; a server goes on computing meanwhile.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
-# Why the store is not used while one is opened, and where that failed.
+# Why no store is used: one is being opened, or could not be opened.
 OPENING = "opening"
 NOT_OPENED = "not opened"
-# How long a server waits at its start for a store with many segments.
+# Seconds that a server waits at its start for a store with many segments to open.
 START_SECONDS = 5.0
 
 
 class ServedStore:
-    """At most one open store, and the memory that it shares with the one that follows it."""
+    """At most one open store, and the memory that it hands on to the store that follows it."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class ServedStore:
     ) -> None:
         """Open the store of these weights; `device` is where attention runs.
 
-        `lookahead` knows what not to evict; None: the store does not ask. What takes longer than
-        START_SECONDS is taken over when it is there, and requests are computed until then.
+        `lookahead` knows what not to evict; None: the store does not ask. A store that takes longer
+        to open than START_SECONDS is taken over later, and requests are computed until then.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
             StoreInUseError: another server uses it for the same model.
         """
         self.identity = identity
-        """Of the store that is open or being opened; empty if there is none."""
+        """The model identity of the store that is open or being opened; empty if there is none."""
         self.aside: str | None = None
-        """Why the store may not be used (`integration.weights`), also where one is open."""
+        """Why the store may not be used, even if open (`integration.weights`); None if it may."""
         self.expiry = Expiry(config.ttl)
         self.purges = Begun[str, Purge]()
         self._budget = WriteBudget(config.write_gb_per_day)
@@ -65,7 +65,7 @@ class ServedStore:
         self._shape = shape
         self.stores = make_policy(config).stores
         """Whether the policy has a store at all."""
-        # Of the store; where none is open, for the next one.
+        # Belongs to the open store, or is kept for the next one.
         self._memory = StoreMemory.allocate(config, shape, device)
         self._lookahead = lookahead
         self._store: PrefixStore | None = None
@@ -80,18 +80,18 @@ class ServedStore:
 
     @property
     def opened(self) -> PrefixStore | None:
-        """The store, None while another one is being opened."""
+        """The open store; None while there is none."""
         return self._store
 
     @property
     def store(self) -> PrefixStore:
-        """The store, for who knows that one is open: it is used, or a request reads from it."""
+        """The store, for callers that know that one is open: it is used, or a request reads it."""
         assert self._store is not None
         return self._store
 
     @property
     def suspended(self) -> str | None:
-        """Why the store is not used, None while it is."""
+        """Why the store is not used; None while it is."""
         if self.aside is None and self._store is None:
             return OPENING
         return self.aside
@@ -102,21 +102,21 @@ class ServedStore:
         return self.stores and self.suspended is None
 
     def report_miss(self, rid: str, error: PrefixUnreadable) -> None:
-        """A request has to do without its stored prefix, which cannot be read."""
+        """Report that a request must do without its stored prefix, which cannot be read."""
         logger.warning("request %s does without its stored prefix: %s", rid, error)
         self.store.report(error)
 
     def use_again(self) -> None:
-        """All KVs in the pool are of `identity`: use its store, once it is open."""
+        """Use the store once it is open: all KVs in the pool now belong to `identity`."""
         if self.aside is not None:
             self.aside = None
             self._say_used()
 
     def reopen(self, identity: str) -> None:
-        """Serve other weights; no request reads a prefix.
+        """Serve other weights; to be called while no request reads a prefix.
 
-        The old store is closed and the other one opened behind the caller, one after the other;
-        `take_over` makes it ours.
+        The old store is closed and then the new one opened in the background; `take_over` puts the
+        new one into use.
         """
         logger.info("prefixes of other weights are set aside; opening the store of %s", identity)
         self._discard_opening()
@@ -132,13 +132,13 @@ class ServedStore:
             self.expiry.poll(self._store)
 
     def take_over(self) -> None:
-        """Take a store that was opened in the background, if it is there; never waits for it."""
+        """Put a store that was opened in the background into use, if ready; never waits for it."""
         if self._opening is None or not self._opening.done():
             return
         try:
             self._take_opened()
         except Exception as error:
-            # Whatever it is, answers are right without the store.
+            # Whatever the error is, answers are right without the store.
             logger.error(
                 "the store of these weights cannot be opened; the next flush tries again: %s",
                 error,
@@ -150,7 +150,7 @@ class ServedStore:
         self._say_used()
 
     def _take_opened(self) -> None:
-        """Take what was opened, or raise what stood against it."""
+        """Put the store that was opened into use, or raise the error of opening it."""
         opening, self._opening = self._opening, None
         assert opening is not None
         disk = opening.result()
@@ -171,7 +171,7 @@ class ServedStore:
     def close(self) -> None:
         """Finish writes and close the store; nothing is served after that.
 
-        Another one that is being opened is waited for no longer than `--impress-io-timeout`.
+        A store that is still being opened is waited for no longer than `--impress-io-timeout`.
         """
         if self._store is None:
             self._memory.close()
@@ -181,20 +181,20 @@ class ServedStore:
         self._opener.close(self._config.io_timeout)
 
     def _discard_store(self) -> None:
-        """Close what is open, in the background where that waits for the disk."""
+        """Close the open store, in the background where that waits for the disk."""
         store, self._store = self._store, None
-        # Names of it mean nothing to another one: who goes on begins anew.
+        # Its names mean nothing to another store: purges and expiry begin anew.
         self.purges.clear()
         self.expiry.forget()
         if store is not None:
-            # So that none of them tells the tree cache of its end from the other thread.
+            # Now, so that no write tells the tree cache of its end from the other thread.
             store.writes.abandon()
-            # Memory is not allocated again: that would take long, or what is left would not do.
+            # Memory is kept: allocating it again would take long, or fail for want of memory.
             self._memory = store.retire().emptied(self._config)
             self._opener.submit(_close_logged, store.leave_disk)
 
     def _discard_opening(self) -> None:
-        """Close what is being opened when it is there, in the background."""
+        """Close a store that is being opened once it is open, in the background."""
         opening, self._opening = self._opening, None
         if opening is not None and not opening.cancel():
             self._opener.submit(_close_late, opening)
@@ -212,6 +212,6 @@ def _close_logged(close: Callable[[], None]) -> None:
 
 
 def _close_late(opening: Future[StoreDisk]) -> None:
-    """Of an opening that has ended, and whose store nobody wants any more."""
+    """Close the store of an opening that has ended, if it succeeded."""
     if opening.exception() is None:
         _close_logged(opening.result().close)

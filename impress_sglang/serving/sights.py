@@ -1,12 +1,12 @@
-"""How often prefixes were asked for lately: what is asked for once is not worth a write.
+"""Counts how often prefixes were asked for lately: one asked for once is not worth a write.
 
-Most prompts of many servers are never sent again, and a drive would be written to for nothing all
-day. So a request is not stored but for its first tokens that others had as well. A counting sketch
-remembers that in fixed memory (a count-min sketch with conservative updates, whose counts are
-halved now and then, as in TinyLFU: Einziger, Friedman, Manes, ACM ToS 2017). It never counts too
-little between two halvings; it seldom counts too much, and then something is stored too early.
+On many servers most prompts are never sent again, and storing them would wear the drive for
+nothing. So of a request only those first tokens are stored that other requests had as well. A
+counting sketch remembers them in fixed memory (a count-min sketch with conservative updates, whose
+counts are halved now and then, as in TinyLFU: Einziger, Friedman, Manes, ACM ToS 2017). It never
+counts too little between two halvings; if it counts too much, something is stored too early.
 
-Where text is reused that is no prefix, windows of it are counted in the same way.
+Where text that is not a prefix is reused, windows of it are counted in the same way.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Sights:
         self._least = least
         self._counts = np.zeros((_ROWS, columns), np.uint8)
         self._new = 0
-        # Nobody can tell which prompts are counted together.
+        # Keyed, so that nobody can tell which prompts are counted together.
         self._hashes = PrefixHashes()
 
     def note(self, namespace: str, tokens: Tokens, first: int = 0, *, count: bool = True) -> int:
-        """A request has these tokens, int32 [n].
+        """Note a request with these tokens, int32 [n].
 
         Args:
-            namespace: keeps prefixes of others apart.
-            tokens: from the start.
+            namespace: keeps the prefixes of other namespaces apart.
+            tokens: the prompt from its start.
             first: so many of them were noted for this request before.
-            count: this is no request of its own.
+            count: whether this is a request to be counted; False only looks.
 
         Returns:
-            How many of the first ones were seen often enough, this time included.
+            How many of the first tokens were seen often enough, this time included if counted.
         """
         seen = self._see(self._hashes.of(namespace, tokens), first // BLOCK_TOKENS, count=count)
         rare = np.flatnonzero(seen < self._least)
@@ -57,19 +57,19 @@ class Sights:
     def note_text(
         self, namespace: str, tokens: Tokens, *, count: bool = True
     ) -> tuple[Indices, Flags]:
-        """A request has these tokens, int32 [n], wherever they stand.
+        """Note the text of a request, int32 [n], wherever it stands; `count` as in `note`.
 
         Returns:
-            Where windows of `BLOCK_TOKENS` tokens begin, ascending, int64 [w], and whether these
-            were seen often enough, this time included, bool [w].
+            Where windows of `BLOCK_TOKENS` tokens begin, ascending, int64 [w], and whether each
+            was seen often enough, this time included if counted, bool [w].
         """
         starts, hashes = self._hashes.windows(namespace, tokens)
-        # Once for each request.
+        # Each distinct window counts once per request.
         hashes, places = np.unique(hashes, return_inverse=True)
         return starts, (self._see(hashes, 0, count=count) >= self._least)[places]
 
     def _see(self, hashes: Hashes, first: int, *, count: bool) -> npt.NDArray[np.uint8]:
-        """How often hashes were seen, uint8 [n]; from `first` on once more, if they count."""
+        """How often hashes were seen, uint8 [n]; if `count`, those from `first` on count now."""
         rows = self._hashes.rows(hashes, _ROWS)
         columns = (rows & np.uint64(self._counts.shape[1] - 1)).astype(np.int64)
         if self._new >= self._counts.shape[1] // 4:
@@ -80,6 +80,6 @@ class Sights:
             again = slice(first, None)
             self._new += int(np.count_nonzero(seen[again] == 0))
             seen[again] = np.minimum(seen[again], 254) + 1
-            # Those of a request may share a counter.
+            # Hashes of one request may share a counter.
             np.maximum.at(self._counts, (_EACH_ROW, columns[:, again]), seen[again])
         return seen

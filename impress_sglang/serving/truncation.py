@@ -1,8 +1,8 @@
-"""Where a prompt that is too long for the context is cut.
+"""Decides where a prompt that is too long for the context is cut.
 
-Stage: arrive. What is said first stays, and of the rest the oldest part is left out
-(AttentionStore, 3.4). The place depends on the beginning of a conversation and on how many cuts it
-needs, so that the turns after a cut begin alike and find each other's prefix.
+Stage: arrive. The beginning of a conversation stays, and of the rest the oldest part is left out
+(AttentionStore, 3.4). The place of the cut depends only on the beginning and on how many cuts are
+needed, so that the prompts after a cut begin alike and find each other's prefix.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF, is_truncation
 
-# Of `sampling_params.custom_params`: the share that a request wants to be cut, and how many first
-# tokens stay.
+# Keys of `sampling_params.custom_params`: the share that a request wants to be cut by, and how many
+# first tokens stay.
 TRUNCATE_KEY = "impress_truncate"
 KEEP_KEY = "impress_keep_tokens"
-# What the server tells itself there: how many tokens were cut.
+# Set there by the server itself: how many tokens were cut.
 TRUNCATED_KEY = "impress_truncated_tokens"
-# First tokens that stay where a request does not say it and no system prompt is known.
+# First tokens that stay if the request does not say how many, and no system prompt is known.
 KEEP_TOKENS = 16
-# What stays first must leave this part of the context to the conversation, or nothing is cut.
+# The first tokens that stay must leave this share of the context free, or nothing is cut.
 LEAST_ROOM = 0.25
 
 
 def check_truncation(params: Mapping[str, Any]) -> None:
-    """Check what a request says about cuts.
+    """Check what a request asks for about cuts.
 
     Raises:
         ValueError: a wrong value.
@@ -46,13 +46,13 @@ def check_truncation(params: Mapping[str, Any]) -> None:
 
 
 def share_of(params: Mapping[str, Any], config: ImpressConfig) -> float | None:
-    """What a request would be cut by at once, as a share of the conversation; None: it is not."""
+    """By what share of the conversation a request is cut at once; None if it is not to be cut."""
     share = params.get(TRUNCATE_KEY, config.truncate)
     return None if share == OFF else float(share)
 
 
 def params_of(sampling_params: Any) -> dict[str, Any]:
-    """What a request says in its `custom_params`."""
+    """The `custom_params` of a request; empty if it has none."""
     params = getattr(sampling_params, "custom_params", None)
     return params if isinstance(params, dict) else {}
 
@@ -66,14 +66,14 @@ def truncated_tokens_of(sampling_params: Any) -> int:
 def find_cut(
     tokens: Sequence[int], limit: int, share: float, keep: int, openers: Container[int]
 ) -> range | None:
-    """Which tokens of a prompt to leave out, so that at most `limit` of them are left.
+    """Find which tokens of a prompt to leave out, so that at most `limit` of them are left.
 
-    The first `keep` stay. Cuts are made in steps, each a share of what `limit` leaves to the
-    conversation, so that there is none for some turns after one. If the conversation begins with a
-    token of `openers`, one that begins a message, so does what is left of it where such a token is
-    near.
+    The first `keep` tokens stay. Cuts are made in steps, each a share of what `limit` leaves to the
+    conversation, so that none is needed for some requests after a cut. If the conversation begins
+    with a token of `openers`, which begin messages, what is left of it does as well where such a
+    token is near.
 
-    Returns None for a prompt that fits, and where `keep` leaves too little to the conversation.
+    Returns None for a prompt that fits, and if `keep` leaves too little room for the conversation.
     """
     room, over = limit - keep, len(tokens) - limit
     if over <= 0 or room < max(LEAST_ROOM * limit, 1):

@@ -1,8 +1,8 @@
-"""Why a request got its prefix from where it did, or did not get it: one reason, one sentence.
+"""Explains why a request got its prefix where it did, or got none: one reason, one sentence.
 
-Decided once, when a request is admitted, and by nothing but what is known of its own namespace:
-what another tenant has stored looks to it as if nobody had. A hit costs nothing; of a miss the
-tokens are hashed once more.
+Decided once, when a request is admitted, and only from what is known of its own namespace: what
+another tenant has stored is treated as if nobody had. A hit costs nothing; for a miss the tokens
+are hashed once more.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.segment import Tokens
 
 Why: TypeAlias = dict[str, str | None]
-"""`reason`, `text`, and for who has a prefix and lacks more of one `rest`: the reason for that."""
+"""`reason`, `text`, and `rest`: why a request that has a prefix has no longer one, else None."""
 
 
 class Reason(enum.StrEnum):
-    """What decided about the prefix of a request."""
+    """What decided which prefix a request got."""
 
     LOADED = enum.auto()
     SHARED = enum.auto()
@@ -88,7 +88,7 @@ MEANINGS = {
     Reason.NO_STORE: "--impress-policy stores nothing",
 }
 Detail: TypeAlias = tuple[Reason, str]
-"""A reason, and the figures that belong to its sentence."""
+"""A reason, and the figures for its sentence."""
 _UNREADY = {
     SegmentState.PENDING: Reason.BEING_WRITTEN,
     SegmentState.SUSPECT: Reason.DAMAGED,
@@ -98,16 +98,16 @@ _UNREADY = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt about which somebody asks why.
+    """A prompt to explain.
 
     Attributes:
-        report: of its request, by now.
-        namespace: of it.
+        report: the report of its request so far.
+        namespace: its namespace.
         tokens: as far as a prefix may reach, int32 [n].
         wanted: what its request asks for.
-        seen: how many of its tokens were asked for often enough; None if nobody counts.
-        opened: whether it was not sent back because its prefix could not be had.
-        blend: why it does not blend, if it would have.
+        seen: how many of its first tokens were asked for often enough; None if not counted.
+        opened: False if it was sent back because its prefix could not be opened.
+        blend: why it does not blend, if it would accept that.
     """
 
     report: Mapping[str, Any]
@@ -120,7 +120,7 @@ class Asked:
 
 
 class Explainer:
-    """Finds reasons; on the scheduler's thread."""
+    """Finds the reasons for prefixes and misses; on the scheduler's thread."""
 
     def __init__(self, config: ImpressConfig, served: ServedStore, admission: Admission) -> None:
         self._config = config
@@ -128,28 +128,28 @@ class Explainer:
         self._admission = admission
 
     def explain(self, asked: Asked) -> Why:
-        """Of a request that is admitted."""
+        """Explain the prefix of a request that is admitted."""
         hit, resident = _hit(asked.report), int(asked.report["resident_tokens"])
         least = min(self._config.min_prefix_tokens, len(asked.tokens) / 2)
         if hit is not None and hit[0] is Reason.RESIDENT and resident < least:
-            # Others happen to begin like it.
+            # So few tokens are only how other prompts happen to begin.
             hit = None
         return self._answer(hit, asked)
 
     def foretell(self, asked: Asked) -> Why:
-        """Of a prompt that nobody sends now; its report has what is stored of it as its prefix."""
+        """Explain a prompt that is not being served; the report's prefix is what is stored."""
         stored = int(asked.report["prefix_tokens"])
         return self._answer((Reason.STORED, f"{stored:,} tokens") if stored else None, asked)
 
     def _answer(self, hit: Detail | None, asked: Asked) -> Why:
-        """What a prompt has, if anything, and why it lacks the rest, if that is worth a prefix."""
+        """Say what a prompt has, if anything, and why it lacks the rest, if that is long enough."""
         rest = len(asked.tokens) - int(asked.report["prefix_tokens"])
         if hit is not None and rest < self._config.min_prefix_tokens:
             return _say(*hit)
         return _say_both(hit, rest, self._miss(asked) if asked.opened else (Reason.NOT_OPENED, ""))
 
     def _miss(self, asked: Asked) -> Detail:
-        """Why no more than the prefix that a report has was used."""
+        """Why no more was used than the prefix in the report."""
         config, least = self._config, self._config.min_prefix_tokens
         report, tokens = asked.report, asked.tokens
         if report["not_served"] is not None:
@@ -166,7 +166,7 @@ class Explainer:
         if report["decision"] == "recompute":
             load, compute = report["estimated_load_ms"], report["estimated_recompute_ms"]
             return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
-        # Not `store.match`, which also does what is due.
+        # Not `store.match`, which also does work that is due.
         name, quality = store.namespace(asked.namespace), self._admission.least(asked.wanted)
         have = store.tree.match(name, tokens, least=quality).num_tokens
         if have - report["prefix_tokens"] >= least:
@@ -183,7 +183,7 @@ class Explainer:
     def _stored_otherwise(
         self, store: PrefixStore, name: str, tokens: Tokens, have: int
     ) -> Detail | None:
-        """Why what was stored beyond `have` tokens of a prompt cannot be used, if something was."""
+        """Why what was stored beyond `have` tokens of a prompt cannot be used; None if none was."""
         least = self._config.min_prefix_tokens
         known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
         if known.num_tokens - have >= least and (reason := _unready(known, have)) is not None:
@@ -193,7 +193,7 @@ class Explainer:
 
 
 def damaged() -> Why:
-    """Of a request whose stored prefix turned out to be unreadable."""
+    """The answer for a request whose stored prefix turned out to be unreadable."""
     return _say(Reason.DAMAGED, "computed again")
 
 
@@ -211,7 +211,7 @@ def _hit(report: Mapping[str, Any]) -> Detail | None:
 
 
 def _unready(known: StoredMatch, have: int) -> Reason | None:
-    """What is wrong with the first segment of a match that has tokens beyond `have`."""
+    """Why the first segment of a match with tokens beyond `have` is not used; None if unknown."""
     last = 0
     for span in known.spans:
         last += len(span)
@@ -231,7 +231,7 @@ def _say(reason: Reason, detail: str) -> Why:
 
 
 def _say_both(hit: Detail | None, rest: int, miss: Detail) -> Why:
-    """What a request has, if anything, and why it lacks the rest."""
+    """Say what a request has, if anything, and why it lacks the rest."""
     if hit is None:
         return _say(*miss)
     text = f"{_sentence(*hit)} Of its other {rest:,} tokens: {_sentence(*miss)}"
