@@ -1,10 +1,10 @@
-"""Which layers of which requests are read before they ask, as far as memory and a bound allow.
+"""Decides which layers of which requests are read before they ask, within memory and a budget.
 
 Stage: load. Reading ahead changes when bytes are read, never which tokens a layer uses. Sources are
-served in this order: of the requests under way the one that is nearest to what it has, then those
-that wait, in the order of the queue. Probe columns and what a whole prefix needs are certain;
-of other blocks the likeliest are read, and what was read in vain is bounded by `waste_budget`, a
-share of what was wanted.
+served in this order: of the running requests the one that has least read ahead of its current
+layer, then waiting requests, in the order of the queue. Probe columns and what a whole prefix needs
+are certain; of other blocks the likeliest are read, and what was read in vain is bounded by
+`waste_budget`, a share of what was wanted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ReadAhead:
         """`waste_budget` is 0 or more; 0 turns reading ahead off."""
         self._pool = pool
         self.waste_budget = waste_budget
-        """May change; what is under way goes on."""
+        """May be changed; reads under way go on."""
         self._live: list[StoredSource] = []
         self._waiting: list[StoredSource] = []
-        # Of sources that have left.
+        # Totals of sources that have left.
         self._ahead_bytes = 0
         self._used_bytes = 0
         self._wanted_bytes = 0
@@ -39,24 +39,24 @@ class ReadAhead:
         return self.waste_budget > 0
 
     def join(self, source: StoredSource) -> None:
-        """A request begins to use a source, which may have waited."""
+        """Note that a request begins to use a source, which may have waited until now."""
         self._waiting = [own for own in self._waiting if own is not source]
         self._live.append(source)
         self.top_up()
 
     def wait(self, source: StoredSource, lead: int) -> None:
-        """A request waits: read at most `lead` of its first layers, but one in any case."""
+        """Add the source of a waiting request: read `lead` of its first layers, at least one."""
         source.lead = lead
         self._waiting.append(source)
         self.top_up()
 
     def order(self, sources: Sequence[StoredSource]) -> None:
-        """Those of these that wait are read in this order, before all others."""
+        """Read the waiting ones of these sources in this order, before all other waiting ones."""
         place = {id(source): number for number, source in enumerate(sources)}
         self._waiting.sort(key=lambda own: place.get(id(own), len(place)))
 
     def leave(self, source: StoredSource) -> None:
-        """A source is closed; its counters are final."""
+        """Remove a source that is closed; its counters are final."""
         self._waiting = [own for own in self._waiting if own is not source]
         self._live = [own for own in self._live if own is not source]
         stats = source.stats
@@ -65,7 +65,7 @@ class ReadAhead:
         self._wanted_bytes += stats.ssd_bytes - stats.ahead_bytes + stats.ahead_used_bytes
 
     def top_up(self) -> None:
-        """Begin to read the next layers, while there is room."""
+        """Begin to read the next layers, as long as there is room."""
         if not self.enabled:
             return
         waste_budget = self.waste_budget if self._within_budget() else 0.0
@@ -84,7 +84,7 @@ class ReadAhead:
         return min(unread, key=lambda own: own.next_ahead - own.layer, default=None)
 
     def _has_room(self, source: StoredSource) -> bool:
-        """Whether a layer fits beside the next one of any request that has nothing of it yet."""
+        """Whether a layer fits beside the next layer of any running request not yet read ahead."""
         lacking = (
             own.layer_bytes
             for own in self._live

@@ -1,8 +1,8 @@
-"""Memory that layers are read into: an image of a layer of a segment, filled block by block.
+"""Layer buffers: memory that holds an image of a layer of a segment, filled block by block.
 
-A block stands in an area where it stands in its layer on disk, so that what was read ahead, what is
-read now, and the rows that are taken out need no copies between them. Areas come from a pool: fresh
-memory would cost as much as the reading.
+A block is placed in its area as in its layer on disk, so that blocks read ahead, blocks read now
+and the rows taken out need no copies between them. Areas come from a pool: fresh memory would cost
+as much as the reading.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _NO_READ = -1
 
 
 class PooledMemory(AlignedMemory):
-    """Memory of an area, also as vectors of a length that divides a block."""
+    """The memory of an area, also viewed as vectors of a length that divides a block."""
 
     def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
         """`pin` locks it, so that an accelerator can read it by itself."""
         super().__init__(num_bytes)
         self.num_bytes = num_bytes
         self.fence: Fence | None = None
-        """Until then a device reads it."""
+        """A device may read the memory until this fence is done."""
         if pin:
             pin_memory(self)
         self._views: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def vectors(self, dtype: torch.dtype, vector_bytes: int) -> Tensor:
-        """[bytes / vector_bytes, elements] on the CPU."""
+        """View the memory as [bytes / vector_bytes, elements of a vector], on the CPU."""
         kind = dtype, vector_bytes
         if kind not in self._views:
             flat = torch.frombuffer(self.view, dtype=dtype)
@@ -52,7 +52,7 @@ class PooledMemory(AlignedMemory):
 
 
 class Tenant(NamedTuple):
-    """Who has memory of a pool: nothing of an owner is taken away for the same owner."""
+    """Who uses memory of a pool; memory is never taken from an owner for the same owner."""
 
     owner: Hashable
     evict: Callable[[], None]
@@ -60,18 +60,18 @@ class Tenant(NamedTuple):
 
 
 class BufferPool:
-    """At most `limit_bytes` for areas: of those that are open, that are still being filled or read
-    by a device, and kept for later.
+    """At most `limit_bytes` for areas: open ones, closed ones that are still being filled or read
+    by a device, and free ones that are kept for later.
 
-    Who reads ahead asks whether there is room. What a layer cannot do without is given in any case:
-    what others hold is taken away, the latest first, and they read it again if they want it. One
-    thread uses a pool.
+    Reading ahead first asks whether there is room. What a layer cannot do without it gets in any
+    case: areas of other owners are taken away, the latest first, which read them again if they
+    need them. One thread uses a pool.
     """
 
     def __init__(self, limit_bytes: int, *, pin: bool = False, spare_bytes: int = 0) -> None:
         """`pin` locks the memory, so that an accelerator can read it by itself.
 
-        `spare_bytes` behind the memory that is asked for may be read, too.
+        `spare_bytes` behind the requested memory may be read, too.
         """
         self.limit_bytes = limit_bytes
         self._pin = pin
@@ -87,7 +87,7 @@ class BufferPool:
         return self.used_bytes + self._draining_bytes + sum(own.num_bytes for own in self._free)
 
     def size_of(self, num_bytes: int) -> int:
-        """What an area of so many bytes takes."""
+        """Bytes that an area for `num_bytes` takes of the pool."""
         return round_up(num_bytes + self._spare_bytes, _GRAIN)
 
     def has_room(self, num_bytes: int) -> bool:
@@ -96,7 +96,7 @@ class BufferPool:
         return self.used_bytes + self._draining_bytes + num_bytes <= self.limit_bytes
 
     def take(self, num_bytes: int, tenant: Tenant) -> PooledMemory | None:
-        """Memory of at least `num_bytes`; None if there is none that can be taken away."""
+        """Take memory of at least `num_bytes`; None if not enough can be taken from others."""
         size = self.size_of(num_bytes)
         for other in reversed(list(self._open.values())):
             if self.used_bytes + size <= self.limit_bytes:
@@ -130,7 +130,7 @@ class BufferPool:
         return sum(memory.num_bytes for memory, _ in self._draining)
 
     def _drain(self, size: int) -> bool:
-        """Wait until so much more fits; False if reads that must end for that do not."""
+        """Wait until `size` more bytes fit; False if reads that must end first do not in time."""
         self._collect()
         while self.used_bytes + self._draining_bytes + size > self.limit_bytes:
             memory, reads = self._draining[0]
@@ -167,9 +167,9 @@ class BufferPool:
 
 
 class LayerBuffer:
-    """Those blocks of a part of a layer of a segment that were read for a request.
+    """Holds the blocks of a part of a segment's layer that were read for a request.
 
-    Blocks that are wanted are int64 [n], ascending, counted from the first one of the part.
+    Wanted blocks are int64 [n], ascending, counted from the first block of the part.
     """
 
     def __init__(
@@ -182,10 +182,10 @@ class LayerBuffer:
         *,
         spare_bytes: int = 0,
     ) -> None:
-        """The part [offset, offset + num_bytes) of the file, and memory behind it.
+        """Take memory for the part [offset, offset + num_bytes) of the file, and some behind it.
 
         Raises:
-            StoreUnavailable: no memory can be had, for reads into it do not end.
+            StoreUnavailable: there is no memory, because reads into it do not end.
         """
         memory = pool.take(num_bytes + spare_bytes, tenant)
         if memory is None:
@@ -194,11 +194,11 @@ class LayerBuffer:
         self.ahead_bytes = 0
         self.ahead_used_bytes = 0
         self.reads: list[PendingRead] = []
-        """All reads into the area, in the order in which they were asked for."""
+        """All reads into the area, in the order in which they were submitted."""
         self._segment = segment
         self._offset = offset
         self._pool = pool
-        # Number of the read that brings each block.
+        # For each block, the number of the read that brings it.
         self._owner = np.full(num_bytes // BLOCK_BYTES, _NO_READ, np.int16)
         self._wanted = np.zeros(len(self._owner), np.bool_)
 
@@ -209,11 +209,11 @@ class LayerBuffer:
     def read(
         self, wanted: Indices, gap_bytes: int, reader: BlockReader, *, last: bool = True
     ) -> int:
-        """Begin to read what is missing of the wanted blocks; returns how many bytes that is.
+        """Begin to read the wanted blocks that are missing; returns how many bytes that is.
 
-        With the last wish of the layer it is known what will be used: of what was to be read ahead
-        and is not begun, only what is wanted is read. Before that only reads that would bring
-        wanted blocks are ended, for these are waited for now.
+        `last`: this is the layer's last request, so all that it uses is known, and all reading
+        ahead that has not begun is cancelled. Before that, only those reads ahead are cancelled
+        that would bring wanted blocks, because these are waited for now.
         """
         if any(read.ahead and not read.done for read in self.reads):
             numbers: Iterable[int] = range(len(self.reads))
@@ -228,7 +228,7 @@ class LayerBuffer:
         return self._submit(wanted, gap_bytes // BLOCK_BYTES, reader, ahead=False)
 
     def wait(self, wanted: Indices) -> None:
-        """Wait until the wanted blocks are there, and verify them; all were asked for.
+        """Wait until the wanted blocks, all of which must be submitted, are there; verify them.
 
         Raises:
             PrefixUnreadable: one of the reads that bring them failed, or one of them is corrupt.
@@ -247,13 +247,13 @@ class LayerBuffer:
         self._segment.check_blocks(self.memory, self._offset, wanted)
 
     def close(self, reader: BlockReader) -> None:
-        """Give the memory back; what is not begun is not read any more."""
+        """Give the memory back, and cancel reads that have not begun."""
         self._stop_reading_ahead(range(len(self.reads)), reader)
         self.ahead_bytes = sum(read.num_bytes for read in self.reads if read.ahead)
         self._pool.give(self.memory, self.reads)
 
     def _stop_reading_ahead(self, numbers: Iterable[int], reader: BlockReader) -> None:
-        """Do not begin what is not begun of these reads, if they are ahead."""
+        """Cancel what has not begun of those of these reads that read ahead."""
         for number in numbers:
             read = self.reads[number]
             if read.ahead and not read.done:
@@ -263,13 +263,13 @@ class LayerBuffer:
                     own[own == number] = _NO_READ
 
     def _forget_failed(self) -> None:
-        """What could not be read ahead is read when it is wanted: the disk may answer by then."""
+        """Forget failed reads ahead: their blocks are read again when wanted, and may succeed."""
         for number, read in enumerate(self.reads):
             if read.ahead and read.done and read.error is not None:
                 self._owner[self._owner == number] = _NO_READ
 
     def _submit(self, wanted: Indices, gap_blocks: int, reader: BlockReader, *, ahead: bool) -> int:
-        """Read what is missing, if anything is; returns how many bytes that is."""
+        """Submit a read of the missing blocks, if any; returns how many bytes that is."""
         # A gap that is read through may hold what another read brings, too: the same bytes.
         starts, stops = areas.claim_blocks(wanted, self._owner, len(self.reads), gap_blocks)
         if not len(starts):

@@ -1,7 +1,7 @@
-"""A stored prefix in codes: its base, and planes unit by unit, from caches and SSD.
+"""Reads a stored prefix in codes: its base, and planes unit by unit, from caches and SSD.
 
 Stage: load. Bytes come as they stand on disk; `transfer.precise` says which, and puts them into
-slots. A base is always wanted whole, so it is read ahead; of planes only the request says.
+slots. A base is always wanted whole, so it is read ahead; which planes, only the request decides.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 class CodeChunks:
     """The chunks of the codes of a layer: pages of the base, then units; counted in blocks.
 
-    `first` int64 [chunks] is where each begins, `count` int64 [chunks] how many blocks it has.
+    `first` int64 [chunks] is the block where each begins, `count` int64 [chunks] its blocks.
     """
 
     first: Indices
@@ -49,15 +49,15 @@ class CodeChunks:
 
     @property
     def num_blocks(self) -> int:
-        """Of the layer."""
+        """Blocks of the layer's codes."""
         return int(self.first[-1] + self.count[-1])
 
 
-# An entry has 16 bytes for a unit or page, which have 4 KiB or more: all of them are no larger than
-# the codes of one layer of the longest segment.
+# An entry takes 16 bytes per unit or page, which have 4 KiB or more: all entries together are no
+# larger than the codes of one layer of the longest segment.
 @functools.lru_cache(maxsize=256)
 def chunks_of(layout: CodeLayout) -> CodeChunks:
-    """Where the chunks of a layer stand."""
+    """Where the chunks of a layer's codes stand."""
     pages = np.full(layout.num_pages, layout.page_bytes // BLOCK_BYTES)
     pages[-1] = layout.base_bytes // BLOCK_BYTES - pages[:-1].sum()
     units = np.full(layout.total_units, layout.unit_stride // BLOCK_BYTES)
@@ -79,7 +79,7 @@ def most_pages(layout: CodeLayout) -> int:
 class CodedSpan:
     """The tokens [start, stop) of a segment whose first chunk of codes has the id `base`.
 
-    So many `planes` are read with the base, beside the floors of heads.
+    `planes` planes are read with the base, in addition to the floors of heads.
     """
 
     segment: OpenSegment
@@ -93,7 +93,7 @@ class CodedSpan:
 
     @functools.cached_property
     def layout(self) -> CodeLayout:
-        """Of the codes of a layer."""
+        """The layout of the codes of a layer."""
         layout = self.segment.layout.codes
         assert layout is not None, "the segment has no codes"
         return layout
@@ -105,24 +105,24 @@ class CodedSpan:
 
     @functools.cached_property
     def groups(self) -> range:
-        """Groups with tokens of the span."""
+        """The groups that have tokens of the span."""
         return range(self.start // GROUP_TOKENS, -(-self.stop // GROUP_TOKENS))
 
     @functools.cached_property
     def units(self) -> range:
-        """Units of a head with tokens of the span."""
+        """The units of a head that have tokens of the span."""
         size = self.layout.unit_tokens
         return range(self.start // size, -(-self.stop // size))
 
     @functools.cached_property
     def pages(self) -> Indices:
-        """Chunks of the base with tokens of the span."""
+        """The chunks of the base that have tokens of the span."""
         per_page = self.layout.page_groups
         return np.arange(self.groups[0] // per_page, self.groups[-1] // per_page + 1)
 
     @functools.cached_property
     def spared_blocks(self) -> Flags:
-        """Blocks of a layer that are in the same pages as `groups`, and hold none of them."""
+        """Blocks of the base in a layer that hold nothing of `groups`, even if in their pages."""
         layout, blocks = self.layout, np.zeros(self.chunks.num_blocks, np.bool_)
         blocks[: layout.base_bytes // BLOCK_BYTES] = True
         first = layout.group_offset(self.groups[0]) // BLOCK_BYTES
@@ -135,11 +135,11 @@ class CodedSpan:
         return np.minimum(self.segment.floors[layer] + np.uint8(self.planes), np.uint8(NUM_PLANES))
 
     def floor_units(self, layer: int) -> Indices:
-        """Units of the span that are read with the base, int64 [n, 3]: plane, head, unit."""
+        """The units of the span that are read with the base, int64 [n, 3]: plane, head, unit."""
         return areas.units_below(self.floors(layer), self.units.start, self.units.stop)
 
     def certain_chunks(self, layer: int) -> Indices:
-        """Chunks that are wanted whoever asks: `pages`, and those of `floor_units`."""
+        """Chunks that every request wants: `pages`, and those of `floor_units`."""
         raised = self.floor_units(layer)
         return np.concatenate([self.pages, self.unit_chunks(raised)]) if len(raised) else self.pages
 
@@ -151,10 +151,10 @@ class CodedSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Base:
-    """What of a layer of a span is read whoever asks.
+    """What every request reads of a layer of a span.
 
-    `groups` uint8 [groups, group_bytes]. Units that belong to it, or None: `raised` int64 [n, 3] on
-    the CPU (plane, head and unit) and their bytes `planes`, uint8 [n, unit_stride].
+    `groups` uint8 [groups, group_bytes]. For units that are read with them, else None: `raised`
+    int64 [n, 3] on the CPU (plane, head and unit), and their bytes `planes` uint8 [n, unit_stride].
     """
 
     groups: Tensor
@@ -172,7 +172,7 @@ class ResidentRange(Protocol):
 
 
 class CodedSource(StoredSource):
-    """Consecutive spans of one or more segments."""
+    """Reads consecutive spans of one or more segments from their codes."""
 
     def __init__(
         self,
@@ -190,17 +190,17 @@ class CodedSource(StoredSource):
         Args:
             spans: one or more.
             reader: reads blocks.
-            pool: what they are read into.
-            cache: of codes.
-            in_slots: of each span whether its base is in slots; None: nowhere.
-            timeline: of the request that opens the source.
-            taker: None for what fits the device.
+            pool: gives the layer buffers that blocks are read into.
+            cache: the cache of codes.
+            in_slots: for each span, whether its base is in slots; None: no span's is.
+            timeline: the timeline of the request that opens the source.
+            taker: None for the one that fits the device.
         """
         assert spans
         self._in_slots = tuple(in_slots or [False] * len(spans))
         self.spans = tuple(spans)
         self.num_tokens = sum(map(len, spans))
-        # Spans of a segment are read into one image of its layer: the first one's.
+        # Spans of one segment are read into one layer buffer, that of the first of them.
         segments = [span.segment for span in spans]
         self._buffer_of = [segments.index(segment) for segment in segments]
         own_buffers = (spans[number] for number in set(self._buffer_of))
@@ -215,9 +215,9 @@ class CodedSource(StoredSource):
         return self.spans[number].floors(layer)
 
     def read_base(self, layer: int) -> list[Base | None]:
-        """The base of each span that is not in slots.
+        """Read the base of each span whose base is not in slots; None for the others.
 
-        They are on the source's device, and valid until any source is asked for something.
+        They are on the source's device, and valid until any source is read from again.
 
         Raises:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
@@ -241,15 +241,15 @@ class CodedSource(StoredSource):
         return found
 
     def read_units(self, layer: int, number: int, raised: Tensor) -> Tensor:
-        """The bytes of units of a span, uint8 [n, unit_stride], on the source's device.
+        """Read the bytes of units of a span, uint8 [n, unit_stride], on the source's device.
 
         Args:
             layer: from 0.
-            number: of the span.
+            number: number of the span.
             raised: int64 [n, 3] on the CPU, ascending: plane, head and unit.
 
         Raises:
-            PrefixUnreadable: as of `read_base`.
+            PrefixUnreadable: as for `read_base`.
         """
         self._begin(layer)
         span = self.spans[number]
@@ -259,7 +259,7 @@ class CodedSource(StoredSource):
         return found.view(-1, span.layout.unit_stride)
 
     def reads(self, parts: Sequence[ResidentRange]) -> bool:
-        """Whether it reads these parts, and of each what is not in slots."""
+        """Whether its spans are these parts, and it reads the base of just those not in slots."""
         mine = [
             (own.segment.segment_id, own.start, own.stop, there)
             for own, there in zip(self.spans, self._in_slots, strict=True)
@@ -269,7 +269,7 @@ class CodedSource(StoredSource):
         ]
 
     def read_ahead(self, waste_budget: float) -> None:
-        """See `StoredSource.read_ahead`; only what is certain, whatever the `waste_budget`."""
+        """See `StoredSource.read_ahead`; reads only what is certain, whatever `waste_budget` is."""
         layer = self.next_ahead
         self.next_ahead += 1
         for number, span in enumerate(self.spans):
@@ -300,9 +300,9 @@ class CodedSource(StoredSource):
     def _read(
         self, layer: int, wanted: Sequence[tuple[int, Indices]], stage: str, *, last: bool
     ) -> list[Tensor]:
-        """The blocks of chunks of some spans, uint8 [blocks, BLOCK_BYTES].
+        """Read the blocks of chunks of some spans, uint8 [blocks, BLOCK_BYTES] for each.
 
-        They are taken from where chunks stood before the read; then the chunks move.
+        Blocks are taken from where chunks stood before the read; then the chunks move.
         """
         with self.timeline.span(PLAN, layer):
             ids = [own + self._first_id(layer, self.spans[number]) for number, own in wanted]
@@ -318,7 +318,7 @@ class CodedSource(StoredSource):
                 found = [self._take(part) for part in parts]
                 self._settle(parts, access)
         except BaseException:
-            # The placement counts on bytes that were not copied.
+            # The placement assumes bytes that were not copied.
             self._cache.abandon(access)
             raise
         self._count(parts, access)
@@ -326,7 +326,7 @@ class CodedSource(StoredSource):
 
     def _fetch(self, layer: int, parts: Sequence[_Part], *, last: bool) -> None:
         """Bring all blocks that must come from SSD into their buffers."""
-        # Units are wanted here and there, many at a time: to read what is between them costs more
+        # Units are wanted here and there, many at a time: reading what is between them costs more
         # than it saves.
         gap = 0 if last else self._reader.cost.gap_bytes
         reading: list[tuple[LayerBuffer, Indices]] = []
@@ -346,7 +346,7 @@ class CodedSource(StoredSource):
         return self._taker.take(part.tiers, part.frames, memory)
 
     def _settle(self, parts: Sequence[_Part], access: Access) -> None:
-        """Move chunks; those that were read to be cached are taken from the buffers."""
+        """Move chunks between tiers; those that were read to be cached come from the buffers."""
         loaded: list[LoadedChunks] = []
         memories: list[PooledMemory] = []
         for part in parts:
@@ -375,10 +375,10 @@ class CodedSource(StoredSource):
 class _Part:
     """What a read wants of a span: chunks of these `ids`, of which some will be cached (`kept`).
 
-    `starts` int64 is the first block of each. Of their blocks, one after another, `tiers` uint8 and
-    `frames` int64 say where each is, see `FrameTaker.take`. `wanted` int64, ascending, must come
-    from SSD; `not_on_device` is how many are of chunks that stood elsewhere. `buffer` is where
-    those from SSD are read to.
+    `starts` int64 is the first block of each chunk. For their blocks, one after another, `tiers`
+    uint8 and `frames` int64 say where each is; see `FrameTaker.take`. Blocks `wanted` int64,
+    ascending, must come from SSD into `buffer`; `not_on_device` counts those of chunks that stood
+    elsewhere than on the device.
     """
 
     number: int
@@ -401,7 +401,7 @@ class _Part:
         place: slice,
         access: Access,
     ) -> _Part:
-        """The part of an access at some place in it, for chunks of the span with this number."""
+        """The part of an access at `place` in it, for chunks of the span with this number."""
         own, kept = span.chunks, access.kept[place]
         tiers, frames, wanted, sums = areas.find_blocks(
             chunks,
@@ -418,7 +418,7 @@ class _Part:
 
 
 def _groups(span: CodedSpan, blocks: Tensor) -> Tensor:
-    """The span's groups, from the blocks of `span.pages`."""
+    """The span's groups [groups, group_bytes], from the blocks of `span.pages`."""
     layout, flat = span.layout, blocks.reshape(-1)
     size = layout.page_groups * layout.group_bytes
     if size == layout.page_bytes:

@@ -30,20 +30,20 @@ class CodeWriter(Protocol):
 
 
 def code_writer_for(device: torch.device) -> CodeWriter:
-    """What fits the device of the pools."""
+    """The writer that fits the device of the pools."""
     if device.type == "cuda":
         return KernelCodeWriter()
-    # Only where it is used: Numba is not needed on a GPU.
+    # Imported only where it is used: Numba is not needed on a GPU.
     from impress_sglang.precision import slots
 
     return slots
 
 
 class KernelCodeWriter:
-    """A launch for all keys and values of a layer; nothing is waited for."""
+    """Launches one kernel for all keys and values of a layer, and waits for nothing."""
 
     def __init__(self) -> None:
-        # Only where it is used: Triton is not needed on a CPU.
+        # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.triton import codes
 
         self._kernels = codes

@@ -1,8 +1,8 @@
-"""Which blocks a layer will probably want, learnt from what earlier requests wanted.
+"""Predicts which blocks a layer will want, learnt from what earlier requests wanted.
 
-Kept per block of the file and not per token: what is read ahead is read in blocks, and the share of
-requests that wanted a block needs no assumption on how its tokens depend on each other. A version
-of a segment has its own, since its order decides which tokens share a block.
+Chances are kept per block of the file and not per token: reading ahead reads blocks, and the share
+of requests that wanted a block needs no assumption on how its tokens depend on each other. Each
+version of a segment has its own, since its order decides which tokens share a block.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from impress_sglang.importance.averages import STEPS, moved_codes
 from impress_sglang.loops.types import Flags, Uint8s
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 
-# Nothing that is less likely is read ahead, however cheap.
+# Blocks that are less likely than this are not read ahead, however cheap.
 LEAST_CHANCE = 0.1
 
 _CODES = np.arange(STEPS + 1)
 
-# Of a segment whose tokens stand in the order of their averages, but whose averages are not known
-# (after a restart): the first part of the rows, as long as what is selected, has most of it.
+# For a segment whose tokens stand in the order of their averages, but whose averages are not known
+# (after a restart): most of a selection is in as many first rows as are selected.
 ORDERED_SHARES = ((1.0, 0.7), (2.0, 0.2))
 ORDERED_REST = 0.04
 
@@ -32,7 +32,7 @@ def first_shares(
     """Expected share of wanted rows of every chunk, before anything is known of the segment.
 
     Args:
-        layout: of the segment.
+        layout: the segment's layout.
         retention: share of the tokens that a layer uses.
         ordered: whether the rows stand in the order of importance.
 
@@ -52,13 +52,13 @@ def first_shares(
 
 
 class BlockHistory:
-    """Chance of every block of a segment to be wanted, uint8 [L, blocks of a layer]."""
+    """The chance that each block of a segment is wanted, uint8 [L, blocks of a layer]."""
 
     def __init__(self, layout: SegmentLayout, chunk_shares: npt.NDArray[np.float64]) -> None:
         """Begin with what is expected of the chunks.
 
         Args:
-            layout: of the segment.
+            layout: the segment's layout.
             chunk_shares: float64 [chunks of all layers], expected share of wanted rows.
         """
         shares = chunk_shares.reshape(layout.shape.num_layers, -1)
@@ -76,11 +76,11 @@ class BlockHistory:
         chances = np.concatenate(parts, axis=1)
         self.codes: Uint8s = np.rint(chances * STEPS).astype(np.uint8)
         """All chances, in steps of 1/255; not to be changed."""
-        # Of each layer, for its keys and for its values.
+        # Requests noted of each layer, for its keys and for its values.
         self._requests = np.zeros((len(self.codes), 2), np.int64)
 
     def note(self, layer: int, *, values: bool, blocks: slice, wanted: Flags) -> None:
-        """A request wanted these of the blocks of a layer's keys or values, one flag for each."""
+        """Note which blocks of a layer's keys or values a request wanted, one flag for each."""
         requests = self._requests[layer]
         requests[int(values)] += 1
         kept, raised = moved_codes(int(requests[int(values)]))
@@ -88,7 +88,7 @@ class BlockHistory:
 
 
 def likely_blocks(chances: Uint8s, candidates: Flags, waste_budget: float) -> Flags:
-    """The candidates that are worth reading ahead: as many as possible of the likeliest.
+    """Choose the candidates that are worth reading ahead: as many as possible of the likeliest.
 
     What is expected to be read in vain is at most `waste_budget` of what is expected to be wanted.
 

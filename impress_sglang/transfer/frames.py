@@ -1,4 +1,4 @@
-"""Takes blocks of codes from where they stand: device cache, host cache, layer buffers.
+"""Takes blocks of codes from where they are: device cache, host cache, layer buffers.
 
 Stage: load. A *frame* is a block in memory: a page of a cache, or a block of a layer buffer.
 `FrameTaker` is the contract; tests/unit/triton/test_coded_paths.py compares the two.
@@ -27,17 +27,17 @@ CODE_PAGE = PageShape(BLOCK_BYTES // _WORD.itemsize, 1, _WORD)
 
 
 class FrameTaker(Protocol):
-    """The contract: what is read from stays as it is, and may move after the call."""
+    """The contract: what is read stays unchanged, and chunks may move after the call."""
 
     def take(
         self, tiers: npt.NDArray[np.uint8], frames: Indices, memory: PooledMemory | None
     ) -> Tensor:
-        """Blocks of a span, in the order in which they are named.
+        """Take blocks of a span, in the given order.
 
         Args:
             tiers: uint8 [n], `Tier` values.
-            frames: int64 [n], pages of that cache, or blocks of the layer buffer.
-            memory: of the layer buffer; None if nothing is taken from there.
+            frames: int64 [n], page numbers in that cache, or block numbers in the layer buffer.
+            memory: memory of the layer buffer; None if nothing is taken from there.
 
         Returns:
             uint8 [n, BLOCK_BYTES] on the device of the cache. May share `memory`.
@@ -46,12 +46,12 @@ class FrameTaker(Protocol):
 
 
 def make_taker(cache: ChunkCache) -> FrameTaker:
-    """What fits the device of the cache."""
+    """The taker that fits the device of the cache."""
     return KernelTaker(cache) if cache.device.type == "cuda" else IndexedTaker(cache)
 
 
 class IndexedTaker:
-    """Tensor indexing, tier by tier."""
+    """Takes blocks by tensor indexing, tier by tier."""
 
     def __init__(self, cache: ChunkCache) -> None:
         self._cache = cache
@@ -82,10 +82,10 @@ class IndexedTaker:
 
 
 class KernelTaker:
-    """One launch, which reads all tiers; nothing is waited for."""
+    """Takes blocks from all tiers in one kernel launch, and waits for nothing."""
 
     def __init__(self, cache: ChunkCache) -> None:
-        # Only where it is used: Triton is not needed on a CPU.
+        # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.tiers.page_copies import PageCopier
 
         self._cache = cache

@@ -1,8 +1,8 @@
-"""Takes what a read wants from where it stands: device cache, host cache, layer buffers.
+"""Gathers the rows that a read wants from device cache, host cache and layer buffers.
 
 Stage: load. `RowGatherer` is the contract: `IndexedGatherer` indexes tensors, tier by tier, on any
-device; `KernelGatherer` lets one kernel read all three places, those in pinned CPU memory over the
-bus, and write into slots of a pool; a GPU uses it. tests/unit/triton/test_paths.py compares them.
+device; `KernelGatherer`, for GPUs, lets one kernel read all three places, those in pinned CPU
+memory over the bus, and write into slots. tests/unit/triton/test_paths.py compares them.
 """
 
 from __future__ import annotations
@@ -26,44 +26,43 @@ from impress_sglang.transfer.read_planner import GroupPart, SpanRead
 from impress_sglang.transfer.slots import Slots
 
 SpanMemory = tuple[SpanRead, PooledMemory | None]
-"""What is read of a span, and the memory of its layer buffer, None if nothing is taken from SSD."""
+"""A read of a span, and the memory of its layer buffer; None if nothing is taken from SSD."""
 
 
 class RowGatherer(Protocol):
     """The contract.
 
-    Implementations must not change what they read from, and must have rows bit for bit. What they
-    read from may move after the call, as a cache moves it; of layer buffers see
-    `PooledMemory.fence`.
+    Implementations must not change what they read, and must copy rows bit for bit. Chunks may move
+    between caches right after the call; layer buffers are protected by `PooledMemory.fence`.
     """
 
     def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
         """Put the wanted rows of a layer into slots.
 
         Args:
-            reads: of all spans, of keys, of values, or of both.
-            keys: for the heads of the key columns; None if these are not read.
-            values: likewise.
+            reads: for all spans: of keys, of values, or of both.
+            keys: slots for the heads of the key columns; None if keys are not read.
+            values: slots for the values; None if values are not read.
         """
         ...
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
-        """All rows of neighbouring chunks of a group with one column.
+        """Gather all rows of neighbouring chunks of a group that has one column.
 
         Returns:
-            [chunks * rows of a chunk, heads * dim] on the device of the cache; rows that a last,
-            short chunk has not are undefined. May share the memory of a layer buffer.
+            [chunks * rows of a chunk, heads * dim] on the device of the cache; rows that a short
+            last chunk lacks are undefined. May share the memory of a layer buffer.
         """
         ...
 
 
 def make_gatherer(cache: ChunkCache) -> RowGatherer:
-    """What fits the device of the cache."""
+    """The gatherer that fits the device of the cache."""
     return KernelGatherer(cache) if cache.device.type == "cuda" else IndexedGatherer(cache)
 
 
 class IndexedGatherer:
-    """Tensor indexing, tier by tier."""
+    """Gathers rows by tensor indexing, tier by tier."""
 
     def __init__(self, cache: ChunkCache) -> None:
         self._cache = cache
@@ -129,7 +128,7 @@ class IndexedGatherer:
         rows: Indices,
         memory: PooledMemory | None,
     ) -> Tensor:
-        """Rows [n, heads * dim] that stand in one tier, where it is."""
+        """Gather rows [n, heads * dim] that are all in one tier, on the device of that tier."""
         group, page = part.group, self._cache.page
         if tier == Tier.SSD:
             assert memory is not None
@@ -143,11 +142,11 @@ class IndexedGatherer:
         return self._cache.slabs[tier].read_rows(pages, rows % group.chunk_rows, width)
 
     def _cached_chunks(self, tier: int, part: GroupPart, place: Indices) -> Tensor:
-        """Chunks of one column, [chunks, rows of a chunk * heads * dim]; missing rows undefined."""
+        """Chunks of one column, [chunks, chunk rows * heads * dim]; missing rows are undefined."""
         group, page = part.group, self._cache.page
         vectors = page.row_vectors_of(group.heads * group.head_dim)
         if group.chunk_rows != page.page_vectors:
-            # Of a store with another chunk size: pages do not end where chunks do.
+            # The store has another chunk size than the cache: pages do not end where chunks do.
             rows = np.tile(np.arange(group.chunk_rows), len(place))
             held = group.rows_of_chunk[part.chunks[place]].astype(np.int64)
             offsets = np.minimum(rows, np.repeat(held, group.chunk_rows) - 1)
@@ -170,10 +169,10 @@ class IndexedGatherer:
 
 
 class KernelGatherer:
-    """One launch for keys and values of all spans, which reads all tiers."""
+    """Gathers keys and values of all spans from all tiers in one kernel launch."""
 
     def __init__(self, cache: ChunkCache) -> None:
-        # Only where it is used: Triton is not needed on a CPU.
+        # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.tiers import page_copies
         from impress_sglang.triton import gather
 
@@ -183,18 +182,18 @@ class KernelGatherer:
         self._cache = cache
         page, first = cache.page, np.zeros(1, np.int64)
         size = page.dtype.itemsize
-        # A vector of the kernel: the largest that rows, pages and blocks are made of.
+        # Elements of the kernel's vectors: the largest of which rows, pages and blocks are made.
         self._unit = math.gcd(page.unit * size, BLOCK_BYTES) // size
         self._bases = np.zeros(len(Tier), np.int64)
         for tier in CACHES:
             self._bases[tier] = cache.slabs[tier].page_addresses(first)[0]
-        # Layer buffers begin at pages of memory.
+        # Layer buffers begin at memory pages, so they do not limit the alignment.
         self._grain = math.gcd(self._unit * size, *self._bases[1:].tolist())
 
     def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
         """See `RowGatherer`; nothing is waited for: see `Fence`."""
         if not any(read.parts for read, _ in reads):
-            # Keys, where all heads are probe heads.
+            # As for keys where all heads are probe heads.
             return
         wanted, indices = [], []
         for slots, is_values in ((keys, False), (values, True)):
@@ -202,7 +201,7 @@ class KernelGatherer:
             if slots is not None and found:
                 wanted.append(slots)
                 indices.append(np.concatenate(found))
-        # Either one span has all rows, or each has the positions of its own.
+        # Either one span has all rows, or each span has the positions of its rows.
         positions = [
             read.rows.positions
             for read, _ in reads
@@ -246,7 +245,7 @@ class KernelGatherer:
         )
 
     def _addresses(self, reads: Sequence[SpanMemory], *, is_values: bool) -> list[Indices]:
-        """Of the vectors of wanted rows of keys or of values, span by span: see below."""
+        """Addresses of the wanted rows of keys or of values, span by span; see `_row_addresses`."""
         found = []
         for read, memory in reads:
             for part in read.parts:
@@ -260,7 +259,7 @@ class KernelGatherer:
     def _row_addresses(
         self, part: GroupPart, memory: PooledMemory | None, head_groups: Indices, rows: Indices
     ) -> Indices:
-        """Of the vectors of some rows, int64 [n, vectors of a row]."""
+        """Addresses of the vectors of some rows, int64 [n, vectors of a row]."""
         group, page, unit = part.group, self._cache.page, self._unit
         vectors = group.heads * group.head_dim // unit
         flat = loops.vector_addresses(
@@ -282,14 +281,14 @@ class KernelGatherer:
         return flat.reshape(len(rows), vectors)
 
     def _bases_with(self, memory: PooledMemory | None) -> Indices:
-        """Where each tier begins in memory."""
+        """Where each tier begins in memory, int64 [tiers]."""
         bases = self._bases.copy()
         if memory is not None:
             bases[Tier.SSD] = memory.address
         return bases
 
     def _page_addresses(self, part: GroupPart, memory: PooledMemory | None) -> Indices:
-        """Of the pages of whole chunks of one column, chunk after chunk."""
+        """Addresses of the pages of whole chunks of one column, int64, chunk after chunk."""
         group, page = part.group, self._cache.page
         vectors, bases = page.row_vectors_of(group.heads * group.head_dim), self._bases_with(memory)
         begin = bases[Tier.SSD] + group.start + part.chunks * group.stride
@@ -302,7 +301,7 @@ class KernelGatherer:
         return addresses.reshape(-1)
 
     def _gather_all_rows(self, part: GroupPart, memory: PooledMemory | None, rows: Tensor) -> None:
-        """Row by row, of a store with another chunk size: pages do not end where chunks do."""
+        """Gather row by row, for a store with another chunk size: pages do not end with chunks."""
         group = part.group
         chunks = np.repeat(part.chunks, group.chunk_rows)
         inside = np.tile(np.arange(group.chunk_rows), len(part.chunks))
@@ -314,7 +313,7 @@ class KernelGatherer:
         self._kernels.gather([target], self._unit, grain_bytes=self._grain)
 
     def _note_reading(self, memories: Sequence[PooledMemory | None]) -> None:
-        """Until what was launched is done neither caches nor layer buffers may change."""
+        """Protect caches and layer buffers from changes until what was launched is done."""
         self._cache.copy_stream.note_reading()
         fence = Fence(self._device)
         for memory in memories:
@@ -323,7 +322,7 @@ class KernelGatherer:
 
 
 def _vector_index(first: Indices, count: int) -> Tensor:
-    """The numbers of `count` neighbouring vectors from each first one on, one after another."""
+    """The numbers of `count` consecutive vectors from each number in `first` on, flattened."""
     if count == 1:
         return torch.from_numpy(first)
     return torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))
@@ -332,7 +331,7 @@ def _vector_index(first: Indices, count: int) -> Tensor:
 def _owned_pages(part: GroupPart, place: Indices, vectors: int, page_vectors: int) -> Any:
     """Pages int32 [chunks, pages of a chunk] of some of the touched chunks of one column.
 
-    A short chunk has fewer; what stands behind their numbers means nothing.
+    A short chunk has fewer pages; the entries behind them are 0 and mean nothing.
     """
     owned = np.ceil(part.group.rows_of_chunk[part.chunks[place]] * vectors / page_vectors)
     known = part.pages[place, :vectors]

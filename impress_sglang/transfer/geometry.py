@@ -1,8 +1,9 @@
-"""From tokens to chunks, rows and blocks: the arithmetic of a read, vectorised, without any data.
+"""Maps tokens to rows, chunks and blocks: the arithmetic of a read, vectorised, without any data.
 
 Stage: load. Blocks are counted from the start of their layer, over all columns, so that what is
-wanted of a layer is one mask, whose runs are runs of the file. Head groups are handled together:
-keys of all head groups have the same size and follow each other on disk, and so have and do values.
+wanted of a layer is one mask, and consecutive blocks of it are consecutive in the file. Head groups
+are handled together: the keys of all head groups have the same size and follow each other on disk,
+and so do the values.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ _NO_BLOCKS = np.empty(0, np.int32), np.empty(0, np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class ColumnGroup:
-    """Columns of a layer that are read alike: the probe column, or keys or values of all head
-    groups.
+    """Columns of a layer that are read alike: the probe column, or all key or value columns.
 
-    Sizes in bytes; chunks and blocks of the group go head group after head group. `start` and
-    `first_chunk` are where it begins in the layer.
+    Sizes are in bytes; chunks and blocks of the group are numbered head group after head group.
+    `start` and `first_chunk` are where the group begins in the layer.
     """
 
     head_groups: int
@@ -50,7 +50,7 @@ class ColumnGroup:
 
     @functools.cached_property
     def blocks(self) -> slice:
-        """Blocks of the layer that belong to the group."""
+        """The blocks of the layer that belong to the group."""
         first = self.start // BLOCK_BYTES
         return slice(first, first + self.head_groups * self.column_bytes // BLOCK_BYTES)
 
@@ -61,13 +61,13 @@ class ColumnGroup:
 
     @functools.cached_property
     def chunk_of_block(self) -> Indices:
-        """The chunk of the group that each of its blocks belongs to."""
+        """The chunk that each block of the group belongs to, both counted in the group."""
         own = np.arange(self.column_bytes // BLOCK_BYTES) // (self.stride // BLOCK_BYTES)
         return (np.arange(self.head_groups)[:, None] * self.chunks + own).reshape(-1)
 
     @functools.cached_property
     def rows_of_chunk(self) -> npt.NDArray[np.float64]:
-        """Rows of each chunk."""
+        """How many rows each chunk has."""
         rows = np.full((self.head_groups, self.chunks), float(self.chunk_rows))
         rows[:, -1] = self.rows - (self.chunks - 1) * self.chunk_rows
         return rows.reshape(-1)
@@ -78,7 +78,7 @@ class ColumnGroup:
         return mine == (other.head_groups, other.row_bytes, other.rows, other.stride)
 
     def row_offsets(self, head_groups: Indices, rows: Indices) -> Indices:
-        """Bytes from the start of the group to some rows."""
+        """Offsets of some rows from the start of the group, in bytes."""
         if self.unbroken:
             inside = rows * self.row_bytes
         else:
@@ -90,7 +90,7 @@ class ColumnGroup:
     def rows_of_block(self) -> tuple[Int32s, Int32s]:
         """The first and the last row of which each block of a head group holds a part.
 
-        Blocks of padding hold none: their last row is the one before their first.
+        Blocks of padding hold none: their last row is the row before their first.
         """
         rows = np.arange(self.rows)
         offsets = self.row_offsets(np.zeros_like(rows), rows)
@@ -100,7 +100,7 @@ class ColumnGroup:
         return first.astype(np.int32), last.astype(np.int32)
 
     def chunks_of_rows(self, head_groups: Indices, rows: Indices) -> Indices:
-        """head group * chunks of a column + chunk, of each row."""
+        """For each row, head group * chunks of a column + chunk."""
         return divided(rows, self.chunk_rows) + head_groups * self.chunks
 
     def blocks_of_rows(self, head_groups: Indices, rows: Indices) -> Flags:
@@ -115,7 +115,7 @@ class ColumnGroup:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGeometry:
-    """What is the same for all layers of a segment; groups without heads are None."""
+    """What is the same in all layers of a segment; groups without heads are None."""
 
     probe: ColumnGroup | None
     keys: ColumnGroup | None
@@ -126,12 +126,12 @@ class LayerGeometry:
 
     @functools.cached_property
     def keys_like_values(self) -> bool:
-        """Whether a key stands in its column where the value of its token does."""
+        """Whether a key has the same place in its column as the value of the same token."""
         return self.keys is not None and self.keys.looks_like(self.values)
 
 
-# An entry has at most 24 bytes for a block of a layer, so that all of them are no larger than one
-# and a half layers of the longest segment.
+# An entry takes at most 24 bytes per block of a layer, so that all entries together are no larger
+# than one and a half layers of the longest segment.
 @functools.lru_cache(maxsize=256)
 def geometry_of(layout: SegmentLayout) -> LayerGeometry:
     """Where the columns of a layer stand."""
@@ -175,7 +175,7 @@ def _group(layout: SegmentLayout, columns: range) -> ColumnGroup | None:
 class SourceSpan:
     """The tokens [start, stop) of a segment whose first chunk has the id `base`.
 
-    `history` is what is known of its tokens, `blocks` of the blocks of this version of the file.
+    `history` is what is known of the segment's tokens, `blocks` of the blocks of this version.
     """
 
     segment: OpenSegment
@@ -202,7 +202,7 @@ class SourceSpan:
 
     @functools.cached_property
     def probe_chunks(self) -> tuple[Indices, Indices, Floats]:
-        """Chunks of the probe column with the span's tokens; how many of these, and their share."""
+        """Probe column chunks with tokens of the span; how many each has, and their row shares."""
         group, start, stop = self.geometry.probe, self.start, self.stop
         assert group is not None, "there is no probe column"
         chunks = np.arange(start // group.chunk_rows, (stop - 1) // group.chunk_rows + 1)
@@ -213,7 +213,7 @@ class SourceSpan:
 
     @functools.cached_property
     def probe_blocks(self) -> Flags:
-        """Blocks of a layer's probe column with the span's tokens; not to be changed."""
+        """Blocks of a layer's probe column that hold tokens of the span; not to be changed."""
         blocks = np.zeros(self.geometry.num_blocks, np.bool_)
         if (group := self.geometry.probe) is not None:
             rows = np.arange(self.start, self.stop)
@@ -222,9 +222,9 @@ class SourceSpan:
 
     @functools.cached_property
     def kv_blocks(self) -> Flags:
-        """Blocks of a layer's keys and values that may hold the span's tokens; not to be changed.
+        """Blocks of a layer's keys and values that may hold tokens of the span; not to be changed.
 
-        Rows are permuted inside the nodes of the tree, and spans are made of these.
+        Rows are permuted only inside the nodes of the tree, and spans are made of nodes.
         """
         blocks = np.zeros(self.geometry.num_blocks, np.bool_)
         rows = np.arange(self.start, self.stop)
@@ -245,12 +245,12 @@ def head_groups_of_tokens(num_head_groups: int, k: int) -> Indices:
 
 @dataclasses.dataclass(slots=True)
 class RowPlan:
-    """Rows of a span that a read wants, the same of keys and of values.
+    """The rows of a span that a read wants, the same for keys and for values.
 
-    `head_groups` and `rows` int64 [n] say where each stands: its row in the columns of its head
-    group. `positions` int64 [n] is its place in the read, None if the read has no other rows.
+    `head_groups` and `rows` int64 [n] say where each is: its head group, and its row in the columns
+    of that. `positions` int64 [n] is its place in the read, None if the read has no other rows.
     `chunks` int64 [c] are those that hold the rows, ascending (head group * chunks of a column +
-    chunk), `counts` how many rows of each are wanted, `shares` float64 how large a part of it.
+    chunk), `counts` how many rows of each are wanted, `shares` float64 what share of it that is.
     `value_blocks` and `key_blocks` say which blocks of the groups hold wanted rows; None where
     there are no keys.
     """
@@ -266,18 +266,18 @@ class RowPlan:
 
 
 def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alone: bool) -> RowPlan:
-    """Where those of some tokens that a span has stand in its keys and in its values.
+    """Find where a span has those of the given tokens that are its own, in its keys and values.
 
     Args:
         span: the part of a segment that a request uses.
         layer: from 0.
         tokens: int64 [head groups, k], counted from the start of the prefix.
-        first: of the span, counted likewise.
+        first: first token of the span, counted likewise.
         alone: whether no other span has any of the tokens.
     """
     geometry, stop = span.geometry, first + len(span)
     values, keys = geometry.values, geometry.keys
-    # Where keys stand like values their blocks are the same.
+    # Where keys have the same places as values, their blocks are the same.
     other = None if geometry.keys_like_values else keys
     positions, head_groups, rows, by_chunk, value_blocks, key_blocks = loops.locate_rows(
         tokens,
@@ -305,7 +305,7 @@ def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alon
 
 
 def divided(values: npt.NDArray[_I], divisor: int) -> npt.NDArray[_I]:
-    """`values` // `divisor`, of which a shift is several times faster."""
+    """`values` // `divisor`, by a shift where possible, which is several times faster."""
     if divisor & (divisor - 1):
         return values // divisor
     shifted: npt.NDArray[_I] = np.right_shift(values, divisor.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""A prefix whose KVs are in host memory, after a recompute of a prefix that could not be read.
+"""A prefix whose KVs are in host memory, computed again because it could not be read.
 
 Stage: load. See `transfer.source.PrefixSource` for the contract.
 """
@@ -16,14 +16,14 @@ from impress_sglang.timeline import NO_TIMELINE
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.slots import Slots
 
-# Rows that are on their way to the device at once.
+# Rows that are copied to the device at once.
 TILE_TOKENS = 1024
 
 
 class MemorySource:
-    """Keys [m, G, Dk] and values [m, G, Dv] of each layer; a layer is let go after its last read.
+    """Holds keys [m, G, Dk] and values [m, G, Dv] of each layer until a later layer is read.
 
-    The first layers may be missing: their KVs are in the slots of the request.
+    The first layers may be missing: their KVs are in the slots of the request already.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class MemorySource:
 
     @property
     def held_bytes(self) -> int:
-        """Of the layers that were not let go."""
+        """Bytes of the layers that it still holds."""
         return sum(own.nbytes for own in (*self._keys, *self._values) if own is not None)
 
     def read_probe(self, layer: int) -> Tensor:
@@ -68,7 +68,7 @@ class MemorySource:
         """See `PrefixSource.note_whole`."""
 
     def _take(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; those above it are not needed any more."""
+        """The keys and values of a layer; lets go of earlier layers."""
         for earlier in range(layer):
             self._keys[earlier] = self._values[earlier] = None
         keys, values = self._keys[layer], self._values[layer]
@@ -77,7 +77,7 @@ class MemorySource:
 
 
 def rows_of_head_groups(whole: Tensor, tokens: Tensor) -> Tensor:
-    """From rows [m, G, D] of all tokens those of the tokens [head groups, k]: [k, G, D]."""
+    """Pick the rows of tokens [head groups, k] from those of all tokens [m, G, D]: [k, G, D]."""
     index = to_device(tokens, whole.device)
     if len(tokens) == 1:
         return whole.index_select(0, index[0])
@@ -86,7 +86,7 @@ def rows_of_head_groups(whole: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _put(whole: Tensor, tokens: Tensor | None, heads: list[int], slots: Slots) -> None:
-    """Fill slots with some heads of the tokens [head groups, k], or of all, tile by tile."""
+    """Fill slots with some heads of the tokens [head groups, k], or of all tokens, in tiles."""
     count = len(whole) if tokens is None else tokens.shape[1]
     for start in range(0, count, TILE_TOKENS):
         stop = min(start + TILE_TOKENS, count)

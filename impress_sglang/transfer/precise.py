@@ -1,8 +1,8 @@
 """Runs one layer of one request through restore -> score -> allocate -> raise.
 
 All tokens of a prefix get a slot and the bits of the base; planes go to the units where an error
-would weigh most for the new tokens (`precision.allocation`). Rows are those of any request: there
-is nothing that attention must know.
+would weigh most for the new tokens (`precision.allocation`). Rows are ordinary: attention does not
+need to know.
 """
 
 from __future__ import annotations
@@ -27,36 +27,35 @@ from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, Us
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots
 
-# Of the new tokens the last ones say where the prefix matters. With all of a long question answers
-# come little nearer to those of exact KVs (`bench precision`), and scoring takes as long as
-# attention.
+# The last new tokens show where the prefix matters. With all of a long question, answers come only
+# a little closer to those of exact KVs (`bench precision`), and scoring takes as long as attention.
 SCORED_QUERIES = 16
 
 
 class Allocation(Protocol):
-    """Which units get the planes; tests/unit/test_precise.py runs it on every implementation."""
+    """Decides which units get planes; tests/unit/test_precise.py runs on every implementation."""
 
     weighs: bool
-    """Whether it asks for weights."""
+    """Whether it uses weights."""
 
     def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
-        """Planes of each unit.
+        """Allocate planes to units.
 
         Args:
             layer: from 0.
-            weights: float32 [G, units] of squared attention; zeros if the rule does not ask.
-            num_planes: how many besides the floors, with these at most `NUM_PLANES` for each unit.
-            floors: int64 [G, units] on the CPU, planes that belong to the base of a unit; None:
-                none.
+            weights: float32 [G, units] of squared attention; zeros unless `weighs`.
+            num_planes: how many to allocate above the floors; floor and planes of a unit are at
+                most `NUM_PLANES`.
+            floors: int64 [G, units] on the CPU, planes that belong to the base; None for none.
 
         Returns:
-            int64 [G, units] on the device of the weights.
+            int64 [G, units] on the device of the weights, floors included.
         """
         ...
 
 
 class ByQuery:
-    """To the units where an error weighs most for the new tokens."""
+    """Gives planes to the units where an error weighs most for the new tokens."""
 
     weighs = True
 
@@ -66,21 +65,21 @@ class ByQuery:
 
 
 class Evenly:
-    """Alike to all units, and every so many of them gets one more."""
+    """Gives the same planes to all units, and one more to every so many of them."""
 
     weighs = False
 
     def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """See `Allocation`."""
         own = torch.zeros(weights.shape, dtype=torch.int64) if floors is None else floors
-        # In proportion to the room that units have above their floors.
+        # In proportion to the room that each unit has above its floor.
         below = torch.nn.functional.pad((NUM_PLANES - own).flatten().cumsum(0), (1, 0))
         number = below * num_planes // max(1, int(below[-1]))
         return (number.diff().view_as(own) + own).to(weights.device)
 
 
 class AtRandom:
-    """The negative control: the same for the same layer and length."""
+    """Gives planes at random, the same for a layer and length: the negative control."""
 
     weighs = False
 
@@ -95,7 +94,7 @@ ALLOCATIONS: dict[str, Allocation] = {"query": ByQuery(), "even": Evenly(), "ran
 
 
 class PreciseLoader:
-    """Loads all tokens of a prefix, in as many bits as a request wants."""
+    """Loads all tokens of a prefix in codes, in as many bits as a request wants."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class PreciseLoader:
         scorer: Scorer | None = None,
         writer: CodeWriter | None = None,
     ) -> None:
-        """`scorer`, `writer`: None for what fits the device of the queries."""
+        """`scorer`, `writer`: None for those that fit the device of the queries."""
         self._shape = shape
         self._allocation = allocation
         self._scorer = scorer
@@ -120,20 +119,20 @@ class PreciseLoader:
         stats: LoadStats,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        """Load a layer of the parts that a request uses, as far as that is not done, and raise it.
+        """Load a layer of the parts that a request uses, unless it is loaded, and raise its units.
 
         Args:
             layer: from 0; ascending for each source.
-            units: of the parts, all of which have a load.
-            inputs: of the request; None for an `Allocation` that does not ask for weights.
-            slots: of the request, one for each token of the parts.
-            bits: per element, on average, where no plane belongs to the base; those that do come
+            units: the units of the parts, all of which have a load.
+            inputs: what the layer knows of the request; None if the `Allocation` weighs nothing.
+            slots: the request's slots, one for each token of the parts.
+            bits: per element, on average, not counting planes that belong to the base: these come
                 on top.
             stats: is changed.
-            timeline: of the request.
+            timeline: the request's timeline.
 
         Raises:
-            PrefixUnreadable: a block could not be had; what is in the slots of this layer is
+            PrefixUnreadable: a block could not be read; what is in the slots of this layer is
                 undefined where it was not loaded before.
         """
         stats.layers_whole += 1
@@ -148,9 +147,9 @@ class PreciseLoader:
         stats: LoadStats,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        """Bring the base into the slots of the parts that have not loaded the layer; see `load`.
+        """Put the base into the slots of the parts that have not loaded the layer; see `load`.
 
-        Also of parts of other requests that are loaded with them: what was read does not last.
+        Also for parts of other requests in the same loads, because the bytes read do not last.
         """
         keys, values = slots.keys.pool, slots.values.pool
         writer = self._writer_for(slots)
@@ -179,10 +178,10 @@ class PreciseLoader:
         timeline: Timeline = NO_TIMELINE,
         chosen: Tensor | None = None,
     ) -> None:
-        """Raise a layer that is restored, see `load`.
+        """Raise the units of a restored layer; see `load`.
 
-        `chosen` bool [G, m] are the tokens that each head uses, None for all: what no chosen token
-        is in is not raised, and the others have no more weight than their chosen tokens.
+        `chosen` bool [G, m] says which tokens each head uses, None for all: units without a chosen
+        token are not raised, and the weight of a unit is that of its chosen tokens.
         """
         keys, values = slots.keys.pool, slots.values.pool
         writer = self._writer_for(slots)
@@ -207,8 +206,8 @@ class PreciseLoader:
         chosen: Tensor | None,
         timeline: Timeline,
     ) -> npt.NDArray[np.uint8]:
-        """Planes [G, units] that the request wants."""
-        # Where none are computed the host allocates, and does not wait for the device.
+        """Decide how many planes, uint8 [G, units], the request wants."""
+        # If no weights are computed, the host allocates without waiting for the device.
         weights = torch.zeros(self._shape.num_kv_heads, len(units))
         floors = _floors(layer, units)
         room = NUM_PLANES * weights.numel() - (0 if floors is None else int(floors.sum()))
@@ -235,7 +234,7 @@ class PreciseLoader:
         values: Tensor,
         timeline: Timeline,
     ) -> None:
-        """Add what a request wants and the part has not; a unit is raised in all of the part."""
+        """Add the planes that a request wants and the part lacks, to all of the part's tokens."""
         part = use.part
         levels = part.levels[layer, :, use.units]
         missing = areas.missing_units(levels, wanted, part.units[0] + use.units.start)
@@ -280,17 +279,17 @@ def _floors(layer: int, units: UsedUnits) -> Tensor | None:
 def _restore(
     part: ResidentPart, layer: int, base: Base, writer: CodeWriter, keys: Tensor, values: Tensor
 ) -> None:
-    """Bring the base of the next layer of a part into its slots, with the planes of its floors."""
+    """Put the base of the next layer of a part into its slots, with the planes of its floors."""
     writer.restore_base(part.begin_layer(layer, base.groups), keys, values)
     if base.raised is not None and base.planes is not None:
         writer.raise_units(part.tokens(layer), base.raised, base.planes, keys, values)
 
 
 def _load_of(part: ResidentPart) -> tuple[PartLoad, int]:
-    """What a part is read from.
+    """The load that a part is read from, and the number of its span there.
 
     Raises:
-        SegmentUnreadable: it is broken.
+        SegmentUnreadable: the part is broken.
     """
     if part.broken:
         raise SegmentUnreadable(part.segment_id, "could not be read for another request")

@@ -1,6 +1,6 @@
-"""What a read touches, where it is found and what it costs: all of a read but its data.
+"""Plans what a read touches, where that is found and what it costs: all of a read but its data.
 
-Stage: load. A `PrefixPlanner` asks the placement where the chunks of the wanted rows stand, says
+Stage: load. A `PrefixPlanner` asks the placement where the chunks of the wanted rows are, decides
 which blocks must come from SSD, and counts. `SegmentSource` carries its plans out; a trace can be
 replayed with the planner alone.
 """
@@ -35,15 +35,15 @@ _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
 @dataclasses.dataclass(slots=True)
 class ReadStats:
-    """What reading a prefix took; bytes, and accesses to chunks by the tier where they were found.
+    """What reading a prefix took: bytes, and accesses to chunks by the tier where they were found.
 
-    `ssd_needed_bytes` are the rows that were asked of SSD: `ssd_bytes` over it is the read
+    `ssd_needed_bytes` are wanted rows that came from SSD; `ssd_bytes` divided by it is the read
     amplification. Of `ssd_bytes`, `ahead_bytes` were read before their layer asked, and of these
     `ahead_used_bytes` were wanted. `h2d_bytes` are rows that were not on the device, and whole
-    chunks that moved there. `important_bytes` are the KVs of selected tokens,
-    `important_device_bytes` those that were found on the device. `selected_chunks` leaves out the
-    chunks of probe columns, which every probe reads. `wait_ms` is how long the request waited for
-    bytes from SSD, in milliseconds.
+    chunks that moved there. `important_bytes` are the KVs of selected tokens, and
+    `important_device_bytes` those of them that were found on the device. `selected_chunks` leaves
+    out the chunks of probe columns, which every probe reads. `wait_ms` is how long the request
+    waited for bytes from SSD, in milliseconds.
     """
 
     ssd_bytes: int = 0
@@ -70,13 +70,13 @@ class ReadStats:
         return self.host_chunks + self.ssd_chunks
 
     def add(self, other: ReadStats) -> None:
-        """Count what another source has read."""
+        """Add the counters of another source."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name) + getattr(other, field.name)
             setattr(self, field.name, value)
 
     def as_dict(self) -> dict[str, float]:
-        """All counters, with those that follow from others."""
+        """All counters, and those that are derived from them."""
         return {
             **dataclasses.asdict(self),
             "wait_ms": round(self.wait_ms, 3),
@@ -89,10 +89,10 @@ class ReadStats:
 class GroupPart:
     """The chunks of one group of columns that a read of a span touches.
 
-    `chunks` are head group * chunks of a column + chunk, ascending; `counts` the rows wanted of
+    `chunks` are head group * chunks of a column + chunk, ascending; `counts` the wanted rows of
     each; `ids`, `tiers`, `pages` and `kept` are those of `Access`. `blocks` [blocks of the group]
     says which hold wanted rows, wherever they are found. `rows_by_tier` and `chunks_by_tier` are
-    how many wanted rows, and touched chunks, were found in each tier.
+    how many wanted rows and touched chunks were found in each tier.
     """
 
     group: ColumnGroup
@@ -107,17 +107,17 @@ class GroupPart:
     chunks_by_tier: tuple[int, int, int]
 
     def is_values(self, span: SourceSpan) -> bool:
-        """Whether the group has values."""
+        """Whether the group holds values."""
         return self.group is span.geometry.values
 
     def place_of_chunk(self) -> Indices:
-        """Of all chunks of the group, where each touched one stands in `chunks`; else 0."""
+        """For each chunk of the group its index in `chunks` if it is touched, else 0."""
         places = np.zeros(self.group.head_groups * self.group.chunks, np.int64)
         places[self.chunks] = np.arange(len(self.chunks))
         return places
 
     def found_in(self, tier: int) -> Flags:
-        """Of all chunks of the group, those that were touched and found in a tier."""
+        """For each chunk of the group, whether it is touched and was found in `tier`."""
         everything = np.zeros(self.group.head_groups * self.group.chunks, np.bool_)
         everything[self.chunks[self.tiers == tier]] = True
         return everything
@@ -127,7 +127,7 @@ class GroupPart:
 class SpanRead:
     """What a read wants of a span, which begins `first` tokens after the start of the prefix.
 
-    `rows` is None where the probe column is read. `blocks` says which blocks of the layer must come
+    `rows` is None for a read of the probe column. `blocks` says which blocks of the layer must come
     from SSD, None if none; not to be changed.
     """
 
@@ -153,9 +153,9 @@ class PlannedRead:
 
 @dataclasses.dataclass(slots=True)
 class _Wish:
-    """What a read wants of a span, before it is known where the chunks stand.
+    """What a read wants of a span, before it is known where the chunks are.
 
-    `groups` come with the blocks that are wanted of each; the rest is alike for all of them.
+    `groups` come with the blocks that are wanted of each; the other fields apply to all of them.
     """
 
     span: SourceSpan
@@ -179,7 +179,7 @@ class PrefixPlanner:
         *,
         learns: bool = False,
     ) -> None:
-        """`learns`: what is wanted teaches the spans which blocks are likely to be."""
+        """`learns`: the spans learn from what is wanted which blocks are likely to be wanted."""
         self.num_tokens = sum(len(span) for span in spans)
         self.stats = ReadStats()
         self._shape = shape
@@ -188,24 +188,24 @@ class PrefixPlanner:
         self._placement = placement
         self._page_bytes = page_bytes
         self._learns = learns
-        # What was read since the last selection, and whether for all tokens.
+        # Reads since the last selection, and whether they were of all tokens.
         self._found: list[tuple[SpanRead, GroupPart, bool]] = []
 
     def plan_probe(self, layer: int) -> PlannedRead:
-        """Decide how the probe column is read, and where its chunks stand from now on."""
+        """Decide how the probe column is read, and where its chunks are from now on."""
         return self._decide(layer, self._probe_wishes, whole=True)
 
     def plan(
         self, layer: int, tokens: Indices | None, *, keys: bool = True, values: bool = True
     ) -> PlannedRead:
-        """Decide how rows are read, and where their chunks stand from now on; `count` follows.
+        """Decide how rows are read, and where their chunks are from now on; `count` must follow.
 
         Args:
             layer: from 0.
             tokens: [head groups, k], ascending in each head group, counted from the start of the
                 prefix; None for all.
-            keys: whether keys are wanted, of the heads that the probe column does not have.
-            values: whether values are wanted.
+            keys: whether to read keys, of the heads that the probe column does not have.
+            values: whether to read values.
         """
         wanted = self._everything if tokens is None else np.ascontiguousarray(tokens)
         alone = len(self._spans) == 1
@@ -226,12 +226,12 @@ class PrefixPlanner:
     def missing(
         self, layer: int, span: SourceSpan, *, probe: bool, layers: int | None = None
     ) -> Flags:
-        """Blocks of the probe column, or else of keys and values, that are in no cache.
+        """Find the blocks of the probe column, or of keys and values, that are in no cache.
 
-        Only blocks that may hold tokens of the span; nothing is decided.
+        Only blocks that may hold tokens of the span; placement does not change.
 
         Returns:
-            bool [layers, blocks of a layer], of `layers` layers from `layer` on, None for all.
+            bool [layers, blocks of a layer], for `layers` layers from `layer` on, None for all.
         """
         geometry = span.geometry
         layers = self._shape.num_layers - layer if layers is None else layers
@@ -242,7 +242,7 @@ class PrefixPlanner:
         return loops.missing_blocks(by_layer, geometry.chunk_of_block, possible, _SSD)
 
     def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
-        """Say which tokens the layer uses; updates the averages.
+        """Note which tokens the layer uses; updates the averages.
 
         Args:
             layer: from 0.
@@ -257,11 +257,11 @@ class PrefixPlanner:
             span.history.note(layer, span.start, len(span), selected, first, part)
 
     def note_whole(self, layer: int) -> None:
-        """Say that the layer uses all tokens."""
+        """Note that the layer uses all tokens."""
         self.note_selection(layer, self._everything, None)
 
     def count(self, read: PlannedRead) -> None:
-        """The read was carried out: count it. Bytes from SSD are counted by who reads them."""
+        """Count a read that was carried out, except bytes from SSD: their reader counts these."""
         stats = self.stats
         for own in read.spans:
             span = own.span
@@ -336,7 +336,7 @@ class PrefixPlanner:
         return PlannedRead(layer, reads, access, whole)
 
     def _count_important(self, layer: int, selected: Indices) -> None:
-        """Count which KVs of the tokens that a layer uses were found on the device."""
+        """Count the KVs of the tokens that a layer uses, and those of them found on the device."""
         everything = selected.shape[1] == self.num_tokens
         stats = self.stats
         for read, part, whole in self._found:
@@ -350,7 +350,7 @@ class PrefixPlanner:
 
 
 def _hits(layer: int, selected: Indices, read: SpanRead, part: GroupPart) -> tuple[int, int]:
-    """Of a group whose rows were all read: how many are selected, and were on the device."""
+    """For a group whose rows were all read: how many are selected, and how many on the device."""
     span, group = read.span, part.group
     return loops.chunk_hits(
         selected,
@@ -365,9 +365,9 @@ def _hits(layer: int, selected: Indices, read: SpanRead, part: GroupPart) -> tup
 
 
 def _blocks_from_ssd(span: SourceSpan, parts: Sequence[GroupPart], moves: bool) -> Flags | None:
-    """Blocks of the layer that must come from SSD: of wanted rows, and all that will be cached.
+    """Blocks of the layer that must come from SSD: those with wanted rows, and all to be cached.
 
-    `moves`: whether any chunk will be.
+    `moves`: whether any chunk will move to a cache.
     """
     blocks = None
     for part in parts:

@@ -1,4 +1,4 @@
-"""Scores tokens where their keys are: with torch on a CPU, with kernels on a GPU.
+"""Scores tokens on the device of their keys: with torch on a CPU, with kernels on a GPU.
 
 Stage: probe. `Scorer` is the contract; tests/unit/triton/test_paths.py compares the two.
 """
@@ -29,7 +29,7 @@ class Scorer(Protocol):
         prefix_rows: Tensor | None = None,
         resident_rows: Tensor | None = None,
     ) -> Tensor:
-        """Importance of the tokens of a prefix.
+        """Compute the importance of the tokens of a prefix.
 
         Args:
             queries: [q, Hq, D] of the last q of the new tokens, of all query heads that share the
@@ -39,12 +39,12 @@ class Scorer(Protocol):
             new_keys: [n, G, D] of all KV heads.
             heads: the KV heads that are scored, ascending.
             scaling: factor of the attention logits.
-            squares: of the weights are summed.
-            prefix_rows: int64 [m] on the device of the keys, their rows that are the tokens of the
-                prefix; None: all.
-            resident_rows: int64 [c], the same of the resident keys.
+            squares: sum the squares of the weights.
+            prefix_rows: int64 [m] on the device of the keys, the rows of `prefix_keys` that are the
+                tokens of the prefix; None for all rows.
+            resident_rows: int64 [c], the same for `resident_keys`.
 
-        Keys are taken from their rows without a copy of all of them.
+        Keys are read from these rows without copying all of them.
 
         Returns:
             [Hq, m] float32 on the device of the queries.
@@ -53,20 +53,20 @@ class Scorer(Protocol):
 
 
 def scorer_for(device: torch.device) -> Scorer:
-    """What fits the device of the queries."""
+    """The scorer that fits the device of the queries."""
     return kernel_scorer() if device.type == "cuda" else TorchScorer()
 
 
 def kernel_scorer() -> Scorer:
-    """Triton kernels that never write the weights; nothing is waited for."""
-    # Only where it is used: Triton is not needed on a CPU.
+    """Triton kernels that never write the weights to memory, and wait for nothing."""
+    # Imported only where it is used: Triton is not needed on a CPU.
     from impress_sglang.triton import scores
 
     return scores
 
 
 class TorchScorer:
-    """Matrix products and whole rows of weights, in blocks of queries."""
+    """Scores by matrix products and whole rows of weights, in blocks of queries."""
 
     def column_sums(
         self,

@@ -1,9 +1,9 @@
 """Runs one layer of one request through restore -> score -> select -> allocate -> raise -> copy.
 
-A request that uses k of the m tokens of a prefix has k slots of its own. All tokens are restored
-from codes in other memory: each KV head takes the k of them that the new tokens look at most, by
-the keys as the base has them; units that hold one of these are raised; their rows go into the
-slots.
+A request that uses k of the m tokens of a prefix has k private slots. All tokens are restored from
+codes into scratch memory. Each KV head selects the k tokens that the new tokens attend to most,
+judged by the keys of the base; units that hold one of them are raised; their rows are copied into
+the slots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from impress_sglang.transfer.slots import LayerSlots
 
 
 class SelectiveLoader:
-    """Loads the tokens of a prefix that a layer uses, in as many bits as a request wants."""
+    """Loads from codes the tokens of a prefix that a layer uses, in the bits a request wants."""
 
     def __init__(
         self,
@@ -35,26 +35,26 @@ class SelectiveLoader:
         scorer: Scorer | None = None,
         writer: CodeWriter | None = None,
     ) -> None:
-        """`scorer`, `writer`: None for what fits the device of the queries."""
+        """`scorer`, `writer`: None for those that fit the device of the queries."""
         self._shape = shape
         self._precise = PreciseLoader(shape, allocation, scorer, writer)
         self._scorer = scorer
         self._requests = 0
-        # A layer of a prefix, as long as the longest of theirs; of one request after the other.
+        # One layer of the longest prefix so far; used by one request after the other.
         self._scratch: LayerSlots | None = None
 
     def begin(self, source: CodedSource, device: torch.device) -> UsedUnits:
-        """What is known of a source's tokens on a device, whose base is nowhere in slots.
+        """Make unshared parts for the tokens of a source, none of whose base is in slots.
 
-        `end` follows.
+        `end` must follow.
         """
         units = parts_alone(source, torch.arange(source.num_tokens, device=device))
-        # After what may want for memory: who has not begun does not end.
+        # After what may run out of memory: a request that did not begin does not end.
         self._requests += 1
         return units
 
     def end(self) -> None:
-        """A request that began is loaded, or given up; after the last one memory is let go."""
+        """End a request that began; after the last one, free the scratch memory."""
         self._requests -= 1
         if not self._requests:
             self._scratch = None
@@ -69,25 +69,25 @@ class SelectiveLoader:
         bits: float,
         stats: LoadStats,
     ) -> Tensor:
-        """Fill slots with as many tokens of the prefix as they hold, those that this layer uses.
+        """Fill slots with the tokens of the prefix that this layer uses, one for each slot.
 
         Row j of a head gets that head's own j-th token.
 
         Args:
             layer: from 0; ascending for each source.
-            source: of the prefix.
-            units: of the source, from `begin`.
-            inputs: of the request.
+            source: the source of the prefix.
+            units: the units of the source, from `begin`.
+            inputs: what the layer knows of the request.
             slots: fewer than the prefix has tokens.
             bits: per element of the prefix, on average; less if that is more than the units with
-                chosen tokens have.
+                selected tokens have.
             stats: is changed.
 
         Returns:
             int64 [G, k] on the CPU, ascending: the tokens that each KV head uses.
 
         Raises:
-            PrefixUnreadable: a block could not be had; what is in the slots is undefined.
+            PrefixUnreadable: a block could not be read; what is in the slots is undefined.
         """
         timeline, scratch = source.timeline, self._scratch_for(source, slots)
         stats.layers_by_probe += 1
@@ -110,7 +110,7 @@ class SelectiveLoader:
         return selected
 
     def _scratch_for(self, source: CodedSource, slots: LayerSlots) -> LayerSlots:
-        """Memory for a layer of all tokens of a source, in their order."""
+        """Scratch memory for one layer of all tokens of a source, in their order."""
         count, held = source.num_tokens, self._scratch
         if held is None or len(held.keys.pool) < count:
             self._scratch = held = None
@@ -119,7 +119,7 @@ class SelectiveLoader:
         return LayerSlots.of(held.keys.pool[:count], held.values.pool[:count])
 
     def _scores(self, inputs: LayerInputs, keys: Tensor) -> Tensor:
-        """Importance of all tokens to each query head [Hq, m]: all new tokens count alike."""
+        """The importance of all tokens for each query head [Hq, m]; all new tokens count alike."""
         scorer = self._scorer = self._scorer or scorer_for(inputs.queries.device)
         return scorer.column_sums(
             inputs.queries,

@@ -1,4 +1,4 @@
-"""Where the rows that a read asks for go: slots of a pool, or fresh memory.
+"""The places where rows of a read go: slots of a pool, or fresh memory.
 
 Stage: load.
 """
@@ -22,9 +22,9 @@ class Slots:
 
     Attributes:
         pool: [rows, G, D] in the dtype of the KVs; the last stride is 1.
-        heads: those of the pool that are filled, ascending.
+        heads: the heads of the pool that are filled, ascending.
         rows: int64 [k] on the device of the pool, distinct: where the j-th token of every head
-            goes; None: row j of the pool, which has k.
+            goes; None if it goes to row j of the pool, which then has k rows.
     """
 
     pool: Tensor
@@ -33,29 +33,29 @@ class Slots:
 
     @classmethod
     def of(cls, pool: Tensor, rows: Tensor | None = None) -> Slots:
-        """All heads of a pool."""
+        """Slots for all heads of a pool."""
         return cls(pool, tuple(range(pool.shape[1])), rows)
 
     @classmethod
     def fresh(cls, k: int, heads: int, dim: int, like: Tensor) -> Slots:
-        """New memory in the dtype and on the device of a tensor."""
+        """Slots in new memory, in the dtype and on the device of `like`."""
         return cls.of(like.new_empty(k, heads, dim))
 
     def __len__(self) -> int:
         return len(self.pool if self.rows is None else self.rows)
 
     def only(self, heads: tuple[int, ...]) -> Slots:
-        """The same for other heads."""
+        """The same slots, for other heads."""
         return dataclasses.replace(self, heads=heads)
 
     def part(self, start: int, stop: int) -> Slots:
-        """Those of the tokens [start, stop)."""
+        """The slots of the tokens [start, stop)."""
         if self.rows is None:
             return dataclasses.replace(self, pool=self.pool[start:stop])
         return dataclasses.replace(self, rows=self.rows[start:stop])
 
     def put(self, rows: Tensor) -> None:
-        """Fill all with rows [k, heads, D] from any device."""
+        """Fill all slots with rows [k, heads, D] from any device."""
         rows = rows.to(self.pool.device)
         everything = len(self.heads) == self.pool.shape[1]
         if everything:
@@ -66,7 +66,7 @@ class Slots:
             self.pool[self.rows[:, None], self._heads] = rows
 
     def clear(self) -> None:
-        """Fill all heads with zeros; takes no memory."""
+        """Fill the slots of all heads with zeros; takes no memory."""
         assert len(self.heads) == self.pool.shape[1]
         if self.rows is None:
             self.pool.zero_()
@@ -74,12 +74,12 @@ class Slots:
             self.pool.index_fill_(0, self.rows, 0)
 
     def put_at(self, positions: Indices, rows: Tensor, head_groups: int) -> None:
-        """Fill some: position p is the token p // head_groups of the head group p % head_groups.
+        """Fill some: position p is token p // head_groups of head group p % head_groups.
 
         Args:
             positions: int64 [n], distinct.
             rows: [n, heads of a head group, D], from any device.
-            head_groups: of the heads; all have as many.
+            head_groups: number of groups that the heads form; all are of the same size.
         """
         place = to_device(torch.from_numpy(positions), self.pool.device)
         slots = place // head_groups
@@ -94,7 +94,7 @@ class Slots:
 
 @functools.lru_cache(maxsize=64)
 def head_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers of heads as int64 on a device; kept, because a copy from the host is waited for."""
+    """Head numbers as int64 on a device; cached, because a copy from the host waits."""
     return torch.tensor(heads, dtype=torch.int64, device=device)
 
 
@@ -107,12 +107,12 @@ class LayerSlots:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, rows: Tensor | None = None) -> LayerSlots:
-        """The same rows of two pools."""
+        """Slots in the same rows of two pools."""
         return cls(Slots.of(keys, rows), Slots.of(values, rows))
 
     @classmethod
     def fresh(cls, k: int, shape: KVShape, device: torch.device) -> LayerSlots:
-        """New memory for k tokens."""
+        """Slots in new memory for k tokens."""
         like = torch.empty(0, dtype=shape.dtype, device=device)
         heads = shape.num_kv_heads
         return cls(

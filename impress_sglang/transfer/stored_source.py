@@ -1,7 +1,7 @@
-"""What all sources of stored prefixes share: their place in the layers, and layer buffers.
+"""What all sources of stored prefixes share: their current layer, and layer buffers.
 
-Stage: load. A layer buffer may be taken away for the layer of another source; who wants it again
-reads it again. So nothing that is taken from one may be used when another source has read.
+Stage: load. A layer buffer may be taken away for a layer of another source; a source that wants it
+again reads it again. So what was taken from a buffer may not be used after another source has read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SSD_TRACK = "SSD"
 
 
 class StoredSource(abc.ABC):
-    """Spans of segments whose layers are asked for in ascending order; buffers are by span."""
+    """Spans of segments whose layers are read in ascending order; buffers are kept by span."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class StoredSource(abc.ABC):
         stats: ReadStats,
         timeline: Timeline,
     ) -> None:
-        """`layer_bytes` of the pool are what the buffers of a layer take."""
+        """`layer_bytes` is how much of the pool the buffers of a layer take."""
         self.segment_ids = [segment.segment_id for segment in segments]
         self._shape = segments[0].layout.shape
         self.num_layers = self._shape.num_layers
@@ -42,33 +42,33 @@ class StoredSource(abc.ABC):
         self.stats = stats
         self.timeline = timeline
         self.layer = -1
-        """The layer that was asked for last."""
+        """The layer that was asked for last; -1 before the first."""
         self.next_ahead = 0
-        """The first layer of which nothing was read ahead."""
+        """The next layer to be read ahead."""
         self.lead = 0
-        """How many layers are read ahead for a request that waits; one is in any case."""
+        """How many layers are read ahead while the request waits; one is in any case."""
         self._layers_there = 0
         self._reader = reader
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
-        # With their layers; counted when buffers are given back.
+        # Evicted buffers with their layers; counted when buffers are given back.
         self._evicted: list[tuple[int, LayerBuffer]] = []
         self._ending: list[PendingRead] = []
 
     @abc.abstractmethod
     def read_ahead(self, waste_budget: float) -> None:
-        """Begin to read what the layer `next_ahead` will probably want.
+        """Begin to read what the layer `next_ahead` will probably want, and advance `next_ahead`.
 
         `waste_budget` bounds what is expected to be read in vain, as a share of what is wanted.
         """
 
     @property
     def wants_more(self) -> bool:
-        """Whether more is read ahead while its request waits."""
+        """Whether more layers are to be read ahead while its request waits."""
         return self.next_ahead < min(max(self.lead, 1), self.num_layers)
 
     @property
     def unread(self) -> float:
-        """The share of its layers that are not there; 0 where all is that is read while waiting."""
+        """The share of its layers not read yet; 0 once all that is read while waiting is there."""
         there = self.there
         if self._layers_there == self.next_ahead and not self.wants_more:
             return 0.0
@@ -76,9 +76,9 @@ class StoredSource(abc.ABC):
 
     @property
     def there(self) -> float:
-        """The share of its layers of which all was read that is read ahead.
+        """The share of its layers for which reading ahead has finished.
 
-        What is taken away again for another source counts as if it were there.
+        Buffers that were taken away again for another source count as if they were still there.
         """
         while self._layers_there < self.next_ahead and self._is_there(self._layers_there):
             self._layers_there += 1
@@ -90,22 +90,22 @@ class StoredSource(abc.ABC):
 
     @property
     def is_reading(self) -> bool:
-        """Whether reads that were asked for have not ended."""
+        """Whether any of its reads is still under way."""
         buffers = (buffer for own in self._buffers.values() for buffer in own.values())
         reads = itertools.chain(self._ending, *(buffer.reads for buffer in buffers))
         return any(not read.done for read in reads)
 
     def end_layer(self, layer: int) -> None:
-        """Nobody wants anything more of the layers up to this one."""
+        """Drop the layers up to this one, of which nothing is wanted any more."""
         self._begin(layer)
         self._give_back(layer + 1)
 
     def close(self) -> None:
-        """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
+        """Begin no more reads; once `is_reading` is False, nothing reads from the segments."""
         self._give_back()
 
     def _begin(self, layer: int) -> None:
-        """Another layer is asked for: what earlier ones were read into is not needed any more."""
+        """Move on to a layer, and give back the buffers of earlier layers."""
         if layer == self.layer:
             return
         assert layer > self.layer, "layers are read in ascending order"
@@ -116,7 +116,7 @@ class StoredSource(abc.ABC):
     def _open_buffer(
         self, layer: int, number: int, make: Callable[[Tenant], LayerBuffer]
     ) -> LayerBuffer:
-        """A buffer, which is made if it is not open; those of a layer are open together."""
+        """The buffer of a layer and span, made if it is not open; a layer's are open together."""
         buffers = self._buffers.setdefault(layer, {})
         if number not in buffers:
             evict = functools.partial(self._evict, layer, number)
@@ -129,7 +129,7 @@ class StoredSource(abc.ABC):
         self._evicted.append((layer, buffer))
 
     def _give_back(self, below: int | None = None) -> None:
-        """Give back the buffers of the layers below one, or all; counts what was read ahead."""
+        """Give back the buffers of layers below `below`, or all; counts what was read ahead."""
         closed, self._evicted = self._evicted, []
         for layer in [own for own in self._buffers if below is None or own < below]:
             for buffer in self._buffers.pop(layer).values():

@@ -3,11 +3,11 @@
 Stages: probe, select, load. Triton compiles a kernel for the constants and the kinds of arguments
 of a launch. Nearly all of these follow from the shape of the KVs, the identification rule and the
 device; lengths of requests choose among a few tiles of scores and two blocks of selection. So the
-stages themselves are run here on made-up requests, once for each of these: whatever real ones
-launch is compiled then. tests/unit/triton/test_warm_up.py compares the two.
+stages themselves are run here on made-up requests, once for each of these: then everything that
+real requests launch is compiled. tests/unit/triton/test_warm_up.py compares the two.
 
-Heads whose dimension is no multiple of 16 may be an exception: where their vectors begin, and how
-far they are apart, differs between requests and models. What that takes is compiled when it occurs.
+Heads whose dimension is not a multiple of 16 may be an exception: where their vectors begin, and
+how far apart they are, differs between requests and models. Such variants are compiled on demand.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
 
-# Of a made-up segment.
+# Length of a made-up segment.
 SEGMENT_TOKENS = 20
-# Tiles are looked for up to these lengths.
+# Tiles are enumerated up to these lengths.
 LONGEST_PREFIX = 1 << 20
 MOST_NEW_TOKENS = 1 << 12
-# Of each made-up cache.
+# Size of each made-up cache.
 CACHE_PAGES = 2
 
 
@@ -75,11 +75,11 @@ def warm_up(
     """Compile all kernels with which requests load their prefixes; on a CPU there are none.
 
     Args:
-        shape: of the KVs.
-        rule: which tokens a layer uses; None if prefixes are always loaded whole.
-        chunk_tokens: of the store.
+        shape: shape of the KVs.
+        rule: selects the tokens that a layer uses; None if prefixes are always loaded whole.
+        chunk_tokens: tokens per chunk of the store.
         device: where attention runs.
-        in_slots: layers are loaded into named slots of a pool, and not into its first rows.
+        in_slots: whether layers are loaded into given rows of a pool, not into its first rows.
 
     Returns:
         Seconds that it took.
@@ -105,7 +105,7 @@ def run_stages(
     *,
     in_slots: bool = True,
 ) -> None:
-    """Launch all kernels in all their variants, in Triton's interpreter, too; see `warm_up`."""
+    """Launch all kernels in all their variants, also in Triton's interpreter; see `warm_up`."""
     if rule is not None:
         _score(shape, device)
         with _fitting(shape, "choosing tokens", "--impress-policy as, which loads whole prefixes"):
@@ -115,7 +115,7 @@ def run_stages(
     if shape.coded:
         everything = tuple(range(shape.num_kv_heads))
         with _fitting(shape, "loading codes", "--impress-policy paper, which has none"):
-            # Where nobody chooses tokens the prefix is always in slots.
+            # Without a rule to select tokens, the prefix is always in slots.
             for in_rows in (True,) if rule is None else (True, False):
                 _score_all_tiles(shape, everything, device, squares=True, in_rows=in_rows)
             _load_codes(replace(shape, num_layers=1), chunk_tokens, device)
@@ -123,7 +123,7 @@ def run_stages(
 
 @contextlib.contextmanager
 def _fitting(shape: KVShape, what: str, instead: str) -> Iterator[None]:
-    """Say what to do where a kernel does not fit into the device."""
+    """Raise an error that says what to do if a kernel does not fit into the device."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -137,7 +137,7 @@ def _fitting(shape: KVShape, what: str, instead: str) -> Iterator[None]:
 
 
 def _score(shape: KVShape, device: torch.device) -> None:
-    """Score the keys of probe heads, if there are any, and of all others."""
+    """Score the keys of probe heads, if there are any, and of all other heads."""
     with _fitting(shape, "scoring keys", "--impress-policy as, which loads whole prefixes"):
         for heads in (shape.probe_kv_heads, shape.other_kv_heads):
             if heads:
@@ -152,12 +152,12 @@ def _score_all_tiles(
     squares: bool = False,
     in_rows: bool = False,
 ) -> None:
-    """Score the keys of some heads, which may be rows of a pool, with and without resident keys."""
+    """Score keys of some heads, perhaps in rows of a pool, with and without resident keys."""
 
     def zeros(tokens: int, num_heads: int) -> Tensor:
         return torch.zeros(tokens, num_heads, shape.key_dim, dtype=shape.dtype, device=device)
 
-    # Where squares are summed only the last new tokens score.
+    # Where squares are summed, only the last new tokens are used to score.
     most_new = SCORED_QUERIES if squares else MOST_NEW_TOKENS
     for new, tokens in _lengths_of_tiles(shape, len(heads), most_new, device):
         prefix = zeros(tokens, len(heads))
@@ -182,14 +182,14 @@ def _score_all_tiles(
 def _lengths_of_tiles(
     shape: KVShape, num_heads: int, most_new: int, device: torch.device
 ) -> list[tuple[int, int]]:
-    """Numbers of new and of prefix tokens for each tile that there is."""
+    """Numbers of new and of prefix tokens, one pair for each tile shape that occurs."""
     from impress_sglang.triton import scores
 
     processors = scores.INTERPRETED_PROCESSORS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     found: dict[scores.Tile, tuple[int, int]] = {}
-    # Short ones first: long ones take memory.
+    # Short lengths first: long ones take memory.
     for tokens in _powers_of_two(LONGEST_PREFIX):
         for new in _powers_of_two(most_new):
             tile = scores.tile_shape(
@@ -233,7 +233,7 @@ def _load(
             num_tokens = sum(map(len, prefix))
             branches = [] if rule is None else _branches(rule)
             wanted = [(branch, num_tokens // 2 + 1) for branch in branches]
-            # Of a whole prefix no rule is asked.
+            # For a whole prefix no rule is asked.
             for used, k in (*wanted, (H2OSelector(), num_tokens)):
                 source = SegmentSource(shape, prefix, reader, pool, cache, ReadNeeds())
                 at_end.callback(source.close)
@@ -267,7 +267,7 @@ def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
 def _cache(
     page: PageShape, max_chunk_pages: int, device: torch.device, at_end: contextlib.ExitStack
 ) -> ChunkCache:
-    """A small one, in which chunks have moved."""
+    """Make a small cache in which chunks have moved."""
     size = CACHE_PAGES * page.page_bytes
     cache = ChunkCache(
         page,
@@ -283,8 +283,8 @@ def _cache(
 
 
 def _reading(cache: ChunkCache, at_end: contextlib.ExitStack) -> tuple[BlockReader, BufferPool]:
-    """What sources read with."""
-    # Nothing can be read asynchronously from what is no file.
+    """Make a reader and a pool of layer buffers for sources."""
+    # The made-up segment is not a file, so nothing can be read from it asynchronously.
     reader = BlockReader(1, FileSystem(), engine="threads")
     at_end.callback(reader.close)
     pin = cache.device.type == "cuda"
@@ -294,9 +294,9 @@ def _reading(cache: ChunkCache, at_end: contextlib.ExitStack) -> tuple[BlockRead
 
 
 def _branches(rule: TokenSelector) -> list[TokenSelector]:
-    """Rules that between them ask for all that a rule may ask for, where k is more than half of m.
+    """Rules that together request everything that a rule may, if k is more than half of m.
 
-    Then sets of heads overlap, and with the exponents 0 and infinity they are never and always
+    Then the sets of heads overlap, and with the exponents 0 and infinity they are never and always
     alike enough.
     """
     if isinstance(rule, PaperSelector):
@@ -325,7 +325,7 @@ def _slots(shape: KVShape, k: int, device: torch.device, *, in_slots: bool) -> L
 
 
 def _move_chunks(cache: ChunkCache) -> None:
-    """A chunk from SSD to the device, another one from there to the host."""
+    """Move a chunk from SSD to the device, and another one from there to the host."""
     loaded = torch.zeros(
         cache.page.page_bytes, dtype=torch.uint8, pin_memory=cache.device.type == "cuda"
     )
@@ -365,7 +365,7 @@ class _Zeros(OpenSegment):
 def _span(
     shape: KVShape, chunk_tokens: int, cache: ChunkCache, at_end: contextlib.ExitStack
 ) -> SourceSpan:
-    """All of a made-up segment."""
+    """A span of all tokens of a made-up segment."""
     segment = _Zeros(shape, chunk_tokens)
     at_end.callback(segment.close)
     layout = segment.layout
