@@ -2,8 +2,8 @@
 
 SGLang's torch_native backend pads the queries to the key length, so that 64 new tokens after 4,000
 cached ones cost as much as 4,000 new ones. Every policy, recompute included, runs with this form
-instead, or a shortened prefix would win for the wrong reason. `patches/` has the same change as a
-diff for SGLang.
+instead: otherwise a shortened prefix would win for the wrong reason. `patches/` has the same change
+as a diff for SGLang.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keys at other positions: what rotary embeddings did to them is done again for the new place.
+"""Moves keys to other positions, by turning what rotary embeddings did to them.
 
-A rotary embedding multiplies pairs of elements, as complex numbers, by a factor of the position
-that is one row of a table. So a key moves by the quotient of two rows, whatever frequencies and
-scale the table has.
+A rotary embedding multiplies pairs of elements, as complex numbers, by factors that depend on the
+position and are one row of a table. So multiplying a key by the quotient of two rows moves it,
+whatever frequencies and scale the table has.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turns:
-    """By what the keys of some tokens are multiplied: float32 [n, 1, rotated dimensions / 2]."""
+    """The factors by which keys of n tokens are turned: float32 [n, 1, rotated dimensions / 2]."""
 
     cos: Tensor
     sin: Tensor
 
 
 class KeyRotation:
-    """Moves keys of a model whose positions are rotary embeddings."""
+    """Moves keys of a model that encodes positions by rotary embeddings."""
 
     def __init__(self, table: Callable[[int], Tensor], *, halves: bool) -> None:
-        """How the model rotates.
+        """Set how the model rotates.
 
         Args:
-            table: gives [positions, rotated dimensions], at least so many rows: cosines of all
-                frequencies, then their sines.
-            halves: an element and that half of the dimensions further on are a pair (NeoX), else
-                neighbours are.
+            table: returns [positions, rotated dimensions] with at least the given number of rows:
+                cosines of all frequencies, then their sines.
+            halves: whether an element is paired with the one half the rotated dimensions further
+                on (NeoX); otherwise neighbours are paired.
         """
         self._table = table
         self._halves = halves
 
     def turns(self, old: Tensor, new: Tensor) -> Turns:
-        """What moves keys from the positions `old` to `new`, int64 [n] on the CPU."""
+        """The turns that move keys from positions `old` to `new`, int64 [n] on the CPU."""
         table = self._table(int(torch.maximum(old, new).max()) + 1)
         old_cos, old_sin = self._rows(table, old)
         cos, sin = self._rows(table, new)
@@ -46,7 +46,7 @@ class KeyRotation:
         return Turns((cos * old_cos + sin * old_sin) / norm, (sin * old_cos - cos * old_sin) / norm)
 
     def move(self, keys: Tensor, turns: Turns) -> Tensor:
-        """Keys [n, G, D] at their new positions, in their dtype; computed in float32."""
+        """Move keys [n, G, D] to their new positions, in their dtype; computed in float32."""
         half = turns.cos.shape[-1]
         rotated, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :]
         if self._halves:

@@ -1,6 +1,6 @@
 """Causal attention over keys that come in tiles, in memory that does not grow with their number.
 
-For KVs that do not fit on the device together: only one tile is there at a time. The softmax is
+For KVs that do not fit on the device together: only one tile is on it at a time. The softmax is
 kept as a running maximum and sum (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), all in
 float32, so that the result is that of `rectangular_attention` up to rounding.
 """
@@ -21,7 +21,7 @@ QUERY_TILE = 256
 
 
 def tiles_of(count: int, size: int = KEY_TILE) -> Iterator[slice]:
-    """The tiles of `count` tokens, in their order; the last one may be shorter."""
+    """The tiles of `count` tokens, in order; the last one may be shorter."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 
@@ -38,7 +38,7 @@ def tiled_attention(
     Args:
         queries: [n, Hq, D].
         tiles: keys [t, Hk, D] and values [t, Hk, Dv] of the positions from 0 on, without a gap, on
-            the device of the queries; each is let go before the next one is asked for. Hq is a
+            the device of the queries; each is released before the next one is requested. Hq is a
             multiple of Hk.
         positions: int64 [n] of the queries, ascending.
         scaling: factor of the logits.
@@ -58,7 +58,7 @@ def tiled_attention(
 
 
 class _RunningSoftmax:
-    """Attention over the tiles so far: per query head and query a peak, a sum, and weighted values.
+    """Attention over the tiles so far: for each query head and query a peak, a sum and values.
 
     Invariant: after the first tile every query has seen a key, so that its peak is finite.
     """
@@ -76,7 +76,7 @@ class _RunningSoftmax:
         grouped = queries.view(count, key_heads, heads // key_heads, dim).permute(1, 2, 0, 3)
         self._queries = grouped.float() * scaling
         self._positions = torch.from_numpy(positions).to(queries.device)
-        # Of each tile of queries its first and its last position.
+        # For each tile of queries, its rows, its first and its last position.
         self._ends = [
             (rows, int(positions[rows.start]), int(positions[rows.stop - 1]))
             for rows in tiles_of(count, QUERY_TILE)
@@ -88,13 +88,13 @@ class _RunningSoftmax:
     def add(self, keys: Tensor, values: Tensor, position: int) -> None:
         """Add keys [Hk, D, t] and values [Hk, t, Dv] of the positions from `position` on."""
         for rows, first, last in self._ends:
-            # Queries before the tile see nothing of it.
+            # Queries before the tile of keys see nothing of it.
             if position <= last:
                 hides = position + keys.shape[2] - 1 > first
                 self._add_to(rows, keys, values, position if hides else None)
 
     def _add_to(self, rows: slice, keys: Tensor, values: Tensor, position: int | None) -> None:
-        """`position`: of the first key, if some come after their query's; else None."""
+        """Add keys for some queries; `position`: of the first key if some are masked, else None."""
         queries = self._queries[:, :, rows]
         heads, group, count, _ = queries.shape
         logits = torch.bmm(queries.flatten(1, 2), keys).view(heads, group, count, -1)

@@ -1,12 +1,12 @@
-"""Runs the model over what is computed of a blended prefix, inside a forward pass.
+"""Runs the model over the computed tokens of a blended prefix, inside a forward pass.
 
 Before the first layer of its own pass a request's prefix is blended block by block
 (`serving.blending`): SGLang's model is run layer by layer over fewer and fewer tokens of a block,
-as with its split prefill, and rows are dropped between layers by SGLang's own handoff of the
-residual. Keys and values are written into the request's slots, beside what is restored there.
+as in its split prefill, and rows are dropped between layers by SGLang's own handoff of the
+residual. Keys and values are written into the request's slots, beside those restored there.
 
-It takes the scheduler's thread as the computing of so many tokens does, and the device memory of a
-block's activations.
+This occupies the scheduler's thread as long as computing so many tokens does, and takes the device
+memory of a block's activations.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from impress_sglang.transfer.slots import LayerSlots
 
 logger = logging.getLogger(__name__)
 
-# Whose factors depend on the position alone, as rows of `cos_sin_cache`.
+# Rotations whose factors depend on the position alone, as rows of `cos_sin_cache`.
 _KNOWN_ROTATIONS = (
     RotaryEmbedding,
     LinearScalingRotaryEmbedding,
@@ -48,10 +48,10 @@ _KNOWN_ROTATIONS = (
 
 
 def rotation_of(model: Any) -> KeyRotation:
-    """How the keys of a model move to other positions.
+    """Make the rotation that moves a model's keys to other positions.
 
     Raises:
-        UnsupportedError: that is not known, or nobody has judged how it is run layer by layer.
+        UnsupportedError: its rotation is not known, or running it layer by layer was not judged.
     """
     name = type(model).__name__
     if name not in BLENDED:
@@ -78,17 +78,17 @@ def rotation_of(model: Any) -> KeyRotation:
 
 
 class PrefixBlend:
-    """Attention of the tokens of a block that are computed, over all tokens up to theirs."""
+    """Attention of the computed tokens of a block, each over all tokens up to itself."""
 
     def __init__(self, pool: Any, request: StoredRequest, loading: BlendedLoading) -> None:
-        """`pool`: SGLang's, with the slots of the request."""
+        """`pool`: SGLang's KV pool, which has the slots of the request."""
         self._pool = pool
         self._request = request
         self._loading = loading
         self._row = torch.cat([request.resident_slots, request.slots])
         self._num_layers = loading.num_layers
         self.token_layers = 0
-        """Computed tokens of all layers, together."""
+        """Computed tokens, summed over all layers."""
         self._number = -1
         self._block: BlendBlock
         self._kinds: Uint8s
@@ -96,10 +96,10 @@ class PrefixBlend:
         self.rows: Indices
         """int64, ascending: the tokens of the block that the layer computes."""
         self.next_rows: Indices
-        """Of them those that the next layer computes."""
+        """Those of `rows` that the next layer computes."""
 
     def begin(self, number: int) -> None:
-        """Another block is blended, or the same one again.
+        """Begin to blend a block, perhaps the same one again.
 
         Raises:
             PrefixUnreadable: what is stored of it cannot be opened.
@@ -115,16 +115,16 @@ class PrefixBlend:
         self.rows = self.next_rows = np.flatnonzero(computed)
 
     def restore(self, layer: int) -> None:
-        """Bring what is stored of a layer of the block into its slots."""
+        """Load what is stored of a layer of the block into its slots."""
         pools = LayerSlots.of(*self._pools(layer))
         self._loading.restore(self._number, layer, pools, self._slots, self._request.stats)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
-        """Attention of the computed tokens of one layer, [n, Hq * Dv]; zero for what is dropped.
+        """Attend in one layer for the computed tokens, [n, Hq * Dv]; zero for dropped tokens.
 
         Raises:
             PrefixUnreadable: what is stored cannot be read.
-            BlockComputed: this was the last layer, whose output nobody needs.
+            BlockComputed: this was the last layer, whose output is not needed.
         """
         index = layer.layer_id
         self.token_layers += len(self.rows)
@@ -155,14 +155,14 @@ class PrefixBlend:
     def _drop(
         self, index: int, keys: Tensor, values: Tensor, old_keys: Tensor, old_values: Tensor
     ) -> None:
-        """Go on with the reused tokens that deviate most, and all that are new."""
+        """Keep, for the next layer, the reused tokens that deviate most and all other tokens."""
         reused = self._kinds[self.rows] == Kind.REUSED
         total = np.count_nonzero(self._kinds == Kind.REUSED)
         share = share_of_layer(self._loading.plan.share, index + 1, self._num_layers)
         count = min(round(share * total), int(reused.sum()))
         deviation = (_squares(keys - old_keys) + _squares(values - old_values)).cpu().numpy()
         kept = ~reused
-        # New tokens come last, and the largest of the others before them.
+        # Tokens that are not reused have -1 and sort first; the most deviant sort last.
         kept[np.argsort(np.where(reused, deviation, -1.0))[len(kept) - count :]] = True
         self.next_rows = self.rows[kept]
 
@@ -178,10 +178,10 @@ class PrefixBlend:
 def blend_prefix(
     model: Any, request: StoredRequest, blend: PrefixBlend, loading: BlendedLoading, deadline: float
 ) -> bool:
-    """Bring a blended prefix into its slots, in all layers.
+    """Blend a prefix into its slots, in all layers.
 
-    The attention backend must hand what it is asked for to `blend` meanwhile. Returns whether that
-    was done by `deadline`, which is a time of `time.monotonic`.
+    Meanwhile the attention backend must pass its calls on to `blend`. Returns whether all was done
+    by `deadline`, a time of `time.monotonic`.
 
     Raises:
         PrefixUnreadable: what is stored cannot be read.
@@ -241,7 +241,7 @@ def _blend_block(
 
 
 def _with_rows(batch: Any, kept: Tensor, start: int) -> Any:
-    """The batch of fewer tokens between two layers; `kept` bool [n]."""
+    """Reduce a batch between two layers to the tokens that are `kept`, bool [n]."""
     handoff = residual_batch.export_replay_handoff(batch.hidden_states, batch)
     handoff = handoff._replace(
         value=handoff.value[kept],

@@ -1,7 +1,7 @@
-"""The integrity check: by command, a little at a time, for there may be much to compare.
+"""The integrity check: runs on command, in small steps, because there may be much to compare.
 
-Requests are served between two steps. What may be found of a store that changes meanwhile
-`management.checking` says.
+Requests are served between two steps. `management.checking` says what can be checked of a store
+that changes meanwhile.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ CHECK = {"impress_check": 1}
 GO_ON = "go on"
 """`rid` of a message that only takes a step."""
 UNCHECKED, RUNNING, OK, FAILED = "unchecked", "running", "ok", "failed"
-# A step begins with nothing new after that.
+# Seconds after which a step checks nothing further.
 STEP_S = 0.001
 
 
 class IntegrityCheck:
-    """That of one tree cache; the scheduler's thread owns it."""
+    """The integrity check of one tree cache; owned by the scheduler's thread."""
 
     def __init__(self, served: ServedStore, check_requests: Callable[[], None]) -> None:
-        """`check_requests` compares what requests, the queue and slots say of each other."""
+        """`check_requests` compares requests, the queue and slots with each other."""
         self.state = UNCHECKED
-        """What the last one has found, or that one is under way."""
+        """The result of the last check, or that one is running."""
         self._served = served
         self._check_requests = check_requests
         self._steps: Iterator[None] = iter(())
 
     def begin(self) -> None:
-        """Somebody orders one; who comes while one is under way waits for that."""
+        """Begin a check, unless one is running already: then that one counts."""
         if self.state != RUNNING:
             self.state, self._steps = RUNNING, self._all()
 
     def step(self) -> None:
-        """Go on for a moment, if one is under way. Raises nothing."""
+        """Continue for a moment, if a check is running. Raises nothing."""
         if self.state != RUNNING:
             return
         end = time.perf_counter() + STEP_S
@@ -58,7 +58,7 @@ class IntegrityCheck:
         self._check_requests()
         yield
         store = None
-        # Another one may have taken its place, and is looked at as well.
+        # Another store may have taken its place meanwhile, and is checked as well.
         while self._served.opened is not store:
             store = self._served.opened
             for _ in () if store is None else store.checks.steps():

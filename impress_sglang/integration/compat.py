@@ -1,8 +1,8 @@
 """The SGLang versions and names that the integration relies on, checked at start.
 
-SGLang swallows exceptions of a plugin, so a name that moved would not be seen until a request gives
-a wrong answer. `check_sglang` names what is missing before anything is served; what is hooked is
-checked in `hooks.py`.
+SGLang swallows exceptions of a plugin, so a name that moved would go unnoticed until a request
+gives a wrong answer. `check_sglang` names what is missing before anything is served; `hooks.py`
+checks what is hooked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SUPPORTED_SGLANG = ("0.5.23",)
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-# Handlers of messages that can change weights, or take them or the pool away and bring them back.
+# Handlers of messages that can change weights, or release and restore them or the pool.
 WEIGHT_HANDLERS = (
     f"{_UPDATER}.update_weights_from_disk",
     f"{_UPDATER}.update_weights_from_distributed",

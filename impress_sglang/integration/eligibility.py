@@ -1,6 +1,6 @@
-"""Which requests have to do with the store: what is known to be right, and nothing else.
+"""Decides which requests may use the store: those known to be handled right, and no others.
 
-Both predicates give None for yes and a short reason for no, which is counted and reported.
+Both predicates return None for yes and a short reason for no, which is counted and reported.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from impress_sglang.integration.judged import (
 from impress_sglang.serving.custom_params import STORE_KEY, store_wish_of
 
 UNJUDGED = "unjudged"
-# A field that is gone is not known to be what its guard asks for.
+# Stands for a field that a request lacks, so that no guard holds for it.
 _GONE = object()
 
 
 def store_refusal(req: Any) -> str | None:
     """Why the KVs of a request may not be stored; None if they may.
 
-    `req` is SGLang's `Req`. The reason is the field that stands against it, or `unjudged:` and an
+    `req` is SGLang's `Req`. The reason is the field that forbids it, or `unjudged:` and an
     attribute that no table of `judged.py` knows.
     """
     if store_wish_of(req.sampling_params) is False:

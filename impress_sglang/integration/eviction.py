@@ -1,9 +1,9 @@
-"""Which resident prefix SGLang evicts first: one that nobody waits for, with the lowest score.
+"""Decides which resident prefix SGLang evicts first: one not waited for, with the lowest score.
 
-SGLang's eviction-strategy seam asks for a priority per node of its tree. Ours is the node's access
-frequency x share of important tokens, as in the chunk caches, so that what goes first is what is
-seldom used or mostly does not matter, and comes back from the store at the lowest price. What
-running requests use is locked, and never asked for.
+SGLang's eviction strategies give each node of its tree a priority. Ours is the node's access
+frequency x share of important tokens, as in the chunk caches, so that prefixes go first that are
+seldom used or mostly unimportant: these cost least to load again. What running requests use is
+locked, and never considered.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _NodeUse:
 
 
 class Awaited:
-    """What waiting requests will use of the device pool: SGLang evicts it last, but it does.
+    """What waiting requests will use of the device pool; SGLang evicts it last, if it must.
 
-    By request the node of SGLang's tree where its resident prefix ends, and the stored tokens that
-    may be in slots in codes. What is above a node need not be noted: only leaves are evicted.
+    Keeps for each request the node of SGLang's tree where its resident prefix ends, and the stored
+    tokens that may be in slots in codes. Nodes above need not be noted: only leaves are evicted.
     """
 
     def __init__(self, residents: ResidentParts) -> None:
@@ -52,24 +52,24 @@ class Awaited:
         return node in self._rids_of
 
     def turn(self, node: Any) -> int | None:
-        """When a request will use what is resident up to `node`, None: nobody waits for it."""
+        """The next turn of a request whose resident prefix ends at `node`; None if none waits."""
         rids = self._rids_of.get(node)
         return None if rids is None else min(map(self._lookahead.turn, rids))
 
     def note(self, rid: str, node: Any, spans: Sequence[StoredSpan]) -> None:
-        """A request that waits will use what is resident up to `node`, and then these tokens."""
+        """Note that a waiting request will use the prefix up to `node`, and then these tokens."""
         self.note_resident(rid, node)
         self._lookahead.wait(rid, spans)
 
     def note_resident(self, rid: str, node: Any) -> None:
-        """The resident prefix of a waiting request ends at `node`, which may be the root."""
+        """Note that a waiting request's resident prefix ends at `node`, which may be the root."""
         self._forget_resident(rid)
         if node.parent is not None:
             self._node_of[rid] = node
             self._rids_of.setdefault(node, set()).add(rid)
 
     def forget(self, rid: str) -> None:
-        """A request is admitted, or gone."""
+        """Forget a request that was admitted or is gone."""
         self._forget_resident(rid)
         self._lookahead.stop_waiting(rid)
 
@@ -82,12 +82,12 @@ class Awaited:
                 del self._rids_of[node]
 
     def move_up(self, node: Any) -> None:
-        """A node is evicted: prefixes that ended there end above it."""
+        """Note that a node is evicted: prefixes that ended there now end at its parent."""
         for rid in tuple(self._rids_of.get(node, ())):
             self.note_resident(rid, node.parent)
 
     def clear(self) -> None:
-        """The tree is empty."""
+        """Forget all nodes, because the tree is empty."""
         self._node_of.clear()
         self._rids_of.clear()
 
@@ -99,7 +99,7 @@ class Awaited:
     def tokens_before(self, leaves: Collection[Any], num_tokens: int) -> int:
         """How many of `num_tokens` the tree evicts before an idle part is considered again.
 
-        What nobody waits for, or else one leaf: it evicts whole leaves, the lowest first.
+        Those of leaves not waited for, or else one leaf: it evicts whole leaves, the lowest first.
         """
         if not self._rids_of:
             return num_tokens
@@ -107,7 +107,7 @@ class Awaited:
         return min(num_tokens, max(others, 1))
 
     def check_integrity(self, page_size: int) -> None:
-        """See that prefixes of waiting requests end in the tree.
+        """Check that the prefixes of waiting requests end at nodes of the tree.
 
         Raises:
             AssertionError: they do not, which is a bug.
@@ -119,9 +119,9 @@ class Awaited:
 
 
 def refresh_waiting(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
-    """SGLang refreshes the resident prefix of a request that waits: note where it ends by now.
+    """Refresh the resident prefix of a waiting request, as SGLang does, and note where it ends.
 
-    In place of `original`, which walks the same path and does not say where it ends.
+    Replaces `original`, which walks the same path but does not say where it ends.
     """
     awaited = getattr(tree_cache, "awaited", None)
     if not isinstance(awaited, Awaited):
@@ -134,7 +134,7 @@ def refresh_waiting(original: Callable[..., None], req: Any, tree_cache: Any) ->
 
 
 class ScoreEviction(EvictionStrategy):
-    """What nobody waits for first, lowest frequency x share first; then the latest turn first."""
+    """Evicts nodes not waited for first, by frequency x share; then the latest turn first."""
 
     def __init__(
         self,
@@ -142,10 +142,10 @@ class ScoreEviction(EvictionStrategy):
         retention: float,
         turn_of: Callable[[Any], int | None] = lambda _: None,
     ) -> None:
-        """An access counts half after `half_life` requests (0: never).
+        """An access counts half after `half_life` requests (0: it always counts in full).
 
-        Tokens that were never probed count as important with probability `retention`, which is the
-        share that any selection has. `turn_of` is `Awaited.turn`.
+        Tokens that were never probed count as important with probability `retention`, the share of
+        tokens in any selection. `turn_of` is `Awaited.turn`.
         """
         self._turn_of = turn_of
         self._step = 1.0 / half_life if half_life else 0.0
@@ -153,20 +153,20 @@ class ScoreEviction(EvictionStrategy):
         self._requests = 0
 
     def get_priority(self, node: Any) -> tuple[bool, float, float]:
-        """SGLang evicts the node with the lowest value."""
+        """The priority of a node; SGLang evicts the node with the lowest."""
         turn = self._turn_of(node)
         if turn is not None:
-            # In one turn, SGLang refreshes last what it will admit first.
+            # Within one turn, SGLang refreshes last what it will admit first.
             return True, -float(turn), node.last_access_time
         use = getattr(node, _ATTRIBUTE, None)
         if use is None:
             return False, -math.inf, node.last_access_time
-        # The logarithm of the product, which orders nodes alike and never overflows.
+        # The logarithm of the product gives the same order and never overflows.
         score = use.log_frequency + math.log2(max(use.share, 1e-9))
         return False, score, node.last_access_time
 
     def note_request(self, node: Any, resident_len: int, match: StoredMatch) -> None:
-        """A new request uses the path from the root to `node`, `resident_len` tokens.
+        """Note that a new request uses the path from the root to `node`, `resident_len` tokens.
 
         `match` is what the store has of the same tokens.
         """
@@ -181,7 +181,7 @@ class ScoreEviction(EvictionStrategy):
     def _count(self, node: Any, share: float) -> None:
         use = getattr(node, _ATTRIBUTE, None)
         if use is None:
-            # The upper half of a split node: every access to what is below went through it.
+            # The upper half of a split node: every access to nodes below went through it.
             below = (getattr(child, _ATTRIBUTE, None) for child in node.children.values())
             known = (use.log_frequency for use in below if use is not None)
             use = _NodeUse(max(known, default=-math.inf), share)
@@ -193,7 +193,7 @@ class ScoreEviction(EvictionStrategy):
 def _chance_by_token(
     match: StoredMatch, num_tokens: int, unknown: float
 ) -> npt.NDArray[np.float32]:
-    """How likely each of the first tokens is selected."""
+    """How likely each of the first `num_tokens` is selected, float32."""
     chance = np.full(num_tokens, unknown, np.float32)
     first = 0
     for span in match.spans:

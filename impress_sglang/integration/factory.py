@@ -36,12 +36,12 @@ _NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_d
 
 
 def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
-    """The tree cache for SGLang's `TreeCacheBuildContext`.
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedError: the attention backend is not ours, so that prefixes would be read wrong,
-            the options or the model are not what is known to be right, the server cannot have the
-            parts of prefixes that it is for, or a kernel for this model does not fit into the GPU.
+        UnsupportedError: the attention backend is not ours, so that prefixes would be read wrong;
+            the options or the model are not known to be right; the options ask for parts of
+            prefixes that this server cannot use; or a kernel for the model does not fit the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
         StoreInUseError: another server uses it for the same model.
     """
@@ -77,7 +77,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         )
 
     device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
-    # Before the store is opened, which takes much memory.
+    # Kernels first: opening the store takes much memory.
     if policy.stores:
         selects = not policy.exact(LoadOptions(config.min_retention))
         rule = policy.selector if selects else None
@@ -103,10 +103,10 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
 
 
 def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """What of a model changes its KVs: its parameters, and the buffers that are saved with it.
+    """The tensors of a model that determine its KVs: parameters, and buffers saved with them.
 
-    Other buffers are made from the configuration, which counts by itself. While SGLang serves, it
-    gives some of them (rotary tables) another dtype or length, without effect on KVs.
+    Other buffers follow from the configuration, which is in the identity itself. While serving,
+    SGLang gives some of them (rotary tables) another dtype or length, without effect on KVs.
     """
     saved = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
@@ -114,7 +114,7 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
-    """Shape of the KVs in the pool of a model runner, as a policy stores them."""
+    """The shape of the KVs in the pool of a model runner, as a policy stores them."""
     pool = runner.token_to_kv_pool
     num_query_heads = runner.model_config.num_attention_heads
     probes = probe_kv_heads(num_query_heads, pool.head_num, probe_heads) if policy.probes else ()
@@ -126,7 +126,7 @@ def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
         value_dim=pool.v_head_dim,
         dtype=pool.dtype,
         probe_kv_heads=probes,
-        # Also where a policy reads none, so that servers with different ones use the same store.
+        # Also if the policy reads no codes, so that servers with other policies can share a store.
         coded=not policy.probes,
     )
 

@@ -1,4 +1,4 @@
-"""The command line: an argument group, and the way from parsed arguments to `ImpressConfig`."""
+"""The command line: an argument group, and how parsed arguments become an `ImpressConfig`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEST_PREFIX = "impress_"
 
 
 def add_flags(parser: argparse.ArgumentParser, enable: type[argparse.Action]) -> None:
-    """Add the `--enable-impress` group to SGLang's parser; `enable` is what that flag does."""
+    """Add the `--enable-impress` group to SGLang's parser; `enable` is that flag's action."""
     defaults = ImpressConfig()
     group = parser.add_argument_group("IMPRESS: importance-informed prefix storage")
     group.add_argument(
@@ -40,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser, enable: type[argparse.Action]) ->
 
 
 def config_from_arguments(args: argparse.Namespace) -> ImpressConfig | None:
-    """The configuration that was asked for on the command line, or None.
+    """The configuration that the command line asks for, or None.
 
     Raises:
         ConfigError: a wrong value, or an option without `--enable-impress`.
@@ -59,10 +59,10 @@ def config_from_arguments(args: argparse.Namespace) -> ImpressConfig | None:
 
 
 def config_of(server_args: Any) -> ImpressConfig | None:
-    """The configuration that travels with SGLang's server arguments, or None if we are off.
+    """The configuration that travels with SGLang's server arguments, or None if IMPRESS is off.
 
-    The environment counts where no command line was parsed (`sglang.Engine`), once: what it says is
-    kept with the arguments, which child processes get.
+    Without a parsed command line (`sglang.Engine`) it is read from the environment, once, and kept
+    with the arguments, which child processes get.
 
     Raises:
         ConfigError: the environment holds a wrong value.

@@ -1,9 +1,9 @@
-"""What cannot be served, said at start in one sentence each.
+"""Refuses at start what cannot be served, with one sentence each.
 
 The checks run in the main process, on SGLang's resolved options and the model's configuration,
-before any process is started, and again in the scheduler, where they are final. What is known is in
-tables (`judged_arguments.py`, `judged_backends.py`, `judged_models.py`); an option that is in none
-must have its default.
+before any other process is started, and again in the scheduler, where they are final. What is known
+is in tables (`judged_arguments.py`, `judged_backends.py`, `judged_models.py`); an option that is in
+none of them must have its default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from impress_sglang.integration.judged_models import (
 from impress_sglang.integration.layers import check_architecture
 from impress_sglang.options import CODED_POLICIES, OFF
 
-# What is used on a device where nothing is asked for and SGLang's own choice does not do.
+# The backend for a device if none is asked for and SGLang's own choice is not supported.
 DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
 
 _Check = tuple[Callable[[Any], object], str]
@@ -65,7 +65,7 @@ MODEL_CHECKS: tuple[_Check, ...] = (
 
 
 def check_arguments(config: ImpressConfig, options: Any) -> None:
-    """Refuse what a server was asked for and IMPRESS was not built for, or not together.
+    """Refuse options, or combinations of options, that IMPRESS does not support.
 
     Raises:
         UnsupportedError: with one sentence.
@@ -98,7 +98,7 @@ def check_options(options: Any) -> None:
 
 
 def option_defaults() -> dict[str, Any]:
-    """All fields of SGLang's `ServerArgs` and their defaults, None for one that must be given."""
+    """All fields of SGLang's `ServerArgs` and their defaults; None for mandatory fields."""
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
@@ -119,7 +119,7 @@ def identity_of_options(options: Any) -> dict[str, object]:
 
 
 def check_environment() -> None:
-    """Refuse variables of SGLang that change how KVs lie or who checks requests.
+    """Refuse SGLang's environment variables that change how KVs are laid out or requests checked.
 
     Raises:
         UnsupportedError: with one sentence that names the variable.
@@ -132,7 +132,7 @@ def check_environment() -> None:
 
 
 def check_attention(prefill: str | None, decode: str | None) -> None:
-    """Refuse attention backends that are not known to be right.
+    """Refuse attention backends that were not judged to be right.
 
     Raises:
         UnsupportedError: naming the backend.
@@ -147,9 +147,9 @@ def check_attention(prefill: str | None, decode: str | None) -> None:
 
 
 def parts_refusal(options: Any) -> str | None:
-    """Why this server has no parts of prefixes, in half a sentence; None if it has.
+    """Why this server cannot use a part of a prefix, in half a sentence; None if it can.
 
-    Their rows begin with zeros, after which attention starts; `options` is the resolved view.
+    That needs offset rows: attention must start behind their zeros. `options` is the resolved view.
     """
     prefill, decode = attention_of(options)
     if options.page_size not in (None, 1):
@@ -164,7 +164,7 @@ def parts_refusal(options: Any) -> str | None:
 
 
 def check_parts(config: ImpressConfig, options: Any) -> None:
-    """Refuse parts of prefixes where the server cannot have them.
+    """Refuse options that need parts of prefixes if the server cannot use them.
 
     Raises:
         UnsupportedError: with one sentence.
@@ -178,7 +178,7 @@ def check_parts(config: ImpressConfig, options: Any) -> None:
 
 
 def check_schedule(config: ImpressConfig, options: Any) -> None:
-    """Refuse to change places in orders of which nobody has judged that.
+    """Refuse to reorder the queue of a schedule policy for which that was not judged.
 
     Raises:
         UnsupportedError: with one sentence.
@@ -213,7 +213,7 @@ def attention_of(options: Any) -> tuple[str | None, str | None]:
 
 
 def check_model(model_config: Any) -> None:
-    """Refuse models whose attention is not known to be right; `model_config` is SGLang's.
+    """Refuse models whose attention was not judged to be right; `model_config` is SGLang's.
 
     Raises:
         UnsupportedError: with one sentence for the first reason.
@@ -257,6 +257,6 @@ def _sliding_window(model_config: Any) -> bool:
     layer_types = getattr(config, "layer_types", None) or ()
     if model_config.is_hybrid_swa or any("sliding" in kind for kind in layer_types):
         return True
-    # Qwen2 configurations name a window that they do not use.
+    # Qwen2 configurations have a window that the model does not use.
     window = getattr(config, "sliding_window", None)
     return bool(window) and getattr(config, "use_sliding_window", True) and not layer_types

@@ -1,7 +1,7 @@
-"""What this package changes in SGLang: registered from one list, and seen to be in place.
+"""Hooks: what this package changes in SGLang, registered from one list and checked to be in place.
 
-SGLang only logs a hook that it could not apply, and a later plugin may replace a function that was
-hooked. So before anything is served, `check_in_place` looks for each hook of the list.
+SGLang only logs a hook that it could not apply, and a later plugin may replace a hooked function.
+So `check_in_place` looks for each hook of the list before anything is served.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from impress_sglang.errors import UnsupportedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hook:
-    """A function of ours at a function of SGLang.
+    """A function of ours that hooks a function of SGLang.
 
-    `target` is its dotted name; `kind` is `before`, `after` or `around`, as SGLang means it.
+    `target` is the dotted name of the latter; `kind` is SGLang's `before`, `after` or `around`.
     """
 
     target: str
@@ -27,7 +27,7 @@ class Hook:
 
 
 def register(hooks: Sequence[Hook]) -> None:
-    """Give hooks to SGLang, which applies them after all plugins are activated."""
+    """Register hooks with SGLang, which applies them after all plugins are activated."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -35,10 +35,10 @@ def register(hooks: Sequence[Hook]) -> None:
 
 
 def check_in_place(hooks: Sequence[Hook]) -> None:
-    """See that each hook is part of what SGLang would call.
+    """Check that each hook is part of what SGLang would call.
 
     Raises:
-        UnsupportedError: naming the targets of those that are not.
+        UnsupportedError: names the targets of hooks that are not.
     """
     missing = [hook.target for hook in hooks if not _is_in_place(hook)]
     if missing:
@@ -49,7 +49,7 @@ def check_in_place(hooks: Sequence[Hook]) -> None:
 
 
 def _is_in_place(hook: Hook) -> bool:
-    """Whether a wrapper of the target, however deep, refers to the hook's function."""
+    """Whether a wrapper of the target, at any depth, refers to the hook's function."""
     try:
         function = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError):
@@ -59,7 +59,7 @@ def _is_in_place(hook: Hook) -> bool:
 
 
 def _unwrap(function: Any) -> Iterator[Any]:
-    # A class or static method gives its function behind an attribute.
+    # A class or static method has its function in an attribute.
     function = getattr(function, "__func__", function)
     while function is not None:
         yield function

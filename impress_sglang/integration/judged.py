@@ -1,9 +1,9 @@
 """What is known of each field of a request of SGLang 0.5.23, as data.
 
-A stored KV is looked up by token ids, namespace (`extra_key` and `cache_salt`) and the model's
-identity. Each field is judged by one question: can it make KVs depend on anything else, or make
-somebody read a row in another way? A test takes SGLang's fields from its own classes and fails for
-a field that is in no table (`tests/integration/test_judged_fields.py`).
+A stored KV is looked up by token ids, namespace (`extra_key` and `cache_salt`) and the model
+identity. Each field is judged by one question: can it make KVs depend on anything else, or cause a
+row to be read in another way? A test takes SGLang's fields from its own classes and fails for a
+field that is in no table (`tests/integration/test_judged_fields.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition on a field; where it does not hold, a request does without the store.
+    """A condition on a field; if it does not hold, the request does without the store.
 
-    `stores` and `serves` say what is allowed although the condition does not hold.
+    `stores` and `serves` say what is allowed even if the condition does not hold.
     """
 
     holds: Callable[[Any], bool]
@@ -64,14 +64,14 @@ REQUEST_GUARDS: dict[str, Guard] = {
     "beam_group": Guard(_is_none, "rows of a beam group share slots"),
     "session": Guard(_is_no_stream, "a streaming session keeps its row"),
     "session_generation": Guard(_is_none, "a session has a tree of its own"),
-    # What is read at positions of the prompt is not there for tokens that are not computed.
+    # Outputs that are read at positions of the prompt are missing for tokens not computed.
     "token_indices_to_pool": Guard(_is_none, "the prompt is read out at positions"),
     "decision_layout": Guard(_is_none, "the prompt is read out at positions"),
     "dimensions": Guard(_is_none, "an embedding is asked for"),
     "return_pooled_hidden_states": Guard(_is_false, "an embedding is asked for"),
     "return_routed_experts": Guard(_is_false, "experts are looked up by slot", stores=True),
     "return_indexer_topk": Guard(_is_false, "indices are looked up by slot", stores=True),
-    # KVs from elsewhere, in part or not yet there.
+    # KVs that come from elsewhere, in part, or later.
     "bootstrap_host": Guard(_is_none, "another server computes its KVs"),
     "bootstrap_room": Guard(_is_none, "another server computes its KVs"),
     "disagg_kv_sender": Guard(_is_none, "another server computes its KVs"),
@@ -82,7 +82,7 @@ REQUEST_GUARDS: dict[str, Guard] = {
     "kv_rotation_base": Guard(_is_none, "its KVs are spread over ranks"),
     "discard_output_reason": Guard(_is_none, "its pass ran on KVs that never came"),
     "weight_version_events": Guard(_is_empty, "weights changed while it ran"),
-    # Last, for what is above says why.
+    # Last, because the guards above give a better reason.
     "skip_radix_cache_insert": Guard(_is_false, "SGLang keeps its KVs out of every tree"),
 }
 
@@ -142,7 +142,7 @@ SAMPLING_HARMLESS = _words("""
     custom_params skip_special_tokens spaces_between_special_tokens stream_interval is_normalized
 """)
 
-# From fields of a message to the fields of `Req` that they become, or that they may not become.
+# From fields of a message to the fields of `Req` that they become, or may not become.
 MESSAGE_BECOMES: dict[str, str] = {
     "input_ids": "origin_input_ids",
     "extra_key": "extra_key",
@@ -165,7 +165,7 @@ MESSAGE_BECOMES: dict[str, str] = {
     "session_params": "session",
     "sampling_params": "sampling_params",
 }
-# Cannot change a KV, or only speak to parts of SGLang that are refused at start.
+# Cannot change a KV, or only concern parts of SGLang that are refused at start.
 MESSAGE_HARMLESS = _words("""
     rid http_worker_ipc input_text stream return_logprob logprob_start_len top_logprobs_num
     token_ids_logprob return_sampling_mask return_flat_raw_top_logprobs sampling_logprobs_mode
@@ -176,13 +176,13 @@ MESSAGE_HARMLESS = _words("""
 """)
 SESSION_HARMLESS = _words("id rid offset replace drop_previous_output")
 
-# What SGLang's scheduler takes: its dispatcher's table.
+# Messages that SGLang's scheduler takes, by the table of its dispatcher.
 MESSAGES_OF_REQUESTS = _words("""
     TokenizedGenerateReqInput TokenizedEmbeddingReqInput BatchTokenizedGenerateReqInput
     BatchTokenizedEmbeddingReqInput AbortReq OpenSessionReqInput CloseSessionReqInput
     PauseGenerationReqInput ContinueGenerationReqInput
 """)
-# After these the identity of the weights, or the memory that holds KVs, may be another one.
+# After these, the model identity or the memory that holds KVs may have changed.
 MESSAGES_OF_WEIGHTS = _words("""
     UpdateWeightFromDiskReqInput UpdateWeightsFromDistributedReqInput
     UpdateWeightsFromTensorReqInput UpdateWeightsFromIPCReqInput UpdateWeightVersionReqInput
@@ -191,7 +191,7 @@ MESSAGES_OF_WEIGHTS = _words("""
     ReleaseMemoryOccupationReqInput ResumeMemoryOccupationReqInput ScaleElasticEPReqInput
     PdRoleSwitchReqInput RpcReqInput
 """)
-# Talk of groups, profiles, logs, corpora and other caches; none writes a weight or a KV of ours.
+# Concern groups, profiles, logs, corpora and other caches; none writes a weight or a KV of ours.
 MESSAGES_HARMLESS = _words("""
     FlushCacheReqInput ClearHiCacheReqInput AttachHiCacheStorageReqInput
     DetachHiCacheStorageReqInput GetHiCacheL3LayoutReq

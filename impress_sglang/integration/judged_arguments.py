@@ -41,7 +41,7 @@ def _one(value: Any) -> bool:
     return value in (None, 1)
 
 
-# In the order in which they are told: one refusal, the first.
+# In the order in which they are checked: only the first refusal is shown.
 RESTRICTED: dict[str, Restriction] = {
     "disable_radix_cache": Restriction(
         is_off, "IMPRESS finds prefixes through the radix cache: drop --disable-radix-cache"
@@ -139,7 +139,7 @@ RESTRICTED: dict[str, Restriction] = {
     ),
 }
 
-# Switches of what nobody has judged beside IMPRESS; they must be off or at SGLang's default.
+# Switches that were not judged together with IMPRESS; must be off or at SGLang's default.
 OFF = _words("""
     is_embedding enable_multimodal encoder_only language_only language_model_only
     quantization_param_path modelopt_quant quantize_and_serve rl_quant_profile
@@ -163,7 +163,7 @@ AT_DEFAULT = _words("""
     ep_num_redundant_experts init_expert_location
 """)
 
-# Orders of the queue in which `--impress-schedule` may let requests change places.
+# Schedule policies whose order `--impress-schedule` may change.
 SCHEDULED = ("fcfs", "lpm", "dfs-weight", "hrrn")
 
 # Change KVs beyond rounding, and are in neither the weights nor the model's configuration. Dtypes
@@ -247,7 +247,7 @@ HARMLESS = _words("""
     disable_flashinfer_cutlass_moe_fp4_allgather
 """)
 
-# Say how something works that is kept off: by a restriction above, or by the models that are known.
+# Configure something that is kept off, by a restriction above or by the models that are known.
 INERT = _words("""
     speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format
     speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens

@@ -1,13 +1,13 @@
 """What is known of each attention backend of SGLang 0.5.23, as data.
 
 A prefix is put into slots of the pool before a layer attends. So a backend is right with ordinary
-rows if what it attends to of a row's earlier tokens is read in that layer, from the pool, in the
-slots that `req_to_token` had when the batch was prepared; where it writes new KVs, and whether it
-is given them, does not matter. With page size > 1 it reads slots in whole pages, as they are
-allocated. A test fails as long as a backend is in no table.
+rows if it reads the KVs of a row's earlier tokens in that layer, from the pool, in the slots that
+`req_to_token` had when the batch was prepared; where it writes new KVs, and whether it is given
+them, does not matter. With page size > 1 it reads slots in whole pages, as they are allocated. A
+test fails as long as a backend is in no table.
 
-torch_native has served on CPUs, and triton in its interpreter; of fa3 and flex_attention SGLang's
-Python has run with IMPRESS in front, of flashinfer its plans. Others are judged by their source.
+torch_native has served on CPUs, and triton in its interpreter; for fa3 and flex_attention SGLang's
+Python code has run behind IMPRESS, for flashinfer its plans. Others are judged by their source.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Backend:
     """A backend that is known to be right, and why.
 
     Attributes:
-        kind: SGLang's class of its objects, in `sglang.srt.layers.attention`.
-        why: what its source does.
+        kind: the class of its objects, in `sglang.srt.layers.attention`.
+        why: what its source does, which makes it right.
         offset_rows: our class that also starts rows at an offset, in `impress_sglang.integration`;
-            None where nothing does.
+            None if there is none.
     """
 
     kind: str
@@ -69,8 +69,8 @@ BACKENDS: dict[str, Backend] = {
     ),
 }
 
-# SGLang's object for one backend in prefill and another one in decode, which it keeps under these
-# names. It calls `forward` of the one that the mode of a batch asks for.
+# SGLang's object for one backend in prefill and another one in decode, which it keeps in these
+# attributes. It calls `forward` of the one that the mode of a batch needs.
 HYBRID = "hybrid_attn_backend.HybridAttnBackend"
 HYBRID_PARTS = ("prefill_backend", "decode_backend")
 

@@ -1,8 +1,8 @@
 """What is known of models, their attention layers, and SGLang's environment variables, as data.
 
 A model is served if its class is known to attend as IMPRESS assumes: causal attention over all
-tokens before, one `RadixAttention` per layer with the same heads, keys that depend on nothing but
-the tokens before and their positions 0, 1, 2, ... A test reads the source of each class.
+earlier tokens, one `RadixAttention` per layer with the same heads, and keys that depend only on the
+tokens so far and their positions 0, 1, 2, ... A test reads the source of each class.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# From the file of SGLang's `models` to the classes that are known.
+# From a file of SGLang's `models` to the known classes in it.
 ARCHITECTURES_BY_FILE: dict[str, frozenset[str]] = {
     "llama": _words("LlamaForCausalLM Phi3ForCausalLM InternLM3ForCausalLM IQuestCoderForCausalLM"),
     "mistral": _words("MistralForCausalLM"),
@@ -45,28 +45,28 @@ ARCHITECTURES_BY_FILE: dict[str, frozenset[str]] = {
 }
 ARCHITECTURES = frozenset().union(*ARCHITECTURES_BY_FILE.values())
 
-# Those that are run layer by layer, with fewer rows from layer to layer, as `blend.py` does.
+# Classes that can be run layer by layer, with fewer rows from layer to layer, as in `blend.py`.
 BLENDED = _words("LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM")
 
 LAYER_TYPES = _words("full_attention attention")
-# Angles that depend on the position alone. `longrope` chooses by the longest of a batch, `mrope`
-# counts media.
+# RoPE whose angles depend on the position alone. `longrope` chooses by the longest request of a
+# batch, `mrope` counts media.
 ROPE_TYPES = _words("default linear dynamic yarn llama3")
 ROPE_UNSET = _words("mrope_section")
 
-# Of a Hugging Face configuration: attention that is not all of causal attention.
+# Fields of a Hugging Face configuration that mean other attention than full causal attention.
 CONFIG_UNSET = _words("""
     attention_chunk_size dual_chunk_attention_config attn_logit_softcapping num_kv_shared_layers
     cross_attention_layers add_cross_attention alibi use_alibi
 """)
-# The same, of SGLang's `ModelConfig`, where it has found out more.
+# The same for SGLang's `ModelConfig`, which knows more.
 MODEL_UNSET = _words("""
     attention_chunk_size has_attention_sinks is_local_attention_model model_is_mrope
     is_hybrid_swa_compress use_ngram_embedding use_engram pointer_head decision_config
     joint_head_config
 """)
 
-# Of `RadixAttention`: what has one value that is known to be right.
+# Attributes of `RadixAttention` with the only value that is known to be right.
 LAYER_VALUES: dict[str, Any] = {
     "attn_type": "decoder",
     "sliding_window_size": -1,
@@ -76,7 +76,7 @@ LAYER_VALUES: dict[str, Any] = {
     "xai_temperature_len": -1,
     "pos_encoding_mode": "NONE",
 }
-# Compared with the pool, or used as they are.
+# Attributes that are compared with the pool, or used as they are.
 LAYER_COMPARED = _words("""
     layer_id tp_q_head_num tp_k_head_num tp_v_head_num head_dim qk_head_dim v_head_dim
 """)
@@ -87,7 +87,7 @@ LAYER_SCALES = _words("""
 """)
 LAYER_HARMLESS = _words("scaling logit_capping_method use_prefill_attention_wrapper")
 LAYER_ATTRIBUTES = LAYER_VALUES.keys() | LAYER_COMPARED | LAYER_SCALES | LAYER_HARMLESS
-# From parameters of its constructor to the attributes that they become.
+# From parameters of the constructor to the attributes that they become.
 LAYER_PARAMETERS: dict[str, str] = {
     "num_heads": "tp_q_head_num",
     "num_kv_heads": "tp_k_head_num",
@@ -95,7 +95,7 @@ LAYER_PARAMETERS: dict[str, str] = {
     "prefix": "quant_method",
 }
 
-# Variables that lay out KVs in another way or go around what is hooked, and their known value.
+# Variables that change the layout of KVs or bypass hooks, with the value that is known to be right.
 ENVIRONMENT: dict[str, tuple[object, str]] = {
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
         False,
@@ -114,9 +114,9 @@ ENVIRONMENT: dict[str, tuple[object, str]] = {
     ),
     "SGLANG_RUST_SERVER": (False, "IMPRESS checks requests in the Python server"),
 }
-# Change KVs, and are part of the identity.
+# Variables that change KVs, and are part of the model identity.
 ENVIRONMENT_IDENTITY = _words("SGLANG_ROPE_CACHE_FP32 SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN")
-# How something is computed that gives the same, or of models and hardware that are refused.
+# Change only how the same result is computed, or concern models and hardware that are refused.
 ENVIRONMENT_HARMLESS = _words("""
     SGLANG_USE_ATTN_TP_NGRAM SGLANG_ENABLE_METRICS_DP_ATTENTION SGLANG_NATIVE_MOVE_KV_CACHE
     USE_ROCM_AITER_ROPE_BACKEND SGLANG_OPT_USE_FUSED_QK_NORM_ROPE

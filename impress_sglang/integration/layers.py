@@ -1,4 +1,4 @@
-"""The model that was loaded, checked layer by layer: what a configuration says may not be all."""
+"""Checks the loaded model layer by layer, since its configuration may not say everything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from impress_sglang.integration.judged_models import (
 
 
 def check_layers(runner: Any) -> None:
-    """Refuse a model whose layers do not attend as is known, or whose KVs lie in another way.
+    """Refuse a model whose layers attend in an unknown way, or whose KVs have another layout.
 
     `runner` is SGLang's `ModelRunner` after its pools are made.
 
@@ -32,10 +32,10 @@ def check_layers(runner: Any) -> None:
 
 
 def check_architecture(name: str) -> None:
-    """Refuse a class of model whose attention nobody has judged.
+    """Refuse a model class whose attention was not judged.
 
     Raises:
-        UnsupportedError: naming it.
+        UnsupportedError: names the class.
     """
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -66,7 +66,7 @@ def _check_layer(layer: Any) -> None:
 
 
 def _own_attributes(layer: Any) -> set[str]:
-    """What a layer has beyond every `torch.nn.Module`: values, and registered scales."""
+    """The attributes that a layer has beyond any `torch.nn.Module`: values, registered scales."""
     import torch
 
     registered = {*layer._parameters, *layer._buffers, *layer._modules}
@@ -92,7 +92,7 @@ def _check_pool(pool: Any, model_dtype: Any) -> None:
             f"IMPRESS writes KVs token by token, which a pool of layout {pool.kv_cache_layout} "
             "does not hold so"
         )
-    # KVs of another dtype may be scaled when they are written.
+    # A pool of another dtype may scale KVs when they are written.
     if not pool.dtype == pool.store_dtype == model_dtype:
         raise UnsupportedError(
             f"IMPRESS stores KVs in the model's dtype {model_dtype}, but the pool has "

@@ -1,8 +1,8 @@
-"""What a person may look at: `GET /impress`, and its data, `GET /impress/overview`.
+"""The page for people: `GET /impress`, and its data, `GET /impress/overview`.
 
-The page is three files beside this package, served as one document that needs no other. Its data
-are gathered on the scheduler's thread, in time that does not grow with the store; the HTTP process
-turns tokens into words, where prompts may be shown at all.
+The page is three files beside this package, served as one self-contained document. Its data are
+gathered on the scheduler's thread, in time that does not grow with the store; the HTTP process
+turns tokens into text, if prompts may be shown at all.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 PAGE_ROUTE = "/impress"
 OVERVIEW_ROUTE = "/impress/overview"
 LOOK = {"impress_look": 1}
-"""`server_args` of a message whose `rid` says what to look at."""
+"""`server_args` of a message whose `rid` says what to show."""
 MOST_SEGMENTS = 100
 _MOST_LETTERS = 120
 _FILES = Path(__file__).parents[1] / "page"
 
 
 def look(cache: ImpressRadixCache, text: str | None) -> str:
-    """See what there is, on the scheduler's thread; JSON. Raises nothing.
+    """Gather the data of the page on the scheduler's thread, as JSON. Raises nothing.
 
-    `text`: a JSON object, `{"after": N}` for all but the requests up to this number, or
-    `{"below": ID}` for the segments that build on one.
+    `text`: a JSON object, `{"after": N}` for everything but requests up to number N, or
+    `{"below": ID}` for the segments that build on the segment ID.
     """
     try:
         wanted = json.loads(text or "{}")
@@ -52,7 +52,7 @@ def look(cache: ImpressRadixCache, text: str | None) -> str:
         found = _all(cache, wanted["after"]) if below is None else _below(cache, str(below))
         return json.dumps(found)
     except Exception:
-        # Whatever it is, requests are served on.
+        # Whatever the error is, requests are still served.
         logger.exception("somebody could not be shown the store")
         return json.dumps({"error": "this cannot be shown; the server's log says why"})
 
@@ -119,7 +119,7 @@ def _row(
 
 
 def _digest(recent: RecentRequests, segment: StoredSegment) -> str | None:
-    """As of requests that begin like it; None of what continues a prompt."""
+    """The digest of requests that begin like a segment; None if it only continues a prompt."""
     info = segment.info
     if info.prefix_len >= BLOCK_TOKENS:
         return None
@@ -127,7 +127,7 @@ def _digest(recent: RecentRequests, segment: StoredSegment) -> str | None:
 
 
 def with_text(found: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Put text where there are tokens, if there is a tokenizer."""
+    """Replace tokens by text; by None if they are hidden or there is no tokenizer."""
     for row in (*found.get("requests", ()), *found.get("segments", ())):
         tokens = row.pop("words")
         shown = tokens is not None and tokenizer is not None
@@ -136,7 +136,7 @@ def with_text(found: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def document() -> tuple[str, str]:
-    """The page, and the policy under which a browser runs nothing but what belongs to it."""
+    """The page, and a content security policy that lets a browser run only what belongs to it."""
     html, style, script = (
         (_FILES / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
     )
@@ -153,7 +153,7 @@ def _source(text: str) -> str:
 
 
 def add_page(app: Any) -> None:
-    """Add both routes. The page has no data; these ask for the key that `/flush_cache` asks for."""
+    """Add both routes. The page itself holds no data; the data need the key of `/flush_cache`."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     html, policy = document()

@@ -1,15 +1,14 @@
 """IMPRESS on SGLang's triton and flashinfer backends.
 
 Both ask SGLang's index translator once per batch which slots each request's row has, and keep
-nothing else of a row. So it is enough to give their preparation lengths that count from the rows'
-starts, and to let the translator begin there. Positions, and what the model and the scheduler see,
-stay logical.
+nothing else of a row. So it is enough to prepare them with lengths that count from the rows'
+starts, and to let the translator begin there. Positions, and the lengths that the model and the
+scheduler see, still count from the beginning of the prompt.
 
 The same holds for a captured decode step: SGLang prepares its metadata outside the graph before
-each replay, and the starts are gathered on the device then.
-
-Neither has run on a GPU yet. In Triton's interpreter the triton backend serves a model on a CPU,
-and its captured metadata is compared with rows; of flashinfer the plans are.
+each replay, and the starts are gathered on the device then. Neither has run on a GPU yet. In
+Triton's interpreter the triton backend serves a model on a CPU, and its captured metadata is
+compared with rows; for flashinfer, the plans are.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from torch import Tensor
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.row_starts import RowStarts
 
-# On SGLang's plan of a batch, which also reaches the replay of a captured decode step.
+# Attribute of SGLang's plan of a batch, which also reaches the replay of a captured decode step.
 _HOST_ROWS = "_impress_host_rows"
 
 
 class PagedPrefixAttention(PrefixAttention):
-    """Starts rows of backends that ask SGLang's index translator for a batch's slots."""
+    """Offset rows for backends that ask SGLang's index translator for the slots of a batch."""
 
     offset_rows = True
     kv_index_translator: Any
     keeps_host_rows = True
-    """Whether `keep_host_rows` is of use to this backend."""
+    """Whether this backend uses what `keep_host_rows` keeps."""
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a captured decode step, before it is captured and before each replay."""
+        """Prepare a decode step before it is captured and before each replay."""
         self._starts.void_reallocated()
         with self._from_starts(forward_batch) as from_starts:
             super().init_forward_metadata_out_graph(from_starts, in_capture)
@@ -51,7 +50,7 @@ class PagedPrefixAttention(PrefixAttention):
 
     @contextmanager
     def _from_starts(self, forward_batch: Any) -> Iterator[Any]:
-        """The batch as its preparation should see it, and a translator that goes with it."""
+        """The batch as its preparation should see it; meanwhile the translator begins at starts."""
         if not self._starts:
             yield forward_batch
             return
@@ -77,15 +76,15 @@ class ImpressTritonBackend(PagedPrefixAttention, TritonAttnBackend):
 class ImpressFlashInferBackend(PagedPrefixAttention, FlashInferAttnBackend):
     """SGLang's flashinfer backend with row starts and prefix loading.
 
-    It plans on the host, so lengths on the host count from the starts as well.
+    It plans on the host, so lengths on the host must count from the starts as well.
     """
 
 
 class _OffsetReads:
     """Stands in for SGLang's `KVIndexTranslator` while one batch is prepared.
 
-    It has only what is known to be right with an offset, so that another way of reading rows fails
-    and is not answered from the beginning of the rows.
+    It has only what is known to be right with an offset, so that any other way of reading rows
+    fails instead of reading from the beginning of the rows.
     """
 
     def __init__(self, translator: Any, starts: Tensor) -> None:
@@ -95,12 +94,12 @@ class _OffsetReads:
 
     @property
     def reads_are_translated(self) -> bool:
-        """Of SGLang's translator."""
+        """See SGLang's translator."""
         translated: bool = self._translator.reads_are_translated
         return translated
 
     def pack_read_stream(self, plan: Any, *, seq_lens: Tensor, **keywords: Any) -> Any:
-        """SGLang's gather of the batch's slots, `seq_lens` entries of each row from its start."""
+        """Gather the batch's slots like SGLang, `seq_lens` entries of each row from its start."""
         assert keywords.get("kv_start_idx") is None, "a window starts rows by itself"
         self.asked = True
         keywords["kv_start_idx"] = self._starts[: seq_lens.numel()]
@@ -110,14 +109,14 @@ class _OffsetReads:
 def batch_from_starts(
     forward_batch: Any, starts: Tensor, row_starts: RowStarts, *, on_host: bool
 ) -> Any:
-    """A copy of a batch (or of a replay's view of it) with lengths that count from the starts.
+    """Copy a batch (or a replay's view of it), with lengths that count from the starts.
 
     Args:
-        forward_batch: SGLang's, which is left as it is.
+        forward_batch: SGLang's, which is left unchanged.
         starts: int64 [b], of the batch's rows, on the device.
-        row_starts: of all rows.
-        on_host: whether lengths on the host are needed; where the host does not know the rows of
-            the batch, they are copied from the device, which waits for it, or else left out.
+        row_starts: the starts of all rows.
+        on_host: whether lengths on the host are needed. If the host does not know the rows of the
+            batch, they are then copied from the device, which waits for it; else left out.
     """
     batch = copy.copy(forward_batch)
     batch.seq_lens = _less(forward_batch.seq_lens, starts)
@@ -125,11 +124,11 @@ def batch_from_starts(
         batch.extend_prefix_lens = _less(forward_batch.extend_prefix_lens, starts)
     host_rows = _host_rows(forward_batch, on_host)
     if host_rows is None:
-        # The sum of the logical lengths is a bound, which is what it is used for then.
+        # The sum of the full lengths stays: it is a bound, and is only used as one then.
         batch.seq_lens_cpu = None
         batch.extend_prefix_lens_cpu = None
         return batch
-    # What a captured batch is filled up with is row 0.
+    # A captured batch is padded with row 0.
     padded = torch.zeros(len(starts), dtype=torch.int64)
     padded[: len(host_rows)] = row_starts.on_host[host_rows]
     if forward_batch.seq_lens_cpu is not None:
@@ -143,10 +142,10 @@ def batch_from_starts(
 
 
 def keep_host_rows(forward_batch: Any, schedule_batch: Any) -> None:
-    """Keep which rows a batch has, as the scheduler knows it on the host.
+    """Keep the rows of a batch, which the scheduler knows on the host, with the batch.
 
-    SGLang gives this to the backend for prefill only. For decode it saves a planner on the host
-    from waiting for the device; without it answers are the same.
+    SGLang passes them to the backend for prefill only. For decode they save a planner on the host
+    from waiting for the device; without them results are the same.
     """
     rows = getattr(schedule_batch, "req_pool_indices_cpu", None)
     if rows is not None:
@@ -154,7 +153,7 @@ def keep_host_rows(forward_batch: Any, schedule_batch: Any) -> None:
 
 
 def _host_rows(forward_batch: Any, on_host: bool) -> Tensor | None:
-    """Rows of the batch on the host, int64 [b] or fewer if the batch is filled up."""
+    """The rows of the batch on the host, int64 [b], or fewer if the batch is padded."""
     rows: Tensor | None = getattr(forward_batch, "req_pool_indices_cpu", None)
     if rows is None:
         rows = getattr(forward_batch.kv_loc_plan, _HOST_ROWS, None)
@@ -164,5 +163,5 @@ def _host_rows(forward_batch: Any, on_host: bool) -> Tensor | None:
 
 
 def _less(lengths: Tensor, starts: Tensor) -> Tensor:
-    """Lengths from the starts on, in the dtype that they have."""
+    """Lengths counted from the starts, in their own dtype."""
     return lengths - starts.to(lengths.dtype)

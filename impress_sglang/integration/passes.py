@@ -1,4 +1,4 @@
-"""Requests of SGLang's between match and end, and what a forward pass does with them."""
+"""SGLang's requests from match to end, and what a forward pass tells the tree cache of them."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
 
-# Of `meta_info`.
+# Key of `meta_info`.
 REPORT_KEY = "impress"
 
 
 @dataclasses.dataclass(slots=True)
 class KnownRequest:
-    """A request of SGLang's that is not over, and what it was promised while it waits."""
+    """A request of SGLang's that is not over, and the plan that it was promised while waiting."""
 
     req: Any
     plan: AdmissionPlan | None = None
     counted: bool = False
-    """Whether its use of resident prefixes is."""
+    """Whether its use of the resident prefix has been counted."""
     declined: bool = False
-    """Whether it could not be opened, so that it does without a stored prefix."""
+    """Whether its plan could not be opened, so that it does without a stored prefix."""
     blend: BlendNotes = dataclasses.field(default_factory=BlendNotes)
-    """The same of text that is no prefix."""
+    """What is known of its blending."""
 
 
 class KnownRequests(dict[str, KnownRequest]):
-    """Those of one tree cache, by their id."""
+    """The known requests of one tree cache, by their id."""
 
     def note(self, req: Any) -> KnownRequest:
-        """A request is queued, or matched."""
+        """Note a request that is queued or matched."""
         known = self.setdefault(req.rid, KnownRequest(req))
         known.req = req
         return known
 
     def forget(self, rid: str) -> None:
-        """A request is over, or put back into the queue."""
+        """Forget a request that is over, or was put back into the queue."""
         self.pop(rid, None)
 
     def drop_plans(self) -> None:
-        """Requests that wait are matched again."""
+        """Drop all plans, so that waiting requests are matched again."""
         for known in self.values():
             known.plan, known.blend = None, BlendNotes()
 
     def start_again(self) -> None:
-        """The tree is empty."""
+        """Keep only the requests themselves: the tree is empty."""
         self.update({rid: KnownRequest(known.req) for rid, known in self.items()})
 
 
@@ -74,9 +74,9 @@ class Passes:
         self._saves = saves
 
     def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> dict[int, Save]:
-        """Offer the prompts that the pass which begins now completes, to be saved behind it.
+        """Offer the prompts that the pass now beginning completes, to be saved behind it.
 
-        Reports of requests that it is the first one of say why these have a prefix, or have none.
+        If it is a request's first pass, also report why it has a prefix, or has none.
 
         `lengths` are tokens of each request after the pass. Returns saves by the place in `rids`.
         """
@@ -96,7 +96,7 @@ class Passes:
         return saves
 
     def foretell(self, namespace: str, tokens: Tokens) -> dict[str, Any]:
-        """What is stored of a prompt that nobody sends now, and why no more of it."""
+        """What is stored of a prompt that is not being served, and why no more of it."""
         runtime, sights = self._runtime, self._saves.sights
         wanted = load_options_of(None, runtime.config)
         stored = runtime.admission.find(namespace, tokens, wanted).num_tokens
@@ -106,7 +106,7 @@ class Passes:
         return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
     def wanted_by(self, req: Any) -> LoadOptions:
-        """What a request asks for; what others will reuse is computed exactly for once."""
+        """What a request asks for; all exact for a request whose text others will reuse."""
         wanted = load_options_of(req.sampling_params, self._runtime.config)
         return LoadOptions() if req.rid in self._saves.for_others else wanted
 
@@ -129,9 +129,9 @@ class Passes:
         reports[0]["why"] = self._runtime.explainer.explain(asked)
 
     def note_end(self, req: Any, report: dict[str, Any]) -> None:
-        """A request has ended: count it, and remember it among the last ones.
+        """Count a request that has ended, and list it among the recent ones.
 
-        Except the probes of SGLang's /health, of which there may be more than of all others.
+        The probes of SGLang's /health are not listed: they may outnumber all other requests.
         """
         runtime, times = self._runtime, req.time_stats
         runtime.count(report)
@@ -148,9 +148,9 @@ class Passes:
         )
 
     def abort(self, rid: str, reason: str) -> None:
-        """End a request of the pass under way with status 503, and nothing of it is kept.
+        """End a request of the running pass with status 503; nothing of it is kept.
 
-        SGLang does so itself where an external cache could not load: the request goes through its
+        SGLang does the same where an external cache could not load: the request goes through its
         pass, whose output is dropped.
         """
         message = f"the stored prefix of this request cannot be used now: {reason}; send it again"

@@ -1,7 +1,7 @@
 """Entry point of SGLang's plugin group `sglang.srt.plugins`: registers, and does nothing else.
 
-SGLang calls `activate` in each of its processes and swallows exceptions, so nothing here may be
-what keeps an answer right: the tree factory checks that the attention backend is ours, and refuses.
+SGLang calls `activate` in each of its processes and swallows exceptions, so correct answers may not
+depend on anything here: the tree factory checks that the attention backend is ours, or refuses.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 def activate() -> None:
     """Register flags, hooks and the tree cache; called by SGLang in every process.
 
-    Hooks come last: if anything before them fails, there are no flags, and the server that was
-    asked for IMPRESS does not start without it.
+    Hooks come last: if anything before them fails, there are no flags, so a server that is to use
+    IMPRESS does not start without it.
     """
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
@@ -46,9 +46,9 @@ def activate() -> None:
 
 
 class _Enable(argparse.Action):
-    """`--enable-impress`: looks at once whether what it needs is there.
+    """`--enable-impress`: checks at once that everything it needs is in place.
 
-    Later would be too late: it is a hook, too, that keeps what was parsed.
+    Later would be too late: what was parsed is itself kept by a hook.
     """
 
     def __call__(self, parser: Any, namespace: Any, *_: Any) -> None:
@@ -77,7 +77,7 @@ def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
 
 
 def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Choose a backend if nothing was asked for, check what came out, and keep prefill eager."""
+    """Choose a backend if none was asked for, check the outcome, and keep prefill eager."""
     config = config_of(server_args)
     if config is None:
         previous(server_args)
@@ -87,7 +87,7 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
     from impress_sglang.integration.guards import DEFAULT_ATTENTION, attention_of, check_attention
     from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS
 
-    # What was asked for, which declarations do not change.
+    # What the user asked for; declarations do not change these.
     asked = (
         server_args.attention_backend,
         server_args.prefill_attention_backend,
@@ -105,7 +105,7 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
 
 
 def _usual_attention(server_args: Any) -> str:
-    """The backend that SGLang takes where none is asked for."""
+    """The backend that SGLang chooses if none is asked for."""
     from sglang.srt.arg_groups.overrides import (
         get_default_attn_backend,
         resolved_view,
@@ -119,7 +119,7 @@ def _usual_attention(server_args: Any) -> str:
     return usual
 
 
-# What speaks against graphs of prefill, by SGLang's name of their kind; against others as "full".
+# Reasons against CUDA graphs of prefill, by SGLang's name of their kind; for others as for "full".
 _AGAINST_GRAPHS = {
     "full": "a graph of the whole pass would skip that",
     "breakable": "nobody has tried that on a GPU with graphs that are left for attention",
@@ -127,7 +127,7 @@ _AGAINST_GRAPHS = {
 
 
 def _keep_prefill_eager(server_args: Any) -> None:
-    """Turn off CUDA graphs of prefill, and say so; refuse them where somebody asks for them."""
+    """Turn off CUDA graphs of prefill, and log it; refuse them if the user asks for them."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
@@ -177,8 +177,8 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
 def _before_load(runner: Any, *_: Any, **__: Any) -> None:
     """Let a CPU server run without an AMX build of sgl_kernel.
 
-    Only this switch of SGLang's rotary embedding is needed; the one for all of SGLang
-    (SGLANG_USE_CPU_ENGINE) wants kernels that the package on PyPI does not have.
+    Only this switch of SGLang's rotary embedding is needed; the switch for all of SGLang
+    (SGLANG_USE_CPU_ENGINE) needs kernels that the package on PyPI does not have.
     """
     if config_of(runner.server_args) is not None and runner.device == "cpu":
         from sglang.srt.layers.rotary_embedding import base
@@ -193,7 +193,7 @@ def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
     from impress_sglang.integration.guards import parts_refusal
     from impress_sglang.serving.custom_params import check_custom_params
 
-    # Not every process that has sampling parameters is one of a server.
+    # Sampling parameters also occur in processes that belong to no server.
     if sampling_params.custom_params:
         server_args = get_server_args()
         config = config_of(server_args)
@@ -239,7 +239,7 @@ def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> 
 def _around_policy(
     original: Callable[..., None], policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """SGLang orders the waiting queue; then ours change places, and who evicts is told."""
+    """Let SGLang order the waiting queue, then reorder its head and note the final order."""
     from impress_sglang.integration.radix_cache import ImpressRadixCache
 
     cache = policy.tree_cache
@@ -262,9 +262,9 @@ def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) ->
 
 
 def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    """A request that failed in a chunk of its prefill gets no further chunk.
+    """Give a request that failed in a chunk of its prefill no further chunk.
 
-    SGLang says so itself, at this place, where an external cache could not load.
+    SGLang does the same, at this place, where an external cache could not load.
     """
     from impress_sglang.integration.radix_cache import ImpressRadixCache
 
@@ -279,7 +279,7 @@ def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def _before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Nothing may happen for long now: say what has."""
+    """Tell the metrics what has happened: nothing else may happen for a long time."""
     from impress_sglang.integration.radix_cache import ImpressRadixCache
 
     if isinstance(scheduler.tree_cache, ImpressRadixCache):
@@ -302,7 +302,7 @@ def _around_weights(original: Callable[..., Any], owner: Any, request: Any) -> A
     from impress_sglang.integration.radix_cache import ImpressRadixCache
     from impress_sglang.integration.weights import around_handler
 
-    # The scheduler handles some messages itself, and others by its updater of weights.
+    # The scheduler handles some messages itself, and leaves others to its weight updater.
     if isinstance(getattr(owner, "scheduler", owner).tree_cache, ImpressRadixCache):
         return around_handler(original, owner, request)
     return original(owner, request)
@@ -315,7 +315,7 @@ def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
 
 
 def _after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
-    """Where SGLang tells tokens from a storage, say that it is ours."""
+    """Where SGLang reports tokens from a storage, say that the storage is ours."""
     from impress_sglang.integration.radix_cache import ImpressRadixCache
 
     if isinstance(streamer.tree_cache, ImpressRadixCache) and "storage" in (result or ()):
@@ -349,7 +349,7 @@ def _before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
 
 
 def _check_seams() -> None:
-    """See that SGLang is the one that is known, and that all hooks are in place in this process."""
+    """Check that this is a supported SGLang, and that all hooks are in place in this process."""
     check_sglang()
     check_in_place(HOOKS)
 
@@ -367,7 +367,7 @@ def _require_writable(config: ImpressConfig) -> None:
 
 
 def _or_exit_if_cli(server_args: Any, action: Callable[[], None]) -> None:
-    """Run a check; on the command line a refusal is one sentence and exit status 2."""
+    """Run a check; if started by a command line, exit with one sentence and status 2 on refusal."""
     if getattr(server_args, FROM_CLI_ATTRIBUTE, False):
         _or_exit(action)
     else:

@@ -1,7 +1,7 @@
-"""What SGLang's pool has of purged prefixes is freed, as far as nobody uses it.
+"""Frees what SGLang's pool has of purged prefixes, as far as no request uses it.
 
-Else a later request would be served from there, and stored again. Many nodes are freed in several
-steps, between which requests are served: nodes may be split, evicted or added meanwhile.
+Otherwise a later request would be served from there, and stored again. Many nodes are freed in
+several steps, between which requests are served: nodes may be split, evicted or added meanwhile.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from impress_sglang.integration.prompt_saves import namespace_of
 from impress_sglang.management.begun import Begun
 
-# Of one step: nodes that are freed, and that are looked at.
+# Most nodes that one step frees, and that it looks at.
 MOST_FREED = 64
 MOST_LOOKS = 2048
 
 
 @dataclasses.dataclass(slots=True)
 class _Sweep:
-    """Nodes to look at; `end` is above them all, and stays."""
+    """The nodes that are left to look at; `end` is above them all, and stays."""
 
     waiting: list[Any]
     end: Any
     namespace: str | None
-    """Only nodes of this one are meant; None: all."""
+    """Only nodes of this namespace are freed; None for all."""
 
 
 class PoolSweeps:
-    """Those of one tree cache; the scheduler's thread owns them."""
+    """The sweeps of one tree cache; owned by the scheduler's thread."""
 
     def __init__(self, cache: RadixCache) -> None:
         self._cache = cache
         self._sweeps = Begun[str, _Sweep]()
 
     def step(self, order: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
-        """Go on with what an order says, or begin with it.
+        """Take a step of the sweep that an order asks for; begin it if it is new.
 
         Args:
-            order: tells it from others; who has given it goes on until it is done.
-            namespace: as of `namespace_of`; None: all.
-            prefix: only what begins like this, in whole pages; None: all of the namespace.
+            order: identifies the order; whoever gave it repeats it until it is done.
+            namespace: from `namespace_of`; None for all.
+            prefix: sweep only what begins with it, in whole pages; None: all of the namespace.
 
         Returns:
             How many slots came free, and whether there is more to do.
@@ -57,7 +57,7 @@ class PoolSweeps:
         return freed, bool(sweep.waiting)
 
     def clear(self) -> None:
-        """The tree is another one."""
+        """Drop all sweeps: the tree is a new one."""
         self._sweeps.clear()
 
     def _begin(self, namespace: str | None, prefix: RadixKey | None) -> _Sweep:
@@ -72,7 +72,7 @@ class PoolSweeps:
 
     def _go_on(self, sweep: _Sweep) -> int:
         looks, left, tokens = MOST_LOOKS, MOST_FREED, 0
-        # Together: an allocator copies all of its free slots each time.
+        # As a group: an allocator copies all of its free slots each time it frees.
         allocator = self._cache.token_to_kv_pool_allocator
         allocator.free_group_begin()
         try:
@@ -83,7 +83,7 @@ class PoolSweeps:
                 if others or not self._is_there(node):
                     continue
                 sweep.waiting.extend(node.children.values())
-                # What is above goes with the last that is below, also where it was split off.
+                # A node goes with the last node below it, even if it was split off meanwhile.
                 while node is not sweep.end and not node.children and not node.lock_ref:
                     tokens += self._free(node)
                     left -= 1
@@ -93,12 +93,12 @@ class PoolSweeps:
         return tokens
 
     def _is_there(self, node: Any) -> bool:
-        """Whether a node is in the tree yet."""
+        """Whether a node is still in the tree."""
         key = node.key.child_key(self._cache.page_size)
         return node.parent.children.get(key) is node
 
     def _free(self, node: Any) -> int:
-        """As in SGLang's `evict`."""
+        """Free a leaf as SGLang's `evict` does; returns its number of slots."""
         cache = self._cache
         cache.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
         cache._delete_leaf(node)

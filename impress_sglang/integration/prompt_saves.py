@@ -1,7 +1,7 @@
-"""Offers what requests computed to the store, and answers for the slots that writes still read.
+"""Offers what requests computed to the store, and keeps the slots that writes still read.
 
-Slots that are being written are SGLang's tree's, locked (an exact prompt), or nobody's but the
-save's (`held_tokens`: what was computed after an approximation).
+Slots that are being written belong to SGLang's tree, locked (an exact prompt), or to the save alone
+(`held_tokens`: what was computed after an approximation).
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ class PromptSaves:
         self._runtime = runtime
         self._forward_stream = forward_stream
         self._pool_access = PoolAccess()
-        # Of prompts that a pass is computing.
+        # By request: the saves of prompts that a pass is computing.
         self._begun: dict[str, Save] = {}
         self._locking: set[Save] = set()
         self._refused: set[str] = set()
         least, blends = runtime.config.write_after, runtime.config.blend != OFF
         self._counted = Sights(max(least, 2)) if least > 1 or blends else None
         self.sights = self._counted if least > 1 else None
-        """Who counts how often prompts are asked for, if that decides what is stored of them."""
+        """Counts how often prompts are asked for; None unless that decides what is stored."""
         # By request: how many of its first tokens are worth storing.
         self._worth: dict[str, int] = {}
         self.for_others: set[str] = set()
-        """Requests whose text others will reuse where it is no prefix."""
+        """Ids of requests whose text others will reuse where it is not a prefix."""
         self.held_tokens = 0
         self.writing_tokens = 0
 
     def sight(self, req: Any) -> None:
-        """A request that may be stored is matched, perhaps again: count it once."""
+        """Count a request that may be stored when it is matched; again has no effect."""
         tokens = req.origin_input_ids
         if (
             self._counted is not None
             and req.rid not in self._worth
             and self._runtime.admission.looks_for(len(tokens))
         ):
-            # Of several samples SGLang computes the prompt first, with no token behind it.
+            # For several samples SGLang first computes the prompt alone, without new tokens.
             sampling = req.sampling_params
             count = sampling.n == 1 or sampling.max_new_tokens == 0
             space, known = namespace_of(req), as_tokens(tokens)
@@ -78,16 +78,16 @@ class PromptSaves:
             self._worth[req.rid] = len(tokens) if at_once else worth
 
     def seen(self, rid: str) -> int | None:
-        """How many of the first tokens of a request were asked for often enough, if one counts."""
+        """How many first tokens of a request were asked for often enough; None if not counted."""
         return None if self.sights is None else self._worth.get(rid, 0)
 
     def _worth_elsewhere(
         self, sights: Sights, space: str, tokens: Tokens, known: int, *, count: bool
     ) -> int:
-        """How many of the first tokens of a prompt are worth storing for its text.
+        """How many of the first tokens of a prompt are worth storing for the sake of its text.
 
-        They are, if most of what stands behind the `known` ones was asked for often enough,
-        wherever it stood, and is stored nowhere.
+        Some are if most of the text behind the `known` tokens was asked for often enough, wherever
+        it stood, and is stored nowhere; else 0.
         """
         store = self._runtime.store
         content = store.tree.content
@@ -97,7 +97,7 @@ class PromptSaves:
         often &= starts >= known
         most = np.count_nonzero(starts >= known) // 2
         if not store.writes.are_taken:
-            # Else it would be computed exactly for nobody.
+            # Otherwise it would be computed exactly in vain.
             return 0
         if np.count_nonzero(often) > most:
             found = content.find(store.namespace(space), tokens, known, only_ready=False)
@@ -106,7 +106,7 @@ class PromptSaves:
         return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
 
     def end(self, req: Any) -> None:
-        """A request is over, and not put back: its answer may be in the next prompt."""
+        """Count the answer of a request that is over for good: the next prompt may contain it."""
         self.for_others.discard(req.rid)
         if self._worth.pop(req.rid, None) is not None and req.output_ids:
             assert self._counted is not None
@@ -114,12 +114,12 @@ class PromptSaves:
             self._counted.note(namespace_of(req), tokens, len(req.origin_input_ids))
 
     def drop(self, rid: str) -> None:
-        """A request was never admitted, and is gone."""
+        """Forget a request that is gone without having been admitted."""
         self.for_others.discard(rid)
         self._worth.pop(rid, None)
 
     def begin(self, req: Any, length: int) -> Save | None:
-        """Offer a prompt whose last pass begins now, to be saved behind it; `length` tokens."""
+        """Offer a prompt of `length` tokens, whose last pass begins now, to be saved behind it."""
         length = self._worth_of(req, length)
         if req.rid in self._begun or not self._wants(req, length):
             return None
@@ -131,7 +131,7 @@ class PromptSaves:
         return save
 
     def settle(self, req: Any) -> None:
-        """A prompt is computed: its slots are the tree's, unless that had the same KVs before."""
+        """Lock a computed prompt's slots in the tree; abandon if it had the KVs in other slots."""
         save = self._begun.pop(req.rid, None)
         if save is None:
             return
@@ -152,10 +152,10 @@ class PromptSaves:
             self._lock_for(save, req.last_node)
 
     def offer_approximate(self, req: Any, request: StoredRequest, up_to: int) -> None:
-        """Offer what was computed after a partly loaded prefix, holding its slots for the write.
+        """Offer what was computed after an approximate prefix, holding its slots for the write.
 
-        Of a blended prefix that is all from where it was blended on, and what SGLang's tree has
-        before that, for it may be stored nowhere.
+        For a blended prefix that is all from where it was blended on, and also what SGLang's tree
+        has before that, which may be stored nowhere.
         """
         own = self._runtime.admission.whole_pages(request.prefix_len - request.blended)
         first, quality = 0 if own == request.resident_len else own, request.quality
@@ -166,7 +166,7 @@ class PromptSaves:
         row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         save = Save(row[first:up_to].to(torch.int64, copy=True), self._runtime.shape.num_layers)
         if self._offer(req, save, first, quality):
-            # SGLang frees [cache_protected_len, up_to) next: these slots are ours now.
+            # SGLang frees [cache_protected_len, up_to) next; these slots are ours now.
             req.kv.cache_protected_len = max(req.kv.cache_protected_len, up_to)
             if request.blended:
                 request.give(own, up_to)
@@ -176,37 +176,37 @@ class PromptSaves:
                 self._lock_for(save, req.last_node)
 
     def abandon(self, rid: str) -> None:
-        """A prompt is not computed, or its slots are given away."""
+        """Abandon the save of a prompt that is not computed, or whose slots are given away."""
         if (save := self._begun.pop(rid, None)) is not None:
             save.abandon()
 
     def abandon_all(self) -> None:
-        """No prompt of a pass under way is saved."""
+        """Abandon the saves of all prompts that are being computed."""
         for save in self._begun.values():
             save.abandon()
 
     def revoke(self) -> None:
-        """Nothing of what is in the pool is read any more."""
+        """Stop reading anything from the pool."""
         self.abandon_all()
         self._pool_access.revoke()
 
     def forget(self, rid: str) -> None:
-        """A request is over: the next one of its name may be offered again."""
+        """Forget a request that is over: the next one with its id may be offered again."""
         self._refused.discard(rid)
 
     def forget_all(self) -> None:
-        """The tree is empty."""
+        """Forget all requests: the tree is empty."""
         self._refused.clear()
 
     def locked_tokens(self) -> int:
-        """Tokens of SGLang's tree that nothing but writes has locked.
+        """Tokens of SGLang's tree that only writes have locked.
 
-        If they did not count as room, SGLang would let a request wait for the disk.
+        If these did not count as room, SGLang would make requests wait for the disk.
         """
         return sum(len(node.key) for node in self._nodes())
 
     def which_free(self) -> Callable[[object], bool]:
-        """Whether giving a save up frees slots: a request that has them as well keeps them."""
+        """A test for whether giving up a save frees slots: those a request also uses stay."""
         nodes = self._nodes()
 
         def frees(save: object) -> bool:
@@ -218,7 +218,7 @@ class PromptSaves:
         return frees
 
     def _nodes(self) -> set[Any]:
-        """Nodes of SGLang's tree that nothing but writes has locked."""
+        """Nodes of SGLang's tree that only writes have locked."""
         locks = Counter(node for save in self._locking for node in self._path(save.node))
         return {node for node, count in locks.items() if node.lock_ref == count}
 
@@ -236,8 +236,8 @@ class PromptSaves:
     def _wants(self, req: Any, num_tokens: int) -> bool:
         """Whether a request may be stored, is long enough, and the pool can spare its slots.
 
-        Writes hold at most half of the pool, or a single long prefix. What was refused once for
-        want of space is not offered again by the same request.
+        Writes hold at most half of the pool, or a single long prefix. A request that was refused
+        once, for want of space or of write budget, is not offered again.
         """
         runtime = self._runtime
         if not runtime.served.in_use or store_refusal(req) is not None:
@@ -255,7 +255,7 @@ class PromptSaves:
         return self._runtime.admission.whole_pages(num_tokens)
 
     def _offer(self, req: Any, save: Save, first: int, quality: Quality) -> bool:
-        """Offer the tokens of a request, whose KVs from token `first` on are in a save's slots."""
+        """Offer a request's tokens, with KVs from token `first` on in `save`; returns success."""
         pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
         tokens = as_tokens(req.full_untruncated_fill_ids[: first + len(save.slots)])
 
@@ -288,7 +288,7 @@ class PromptSaves:
         return outcome is StoreOutcome.ACCEPTED
 
     def _finish(self, save: Save) -> None:
-        """The slots of a save are not read any more, or given up."""
+        """Release the slots of a save, which are not read any more or were given up."""
         save.finished = True
         self.writing_tokens -= len(save.slots)
         if save.node is not None:
@@ -299,10 +299,10 @@ class PromptSaves:
 
 
 def namespace_of(key: Any) -> str:
-    """What keeps requests with other `extra_key` or `cache_salt` apart: of a key, or a request."""
+    """The namespace of a key or request: keeps other `extra_key` or `cache_salt` values apart."""
     return namespace_text(key.extra_key, key.cache_salt)
 
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:
-    """Token ids as the store has them."""
+    """Token ids in the store's form, int32."""
     return np.array(token_ids, dtype=np.int32)

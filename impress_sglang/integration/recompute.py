@@ -1,20 +1,19 @@
 """Computes a prefix again, inside a forward pass, when its stored chunks cannot be read.
 
-The request was admitted with a prefix of m tokens, and other requests of the batch are under way,
-so it cannot be sent back. The model is run over the prefix in blocks, which attend to the blocks
+The request was admitted with a prefix of m tokens, and other requests of the batch are running, so
+it cannot be sent back. The model is run over the prefix in blocks, which attend to the blocks
 before them; their keys and values become the request's source. The answer is what an intact store
 would have given.
 
-Memory. On the device a block's activations, and a tile of keys and values with its scores: the same
-for every prefix. On the host the KVs of all layers of m tokens, asked for before anything is
-computed, and let go layer by layer as they are loaded. `--impress-recompute-gb` bounds them for all
-requests together.
+Memory. On the device: a block's activations, and a tile of keys and values with its scores, of the
+same size for every prefix. On the host: the KVs of all layers of m tokens, allocated before
+anything is computed, and freed layer by layer as they are loaded. `--impress-recompute-gb` bounds
+them for all requests together.
 
-Time. All of it is on the scheduler's thread, so nothing else runs meanwhile. It is what m tokens
-take to compute, with attention in float32, and the KVs of earlier blocks cross to the device once
-for each block after them: m² / (2 · block) tokens, which are 32 GB for 32k tokens of an 8B model.
-So a pass gives up after a minute, or half of what SGLang's watchdog allows before it ends the
-server.
+Time. Everything runs on the scheduler's thread, so nothing else does meanwhile. It takes as long as
+computing m tokens, with attention in float32, and the KVs of earlier blocks cross to the device
+once for each later block: m² / (2 · block) tokens, which are 32 GB for 32k tokens of an 8B model.
+So a pass gives up after a minute, or after half of what SGLang's watchdog allows.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from impress_sglang.transfer.memory import MemorySource
 
 # Most tokens of a block.
 BLOCK_TOKENS = 2048
-# Most seconds that a pass spends here, for all of its requests.
+# Most seconds that a pass spends here, for all of its requests together.
 PASS_SECONDS = 60.0
 
 # How torch says that memory ran out, where that has no class of its own.
@@ -54,7 +53,7 @@ class PrefixCapture:
     """Attention over [resident, earlier blocks, this block]; keeps the new KVs on the host."""
 
     def __init__(self, pool: Any, resident_slots: Tensor, shape: KVShape, num_tokens: int) -> None:
-        """For a prefix of `num_tokens` after the resident ones; takes the host memory for it."""
+        """Allocate host memory for a prefix of `num_tokens` after the resident ones."""
         self._pool = pool
         self._resident_slots = resident_slots
         self._shape = shape
@@ -68,10 +67,10 @@ class PrefixCapture:
         self._keys, self._values = host_memory(shape.key_dim), host_memory(shape.value_dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
-        """Attention of one block in one layer, [n, Hq * Dv].
+        """Attend for one block in one layer, [n, Hq * Dv], and keep its keys and values.
 
         Raises:
-            BlockComputed: this was the last layer, whose output nobody needs.
+            BlockComputed: this was the last layer, whose output is not needed.
         """
         index, shape = layer.layer_id, self._shape
         keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim).to(shape.dtype)
@@ -104,7 +103,7 @@ class PrefixCapture:
         return keys, values
 
     def _tiles(self, index: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of all tokens up to the end of the block, which has these."""
+        """Keys and values of all tokens up to the end of the block, whose own are given."""
         key_pool = self._pool.get_key_buffer(index)
         value_pool = self._pool.get_value_buffer(index)
         for tile in tiles_of(len(self._resident_slots)):
@@ -118,14 +117,14 @@ class PrefixCapture:
 
 
 class BlockComputed(Exception):
-    """The KVs of a block are captured: leaves the model before it computes what nobody needs.
+    """The KVs of a block are captured: leaves the model before it computes what is not needed.
 
     That is the rest of the last layer, and logits.
     """
 
 
 def held_by(requests: Iterable[StoredRequest]) -> int:
-    """Bytes on the host of what was computed again, and is not in the slots of requests yet."""
+    """Bytes on the host of KVs that were computed again and are not in requests' slots yet."""
     loadings = (request.loading for request in requests)
     return sum(own.held_bytes for own in loadings if isinstance(own, RecomputedLoading))
 
@@ -133,9 +132,9 @@ def held_by(requests: Iterable[StoredRequest]) -> int:
 def host_shortage(
     shape: KVShape, num_tokens: int, limit_bytes: int, held_bytes: int = 0
 ) -> str | None:
-    """Why a prefix cannot be computed again in the host's memory, None if it can.
+    """Why the host's memory does not suffice to compute a prefix again; None if it does.
 
-    `held_bytes` of the limit are taken, by others.
+    `held_bytes` of the limit are in use by other requests.
     """
     heads = shape.num_kv_heads * (shape.key_dim + shape.value_dim)
     needed = shape.num_layers * num_tokens * heads * shape.dtype.itemsize
@@ -165,13 +164,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def block_tokens() -> int:
-    """Tokens that are computed at once: no more than SGLang computes of a prompt at once."""
+    """Tokens that are computed at once: at most as many as SGLang computes of a prompt at once."""
     chunk = get_schedule().chunked_prefill_size
     return min(BLOCK_TOKENS, chunk) if chunk is not None and chunk > 0 else BLOCK_TOKENS
 
 
 def pass_seconds() -> float:
-    """Seconds that a pass may spend here; SGLang's watchdog ends a server that hangs."""
+    """Seconds that a pass may spend here; SGLang's watchdog ends servers that seem to hang."""
     return min(PASS_SECONDS, get_device().watchdog_timeout / 2)
 
 
@@ -180,8 +179,8 @@ def recompute_prefix(
 ) -> bool:
     """Run SGLang's model over the stored part of a prefix, in blocks of `size` tokens.
 
-    The attention backend must hand what it is asked for to a `PrefixCapture` meanwhile. Returns
-    whether that was done by `deadline`, which is a time of `time.monotonic`.
+    Meanwhile the attention backend must pass its calls on to a `PrefixCapture`. Returns whether all
+    was done by `deadline`, a time of `time.monotonic`.
     """
     stop = request.prefix_len
     for start in range(request.resident_len, stop, size):
@@ -199,9 +198,9 @@ def recompute_prefix(
 
 
 def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
-    """A batch of one request that extends by `token_ids` at position `start`.
+    """Make a batch of one request that extends by `token_ids` at position `start`.
 
-    Nothing of the batch under way is in it: that belongs to other tokens.
+    It has nothing of the running batch, which belongs to other tokens.
     """
     device, length = token_ids.device, len(token_ids)
     end = start + length
@@ -214,8 +213,8 @@ def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
         seq_lens=torch.tensor([end], device=device),
         seq_lens_cpu=torch.tensor([end]),
         seq_lens_sum=end,
-        # Nothing is written to the pool, but some models write keys and values before they attend:
-        # to slot 0, which belongs to nobody.
+        # We write nothing to the pool, but some models write keys and values before they attend:
+        # these go to slot 0, which belongs to no request.
         out_cache_loc=torch.zeros(length, dtype=torch.int64, device=device),
         out_cache_loc_is_physical=True,
         extend_num_tokens=length,

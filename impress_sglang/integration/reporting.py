@@ -1,4 +1,4 @@
-"""What a user can see and order: `meta_info["impress"]`, and our routes under `/impress`."""
+"""What users can see and order: `meta_info["impress"]`, and our routes under `/impress`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _reorder(cache: ImpressRadixCache, _: float) -> None:
 
 
 def _check(cache: ImpressRadixCache, text: str | None) -> str:
-    """Take a step of a check; what is known then, as JSON. Raises nothing."""
+    """Take a step of a check; returns its state as JSON. Raises nothing."""
     if text != GO_ON:
         cache.check.begin()
     cache.check.step()
@@ -50,13 +50,13 @@ _orders: dict[str, Order] = {REORDER_ORDER: _reorder}
 
 
 def add_order(name: str, order: Order) -> None:
-    """Let the scheduler's thread do something else when it is told this name; for benchmarks."""
+    """Add an order that the scheduler's thread carries out when given this name; for benchmarks."""
     assert name not in _orders
     _orders[name] = order
 
 
 def add_totals(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    """After `Scheduler.get_internal_state`: add our totals to what the scheduler says."""
+    """After `Scheduler.get_internal_state`: add our totals to the scheduler's state."""
     cache = scheduler.tree_cache
     if isinstance(cache, ImpressRadixCache):
         result.internal_state[REPORT_KEY] = cache.summary()
@@ -86,10 +86,10 @@ def keep_report_as_object(
 
 
 def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Around `Scheduler.set_internal_state`, the way for orders to the scheduler's process.
+    """Around `Scheduler.set_internal_state`, by which orders reach the scheduler's process.
 
-    SGLang lets only numbers through, so an order is a name and a number. What comes by its own
-    route `/set_internal_state` comes here, too. What it does not know it refuses.
+    SGLang lets only numbers through, so an order is a name and a number. Messages of SGLang's own
+    route `/set_internal_state` arrive here, too; unknown names are left to SGLang, which refuses.
     """
     cache, orders = scheduler.tree_cache, request.server_args
     asked = orders in (STEER, LOOK, CHECK)
@@ -108,14 +108,14 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
 
 
 async def totals() -> dict[str, Any]:
-    """What `GET /impress/stats` shows; in the process of the HTTP server."""
+    """What `GET /impress/stats` shows; called in the process of the HTTP server."""
     states = await tokenizer_manager().get_internal_state()
     report: dict[str, Any] = states[0][REPORT_KEY]
     return report
 
 
 async def give_order(name: str, value: float = 1) -> dict[str, Any]:
-    """Let the scheduler's process take an order; the totals after it."""
+    """Give the scheduler's process an order; returns the totals after it."""
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
     await tokenizer_manager().set_internal_state(SetInternalStateReq(server_args={name: value}))
@@ -123,7 +123,7 @@ async def give_order(name: str, value: float = 1) -> dict[str, Any]:
 
 
 async def check_all() -> dict[str, Any]:
-    """Let the scheduler's process check everything, step by step; what was found."""
+    """Let the scheduler's process check everything, step by step; returns the outcome."""
     answer = await send(CHECK, "")
     while answer["integrity"] == RUNNING:
         await asyncio.sleep(PAUSE_S)
@@ -134,8 +134,8 @@ async def check_all() -> dict[str, Any]:
 def add_routes(*_: Any, **__: Any) -> None:
     """Before the HTTP server starts: add our routes under `/impress`.
 
-    To the application itself: SGLang does not find the `auth_level` of a route in an included
-    router, and would let any key, or none, order.
+    They are added to the application itself: SGLang does not find the `auth_level` of a route in
+    an included router, and would accept orders with any key, or none.
     """
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import AuthLevel, auth_level

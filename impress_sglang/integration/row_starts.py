@@ -1,4 +1,4 @@
-"""Where attention begins in each request's row."""
+"""Keeps where attention begins in each request's row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from impress_sglang.tiers.fence import to_device
 
 
 class RowPool(Protocol):
-    """What is used of SGLang's `ReqToTokenPool`."""
+    """The part of SGLang's `ReqToTokenPool` that is used here."""
 
     req_to_token: Tensor
     req_generation: Tensor
@@ -22,14 +22,14 @@ class RowPool(Protocol):
 class RowStarts:
     """The first entry of each row of `req_to_token` that attention sees.
 
-    A start belongs to one allocation of its row. Rows are allocated to others than requests, too:
-    those of a beam are copies that never pass through extend. So the start of a row that was
-    allocated again is void, and a row of which nothing is known begins at 0.
+    A start belongs to one allocation of its row. Rows are not only allocated to requests: those of
+    a beam are copies that never pass through extend. So the start of a row that was allocated again
+    is void, and a row of which nothing is known begins at 0.
 
     `on_device` and `on_host` are int64 [rows] with the same values: metadata of a captured decode
-    step is made of the first without the host, and planners on the host need the second.
+    step is made from the first without the host, and planners on the host need the second.
 
-    Invariants: both change where a batch is prepared and nowhere else, on its stream, so that what
+    Invariants: both change only where a batch is prepared, on its stream, so that everything that
     is launched for it sees one state; row 0, which pads captured batches, starts at 0.
     """
 
@@ -42,9 +42,9 @@ class RowStarts:
         self._late = self.on_host.nonzero().flatten()
 
     def void_reallocated(self) -> None:
-        """Forget the starts of rows that were allocated again; needed before a batch is prepared.
+        """Forget the starts of rows that were allocated again; call before a batch is prepared.
 
-        The host knows what to forget by itself and waits for nothing.
+        The host knows by itself what to forget, and waits for nothing.
         """
         if not self:
             return
@@ -59,7 +59,7 @@ class RowStarts:
         Args:
             rows: int64 [b], on the device.
             host_rows: the same on the host.
-            starts: of each row.
+            starts: the start of each row.
         """
         self._allocations[host_rows] = self._pool.req_generation[host_rows]
         wanted = torch.tensor(starts, dtype=torch.int64)
@@ -68,7 +68,7 @@ class RowStarts:
             self._write(rows, host_rows, wanted)
 
     def __bool__(self) -> bool:
-        """Whether any row starts later than at 0."""
+        """Whether any row starts after 0."""
         return bool(len(self._late))
 
     def _write(self, rows: Tensor, host_rows: Tensor, starts: Tensor) -> None:

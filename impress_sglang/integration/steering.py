@@ -1,8 +1,8 @@
 """What an operator may order: `POST /impress/{warm,pin,unpin,purge,why}`.
 
-SGLang's way to the scheduler's process lets only numbers through, so an order travels as text in
-the name of the message, and so does its answer. The HTTP process checks what it is asked, and turns
-text into tokens.
+SGLang's channel to the scheduler's process lets only numbers through, so an order travels as text
+in the id of the message, and so does its answer. The HTTP process checks orders, and turns text
+into tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 STEER = {"impress_steer": 1}
 """`server_args` of a message whose `rid` is an order."""
 _FIELDS = {"text", "input_ids", "extra_key", "cache_salt", "older_than", "all"}
-# Between two steps of an order.
+# Seconds between two steps of an order.
 PAUSE_S = 0.01
 _purging = asyncio.Lock()
 _STEPS_FIELDS = ("segments", "tokens", "bytes", "writes", "unpinned", "pool_tokens")
@@ -43,9 +43,9 @@ _STEPS_FIELDS = ("segments", "tokens", "bytes", "writes", "unpinned", "pool_toke
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Order:
-    """What is ordered of which prefixes: `input_ids` in a namespace; None: all of what is wider.
+    """An order about a prefix, `input_ids` in a namespace; None: all of it, or `everything`.
 
-    `name` tells an order that goes in steps from another one that says the same.
+    `name` distinguishes an order that is carried out in steps from another one that says the same.
     """
 
     verb: str
@@ -57,16 +57,16 @@ class Order:
     name: str = ""
 
     def to_json(self) -> str:
-        """As it travels."""
+        """The order as text, as it travels to the scheduler's process."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def obey(cache: ImpressRadixCache, text: str | None) -> str:
-    """Carry out an order on the scheduler's thread; the answer, as JSON. Raises nothing."""
+    """Carry out an order on the scheduler's thread; returns the answer as JSON. Raises nothing."""
     try:
         answer = _obey(cache, Order(**json.loads(text or "")))
     except Exception:
-        # Whatever it is, requests are served on.
+        # Whatever the error is, requests are still served.
         logger.exception("an order could not be carried out")
         answer = {"error": "the order could not be carried out; the server's log says why"}
     return json.dumps(answer)
@@ -116,7 +116,7 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
         purge = served.purges.begin(text, Purge(name, tokens, among))
     purged, pool, more = purge.step(runtime.store), 0, False
     if order.older_than is None:
-        # Its writes are given up, and lock nothing any more.
+        # The writes of what is purged have been given up, and lock nothing any more.
         space = None if order.everything else namespace_of(order)
         pool, more = cache.sweeps.step(text, space, _key_of(order, tokens))
     left = purge.left or more
@@ -138,7 +138,7 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
 
 
 def _key_of(order: Order, tokens: Any) -> RadixKey | None:
-    """The prefix of an order, as SGLang's tree has it."""
+    """The prefix of an order as a key of SGLang's tree; None if it has no prefix."""
     if order.input_ids is None:
         return None
     ids = array("q", order.input_ids[: len(tokens)])
@@ -146,19 +146,19 @@ def _key_of(order: Order, tokens: Any) -> RadixKey | None:
 
 
 def tokenizer_manager() -> Any:
-    """SGLang's, in the process of the HTTP server."""
+    """SGLang's tokenizer manager, in the process of the HTTP server."""
     from sglang.srt.entrypoints import http_server
 
     return http_server.get_global_state().tokenizer_manager
 
 
 async def give(order: Order) -> dict[str, Any]:
-    """Let the scheduler's process take an order; its answer."""
+    """Give an order to the scheduler's process; returns its answer."""
     return await send(STEER, order.to_json())
 
 
 async def send(kind: dict[str, int], text: str) -> dict[str, Any]:
-    """Send the scheduler's process a text of some kind; its answer."""
+    """Send the scheduler's process a text of some kind; returns its answer."""
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
     manager = tokenizer_manager()
@@ -170,26 +170,26 @@ async def send(kind: dict[str, int], text: str) -> dict[str, Any]:
 
 
 async def carry_out(verb: str, body: object) -> dict[str, Any] | list[dict[str, Any]]:
-    """What a route answers.
+    """Carry out the order in the body of a request; returns the answer of the route.
 
     Raises:
-        ValueError: the order is wrong, or cannot be carried out; in one sentence.
+        ValueError: the order is wrong, or cannot be carried out; says why in one sentence.
     """
     several = _several(body) if verb == "warm" else None
     orders = [_checked_order(verb, own) for own in ([body] if several is None else several)]
     if verb == "warm":
-        # One after the other: a later one may begin like an earlier one.
+        # One after the other: a later prefix may begin like an earlier one.
         answers = [await _warm(order) for order in orders]
         return answers[0] if several is None else answers
     if verb == "purge":
-        # One at a time: each is seen through, however many are given.
+        # One at a time, so that each is completed however many are given.
         async with _purging:
             return await _carry_out(dataclasses.replace(orders[0], name=uuid.uuid4().hex))
     return await _carry_out(orders[0])
 
 
 def _checked_order(verb: str, body: object) -> Order:
-    """The order in the body of a request, of no more tokens than a prompt may have."""
+    """Parse the order in the body of a request, and refuse more tokens than a prompt may have."""
     manager = tokenizer_manager()
     order = order_of(verb, body, getattr(manager, "tokenizer", None))
     if order.input_ids is not None and len(order.input_ids) > manager.context_len:
@@ -199,7 +199,7 @@ def _checked_order(verb: str, body: object) -> Order:
 
 async def _carry_out(order: Order) -> dict[str, Any]:
     answer = await give(order)
-    # A purge goes in steps, so that requests are served between them.
+    # A purge is carried out in steps, so that requests are served between them.
     total = {name: answer.get(name, 0) for name in _STEPS_FIELDS}
     while answer.get("left"):
         await asyncio.sleep(PAUSE_S)
@@ -213,8 +213,8 @@ async def _carry_out(order: Order) -> dict[str, Any]:
 async def _warm(order: Order) -> dict[str, Any]:
     """Ask for a prefix like a request that wants to be stored at first sight.
 
-    It is computed exactly, behind what is stored exactly: what is stored then is for everybody, and
-    its text is reused where it is no prefix.
+    It is computed exactly, behind exact stored KVs: so every request may use what is then stored,
+    and its text may be reused where it is not a prefix.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -233,10 +233,10 @@ async def _warm(order: Order) -> dict[str, Any]:
 
 
 def order_of(verb: str, body: object, tokenizer: Any) -> Order:
-    """The order in the body of a request.
+    """Parse the order in the body of a request.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the body is not an order.
     """
     if not isinstance(body, Mapping) or not body.keys() <= _FIELDS:
         raise ValueError(f"the body must be a JSON object of {', '.join(sorted(_FIELDS))}")
@@ -260,10 +260,10 @@ def order_of(verb: str, body: object, tokenizer: Any) -> Order:
 
 
 def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
-    """The bodies of several prefixes that are given in one, as to `/generate`; None: it is one.
+    """Split a body that gives several prefixes, as for `/generate`; None if it gives one.
 
     Raises:
-        ValueError: they are none, or it is not clear which they are.
+        ValueError: there is no prefix in it, or it is not clear which it gives.
     """
     if not isinstance(body, Mapping):
         return None
@@ -302,15 +302,15 @@ def _tokens_of(body: Mapping[str, Any], tokenizer: Any) -> list[int] | None:
 
 
 def is_foreign(origin: str | None, host: str | None, *, has_key: bool) -> bool:
-    """Whether a page of another site asks, in the browser of somebody who may reach the server.
+    """Whether a page of another site asks, in the browser of somebody who can reach the server.
 
-    SGLang lets every site ask and read its answers. Where there is a key, strangers do not have it.
+    SGLang lets pages of every site ask and read answers. If there is a key, they do not have it.
     """
     return not has_key and origin is not None and urlsplit(origin).netloc != host
 
 
 def refuse_foreign(request: Request) -> None:
-    """What each of our routes that tells of prompts or takes orders depends on.
+    """Guard each of our routes that reveals prompts or takes orders.
 
     Raises:
         HTTPException: a page of another site asks.
@@ -322,7 +322,7 @@ def refuse_foreign(request: Request) -> None:
 
 
 def add_steering(app: Any) -> None:
-    """Add the routes, each with the key that `/flush_cache` asks for."""
+    """Add the routes, each of which needs the key of `/flush_cache`."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     def add(verb: str) -> None:

@@ -1,4 +1,4 @@
-"""IMPRESS on SGLang's torch_native backend, which reads each request's row by itself."""
+"""IMPRESS on SGLang's torch_native backend, which reads the rows of requests one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from impress_sglang.timeline import ATTENTION, NO_TIMELINE
 class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
     """torch_native with rectangular attention, over each row from its start on.
 
-    It attends for one request after the other, so that each one's time is noted here.
+    It attends for one request after the other, so the time of each is recorded here.
     """
 
     offset_rows = True
@@ -41,7 +41,7 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> Tensor:
-        """Attention of each request's last new tokens over its row, from the row's start on."""
+        """Attend, for each request's new tokens, over its row from the row's start on."""
         assert encoder_lens is None and not is_cross_attn
         starts = self._starts.on_device[req_pool_indices].tolist()
         requests = {row.index: row.request for row in self._rows}
@@ -80,7 +80,7 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
         encoder_lens: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Each row is extended by one token, which sees all of it."""
+        """Attend for a decode step, as an extend of each row by one token that sees all of it."""
         one = torch.ones_like(seq_lens)
         return self._run_sdpa_forward_extend(
             query,

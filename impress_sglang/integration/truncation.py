@@ -1,7 +1,7 @@
-"""Cuts over-long prompts where SGLang would refuse them, in the process that tokenizes.
+"""Cuts over-long prompts that SGLang would refuse, in the process that tokenizes.
 
-SGLang refuses a prompt before it is queued (`TokenizerManager._validate_one_request`), or a prompt
-some tokens shorter when it is (`validate_input_length`). Neither happens to what is cut here.
+SGLang refuses a prompt before it is queued (`TokenizerManager._validate_one_request`), or one a few
+tokens shorter when it is queued (`validate_input_length`). Neither refuses what is cut here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from impress_sglang.serving.truncation import (
     share_of,
 )
 
-# Fields of a request that count positions of its prompt, or are its prompt in another form: it is
-# refused as ever.
+# Fields of a request that count positions of its prompt, or are its prompt in another form: such a
+# request is not cut, and refused as usual.
 _WHOLE = (
     "input_embeds",
     "session_params",
@@ -38,7 +38,7 @@ _SYSTEM_ROLES = ("system", "developer")
 def around_validation(
     original: Callable[..., None], manager: Any, obj: Any, input_ids: list[int] | None
 ) -> None:
-    """Around `TokenizerManager._validate_one_request`: what is cut is not too long."""
+    """Around `TokenizerManager._validate_one_request`: validate the prompt as it will be cut."""
     cut = _cut_of(manager, obj, input_ids)
     original(manager, obj, _without(input_ids, cut))
 
@@ -53,7 +53,7 @@ def around_tokenized(
 ) -> Any:
     """Around `TokenizerManager._create_tokenized_object`, which makes the scheduler's request.
 
-    The lists of who calls `sglang.Engine` stay as they are.
+    The token lists of callers of `sglang.Engine` are not changed.
     """
     cut = _cut_of(manager, obj, input_ids)
     if cut is not None:
@@ -62,9 +62,9 @@ def around_tokenized(
 
 
 def keep_system_prompt(result: Any, chat: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """After `OpenAIServingChat._convert_to_internal_request`: say how long the system prompt is.
+    """After `OpenAIServingChat._convert_to_internal_request`: keep the system prompt in a cut.
 
-    Only of a prompt that is to be cut.
+    Notes its length in the request, only if the prompt is to be cut.
     """
     adapted, manager = result[0], chat.tokenizer_manager
     tokens = adapted.input_ids
@@ -78,10 +78,10 @@ def keep_system_prompt(result: Any, chat: Any, request: Any, *_: Any, **__: Any)
 
 
 def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None:
-    """Which tokens of a request are left out; None if it stays as it is.
+    """Which tokens of a request are left out; None if it is not cut.
 
     Raises:
-        ValueError: the request says something wrong about that.
+        ValueError: the request asks for a wrong cut.
     """
     config = config_of(manager.server_args)
     if config is None:
@@ -97,7 +97,7 @@ def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None
 
 
 def _limit(manager: Any, obj: Any) -> int:
-    """The most tokens of a prompt that SGLang does not refuse."""
+    """The most tokens that SGLang accepts in a prompt of this request."""
     limit = int(manager.context_len) - manager.num_reserved_tokens - 1
     if manager.max_req_input_len is not None:
         limit = min(limit, manager.max_req_input_len - 1)
@@ -108,7 +108,7 @@ def _limit(manager: Any, obj: Any) -> int:
 
 
 def _can_be_cut(obj: Any) -> bool:
-    """Whether nothing of a request counts positions of its prompt."""
+    """Whether nothing in a request refers to positions of its prompt."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     if not isinstance(obj, GenerateReqInput) or obj.contains_mm_input():
@@ -124,7 +124,7 @@ def _custom_params(manager: Any, obj: Any) -> dict[str, Any]:
 
 
 def _tell(manager: Any, obj: Any, more: dict[str, int]) -> None:
-    """Add to the `custom_params` of a request, which travel with it; requests may share theirs."""
+    """Add to a copy of a request's `custom_params`, which travel with it and may be shared."""
     custom = {**_custom_params(manager, obj), **more}
     obj.sampling_params = {**obj.sampling_params, "custom_params": custom}
 
@@ -136,10 +136,10 @@ def _without(tokens: list[int] | None, cut: range | None) -> list[int] | None:
 
 
 def _system_tokens(chat: Any, request: Any, tokens: list[int]) -> int | None:
-    """How many tokens of a chat's prompt stand before its conversation; None if nobody can say.
+    """How many tokens of a chat's prompt come before its conversation; None if unknown.
 
-    They are those that stay when somebody else begins the conversation, less the token by which
-    its messages begin.
+    They are those that stay the same if another role begins the conversation, less the token with
+    which messages begin.
     """
     from sglang.srt.entrypoints.openai.protocol import (
         ChatCompletionMessageGenericParam,
@@ -157,7 +157,7 @@ def _system_tokens(chat: Any, request: Any, tokens: list[int]) -> int | None:
     try:
         others = chat._process_messages(own, False).prompt_ids
     except ValueError:
-        # The template wants users to begin.
+        # The template requires a user message first.
         return None
     pairs = enumerate(zip(tokens, others, strict=False))
     length = next((i for i, (left, right) in pairs if left != right), None)
@@ -167,5 +167,5 @@ def _system_tokens(chat: Any, request: Any, tokens: list[int]) -> int | None:
 
 
 def _openers(manager: Any) -> Container[int]:
-    """Tokens that may begin a message: those that no text has."""
+    """Tokens that may begin a message: the added ones, which no plain text has."""
     return getattr(manager.tokenizer, "added_tokens_decoder", {})

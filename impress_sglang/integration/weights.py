@@ -1,12 +1,12 @@
-"""The store is set aside while the model's weights may be others than those it is named after.
+"""Sets the store aside while the model's weights may not be those of the store's model identity.
 
-SGLang can replace weights, release them with the pool, and bring them back, while it serves. From
-the moment that one of its handlers may begin to do so, the store is neither read nor written. It is
-used again once the weights are what they will be, their identity is known, and no KV that was
-computed before is left: SGLang keeps such KVs where an update does not flush, and what is computed
-on top of them belongs to no weights at all.
+SGLang can replace weights, or release and restore them and the pool, while it serves. From the
+moment that one of its handlers may begin to do so, the store is neither read nor written. It is
+used again once the weights are final, their identity is known, and no KV from before is left:
+SGLang keeps such KVs if an update does not flush, and what is computed on top of them belongs to no
+weights at all.
 
-A request that loads a stored prefix goes on with it. SGLang would go on with a resident one.
+A request that is loading a stored prefix goes on with it, as SGLang does with a resident one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from impress_sglang.serving.served_store import ServedStore
 
 logger = logging.getLogger(__name__)
 
-# What SGLang's `check_weights` can do besides filling weights at random, and which methods of the
-# scheduler, of all that `collective_rpc` calls, leave weights alone.
+# Actions of SGLang's `check_weights` other than filling weights at random, and methods called by
+# `collective_rpc` that leave weights alone.
 _READING_CHECKS = ("snapshot", "compare", "checksum")
 _READING_METHODS = ("save_remote_model", "save_sharded_model")
 
 
 class WeightWatch:
-    """Says when the store is set aside, and when it is used again."""
+    """Decides when the store is set aside, and when it is used again."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class WeightWatch:
 
         Args:
             served: the store.
-            read_identity: names the weights as they are.
+            read_identity: returns the model identity of the current weights.
             set_aside: ends passes and writes, and forgets plans.
-            is_empty: whether no KV is left in the pool.
+            is_empty: returns whether no KV is left in the pool.
         """
         self._served = served
         self._read_identity = read_identity
@@ -51,37 +51,37 @@ class WeightWatch:
         self._untouched = False
 
     def begin(self, cause: str) -> None:
-        """Weights or the pool may change from here on, until `end`."""
+        """Set the store aside: weights or the pool may change from now on, until `end`."""
         self._set_aside()
         self._changing = True
         self._untouched = self._served.aside is None
         self._suspend(cause)
 
     def end(self, *, settled: bool) -> None:
-        """A handler is done; `settled`: no update goes on after it, and nothing is released.
+        """Note that a handler is done; `settled`: no update continues, and nothing is released.
 
-        The store is used again now if no KV is left in the pool, and else after the next flush.
+        The store is used again now if no KV is left in the pool, otherwise after the next flush.
         """
         empty = self._is_empty()
         self._changing = not settled
-        # What was refused at once has changed nothing, so that KVs in the pool are right.
+        # A message that was refused at once has changed nothing: KVs in the pool are right.
         if settled and (empty or self._untouched):
             self._use_again(empty=empty)
 
     def flushed(self) -> None:
-        """No KV is left in the pool; what nobody told of is noticed here, too."""
+        """Note that no KV is left in the pool; also notices changes that no handler announced."""
         if not self._changing:
             self._use_again(empty=True)
 
     def _use_again(self, *, empty: bool) -> None:
-        """Use the store of the weights as they are, if KVs in the pool are of the same."""
+        """Use the store of the current weights, if KVs in the pool belong to the same weights."""
         served = self._served
-        # One that could not be opened is opened again.
+        # A store that could not be opened is opened again below.
         served.take_over()
         try:
             identity = self._read_identity()
         except Exception:
-            # Whatever it is, answers are right without the store.
+            # Whatever the error is, answers are right without the store.
             logger.exception("these weights have no identity; the next flush tries again")
             self._suspend("no identity")
             return
@@ -98,9 +98,9 @@ class WeightWatch:
 
 
 def around_handler(original: Callable[..., Any], owner: Any, request: Any) -> Any:
-    """Around each of `WEIGHT_HANDLERS` of a scheduler with our tree cache.
+    """Around each of `WEIGHT_HANDLERS`, for a scheduler with our tree cache.
 
-    `owner` is SGLang's scheduler, or its updater of weights.
+    `owner` is SGLang's scheduler, or its weight updater.
     """
     if _only_reads(request):
         return original(owner, request)
