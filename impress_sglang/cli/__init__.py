@@ -1,1 +1,1 @@
-"""`impress`: what an operator asks of a running server, or of the directory of one that is not."""
+"""`impress`: commands for a running server, or for a directory that no server uses."""

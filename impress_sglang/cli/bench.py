@@ -1,7 +1,7 @@
-"""Whether the store pays on a machine: the same prefixes computed, stored, and loaded again.
+"""Measures whether the store pays on a machine: the same prefixes computed, stored and loaded.
 
-All that is asked for is in namespaces of its own, which are purged in the end, also when somebody
-interrupts it. What a kill leaves is stored for an hour.
+All prefixes are in namespaces of their own, which are purged in the end, also if the command is
+interrupted. If it is killed, what is left stays stored for an hour.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WAYS = (_COMPUTED, _STORED, _POOL, _LOADED, _DECLINED, _MISSED)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Answer:
-    """`seconds` until the first token, as of here, of a prompt of so many tokens."""
+    """`seconds` until the first token of a prompt of `num_tokens`, as measured here."""
 
     way: str
     seconds: float
@@ -44,10 +44,10 @@ class _Answer:
 
 
 class Measurement:
-    """Some prefixes, and a server that is asked about them; `close` removes what it has of them."""
+    """Some prefixes, and a server that is sent them; `close` removes what it has stored of them."""
 
     def __init__(self, server: Server, prefixes: Sequence[list[int]], clients: int) -> None:
-        """`prefixes`: token ids, none of which begins like another; `clients` ask at once."""
+        """`prefixes`: lists of token ids that begin differently; `clients` send at once."""
         self._server = server
         self._prefixes = prefixes
         self._clients = clients
@@ -58,13 +58,13 @@ class Measurement:
         self._random = random.Random(0)
 
     def run(self, *, flush: bool) -> dict[str, Any]:
-        """Ask for all in each way; the rows of a table, and a sentence.
+        """Send all prefixes in each way; returns the rows of a table, and a conclusion.
 
         Raises:
             Refused: the server refuses something.
             Unreachable: it does not answer, or not as expected.
         """
-        # The first request of a server may be slow for other reasons.
+        # A server's first request may be slow for other reasons, so it is not counted.
         self._ask(self._prefixes[0], self._first_salt, _COMPUTED)
         self._answers += self._ask_all(self._other_salt, _COMPUTED)
         self._answers += self._ask_all(self.salt, _STORED)
@@ -78,7 +78,7 @@ class Measurement:
         return {"ways": rows, "drive_mbps": drive, "conclusion": self._conclusion(drive)}
 
     def close(self) -> int:
-        """Purge all that was asked for; how many segments that was."""
+        """Purge all that was sent; returns how many segments that was."""
         # SGLang's pool is asked for prefixes only.
         places: list[dict[str, Any]] = [
             {"input_ids": prefix, "cache_salt": salt}
@@ -164,12 +164,12 @@ class Measurement:
 def measure(
     server: Server, *, prefixes: int, tokens: int, clients: int, text: str | None, flush: bool
 ) -> dict[str, Any]:
-    """Measure a server with so many prefixes of so many tokens, random ones or of a text.
+    """Measure a server with `prefixes` prefixes of `tokens` tokens, random ones or from a text.
 
     Raises:
         Refused: a number is out of range, the text is too short, or the server refuses.
         Unreachable: the server does not answer as expected.
-        KeyboardInterrupt: somebody has interrupted it.
+        KeyboardInterrupt: it was interrupted.
     """
     if min(prefixes, clients) < 1 or tokens < 2 * _BLOCK_TOKENS:
         raise Refused(f"there must be a prefix, of {2 * _BLOCK_TOKENS} tokens, and a client")
@@ -185,7 +185,7 @@ def measure(
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Being ended is like being interrupted: what was stored is removed."""
+    """Treat SIGTERM like an interrupt, so that what was stored is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -198,7 +198,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _removing(measurement: Measurement) -> Iterator[None]:
-    """Remove in the end what was stored, and say so."""
+    """In the end, remove what was stored, and say so."""
     try:
         yield
     finally:
@@ -214,7 +214,7 @@ def _removing(measurement: Measurement) -> Iterator[None]:
 
 
 def _way_of(report: dict[str, Any]) -> str:
-    """Where the prefix of a request was that asked for it again."""
+    """Where a request that was sent again found its prefix."""
     if report["path"] == "ssd":
         return _LOADED
     if report["path"] == "device":

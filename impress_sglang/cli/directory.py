@@ -1,6 +1,6 @@
-"""A directory of stores that no server uses: each is locked while it is looked at.
+"""A directory of stores that no server uses; each store is locked while it is used here.
 
-This is the part that needs the package's dependencies, torch among them.
+This part of the command line needs the package's dependencies, torch among them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Directory:
         self._root = root.expanduser()
 
     def stat(self) -> list[dict[str, Any]]:
-        """Of each store how much there is."""
+        """How much each store has."""
         return [self._stat(path) for path in self._stores()]
 
     def ls(self) -> list[dict[str, Any]]:
-        """All segments, those of a store behind each other, the last used first."""
+        """All segments, store by store, the last used first."""
         found = []
         for path in self._stores():
             with self._locked(path):
@@ -53,7 +53,7 @@ class Directory:
         return found
 
     def verify(self) -> list[dict[str, Any]]:
-        """What is wrong with files: each is read as a whole, and nothing is changed."""
+        """Find damaged files: each is read as a whole, and nothing is changed."""
         wrong = []
         for path in self._stores():
             with self._locked(path):
@@ -64,7 +64,7 @@ class Directory:
         return wrong
 
     def clear(self) -> list[dict[str, Any]]:
-        """Remove all stores; says what was in them."""
+        """Remove all stores; returns what was in them."""
         removed = self.stat()
         self._remove(self._stores())
         return removed
@@ -75,7 +75,7 @@ class Directory:
             return [rebuild(own) for own in stores]
 
     def gc(self, *, dry_run: bool) -> list[dict[str, Any]]:
-        """See `upkeep.collect`; stores of older formats go as a whole."""
+        """See `upkeep.collect`; stores of older formats are removed as a whole."""
         with self._all_locked() as (stores, old):
             rows = [removal(path.name, "older format", self._sizes(path)) for path in old]
             self._remove(() if dry_run else old)
@@ -89,7 +89,7 @@ class Directory:
             return carry_out(verb, which, stores)
 
     def export(self, which: Mapping[str, Any], path: Path, name: str | None) -> dict[str, Any]:
-        """See `shipping.export_file`; `name` of the store, if there are several."""
+        """See `shipping.export_file`; `name` names the store, if there are several."""
         found = {own.name: own for own in self._stores()}
         if name is None and len(found) == 1:
             (name,) = found
@@ -99,7 +99,7 @@ class Directory:
             return export_file(self._files, store, found[name], which, path)
 
     def import_(self, which: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """See `shipping.import_file`. Where there is no store at all, one is made."""
+        """See `shipping.import_file`. If there is no store at all, one is made."""
         found = PrefixFile(path)
         identity = found.contents.identity
         if not is_identity(identity):
@@ -131,7 +131,7 @@ class Directory:
 
     @contextlib.contextmanager
     def _all_locked(self) -> Iterator[tuple[list[StoreDirectory], list[Path]]]:
-        """The stores of this version's format, before one is changed, and those of older ones."""
+        """Yield all stores of this version's format, locked, and the paths of older ones."""
         with contextlib.ExitStack() as stack:
             try:
                 formats = {path: format_of(self._files, path) for path in self._stores()}

@@ -26,7 +26,7 @@ from impress_sglang.config import DEFAULT_SSD_DIR
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
-# What becomes of prefixes; a directory takes these orders as well, but for the first two.
+# Orders about prefixes; a directory takes these as well, except the first two.
 _ORDERS = {
     "why": "say what is stored of a prompt, and why no more of it",
     "warm": "store a prefix now, or load it",
@@ -35,7 +35,7 @@ _ORDERS = {
     "purge": "remove a prefix and what begins with it, or a namespace",
 }
 _ONLY_OF_SERVERS = ("why", "warm")
-# What a server says that has found nothing wrong.
+# The answer of a server that has found nothing wrong.
 _SOUND = {"integrity": "ok"}
 _IDS = "its token ids, with commas"
 _MORE = "; may be given several times"
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(json.dumps(found, indent=2) if args.json else _as_text(found))
     except BrokenPipeError:
-        # As of `| head`: nobody reads on.
+        # As in `| head`, which stops reading.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return DAMAGED if args.command == "verify" and found not in ([], _SOUND) else DONE
 
@@ -228,12 +228,12 @@ def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
             body["input_ids"] = [int(own) for own in args.ids.split(",")]
         except ValueError as error:
             raise Refused(f"--ids must be numbers with commas between them: {error}") from error
-    # Nothing else says which: of all that there is.
+    # An age alone means all prefixes of that age.
     return {**body, "all": True} if body.keys() == {"older_than"} else body
 
 
 def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Segments that were used last, in the rows of a directory."""
+    """The segments that were used last, in the same rows as for a directory."""
     stats, found = overview["stats"], overview["segments"]
     count = (stats["store"] or {}).get("segments", 0)
     if count > len(found):
@@ -249,7 +249,7 @@ def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shown(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the statistics what one looks at first."""
+    """The statistics that one looks at first."""
     store, totals = stats["store"] or {}, stats["totals"]
     names = ("segments", "used_bytes", "quota_bytes", "writes_pending", "bytes_written")
     return {
@@ -263,7 +263,7 @@ def _shown(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_text(found: Any) -> str:
-    """A table of rows, or a line for each field."""
+    """Format rows as a table, or fields as a line each."""
     if isinstance(found, list):
         return _table(found) if found else "nothing"
     if "ways" in found:

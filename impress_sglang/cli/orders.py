@@ -1,7 +1,7 @@
 """Orders about prefixes in a directory that no server uses.
 
-A store is opened as a server opens it, and the same code changes it. What only a server's flags
-say is without bounds here: the next server's quota removes what is too much for it.
+A store is opened as a server opens it, and the same code changes it. Limits that are set by a
+server's flags do not apply here: the next server removes what exceeds its quota.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens, read_header
 
-# Nobody else waits for the disk.
+# So long, because no request waits for the disk.
 PATIENCE_S = 3600.0
 _UNBOUNDED_GB = 1e9
-# Of a store without segments, in which nothing is read or written.
+# The shape for a store without segments, in which nothing is read or written.
 _NO_SHAPE = KVShape(1, 1, 1, 4, 4, torch.float16, ())
 
 
 @contextlib.contextmanager
 def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Iterator[PrefixStore]:
-    """The store in a folder, closed in the end; `shape` of its KVs, None: as its segments say.
+    """Open the store in a folder, and close it in the end; `shape`: None for its segments' shape.
 
     Raises:
-        Unreachable: a server has it, it cannot be opened, or what was ordered of its disk failed.
+        Unreachable: a server uses it, it cannot be opened, or its disk failed an operation.
     """
     config = ImpressConfig(
         ssd_dir=str(path.parent),
@@ -66,10 +66,10 @@ def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Itera
 
 
 def check_done(health: Health) -> None:
-    """See that the disk has done all that was ordered.
+    """Check that the disk has done all that was ordered.
 
     Raises:
-        Unreachable: it has refused something.
+        Unreachable: it failed something.
     """
     found = health.summary()
     if found["state"] != "ok":
@@ -77,7 +77,7 @@ def check_done(health: Health) -> None:
 
 
 def in_use(path: Path) -> Unreachable:
-    """What to say of a store that is locked."""
+    """The error for a store that is locked."""
     return Unreachable(f"{path} serves a running server: ask that, with --url")
 
 
@@ -86,7 +86,7 @@ def carry_out(
 ) -> list[dict[str, Any]]:
     """`pin`, `unpin` or `purge` prefixes in all stores that have them.
 
-    `which`: the body of a server's order, or `segment`, which ends a prefix.
+    `which`: the body of an order to a server, or `segment`, the last segment of a prefix.
 
     Raises:
         Refused: it names no prefix, or none that can be pinned.
@@ -105,10 +105,10 @@ def carry_out(
 def place_of(
     store: PrefixStore, which: Mapping[str, Any]
 ) -> tuple[str | None, Tokens | None] | None:
-    """Name of the namespace and tokens of what is meant, None for all; None: not in this store.
+    """The namespace's name and the tokens that are meant, each None for all; None: not stored here.
 
     Raises:
-        Refused: that cannot be said.
+        Refused: `which` does not say what is meant.
     """
     if "segment" in which:
         segment = store.tree.get(which["segment"])
@@ -130,7 +130,7 @@ def place_of(
 
 
 def namespace_in(which: Mapping[str, Any]) -> str:
-    """The namespace that `which` names, in clear."""
+    """The namespace that `which` names, as plain text."""
     return namespace_text(*(which.get(name) or None for name in ("extra_key", "cache_salt")))
 
 

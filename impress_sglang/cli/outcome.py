@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""How a command ends: exit statuses and errors."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ class Refused(Exception):
 
 
 class Unreachable(Exception):
-    """There is nobody and nothing to carry it out."""
+    """There is no server or store that can carry the command out."""

@@ -1,7 +1,7 @@
-"""How much storage and memory some prefixes of a model take, and how long reading them would.
+"""Computes how much storage and memory prefixes of a model take, and how long reading them takes.
 
-By the layout of segment files; what stands beside KVs in them (tokens, checksums) is left out. This
-is the part that needs the package's dependencies, torch among them.
+Computed from the layout of segment files, without what they hold beside KVs (tokens, checksums).
+This part of the command line needs the package's dependencies, torch among them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _GB = 1e9
 def plan(
     model: Path, prefixes: int, tokens: int, bits: float, drive_gbps: float, per_day: int
 ) -> dict[str, Any]:
-    """What so many prefixes take, on all ranks together.
+    """Compute what prefixes of a model take, on all ranks together.
 
     Args:
-        model: its folder, or its config.json.
+        model: folder of the model, or its config.json.
         prefixes: how many are to be kept.
-        tokens: of each.
+        tokens: length of each, in tokens.
         bits: per element that a request reads, on average.
         drive_gbps: GB per second that the drive reads.
         per_day: new prefixes per day.
@@ -63,10 +63,10 @@ def plan(
 
 
 def shape_of(config: Mapping[str, Any]) -> KVShape:
-    """The KVs of a model on one rank that has all heads.
+    """The shape of a model's KVs on one rank that has all heads.
 
     Raises:
-        Refused: that is not said, or they are compressed (MLA).
+        Refused: the configuration does not say it, or KVs are compressed (MLA).
     """
     config = config.get("text_config") or config
     if config.get("kv_lora_rank"):

@@ -1,7 +1,7 @@
 """A file with prefixes of one namespace of one store, for other stores: see docs/format.md.
 
-It is a safetensors file. The header is written last and holds the digests of all tensors; who reads
-it believes nothing else before.
+It is a safetensors file. The header is written last and holds the digests of all tensors; a reader
+trusts nothing else before it has checked them.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _NAMES = {
     torch.int32: "I32",
     torch.uint8: "U8",
 }
-# Of what reads safetensors.
+# The limit of safetensors readers.
 _LONGEST_HEADER = 100_000_000
 _NO_DIGEST = "0" * 16
-# What is raised by fields that somebody else has written.
+# Exceptions that malformed fields of a file raise.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, AssertionError, IndexError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prefix:
-    """One segment of a file: tokens [start, n) of a prompt, behind those of an earlier one.
+    """One segment of a file: tokens of a prompt from `start` on, behind those of an earlier one.
 
-    `above`: the number of that one in the file, -1 if there is none; `start`: how many tokens are
-    before these; `expires`, `priority`: as of a segment.
+    `above`: the number of the earlier one in the file, -1 if there is none; `start`: how many
+    tokens are before these; `expires`, `priority`: as in a segment.
     """
 
     num_tokens: int
@@ -66,21 +66,21 @@ class Prefix:
     priority: Priority = Priority.NORMAL
 
     def to_fields(self) -> dict[str, Any]:
-        """As values that JSON has."""
+        """The prefix as values that JSON can hold."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Prefix:
-        """The one that `to_fields` described."""
+        """Make a prefix from the result of `to_fields`."""
         quality, priority = Quality(**fields["quality"]), Priority(fields["priority"])
         return cls(**{**fields, "quality": quality, "priority": priority})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contents:
-    """What a file is about.
+    """What a file contains, apart from the tensors.
 
-    `namespace`: a hash under `key`, by which who knows the namespace finds that it is this one.
+    `namespace`: a hash with `key`, by which someone who knows the namespace can recognise it.
     """
 
     identity: str
@@ -93,16 +93,16 @@ class Contents:
     def of(
         cls, identity: str, shape: KVShape, prefixes: Iterable[Prefix], namespace: str
     ) -> Contents:
-        """Of a new file; `namespace` in clear."""
+        """Make the contents of a new file; `namespace` is plain text."""
         key = secrets.token_hex(16)
         return cls(identity, shape, tuple(prefixes), key, _keyed(key, namespace))
 
     def is_of(self, namespace: str) -> bool:
-        """Whether the prefixes are of a namespace, which is given in clear."""
+        """Whether the prefixes belong to a namespace, which is given as plain text."""
         return self.namespace == _keyed(self.key, namespace)
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Types and shapes of all tensors, in the order of the file: none is misaligned."""
+        """Types and shapes of all tensors, in the order of the file, which keeps them aligned."""
         shape = self.shape
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for number, own in enumerate(self.prefixes):
@@ -116,7 +116,7 @@ class Contents:
         return found
 
     def to_json(self) -> str:
-        """As it stands in the file."""
+        """The contents as they are written in the file."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["shape"] = self.shape.to_fields()
         fields["prefixes"] = [own.to_fields() for own in self.prefixes]
@@ -124,7 +124,7 @@ class Contents:
 
     @classmethod
     def from_json(cls, text: str) -> Contents:
-        """What `to_json` wrote."""
+        """Read what `to_json` wrote."""
         fields = json.loads(text)
         fields["shape"] = KVShape.from_fields(fields["shape"])
         fields["prefixes"] = tuple(map(Prefix.from_fields, fields["prefixes"]))
@@ -134,19 +134,19 @@ class Contents:
 def write_file(
     files: FileSystem, path: Path, contents: Contents, sources: Sequence[Callable[[], OpenSegment]]
 ) -> int:
-    """Write a new file, of KVs as they stand in segments, one layer at a time; returns its bytes.
+    """Write a new file with the KVs of segments, one layer at a time; returns its size in bytes.
 
-    `sources` opens the segment of each prefix, which is closed here.
+    `sources` open the segments of the prefixes, which are closed here.
 
     Raises:
-        Refused: it is there already, or would have too many prefixes.
+        Refused: the file exists already, or would have too many prefixes.
         PrefixUnreadable: a segment cannot be read; nothing is left behind.
         OSError: the file cannot be written; nothing is left behind.
     """
     if os.path.lexists(path):
         raise Refused(f"{path} is there already")
     digests = dict.fromkeys(contents.tensors(), _NO_DIGEST)
-    # Digests have one length, so the header has.
+    # All digests have the same length, so the header's length is known.
     offset = len(_header(contents, digests))
     if offset > _LONGEST_HEADER:
         raise Refused("these are too many for one file: choose some with --segment or --ids")
@@ -174,13 +174,13 @@ def write_file(
 
 
 class PrefixFile:
-    """A file that was read to its end, and is whole."""
+    """A file that was read to its end and is intact."""
 
     def __init__(self, path: Path) -> None:
-        """Read all of it.
+        """Read and check all of the file.
 
         Raises:
-            Refused: it cannot be read, is no such file, or is damaged.
+            Refused: it cannot be read, is not a file of prefixes, or is damaged.
         """
         try:
             self._file: Any = safe_open(str(path), framework="pt")
@@ -206,7 +206,7 @@ class PrefixFile:
         return keys[layer, first:], values[layer, first:]
 
     def floors(self, number: int) -> FloorRule | None:
-        """How many planes belong to the base of each head of a prefix; None: there are no codes."""
+        """The rule for the floors of a prefix's heads (planes in the base); None without codes."""
         if not self.contents.shape.coded:
             return None
         floors: Floors = self._read(f"{number}.floors").numpy()
@@ -218,7 +218,7 @@ class PrefixFile:
 
 
 def _contents_of(file: Any) -> Contents:
-    """What a file is about, if its tensors are what was written."""
+    """The contents of a file, after checking that its tensors are those that were written."""
     told = file.metadata() or {}
     if told.get("kind") != KIND or told["version"] != str(VERSION):
         raise ValueError("it was written by something else")

@@ -15,10 +15,10 @@ _STATUS = "the server answers with status {}"
 
 
 class Server:
-    """The routes of a server, with its key if it has one."""
+    """Calls the routes of a server, with its key if it has one."""
 
     def __init__(self, url: str, key: str | None = None, api_key: str | None = None) -> None:
-        """`key`: for orders; `api_key`: for requests, if that is another one."""
+        """`key`: for orders; `api_key`: for requests, if they need a different key."""
         self._url = url.rstrip("/")
         self._key = key
         self._api_key = api_key or key
@@ -40,7 +40,7 @@ class Server:
         return self._ask("POST", "/impress/check", self._key)
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What a request of SGLang's `/generate` reports in `meta_info["impress"]`."""
+        """Send a request to SGLang's `/generate`; returns its `meta_info["impress"]`."""
         answer = self._ask("POST", "/generate", self._api_key, body)
         try:
             report: dict[str, Any] = answer["meta_info"]["impress"]
@@ -55,7 +55,7 @@ class Server:
         return tokens
 
     def flush(self) -> None:
-        """Empty SGLang's pool, as soon as no request runs."""
+        """Empty SGLang's pool as soon as no request is running."""
         self._send("POST", f"/flush_cache?timeout={FLUSHED_IN_S:g}", self._key)
 
     def _ask(
@@ -90,7 +90,7 @@ class Server:
 
 
 def _meaning(error: urllib.error.HTTPError) -> Exception:
-    """What a status says."""
+    """The exception for an HTTP error status."""
     if error.code in (401, 403):
         return Refused("the server wants another key: give --key, or set IMPRESS_KEY")
     if error.code == 404:
@@ -98,7 +98,7 @@ def _meaning(error: urllib.error.HTTPError) -> Exception:
     text = error.read()
     try:
         told = json.loads(text)["error"]
-        # SGLang's own have a message.
+        # SGLang's own errors are objects with a message.
         return Refused(str(told["message"] if isinstance(told, dict) else told))
     except (ValueError, KeyError, TypeError):
         refusal = text.decode(errors="replace").strip().split("\n")[0] if error.code == 400 else ""

@@ -1,7 +1,7 @@
-"""Prefixes of one store for others: `impress export` and `impress import`.
+"""Moves prefixes from one store to others: `impress export` and `impress import`.
 
-What is imported is offered to the store like what a server has computed: it is written by the same
-writer, and what is there already is not written again.
+Imported prefixes are offered to the store like those that a server has computed: the same writer
+writes them, and what is stored already is not written again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def export_file(
 ) -> dict[str, Any]:
     """Write what `which` names into a new file; see `orders.place_of`.
 
-    Without a prefix it is the whole namespace, with one what is stored of that, with what it builds
-    on.
+    Without a prefix that is the whole namespace; with one, what is stored of the prefix and what
+    that builds on.
 
     Raises:
-        Refused: it is not stored, or cannot be read; or the file is there already.
+        Refused: it is not stored, or cannot be read; or the file exists already.
         Unreachable: the file cannot be written.
     """
     chosen = _with_bases(_chosen(store, which))
@@ -64,12 +64,12 @@ def export_file(
 def import_file(
     store: PrefixStore, found: PrefixFile, which: Mapping[str, Any], free_bytes: int
 ) -> dict[str, Any]:
-    """Store what is in a file and not in the store, without removing anything for it.
+    """Store what is in a file but not in the store, without removing anything for it.
 
-    `which` names the namespace; `free_bytes` are on the file system.
+    `which` names the namespace; `free_bytes` are free on the file system.
 
     Raises:
-        Refused: it is another namespace, or there is no room.
+        Refused: the file is of another namespace, or there is no room.
         Unreachable: the disk fails.
     """
     namespace, contents = namespace_in(which), found.contents
@@ -123,12 +123,12 @@ def _store(store: PrefixStore, found: PrefixFile, number: int, own: Prefix, name
 
 
 def _nothing() -> None:
-    """Nobody holds anything."""
+    """Do nothing: no slots are held for the offer."""
 
 
 def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]:
-    """Segments of a prefix, or of a namespace."""
-    # If nothing says which namespace, that of requests without one.
+    """The segments of a prefix, or of a namespace."""
+    # If no namespace is named, that of requests without one is meant.
     place = place_of(store, {"extra_key": None, **which})
     if place is None:
         raise Refused(f"there is no segment {which['segment']}")
@@ -144,7 +144,7 @@ def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]
 
 
 def _with_bases(segments: Iterable[StoredSegment]) -> list[StoredSegment]:
-    """These and all that they build on, that before them."""
+    """These segments and all that they build on, the latter first."""
     found: dict[StoredSegment, None] = {}
     for segment in segments:
         own: StoredSegment | None = segment

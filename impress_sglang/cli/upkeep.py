@@ -1,6 +1,6 @@
-"""What keeps stores in order that no server uses: `impress rebuild` and `impress gc`.
+"""Keeps stores in order that no server uses: `impress rebuild` and `impress gc`.
 
-The same code does it as at the start of a server.
+This runs the same code as the start of a server.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from impress_sglang.storage.health import Health
 
 
 def rebuild(directory: StoreDirectory) -> dict[str, Any]:
-    """Make the index of a store anew from the headers of all its files.
+    """Rebuild the index of a store from the headers of all its files.
 
-    When segments were used is taken from the old index, which stays until the new one is whole.
+    The times of use come from the old index, which stays until the new one is complete.
 
     Raises:
-        Unreachable: the disk has refused something.
+        Unreachable: the disk failed something.
         OSError: the directory cannot be read.
-        sqlite3.Error: the index can neither be read nor made anew.
+        sqlite3.Error: the index can neither be read nor rebuilt.
     """
     with _kept(directory) as keeper:
         survey = keeper.survey(directory.path.name, anew=True)
@@ -43,7 +43,7 @@ def rebuild(directory: StoreDirectory) -> dict[str, Any]:
 
 
 def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]:
-    """Remove what nobody can use of a store, or only say what that is; raises as `rebuild`."""
+    """Remove what cannot be used of a store, or only say what that is; raises like `rebuild`."""
     store, now = directory.path.name, time.time()
     expired: list[CatalogEntry] = []
     current: list[CatalogEntry] = []
@@ -69,13 +69,13 @@ def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]
 
 
 def removal(store: str, what: str, sizes: list[int]) -> dict[str, Any]:
-    """A row: so many files of a kind, and their bytes."""
+    """A row for the files of one kind: how many, and their bytes."""
     return {"store": store, "what": what, "files": len(sizes), "bytes": sum(sizes)}
 
 
 @contextlib.contextmanager
 def _kept(directory: StoreDirectory, *, read_only: bool = False) -> Iterator[Keeper]:
-    """A keeper of a store, which has done all in the end; see `Keeper` for `read_only`."""
+    """A keeper of a store, which has done all its work in the end; `read_only` as in `Keeper`."""
     health = Health()
     keeper = Keeper(directory, health, direct=False, read_only=read_only)
     try:

@@ -1,8 +1,8 @@
-"""Coded keys and values from wherever they are in memory into slots of a pool, and planes on top.
+"""Decodes keys and values from codes anywhere in memory into slots of a pool, and adds planes.
 
 Stage: load. Sources are addresses, of memory on the device or of pinned CPU memory; see `gather`.
-Bytes stand as `impress_sglang.precision.layout.CodeLayout` says, group by group and unit by unit,
-so that groups and units may be anywhere. `impress_sglang.precision.slots` does the same on the CPU.
+Within groups and units, bytes are laid out by `impress_sglang.precision.layout.CodeLayout`; the
+groups and units may be anywhere. `impress_sglang.precision.slots` does the same on the CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens of one head that a program handles.
+# Tokens of one head that one program handles.
 TILE_TOKENS = 16
 
 
@@ -26,8 +26,8 @@ class CodedGroups:
         base: int64 [groups] on the device, addresses of the base of each group.
         ranges: int64 [groups] on the device, addresses of its ranges, multiples of 2.
         slots: int64 [n] on the device, where each token goes.
-        start: the first token, counted from that of the first group.
-        group_tokens: of a group.
+        start: the first token, counted from the first token of the first group.
+        group_tokens: tokens per group.
     """
 
     base: Tensor
@@ -43,12 +43,12 @@ class CodedGroups:
 
 
 def restore_base(groups: CodedGroups, keys: Tensor, values: Tensor) -> None:
-    """Fill slots with what the base says; one launch, nothing is waited for.
+    """Fill slots with what the base says, in one launch that is not waited for.
 
-    What addresses point to must stay as it is until the device is done.
+    The memory at the addresses must not change until the device is done.
 
     Args:
-        groups: of a layer.
+        groups: the groups of a layer.
         keys: pool [slots, G, Dk]; the last stride is 1.
         values: pool [slots, G, Dv] of the same dtype.
     """
@@ -75,15 +75,15 @@ def restore_base(groups: CodedGroups, keys: Tensor, values: Tensor) -> None:
 def raise_units(
     groups: CodedGroups, units: Tensor, unit_tokens: int, keys: Tensor, values: Tensor
 ) -> None:
-    """Add planes to what is in slots; one launch, nothing is waited for.
+    """Add planes to what is in slots, in one launch that is not waited for.
 
     Args:
-        groups: of a layer; of their bytes only ranges are read.
+        groups: the groups of a layer; of their bytes only ranges are read.
         units: int64 [n, 4] on the device, one row for each unit that is raised: its head, its first
             token, counted like `groups.start`, and the addresses of its first and of its second
-            plane, 0 for one that is not added. What is below a plane must be in the slots or added
-            as well.
-        unit_tokens: of a unit, a multiple of `TILE_TOKENS`. Tokens without a slot are left out.
+            plane, 0 for one that is not added. Everything below an added plane must be in the slots
+            or be added with it.
+        unit_tokens: tokens per unit, a multiple of `TILE_TOKENS`; those without slots are skipped.
         keys: pool [slots, G, Dk]; the last stride is 1.
         values: pool [slots, G, Dv] of the same dtype.
     """
@@ -156,7 +156,7 @@ def _restore_kernel(
     VALUE_PADDED: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ) -> None:
-    """A program per tile of tokens and head, for keys where the third number is 0."""
+    """One program per tile of tokens and head; for keys where program id 2 is 0, else values."""
     head = tl.program_id(1)
     places = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     inside = places < count
@@ -199,7 +199,7 @@ def _raise_kernel(
     VALUE_PADDED: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ) -> None:
-    """A program per unit and tile of its tokens, for keys where the third number is 0."""
+    """One program per unit and tile of its tokens; for keys if program id 2 is 0, else values."""
     unit = units + tl.program_id(0) * 4
     head, first_token = tl.load(unit), tl.load(unit + 1)
     upper = tl.load(unit + 2).to(tl.pointer_type(tl.uint8))
@@ -255,7 +255,7 @@ def _restore(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """Rows, each from its codes and the ranges of its channels (keys) or its own range (values)."""
+    """Restore rows from codes, by the ranges of channels (keys) or each row's range (values)."""
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < DIM)[None, :]
     low = _bound(bounds, 0, columns, inside, PER_CHANNEL, DIM)
@@ -277,7 +277,7 @@ def _raise(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """Rows, each by its planes and the steps of its channels (keys) or its own step (values)."""
+    """Raise rows by their planes, by the steps of channels (keys) or each row's step (values)."""
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < DIM)[None, :]
     step = _bound(bounds, 1, columns, inside, PER_CHANNEL, DIM)
@@ -294,7 +294,7 @@ def _bound(
     PER_CHANNEL: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tensor:
-    """The low (number 0) or the step (1) of ranges: of each channel, or one for a row."""
+    """The low end (NUMBER 0) or the step (1) of ranges: one per channel, or one per row."""
     if PER_CHANNEL:
         mask = inside[:, None] & (columns < DIM)[None, :]
         found = tl.load(bounds[:, None] + NUMBER * DIM + columns, mask=mask, other=0.0)
@@ -305,7 +305,7 @@ def _bound(
 
 @triton.jit
 def _middles(rows: tl.tensor, columns: tl.tensor, mask: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
-    """What the 4 high bits of codes of 8 stand for, two elements in a byte."""
+    """The values that the 4 high bits of 8-bit codes stand for, two elements in a byte."""
     packed = tl.load(rows[:, None] + (columns % (DIM // 2))[None, :], mask=mask, other=0)
     code = (packed >> ((columns // (DIM // 2)) * 4).to(tl.uint8)[None, :]) & 15
     return code.to(tl.float32) * 16 + 7.5
@@ -321,7 +321,7 @@ def _gained(
     mask: tl.tensor,
     DIM: tl.constexpr,
 ) -> tl.tensor:
-    """What planes add, in steps: 2 bits of a code of 8 each, below 4 and below 6 that are known."""
+    """What planes add, in steps: each is 2 bits of an 8-bit code, below 4 or 6 known bits."""
     shift = ((columns // (DIM // 4)) * 2).to(tl.uint8)[None, :]
     byte = (columns % (DIM // 4))[None, :]
     first = tl.load(upper[:, None] + byte, mask=mask & has_upper, other=0)

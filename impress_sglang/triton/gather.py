@@ -1,4 +1,4 @@
-"""Vectors from wherever they are in memory to their rows of a pool, in one launch.
+"""Copies vectors from anywhere in memory to their rows of a pool, in one launch.
 
 Stage: load. Sources are addresses, of memory on the device or of pinned CPU memory, which the
 kernel reads over the bus without a copy in between (unified addressing: a pinned address is valid
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Bytes that a program moves: each thread has several loads of 16 bytes under way.
+# Bytes that one program moves: each thread has several loads of 16 bytes in flight.
 TILE_BYTES = 8192
 MAX_TILE_ROWS = 128
 # The most bytes that a thread moves at once.
@@ -32,8 +32,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Columns:
     """Where the vectors of a row of a pool begin.
 
-    `offsets` int64 [vectors] on the device, elements from the begin of the row; all of them are
-    multiples of `grain` elements.
+    `offsets` int64 [vectors] on the device, in elements from the beginning of the row; all of them
+    are multiples of `grain`.
     """
 
     offsets: Tensor
@@ -47,7 +47,7 @@ def head_columns(pool: Tensor, heads: Sequence[int], width: int) -> Columns:
 
 
 def even_columns(count: int, width: int, device: torch.device) -> Columns:
-    """Neighbouring vectors of `width` elements, from the begin of the row."""
+    """`count` consecutive vectors of `width` elements, from the beginning of the row."""
     return _head_columns((0,), 0, count * width, width, device)
 
 
@@ -61,18 +61,18 @@ def _head_columns(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """What is filled of a pool, and from where: `n` times neighbouring vectors of one head group.
+    """What to fill of a pool, and from where: n entries, each the vectors of one head group.
 
     Entry i fills, in the row `slots[p // head_groups]` of the pool, the vectors of head group
     `p % head_groups`, where p is `positions[i]`. No vector is filled twice.
 
     Attributes:
         pool: [rows, ...] on the device, or pinned; any strides but the last, which is 1.
-        columns: of a row of the pool, head group after head group: head_groups * v vectors.
-        addresses: int64 [n, v] on the device, of the first byte of each vector.
+        columns: the columns of a row of the pool, head group by head group: head_groups * v.
+        addresses: int64 [n, v] on the device, the address of the first byte of each vector.
         slots: int64 [rows that are filled] on the device; None: row j is row j of the pool.
-        positions: int64 [n] on the device; None: entry i has the position i.
-        head_groups: of a row.
+        positions: int64 [n] on the device; None: entry i has position i.
+        head_groups: head groups per row.
     """
 
     pool: Tensor
@@ -95,25 +95,25 @@ class Target:
         return [index for index in every if index is not None]
 
     def check_readable(self) -> None:
-        """All tensors can be reached from the device of the addresses."""
+        """Check that all tensors can be reached from the device of the addresses."""
         for tensor in (self.pool, *self._indices):
             assert_readable(tensor, self.addresses.device)
 
     def grain_bytes(self, width: int) -> int:
-        """Of which the place of every vector in memory is a multiple; a word at most."""
+        """Bytes of which every vector's place in memory is a multiple; at most `WORD_BYTES`."""
         steps = math.gcd(self.pool.stride(0), self.columns.grain, width)
         return math.gcd(self.pool.data_ptr(), steps * self.pool.element_size(), WORD_BYTES)
 
 
 def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
-    """Fill one or two targets: one launch, nothing is waited for.
+    """Fill one or two targets, in one launch that is not waited for.
 
-    What addresses point to must stay as it is until the device is done.
+    The memory at the addresses must not change until the device is done.
 
     Args:
-        targets: of pools of one size of elements, for instance keys and values.
-        width: elements of a vector, of all targets.
-        grain_bytes: of which every address is a multiple; with 16 or more whole words are moved.
+        targets: in pools with elements of the same size, for instance keys and values.
+        width: elements per vector, the same for all targets.
+        grain_bytes: every address is a multiple of it; from 16 on, whole words are moved.
     """
     assert 1 <= len(targets) <= 2
     first, last = targets[0], targets[-1]
@@ -143,7 +143,7 @@ def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
 
 
 def gather_reference(targets: Sequence[Target], width: int, memories: Sequence[Tensor]) -> None:
-    """The same as `gather` with torch indexing; addresses point into `memories`, each flat."""
+    """Do the same as `gather` by torch indexing; addresses point into the flat `memories`."""
     for target in targets:
         entries, vectors = target.addresses.shape
         positions = torch.arange(entries) if target.positions is None else target.positions.cpu()
@@ -161,7 +161,7 @@ def gather_reference(targets: Sequence[Target], width: int, memories: Sequence[T
 
 
 def _extent(pool: Tensor) -> int:
-    """Elements from the first to the last one of a pool."""
+    """Number of elements from the first to the last one of a pool."""
     steps = zip(pool.shape, pool.stride(), strict=True)
     return 1 + sum((count - 1) * stride for count, stride in steps)
 
@@ -189,7 +189,7 @@ def _arguments(target: Target) -> tuple[object, ...]:
 
 
 def assert_readable(tensor: Tensor, device: torch.device) -> None:
-    """A kernel on a device can read a tensor there, and on a CUDA device pinned memory."""
+    """Check that a kernel can read a tensor: on its device or, on CUDA, in pinned memory."""
     if tensor.device != device:
         assert device.type == "cuda" and tensor.is_pinned(), f"{tensor.device} is not pinned memory"
 
@@ -233,7 +233,7 @@ def _gather_kernel(
     TO_GRAIN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> None:
-    """A program per tile of vectors, of the first target where the second number is 0."""
+    """One program per tile of vectors; of the first target if program id 1 is 0, else the last."""
     vectors = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     if tl.program_id(1) == 0:
         inside = vectors < first_count
@@ -298,11 +298,11 @@ def _move(
     FROM_GRAIN: tl.constexpr,
     TO_GRAIN: tl.constexpr,
 ) -> None:
-    """Vectors of WIDTH elements from the addresses `source` to `pool + place`."""
+    """Copy vectors of WIDTH elements from the addresses `source` to `pool + place`."""
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < WIDTH)[None, :]
-    # The compiler sees no divisibility in what is loaded, and would move element by element. A hint
-    # counts only on what was computed in the same function; that of a pointer is in bytes.
+    # The compiler sees no divisibility in loaded values, and would move element by element. A hint
+    # counts only on values computed in the same function; for a pointer it is in bytes.
     begin = tl.multiple_of(source.to(tl.pointer_type(pool.dtype.element_ty)), FROM_GRAIN)
     words = tl.load(begin[:, None] + columns[None, :], mask=mask)
     target = tl.multiple_of(pool + place, TO_GRAIN)

@@ -7,8 +7,8 @@ Two launches, as in split-key attention (https://arxiv.org/abs/2311.01282), with
 2. `weight_sums`: each program takes one block of prefix keys, adds up those parts for each row, and
    sums the normalised weights of all rows in each column.
 
-The weights themselves stay in registers. A row is a query of a new token, of one of the heads that
-share a KV head, so that a key which is loaded serves them all. Exponentials and logarithms have
+The weights themselves stay in registers. A row is the query of a new token in one of the heads that
+share a KV head, so that a loaded key serves all of these heads. Exponentials and logarithms have
 base 2.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Kernels have so many parameters that one on each line would hide the code.
+# Kernels have so many parameters that one per line would hide the code.
 # fmt: off
 
 
@@ -26,7 +26,7 @@ def _tile_rows(
     first: tl.tensor, num_queries: tl.tensor,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Token and query head in its group of each row of a tile, and whether there is such a row."""
+    """For each row of a tile its token, its query head in the group, and whether the row exists."""
     rows = tl.arange(0, BLOCK_ROWS)
     tokens = first + rows // GROUP_PAD
     members = rows % GROUP_PAD
@@ -38,7 +38,7 @@ def _load_vectors(
     vectors: tl.tensor, rows: tl.tensor, valid: tl.tensor,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FILL: tl.constexpr = 0.0,
 ) -> tl.tensor:
-    """[len(rows), BLOCK_DIM] from the offsets `rows`, FILL in rows and channels that are not."""
+    """Load [len(rows), BLOCK_DIM] at the offsets `rows`; FILL in rows and channels not there."""
     channels = tl.arange(0, BLOCK_DIM)
     mask = valid[:, None] & (channels < DIM)[None, :]
     return tl.load(vectors + rows[:, None] + channels[None, :], mask=mask, other=FILL)
@@ -49,7 +49,7 @@ def _load_keys(
     vectors: tl.tensor, stride: tl.tensor, rows: tl.tensor, tokens: tl.tensor, count: tl.tensor,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Keys [BLOCK_KEYS, BLOCK_DIM] of the head at `vectors`, which has `count` tokens.
+    """Load keys [BLOCK_KEYS, BLOCK_DIM] of the head at `vectors`, which has `count` tokens.
 
     Token j is row `rows[j]`, or row j.
     """
@@ -61,7 +61,7 @@ def _load_keys(
 
 @triton.jit
 def _products(queries: tl.tensor, keys: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
-    """[BLOCK_ROWS, BLOCK_KEYS] float32."""
+    """Products of queries and keys, [BLOCK_ROWS, BLOCK_KEYS] float32."""
     if WIDEN:
         return tl.dot(queries.to(tl.float32), tl.trans(keys.to(tl.float32)), input_precision="ieee")
     else:
@@ -74,7 +74,7 @@ def _fold(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Add logits along axis 1 to the running maximum and the sum of exponentials below it."""
     highest = tl.maximum(peak, tl.max(logits, 1))
-    # A row that has seen nothing yet has -inf, from which nothing can be subtracted.
+    # A row that has seen no key yet has -inf, which must not be subtracted from itself.
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
     return highest, total
@@ -82,7 +82,7 @@ def _fold(
 
 @triton.jit
 def _log_sum(peak: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """What `_fold` has added up, as a logarithm; -inf where that was nothing."""
+    """The logarithm of what `_fold` has added up; -inf where that was nothing."""
     return tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
 
 
@@ -106,10 +106,10 @@ def row_sums(
     GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:
-    """Logarithms of the sums of exponentials per part -> partial [S, Hk, Q, padded g].
+    """Write the logarithms of the sums of exponentials per part to partial [S, Hk, Q, padded g].
 
-    A program per tile of queries and part of the keys, and per head. The queries are of the new
-    tokens behind the `earlier` ones.
+    One program per tile of queries and part of the keys, and per head. The queries belong to the
+    new tokens after the first `earlier` ones.
     """
     block_tokens: tl.constexpr = BLOCK_ROWS // GROUP_PAD
     head = tl.program_id(1)
@@ -119,7 +119,7 @@ def row_sums(
     prefix_begin = tl.cdiv(num_resident, BLOCK_KEYS)
     new_begin = prefix_begin + tl.cdiv(num_prefix, BLOCK_KEYS)
     begin = part * part_blocks
-    # Later new tokens than those of the tile are not seen.
+    # New tokens after those of the tile are not seen.
     last = earlier + tl.minimum(first + block_tokens, num_queries)
     seen_blocks = new_begin + tl.cdiv(last, BLOCK_KEYS)
     end = tl.minimum(begin + part_blocks, seen_blocks)
@@ -168,8 +168,8 @@ def _combine(
     partial: tl.tensor, valid: tl.tensor, parts: tl.tensor, stride: tl.tensor,
     BLOCK_ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Logarithm of the sum of exponentials of each row over all keys; inf where there is no row."""
-    # As many at once as registers hold: each iteration waits for memory.
+    """Logarithm of each row's sum of exponentials over all keys; inf where there is no row."""
+    # As many parts at once as registers hold: each iteration waits for memory.
     block_parts: tl.constexpr = 4096 // BLOCK_ROWS
     rows = tl.arange(0, BLOCK_ROWS)
     peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -196,9 +196,9 @@ def weight_sums(
     BLOCK_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
     SQUARES: tl.constexpr,
 ) -> None:
-    """Weights of a block of prefix keys, summed over the queries -> sums [Hq, m].
+    """Sum the weights of a block of prefix keys over the queries, into sums [Hq, m].
 
-    A program per block and head.
+    One program per block and head.
     """
     block_tokens: tl.constexpr = BLOCK_ROWS // GROUP_PAD
     head = tl.program_id(1)
@@ -221,7 +221,7 @@ def weight_sums(
         each = tl.exp2(products * scale - log_sums[:, None])
         weights += each * each if SQUARES else each
 
-    # Rows of one query head are summed only here: in the loop that would cost exchanges each time.
+    # Rows of a query head are summed only here: in the loop that would take exchanges each time.
     columns_of_heads = tl.sum(tl.reshape(weights, (block_tokens, GROUP_PAD, BLOCK_KEYS)), 0)
     members = tl.arange(0, GROUP_PAD)
     heads = (head * GROUP + members).to(tl.int64)

@@ -1,10 +1,10 @@
 """Importance of prefix tokens on a GPU: column sums of the attention weights (H2O's metric).
 
 Stage: probe. In: queries of the new tokens of a request, and keys. Out: one score per query head
-and prefix token. `impress_sglang.importance.scores.column_sums` is the reference, and defines the
+and prefix token. `impress_sglang.importance.scores.column_sums` is the reference and defines the
 numbers.
 
-Here the work is laid out and launched; `score_kernels` computes it.
+This module lays out and launches the work; the kernels are in `score_kernels`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def column_sums(
     prefix_rows: Tensor | None = None,
     resident_rows: Tensor | None = None,
 ) -> Tensor:
-    """Attention weights that the new tokens give to each prefix token, summed over new tokens.
+    """Sum, over the new tokens, the attention weights that they give to each prefix token.
 
     The same numbers as `impress_sglang.importance.scores.column_sums`: the softmax runs over
     [resident, prefix, causal new tokens], and query head `h` uses the probed KV head
     `h // (Hq // Hk)`. Products are summed in float32; float32 inputs are not rounded to TF32.
 
     Nothing waits for the device. All tensors are on the current CUDA device, or on the CPU in
-    Triton's interpreter; they have any strides, of which the last is 1. A new combination of
-    dtypes, D, group and tile (see `tile_shape`) is compiled when it first occurs.
+    Triton's interpreter; their last stride is 1, the others are free. A new combination of dtypes,
+    D, group and tile (see `tile_shape`) is compiled when it first occurs.
 
     Args:
         queries: [q, Hq, D] of the last q of the new tokens, after rotation; float16, bfloat16 or
@@ -60,10 +60,10 @@ def column_sums(
         new_keys: [n, G, D] of the new tokens, of all KV heads.
         heads: the Hk of the G heads that are probed, in the order of `prefix_keys`.
         scaling: factor of the attention logits.
-        squares: of the weights are summed.
+        squares: sum the squares of the weights.
         prefix_rows: int64 [m], contiguous: rows of `prefix_keys` that are the stored tokens; None:
-            all. Keys are read where they are.
-        resident_rows: int64 [c], the same of `resident_keys`.
+            all rows. Keys are read in place.
+        resident_rows: int64 [c], the same for `resident_keys`.
 
     Returns:
         [Hq, m] float32 on the device of `queries`.
@@ -99,7 +99,7 @@ def column_sums(
         # The interpreter takes the bits of bfloat16 numbers for integers when it multiplies.
         "WIDEN": not isinstance(row_sums, triton.JITFunction),
     }
-    # Without resident tokens nothing is read there; any keys stand for them.
+    # Without resident tokens nothing is read there; any keys can stand in for them.
     before = resident_keys if len(resident_keys) else new_keys
     scale = scaling * math.log2(math.e)
     common = (*_strided(queries), *_strided(prefix_keys), prefix_rows)
@@ -128,7 +128,7 @@ def column_sums(
 class Tile:
     """What one program multiplies at once: `rows` queries and `keys` keys of `dim` channels.
 
-    `group` query heads of each token, padded to a power of two, are neighbouring rows.
+    The `group` query heads of a token, padded to a power of two, are neighbouring rows.
     """
 
     group: int
@@ -140,7 +140,7 @@ class Tile:
 
     @property
     def tokens(self) -> int:
-        """Queries of a head whose rows are in one tile."""
+        """How many tokens have their queries in one tile."""
         return self.rows // self.group
 
 
@@ -153,7 +153,7 @@ def tile_shape(
     dtype: torch.dtype,
     processors: int,
 ) -> Tile:
-    """The tile for a request: few different ones, because each is compiled by itself.
+    """The tile for a request; there are few different ones, because each must be compiled.
 
     Rows: 16, 64 or 128, as few as hold all; at most 64 if vectors have more than 128 channels, so
     that two tiles of keys fit into shared memory beside them. Keys: 64, or 128 where the prefix is
@@ -175,10 +175,10 @@ def tile_shape(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """Programs of the first launch: `parts` for each of `tiles` of queries.
+    """Programs of the first launch: `parts` for each of the `tiles` of queries.
 
-    A part is `blocks` blocks of keys, which are counted through the resident, then the prefix, then
-    the new tokens.
+    A part is `blocks` blocks of keys; blocks are numbered through the resident, then the prefix,
+    then the new tokens.
     """
 
     tiles: int
@@ -193,9 +193,9 @@ def split_rows(
     num_heads: int,
     processors: int,
 ) -> Split:
-    """As many programs as keep the multiprocessors busy, and no more.
+    """Split the first launch into as many programs as keep the multiprocessors busy, and no more.
 
-    `tokens` are the resident ones, those of the prefix, and the new ones.
+    `tokens` are the numbers of resident, prefix and new tokens.
     """
     tiles = -(-num_queries // tile.tokens)
     blocks = sum(-(-count // tile.keys) for count in tokens)
@@ -233,7 +233,7 @@ def _launch(
 
 
 def _strided(vectors: Tensor) -> tuple[Tensor, int, int]:
-    """Vectors as the kernels take them."""
+    """Vectors and their strides, as the kernels take them."""
     return vectors, vectors.stride(0), vectors.stride(1)
 
 

@@ -1,4 +1,4 @@
-"""From scores to tokens on the device: top-k sets, and the paper's similarity and vote.
+"""Selects tokens by scores on the device: top-k sets, and the paper's similarity and vote.
 
 Stage: select. The torch code in `impress_sglang.importance.selection` is the oracle. Nothing here
 waits for the device, except `to_host`.
@@ -34,13 +34,13 @@ VOTE_FLAGS = 8192
 class Choice:
     """What the probe heads agree on: IMPRESS 4.3.
 
-    `buffer` is int32 [HEADER + k]; what is in it may be asked for after `to_host`.
+    `buffer` is int32 [HEADER + k]; the decision and similarity can be read after `to_host`.
     """
 
     buffer: Tensor
 
     def to_host(self) -> Choice:
-        """The same in CPU memory; waits for that one copy."""
+        """A copy in CPU memory; waits for that copy alone."""
         return Choice(to_host(self.buffer))
 
     @property
@@ -65,7 +65,7 @@ def top_tokens_per_head(scores: Tensor, group_size: int, k: int) -> Tensor:
     """The k best tokens of each KV head, by the summed scores of its query heads.
 
     Oracle: `importance.selection.per_head_tokens`. Of equal sums at the boundary any are taken,
-    and always k. A NaN counts as the highest score. One launch; nothing is waited for.
+    but always k in all. A NaN counts as the highest score. One launch, which is not waited for.
 
     Args:
         scores: float32 [Hq, m], each row contiguous.
@@ -100,12 +100,12 @@ def paper_choice(scores: Tensor, k: int, threshold: float) -> Choice:
     """Similarity of the probe heads' top-k sets, the decision, and the vote: IMPRESS 4.3.
 
     Oracle: `importance.selectors.PaperSelector` with `mean_jaccard` and `vote` of
-    `importance.selection`. Three launches; nothing is waited for.
+    `importance.selection`. Three launches, which are not waited for.
 
     Args:
         scores: float32 [Hp, m] >= 0 of the probe heads, each row contiguous.
         k: tokens per head, from 1 to m.
-        threshold: heads are alike if the similarity is greater; a single head is.
+        threshold: heads are alike if the similarity is greater; a single head always is.
 
     Returns:
         The choice, on the device of the scores.
@@ -195,7 +195,7 @@ def _padded(m: int, block: int) -> int:
 
 
 def _float32_at_most(number: float) -> float:
-    """The largest float32 that is not greater.
+    """The largest float32 that is not greater than `number`.
 
     Kernels take float32. A float32 similarity is greater than `number` exactly if it is greater
     than this.

@@ -9,14 +9,14 @@ INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
 INT64_MAX = tl.constexpr(2**63 - 1)
 
-# A sum of float32 numbers, as the bits of a float64 minus this, needs 61 bits: the exponent of the
-# smallest float32 is 874 in a float64, and of the largest sum less than 874 + 512.
+# A sum of float32 numbers, as the bits of a float64 minus SUM_BASE, needs 61 bits: in a float64 the
+# exponent of the smallest float32 is 874, and that of the largest sum less than 874 + 512.
 SUM_BASE = tl.constexpr(873 << 52)
 SUM_BITS = tl.constexpr(61)
 SUM_MAX = tl.constexpr(2**61 - 1)
 
 
-# Lengths differ from request to request, and where rows begin with them.
+# Lengths differ from request to request, and with them where rows begin.
 @triton.jit(do_not_specialize=["row_stride", "m", "k"])
 def top_kernel(
     scores: tl.tensor,
@@ -29,10 +29,10 @@ def top_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A program per row of `keys` [rows, padded m]: the k best tokens by the sum of GROUP rows.
+    """Find the k best tokens by sums of GROUP rows; a program per row of `keys` [rows, padded m].
 
     With `common` [rows, rows] the set is written as flags, uint8 [rows, padded m], and the row of
-    `common` is set to zero; else its tokens, [rows, k].
+    `common` is set to zero; otherwise the tokens are written, [rows, k].
     """
     row = tl.program_id(0).to(tl.int64)
     length = tl.cdiv(m, BLOCK) * BLOCK
@@ -44,7 +44,7 @@ def top_kernel(
         for member in tl.static_range(GROUP):
             source = scores + (row * GROUP + member) * row_stride
             summed += tl.load(source + tokens, mask=inside, other=0.0)
-        # Nothing that is inside has this key.
+        # No token inside has the key INT32_MIN.
         tl.store(own_keys + tokens, tl.where(inside, _float_order(summed), INT32_MIN))
     # Other threads read what was stored.
     tl.debug_barrier()
@@ -75,10 +75,10 @@ def vote_kernel(
     DROPPED_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A program per block of tokens: keys of the vote, and members that two sets have in common.
+    """Compute the keys of the vote, and how many tokens two sets share; one program per block.
 
-    Keys int64 [length] are ordered by votes, then by summed scores; beyond m they are -1. Common
-    members are added to `common` [HEADS, HEADS], above the diagonal.
+    Keys int64 [length] are ordered by votes, then by summed scores; beyond m they are -1. Shared
+    tokens are added to `common` [HEADS, HEADS], above the diagonal.
     """
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     heads = tl.arange(0, HEADS_PADDED)
@@ -86,7 +86,7 @@ def vote_kernel(
     places = flags + heads.to(tl.int64)[:, None] * length + tokens[None, :]
     members = tl.load(places, mask=heads[:, None] < HEADS, other=0).to(tl.int32)
     votes = tl.sum(members, 0)
-    # In float64, because the oracle tells sums apart that are one float32.
+    # In float64, because the oracle distinguishes sums that are the same float32.
     summed = tl.zeros((BLOCK,), tl.float64)
     own_scores = scores + tokens
     own_flags = flags + tokens
@@ -113,7 +113,7 @@ def choice_kernel(
     HEADER: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: the decision, the similarity's bits and the k tokens with the highest keys."""
+    """Write the decision, the similarity's bits and the k tokens with the highest keys."""
     if HEADS == 1:
         similarity = tl.full((), 1.0, tl.float32)
         tl.store(out, 1)
@@ -139,7 +139,7 @@ def _float_order(numbers: tl.tensor) -> tl.tensor:
 def _vote_order(votes: tl.tensor, summed: tl.tensor, DROPPED_BITS: tl.constexpr) -> tl.tensor:
     """Votes int32 and sums float64 >= 0 -> int64 >= 0, by votes and then by sums.
 
-    Of a sum as many bits are dropped as votes need beyond two. The oracle, which adds a share of
+    As many bits of a sum are dropped as votes need beyond two. The oracle, which adds a share of
     all sums to the votes in float64, keeps no more.
     """
     bits = summed.to(tl.int64, bitcast=True) - SUM_BASE
@@ -170,14 +170,14 @@ def _kth_highest(
     k: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """A bound that at least k of m keys reach, and how many do.
+    """Find a bound that at least k of m keys reach, and how many do.
 
-    More than k do only if so many are equal to the bound that k of them cannot be told apart. Keys
-    beyond m, up to whole blocks, are below `lowest`.
+    More than k reach it only if several are equal to it, so that exactly k cannot be told apart.
+    Keys beyond m, up to whole blocks, must be below `lowest`.
     """
     low, high = lowest, highest
     reaching = tl.zeros((), tl.int32) + m
-    # Keys that reach `low` are at least k, keys above `high` are fewer.
+    # At least k keys reach `low`, and fewer than k are above `high`.
     while low < high:
         second = _between(low, high)
         first = _between(low, second)
@@ -206,7 +206,7 @@ def _narrow(
     count: tl.tensor,
     k: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The range after `count` keys were found to reach a bound; ascending bounds, one by one."""
+    """The range once `count` keys were found to reach a bound; call with ascending bounds."""
     enough = count >= k
     return (
         tl.where(enough, bound, low),
@@ -217,7 +217,7 @@ def _narrow(
 
 @triton.jit
 def _between(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """The mean, rounded up, without overflow: above `low`, unless both are equal."""
+    """The mean, rounded up, without overflow: above `low` unless both are equal."""
     return (low | high) - ((low ^ high) >> 1)
 
 
@@ -231,9 +231,9 @@ def _store(
     FLAGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Tokens whose keys reach the bound, ascending, less the first `spare` that are equal to it.
+    """Write the tokens whose keys reach the bound, ascending, but not the first `spare` equal ones.
 
-    With FLAGS 1 for each of them and 0 for others, in whole blocks.
+    With FLAGS, write 1 for each of these tokens and 0 for others, in whole blocks.
     """
     better = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)
@@ -258,11 +258,11 @@ def _take(
     better: tl.tensor,
     equal: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Tokens of a block to take, and how many are better and equal before each and so far."""
+    """Which tokens of a block to take; how many are better and equal, before each and in all."""
     own = tl.load(keys + tokens)
     is_better = own > bound
     is_equal = own == bound
-    # Both counts in one scan; a block has fewer than 2**15 tokens.
+    # Both counts in one scan, since a block has fewer than 2**15 tokens.
     both = is_better.to(tl.int32) | (is_equal.to(tl.int32) << 16)
     before = tl.cumsum(both, 0) - both
     better_before = better + (before & 0xFFFF)
