@@ -89,7 +89,7 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
     """Around `Scheduler.set_internal_state`, by which orders reach the scheduler's process.
 
     SGLang lets only numbers through, so an order is a name and a number. Messages of SGLang's own
-    route `/set_internal_state` arrive here, too; unknown names are left to SGLang, which refuses.
+    route `/set_internal_state` arrive here, too. SGLang refuses what it does not know.
     """
     cache, orders = scheduler.tree_cache, request.server_args
     asked = orders in (STEER, LOOK, CHECK)

@@ -340,7 +340,7 @@ class Admission:
         return num_tokens // self._page_size * self._page_size
 
     def _cover(self, spans: Sequence[StoredSpan], first: int) -> tuple[Cover, ...]:
-        """Where the tokens of a prefix in codes are; a short rest behind the last part is cut."""
+        """Where tokens of a prefix in codes are; a short rest behind the last part is computed."""
         covers = self._residents.cover(spans, first)
         last = max((i for i, cover in enumerate(covers) if cover.part is not None), default=-1)
         rest = sum(len(cover.span) for cover in covers[last + 1 :])

@@ -35,8 +35,8 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.transfer.source import ReadNeeds
 
-# So many first tokens are computed if none of them is exact: attention needs a head that it knows
-# (AttentionStore's truncation as printed fails without one).
+# So many first tokens are computed unless they are resident or stored as a prefix: attention needs
+# a head that it knows (AttentionStore's truncation as printed fails without one).
 HEAD_TOKENS = 16
 # Least bits of reused tokens, whatever a request accepts: nothing shows which tokens matter.
 LEAST_BITS = 6.0
@@ -44,7 +44,7 @@ LEAST_BITS = 6.0
 MEASURE_SECONDS = 60.0
 # A waiting request is matched again and again; its text is searched for and weighed only once in
 # so many seconds, since the index may change with every write, unless what was found is gone. If
-# many requests wait, all searches together take at most this share of the time.
+# many requests wait, searching again for them takes at most this share of the time.
 ANSWER_SECONDS = 1.0
 ANSWER_SHARE = 0.01
 # The shares that auto chooses from, the largest first.

@@ -129,7 +129,7 @@ def priority_of(sampling_params: Any) -> Priority:
 
 
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
-    """What a request asks for, else the server's defaults; never less than the server's floor."""
+    """What a request asks for, else the server's defaults; at least its floor of the retention."""
     return _load_options(params_of(sampling_params), config)
 
 

@@ -74,7 +74,7 @@ class Save:
             self._changed.notify_all()
 
     def wait(self, layer: int) -> Any:
-        """Wait until a layer is computed; returns the event after it on an accelerator, else None.
+        """Wait until a layer is computed; returns the accelerator's event of that, if any.
 
         Raises:
             WriteAbandoned: it will never be computed, or its slots are given away.

@@ -190,7 +190,7 @@ class QueueOrder:
     def look(self, queue: Sequence[_T], look_at: Callable[[_T], None]) -> None:
         """Let `look_at` note again what is cached of requests in the window, oldest notes first.
 
-        Takes at most `LOOK_SHARE` of the time; what is left of that can be used for a second.
+        Takes at most `LOOK_SHARE` of the time; what is unused of that is kept for a second.
         """
         self._next_look = max(self._next_look, self._clock() - 1.0)
         oldest = sorted(queue[:WINDOW], key=self._noted)
