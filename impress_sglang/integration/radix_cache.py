@@ -144,13 +144,16 @@ class ImpressRadixCache(RadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
         """Admit a request with its stored prefix: take its slots and open its source.
 
-        None sends the request back to the queue; it is then matched without a stored prefix.
+        None sends the request back to the queue; it is then matched again, without a stored prefix
+        unless it waits for somebody else to bring that.
         """
         req = params.req
         assert req is not None
         known = self._known[req.rid]
         plan, known.plan = known.plan, None
         assert plan is not None and plan.promised == params.host_hit_length
+        if self.runtime.is_coming(plan):
+            return None
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
         report = req.customized_info[REPORT_KEY][0]
         request = self.runtime.open(req.rid, plan, resident_slots, report, self._allocate)
@@ -186,7 +189,7 @@ class ImpressRadixCache(RadixCache):
         if serves:
             _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
         plan = self._accept(plan, req, resident, measure=not again)
-        if plan is None:
+        if plan is None or runtime.is_coming(plan):
             runtime.prefetches.drop(req.rid)
         else:
             runtime.prefetches.begin(req.rid, plan)

@@ -102,11 +102,6 @@ class ReadForecast:
         """What reading so many bytes from SSD takes, as reads went lately."""
         return self._reader.cost.seconds_for(num_bytes)
 
-    def num_readers(self, segment_id: str) -> int:
-        """How often a segment is being read."""
-        version = self._versions.get(segment_id)
-        return 0 if version is None else version.readers
-
     def fits(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of spans fits into the pool."""
         return self._layer_bytes(spans, in_codes=in_codes) <= self._memory.pool.limit_bytes

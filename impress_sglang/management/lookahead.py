@@ -59,11 +59,6 @@ class LookAhead:
         """Whether anybody waits for stored tokens."""
         return bool(self._ranges_of)
 
-    def awaits_only(self, segment_id: str, rid: str) -> bool:
-        """Whether nobody but this request waits for tokens of a segment."""
-        ranges = self._awaited.get(segment_id, {})
-        return all(rids == {rid} for rids in ranges.values())
-
     def wait(self, rid: str, spans: Sequence[StoredSpan]) -> None:
         """A request that waits will use these tokens, and no others, wherever they are.
 

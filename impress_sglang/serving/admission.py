@@ -102,9 +102,18 @@ class AdmissionPlan:
         retention = 1.0 if self.k == self.work.stored else self.estimate.retention
         return self.match.quality.after(retention, self.estimate.bits)
 
-    def same_parts(self, other: AdmissionPlan) -> bool:
-        """Whether another plan reads the same of a prefix in codes."""
-        return bool(self.covers) and self.covers == other.covers
+    @property
+    def brings(self) -> frozenset[str]:
+        """Segments whose tokens it loads into SGLang's tree: of a whole, exact prefix all."""
+        if self.quality != EXACT:
+            return frozenset()
+        return frozenset(span.segment.segment_id for span in self.spans)
+
+    def shares_with(self, other: AdmissionPlan) -> bool:
+        """Whether another plan reads the same, and what one of them reads is for both."""
+        if self.covers:
+            return self.covers == other.covers
+        return not self.brings.isdisjoint(other.brings)
 
     def same_tokens(self, other: AdmissionPlan) -> bool:
         """Whether another plan uses the same tokens of the same segments and parts."""
@@ -156,10 +165,6 @@ class Waiting:
     def there(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> float:
         """The share of the certain reads of spans that is done: of all, or of the base of codes."""
         return 0.0
-
-    def num_readers(self, segment_id: str) -> int:
-        """How often what is read for it reads a segment."""
-        return 0
 
 
 class Admission:
@@ -317,7 +322,9 @@ class Admission:
             retentions = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
         if config.auto_bits and not wanted.bits_chosen and bits < EXACT_BITS:
             most = [*BITS, bits]
-            if retentions[0] >= 1.0 and self._may_be_exact(spans, missing(), waiting):
+            # What is in slots in codes is shared and not loaded again.
+            alone = sum(map(len, missing())) == work.stored and match.quality == EXACT
+            if alone and retentions[0] >= 1.0 and store.forecast.fits(spans, in_codes=False):
                 most.insert(0, EXACT_BITS)
         # Bits go first, then tokens.
         choices = [(retentions[0], own) for own in most]
@@ -327,23 +334,6 @@ class Admission:
             chosen = self._estimator.largest_hidden(left)
             choices = [(chosen.retention, chosen.bits)]
         return estimate(*choices[0])
-
-    def _may_be_exact(
-        self, spans: Sequence[StoredSpan], missing: Sequence[StoredSpan], waiting: Waiting
-    ) -> bool:
-        """Whether `auto` may load stored tokens as they were computed, in slots of one request:
-        where nobody else reads them, waits for them or has them in codes, which are shared."""
-        forecast, lookahead = self._served.store.forecast, self._residents.lookahead
-        return (
-            sum(map(len, missing)) == sum(map(len, spans))
-            and all(own.segment.info.quality == EXACT for own in spans)
-            and forecast.fits(spans, in_codes=False)
-            and all(
-                forecast.num_readers(own) == waiting.num_readers(own)
-                and lookahead.awaits_only(own, waiting.rid)
-                for own in {span.segment.segment_id for span in spans}
-            )
-        )
 
     def whole_pages(self, num_tokens: int) -> int:
         """How many of the first tokens of a row are whole pages."""

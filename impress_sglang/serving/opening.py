@@ -112,6 +112,7 @@ class RequestOpener:
             loading=opened.loading,
             report=report,
             uses=opened.uses,
+            brings=plan.brings,
             new_tokens=plan.work.new,
             timeline=opened.timeline,
             blended=plan.blended,

@@ -46,7 +46,7 @@ class Prefetches:
             self.drop(rid)
         if not store.ahead.enabled or not plan.missing:
             return
-        if any(plan.same_parts(other.plan) for other in self._waiting.values()):
+        if any(plan.shares_with(other.plan) for other in self._waiting.values()):
             return
         timeline = self._timeline_for(rid)
         try:
@@ -120,7 +120,3 @@ class _Prefetching(Waiting):
             if coded == in_codes and prefetch.plan.spans == tuple(spans):
                 return prefetch.source.there
         return 0.0
-
-    def num_readers(self, segment_id: str) -> int:
-        own = self._prefetches.get(self.rid)
-        return 0 if own is None else list(own.source.segment_ids).count(segment_id)

@@ -43,6 +43,7 @@ class StoredRequest:
     loading: Loading | None
     report: dict[str, object]
     uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
+    brings: frozenset[str] = frozenset()  # segments whose tokens will be in SGLang's tree
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
@@ -84,6 +85,10 @@ class StoredRequest:
     def undisturbed(self) -> bool:
         """Whether its times say what loading takes."""
         return not (self.recomputed or self.failed or self.blended)
+
+    def will_share(self, segment_ids: frozenset[str]) -> bool:
+        """Whether SGLang's tree is about to have tokens of some segments from it."""
+        return not (self.adopted or self.failed or self.brings.isdisjoint(segment_ids))
 
     def time_loading(self, stopwatch: Stopwatch) -> None:
         """A pass begins that runs this while it loads; it tells if the pass loads all layers."""

@@ -177,6 +177,12 @@ class ServingRuntime:
             plan.notes.decline()
         return request
 
+    def is_coming(self, plan: AdmissionPlan) -> bool:
+        """Whether a request under way brings some of what is planned into SGLang's tree, where it
+        is shared: after its pass, and sooner than another one would have read it."""
+        brings = plan.brings
+        return bool(brings) and any(own.will_share(brings) for own in self.live.values())
+
     def note_queue(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now: first come, first read, and last evicted."""
         if self._looks_ahead:

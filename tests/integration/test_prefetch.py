@@ -134,20 +134,12 @@ def test_auto_is_exact_where_that_hides(
     assert planned(world, "r").estimate.bits == 8.0
 
 
-@pytest.mark.parametrize("what", ["waits", "reads", "has it in slots"])
-def test_auto_is_in_codes_where_another_request_may_share_them(
-    world: World, what: str, slow_reads: Callable[[float], None]
+def test_auto_is_in_codes_where_these_are_in_slots(
+    world: World, slow_reads: Callable[[float], None]
 ) -> None:
-    """Else each would have slots of its own."""
     slow_reads(1e12)
     assert planned(world, "r").estimate.bits == EXACT_BITS
-    other = planned(world, "another")
-    if what == "waits":
-        world.cache.awaited.note("another", world.cache.root_node, other.spans)
-    elif what == "reads":
-        world.runtime.prefetches.begin("another", other)
-    else:
-        world.idle_part()
+    world.idle_part()
     assert planned(world, "r").estimate.bits == 8.0
 
 
@@ -162,3 +154,28 @@ def test_auto_is_in_codes_where_a_layer_of_exact_kvs_fits_no_buffer(
     assert sizes[0] < sizes[1]
     monkeypatch.setattr(forecast._memory.pool, "limit_bytes", sizes[0])
     assert planned(world, "r").estimate.bits == 8.0
+
+
+def test_an_exact_prefix_is_brought_once(world: World) -> None:
+    """Others wait for the pass of the first, and read nothing for that."""
+
+    def asking(rid: str) -> Any:
+        req = world.request(rid, [*STORED, *range(5000, 5008)], bits="exact")
+        world.cache.prefetch(req)
+        world.match(req)
+        return req
+
+    first = world.admit(asking("first"))
+    assert first is not None
+    second, coded = asking("second"), world.ask("coded")
+    assert world.admit(second) is None and "second" not in world.runtime.prefetches
+    assert world.admit(coded) is not None, "codes are never in the tree"
+    first.fail()
+    world.match(second)
+    assert world.admit(second) is not None, "nobody brings it any more"
+
+
+def test_of_those_who_wait_for_an_exact_prefix_one_reads_it(world: World) -> None:
+    for rid in ("first", "second"):
+        world.cache.prefetch(world.request(rid, [*STORED, 7], bits="exact"))
+    assert "first" in world.runtime.prefetches and "second" not in world.runtime.prefetches

@@ -120,6 +120,17 @@ def test_eight_at_once_load_a_prefix_once(impress: Server) -> None:
     assert all(own["bits_mean"] >= 4.9 for own in said)
 
 
+def test_eight_at_once_read_an_exact_prefix_once(impress: Server, stock: Server) -> None:
+    """Those behind the first wait for its pass, and find the prefix in SGLang's tree."""
+    prefix = impress.store(1500, seed=9)
+    questions = [[*prefix, *random_tokens(20, seed=40 + number)] for number in range(8)]
+    answers = impress.generate_together(questions, 4, return_logprob=True, **EXACT)
+    said = [report(answer) for answer in answers]
+    assert sorted(own["path"] for own in said) == ["device"] * 7 + ["ssd"]
+    assert sum(own["loaded_tokens"] for own in said) == 1500
+    assert_same(stock.generate_together(questions, 4, return_logprob=True), answers, 1e-4)
+
+
 def test_all_turns_of_a_conversation_are_read_back(impress: Server) -> None:
     chat = impress.store(300, seed=70)
     for number in range(5):
