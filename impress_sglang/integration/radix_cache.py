@@ -113,6 +113,7 @@ class ImpressRadixCache(RadixCache):
         if req is None or self.disable:
             return resident
         known = self._known.note(req)
+        known.waits = False
         length = len(req.origin_input_ids)
         report = new_report(self.runtime.policy.name, resident.device_prefix_len, length)
         refusal = serve_refusal(req)
@@ -152,7 +153,8 @@ class ImpressRadixCache(RadixCache):
         known = self._known[req.rid]
         plan, known.plan = known.plan, None
         assert plan is not None and plan.promised == params.host_hit_length
-        if self.runtime.is_coming(plan):
+        known.waits = self.runtime.is_coming(plan)
+        if known.waits:
             return None
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
         report = req.customized_info[REPORT_KEY][0]
@@ -166,6 +168,11 @@ class ImpressRadixCache(RadixCache):
         req.storage_hit_start = request.resident_len
         req.storage_hit_length = request.num_tokens
         return plan.promised, req.last_node
+
+    def waits_for_another(self, rid: str) -> bool:
+        """Whether a request that was not admitted now waits for what another one brings."""
+        known = self._known.get(rid)
+        return known is not None and known.waits
 
     def prefetch(self, req: Any, *, again: bool = False) -> None:
         """A request waits: note what it will use, and read it for its first layers.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -103,17 +103,34 @@ class AdmissionPlan:
         return self.match.quality.after(retention, self.estimate.bits)
 
     @property
-    def brings(self) -> frozenset[str]:
-        """Segments whose tokens it loads into SGLang's tree: of a whole, exact prefix all."""
+    def brings(self) -> dict[str, int]:
+        """What it loads into SGLang's tree, of a whole, exact prefix all: where that ends in each
+        segment."""
         if self.quality != EXACT:
-            return frozenset()
-        return frozenset(span.segment.segment_id for span in self.spans)
+            return {}
+        return {span.segment.segment_id: span.stop for span in self.spans}
+
+    def is_brought(self, brings: Mapping[str, int]) -> bool:
+        """Whether most of what it loads is in what another one brings.
+
+        Who shares less, as a system prompt before another document, reads that once more sooner
+        than it waits for what the other one reads behind it. The tree shares whole pages.
+        """
+        if self.quality != EXACT or not brings:
+            return False
+        brought = 0
+        for span in self.spans:
+            stop = min(brings.get(span.segment.segment_id, 0), span.stop)
+            brought += max(stop - span.start, 0)
+            if stop < span.stop:
+                break
+        return 2 * (brought - brought % self.page_size) >= self.work.stored
 
     def shares_with(self, other: AdmissionPlan) -> bool:
-        """Whether another plan reads the same, and what one of them reads is for both."""
+        """Whether another plan reads the same, and what that reads is for both."""
         if self.covers:
             return self.covers == other.covers
-        return not self.brings.isdisjoint(other.brings)
+        return self.is_brought(other.brings)
 
     def same_tokens(self, other: AdmissionPlan) -> bool:
         """Whether another plan uses the same tokens of the same segments and parts."""

@@ -73,11 +73,24 @@ class Prefetches:
             self._served.store.ahead.order(waiting)
 
     def take(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
-        """What was read for a request, if a plan still needs just that; it is the caller's."""
+        """What was read for a request, if a plan still needs just that; it is the caller's.
+
+        Of a prefix that is brought for others, too, also what was read for one of them.
+        """
         prefetch = self._waiting.pop(rid, None)
-        if prefetch is None or prefetch.plan.same_reads(plan):
+        if prefetch is None:
+            return self._take_from_others(rid, plan)
+        if prefetch.plan.same_reads(plan):
             return prefetch
         self._served.store.close_source(prefetch.source)
+        return None
+
+    def _take_from_others(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
+        for other, prefetch in self._waiting.items():
+            if prefetch.plan.brings and plan.brings and prefetch.plan.spans == plan.spans:
+                del self._waiting[other]
+                prefetch.source.timeline = self._timeline_for(rid)
+                return dataclasses.replace(prefetch, timeline=prefetch.source.timeline)
         return None
 
     def take_parts(self, rid: str, parts: Sequence[ResidentPart]) -> CodedSource | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class StoredRequest:
     loading: Loading | None
     report: dict[str, object]
     uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
-    brings: frozenset[str] = frozenset()  # segments whose tokens will be in SGLang's tree
+    brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `AdmissionPlan`
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
@@ -86,9 +87,10 @@ class StoredRequest:
         """Whether its times say what loading takes."""
         return not (self.recomputed or self.failed or self.blended)
 
-    def will_share(self, segment_ids: frozenset[str]) -> bool:
-        """Whether SGLang's tree is about to have tokens of some segments from it."""
-        return not (self.adopted or self.failed or self.brings.isdisjoint(segment_ids))
+    @property
+    def will_bring(self) -> Mapping[str, int]:
+        """What SGLang's tree is about to have from it."""
+        return {} if self.adopted or self.failed else self.brings
 
     def time_loading(self, stopwatch: Stopwatch) -> None:
         """A pass begins that runs this while it loads; it tells if the pass loads all layers."""

@@ -178,10 +178,9 @@ class ServingRuntime:
         return request
 
     def is_coming(self, plan: AdmissionPlan) -> bool:
-        """Whether a request under way brings some of what is planned into SGLang's tree, where it
+        """Whether a request under way brings most of what is planned into SGLang's tree, where it
         is shared: after its pass, and sooner than another one would have read it."""
-        brings = plan.brings
-        return bool(brings) and any(own.will_share(brings) for own in self.live.values())
+        return any(plan.is_brought(own.will_bring) for own in self.live.values())
 
     def note_queue(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now: first come, first read, and last evicted."""
