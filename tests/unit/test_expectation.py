@@ -191,6 +191,14 @@ def test_what_is_likely_keeps_the_bound_and_is_the_likeliest(
     assert np.array_equal(codes, given_codes) and np.array_equal(candidates, given_candidates)
 
 
+def test_without_waste_only_what_is_certain_is_read() -> None:
+    codes = np.array([STEPS, STEPS - 1, 0, STEPS, 128, STEPS], np.uint8)
+    candidates = np.array([True, True, True, False, True, True])
+
+    assert likely_blocks(codes, candidates, 0.0).tolist() == [True, *[False] * 4, True]
+    assert not likely_blocks(codes[1:3], candidates[1:3], 0.0).any()
+
+
 def test_the_bound_is_kept_over_all_layers_together() -> None:
     """Not for each: what is certain in one layer pays for what is not in another."""
     codes = np.array([[STEPS] * 8, [STEPS // 2] * 8], np.uint8)
