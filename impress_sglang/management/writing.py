@@ -93,15 +93,15 @@ class Offer:
         on_done: called when the KVs are no longer needed, written or not.
         abandon: called if the KVs are wanted back before that: from then on the reader must raise
             `WriteAbandoned`.
-            min_tokens: fewer new tokens than these are not worth a file.
-            quality: quality of the new KVs.
-            available_from: the reader has no KVs of earlier tokens; those must be stored already.
-            holder: who holds the memory of the KVs, in the caller's terms.
-            queries: gives the last queries of a layer; called after the KVs of the layer were read.
-            num_behind: tokens between the last of `tokens` and the last token of `queries`.
-            ttl: seconds after which the new KVs are removed; 0: only when room is needed.
-            priority: priority of the new KVs when room is needed.
-            floors: floors of heads, where they are known; None: they are measured.
+        min_tokens: fewer new tokens than these are not worth a file.
+        quality: quality of the new KVs.
+        available_from: the reader has no KVs of earlier tokens; those must be stored already.
+        holder: who holds the memory of the KVs, in the caller's terms.
+        queries: gives the last queries of a layer; called after the KVs of the layer were read.
+        num_behind: tokens between the last of `tokens` and the last token of `queries`.
+        ttl: seconds after which the new KVs are removed; 0: only when room is needed.
+        priority: priority of the new KVs when room is needed.
+        floors: floors of heads, where they are known; None: they are measured.
     """
 
     tokens: Tokens
