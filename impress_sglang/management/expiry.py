@@ -27,7 +27,7 @@ _MOST_SEGMENTS = 64
 
 
 class Expiry:
-    """Owned by the thread of the store that it is given."""
+    """Removes expired segments; owned by the thread of the store that it is given."""
 
     def __init__(
         self,

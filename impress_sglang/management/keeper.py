@@ -85,7 +85,7 @@ class Survey:
 
 
 class Keeper:
-    """Owned by the store's thread; its own thread does the work."""
+    """Works on the disk of a store, whose thread owns it; its own thread does the work."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ _PLACES = 1 << 16
 
 
 class Cause(enum.Enum):
-    """Why tokens are not stored any more, or were not taken."""
+    """Why tokens are not stored any more, or were not accepted."""
 
     EVICTED = 0
     DAMAGED = 1

@@ -29,7 +29,7 @@ class Answer:
 
 
 class Monitor:
-    """Owned by the store's thread."""
+    """Measures free space and probes the disk; owned by the store's thread."""
 
     def __init__(self, directory: StoreDirectory, health: Health, patience: float) -> None:
         """Measure the free space once.

@@ -14,7 +14,7 @@ MOST_FILES = 4
 
 
 class Quarantine:
-    """Used by one thread."""
+    """The quarantine of one store; used by one thread."""
 
     def __init__(self, directory: StoreDirectory) -> None:
         """Begin with 0 bytes; files of an earlier process count from the first `tidy` on."""

@@ -15,7 +15,7 @@ class Removals:
         self._bytes = 0
 
     def note(self, future: Future[None], num_bytes: int) -> None:
-        """Note another removal, of files of so many bytes."""
+        """Note another removal, of files with `num_bytes` in all."""
         self._futures.append((future, num_bytes))
         self._bytes += num_bytes
 

@@ -1,4 +1,4 @@
-"""What is stored of a token sequence: segments, and the runs of their tokens."""
+"""What is stored of a token sequence: segments, and spans of their tokens."""
 
 from __future__ import annotations
 

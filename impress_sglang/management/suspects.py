@@ -32,7 +32,7 @@ class _Suspect:
 
 
 class SuspectSegments:
-    """Owned by the store's thread; the keeper looks."""
+    """The suspects of one store; its thread owns them, and the keeper looks at them."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
@@ -78,7 +78,7 @@ class SuspectSegments:
     def _take(self, suspect: _Suspect) -> Verdict:
         look, suspect.look = suspect.look, None
         assert look is not None
-        # A look that failed for another reason has not seen anything.
+        # A look that failed for another reason says nothing about the segment.
         verdict = Verdict.UNCLEAR if look.exception() is not None else look.result()
         suspect.looks += verdict is Verdict.UNREADABLE
         if verdict is Verdict.GOOD:

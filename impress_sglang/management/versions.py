@@ -167,7 +167,7 @@ class SegmentVersions:
         self._codes.expect(layers, pages)
 
     def history(self, stored: StoredSegment) -> TokenHistory:
-        """What is known of the tokens of a segment."""
+        """The history of the tokens of a segment, which is made if there is none."""
         if stored.history is None:
             num_tokens = stored.info.num_tokens
             stored.history = TokenHistory(

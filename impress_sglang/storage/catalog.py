@@ -126,7 +126,7 @@ class Catalog:
         self._read_only = read_only
         self._connection: sqlite3.Connection | None = None
         self._waiting: collections.deque[_Change] = collections.deque()
-        # Whether changes were forgotten since the database has last taken all.
+        # Whether changes were forgotten since the database last accepted all of them.
         self._forgetful = False
 
     def add(self, *entries: CatalogEntry) -> None:

@@ -77,7 +77,7 @@ class BlockEngine(Protocol):
         ...
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        """Wait until `at_least` reads have ended; so many must be in flight.
+        """Wait until `at_least` reads have ended; at least that many must be in flight.
 
         Returns:
             Numbers of the reads that have ended, and for each the number of bytes read, which may

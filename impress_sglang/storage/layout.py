@@ -27,7 +27,7 @@ from impress_sglang.precision.layout import CodeLayout
 
 BLOCK_BYTES = 4096
 
-# Number of a column within its layer, in the order of the disk; see `KVShape.columns`.
+# Number of a column within its layer, in the order on disk; see `KVShape.columns`.
 Column = int
 PROBE: Column = 0
 

@@ -87,7 +87,7 @@ class SegmentInfo:
 
     @property
     def approximate(self) -> bool:
-        """Whether the KVs were computed after a partly loaded prefix."""
+        """Whether the KVs rest on any approximation."""
         return self.quality != EXACT
 
     @property
