@@ -95,7 +95,7 @@ class Keeper:
         direct: bool,
         read_only: bool = False,
     ) -> None:
-        """Work on a locked folder; `read_only`: only to survey it, without changing the index."""
+        """Work on a locked folder; `read_only`: it is only surveyed, and the index not changed."""
         self._directory = directory
         self._files = directory.files
         self._health = health

@@ -354,7 +354,7 @@ class StoredTree:
                 return
             segment, start = child.segment, child.start
             assert segment is not None
-            # Nothing beside exact KVs is better, so their segment is followed as far as it goes,
+            # Exact KVs have no better siblings, so their segment is followed as far as it goes,
             # over any number of nodes.
             exact = segment.info.quality == EXACT
             path = self._paths[segment.segment_id] if exact else [child]

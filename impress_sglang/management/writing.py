@@ -93,7 +93,7 @@ class Offer:
         on_done: called when the KVs are no longer needed, written or not.
         abandon: called if the KVs are wanted back before that: from then on the reader must raise
             `WriteAbandoned`.
-        min_tokens: fewer new tokens than these are not worth a file.
+        min_tokens: fewer new tokens than this are not worth a file.
         quality: quality of the new KVs.
         available_from: the reader has no KVs of earlier tokens; those must be stored already.
         holder: who holds the memory of the KVs, in the caller's terms.
