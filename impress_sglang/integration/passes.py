@@ -36,8 +36,6 @@ class KnownRequest:
     plan: AdmissionPlan | None = None
     counted: bool = False
     """Whether its use of resident prefixes is."""
-    waits: bool = False
-    """Whether another one brings what it was promised when it was matched last."""
     declined: bool = False
     """Whether it could not be opened, so that it does without a stored prefix."""
     blend: BlendNotes = dataclasses.field(default_factory=BlendNotes)

@@ -262,31 +262,9 @@ def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) ->
 
 
 def _after_admission(result: Any, adder: Any, req: Any, *_: Any, **__: Any) -> Any:
-    """Who waits for the pass of another one lets pass those behind it, and keeps its room.
+    from impress_sglang.integration.overtaking import let_others_pass
 
-    SGLang would admit nobody behind it. If there is no room behind it, SGLang would admit nobody
-    until a request ends, not even who waits.
-    """
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
-
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
-
-    cache = adder.tree_cache
-    if not isinstance(cache, ImpressRadixCache):
-        return result
-    if result == AddReqResult.OTHER and cache.waits_for_another(req.rid):
-        tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
-        new_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-        adder.memory_budget.total_offset += tokens + new_tokens
-        if adder.prefill_max_requests is None:
-            running = len(adder.running_batch.reqs)
-            adder.prefill_max_requests = max(adder.max_running_requests - running, 0)
-        adder.prefill_max_requests -= 1
-        adder.impress_waits = True
-        return AddReqResult.CONTINUE
-    if result == AddReqResult.NO_TOKEN and getattr(adder, "impress_waits", False):
-        return AddReqResult.OTHER
-    return result
+    return let_others_pass(result, adder, req)
 
 
 def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -432,9 +410,7 @@ HOOKS = (
         _around_policy,
         "around",
     ),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", _after_admission, "after"
-    ),
+    Hook("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", _after_admission, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),

@@ -67,6 +67,8 @@ class ImpressRadixCache(RadixCache):
         """Told of new weights by the hooks around SGLang's handlers."""
         self.sweeps = PoolSweeps(self)
         """Who frees what is purged."""
+        self.held_back = set[str]()
+        """Requests that wait for the pass of another one, which brings their prefix."""
         self._private_tokens = 0
         self._residents = runtime.residents
         self.awaited = Awaited(self._residents)
@@ -113,7 +115,7 @@ class ImpressRadixCache(RadixCache):
         if req is None or self.disable:
             return resident
         known = self._known.note(req)
-        known.waits = False
+        self.held_back.discard(req.rid)
         length = len(req.origin_input_ids)
         report = new_report(self.runtime.policy.name, resident.device_prefix_len, length)
         refusal = serve_refusal(req)
@@ -153,8 +155,8 @@ class ImpressRadixCache(RadixCache):
         known = self._known[req.rid]
         plan, known.plan = known.plan, None
         assert plan is not None and plan.promised == params.host_hit_length
-        known.waits = self.runtime.is_coming(plan)
-        if known.waits:
+        if self.runtime.bringing.serves(plan):
+            self.held_back.add(req.rid)
             return None
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
         report = req.customized_info[REPORT_KEY][0]
@@ -168,11 +170,6 @@ class ImpressRadixCache(RadixCache):
         req.storage_hit_start = request.resident_len
         req.storage_hit_length = request.num_tokens
         return plan.promised, req.last_node
-
-    def waits_for_another(self, rid: str) -> bool:
-        """Whether a request that was not admitted now waits for what another one brings."""
-        known = self._known.get(rid)
-        return known is not None and known.waits
 
     def prefetch(self, req: Any, *, again: bool = False) -> None:
         """A request waits: note what it will use, and read it for its first layers.
@@ -196,7 +193,7 @@ class ImpressRadixCache(RadixCache):
         if serves:
             _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
         plan = self._accept(plan, req, resident, measure=not again)
-        if plan is None or runtime.is_coming(plan):
+        if plan is None or runtime.bringing.serves(plan):
             runtime.prefetches.drop(req.rid)
         else:
             runtime.prefetches.begin(req.rid, plan)
@@ -438,5 +435,6 @@ class ImpressRadixCache(RadixCache):
     def _forget(self, rid: str) -> None:
         self._end_waiting(rid)
         self.runtime.prefetches.drop(rid)
+        self.held_back.discard(rid)
         self._known.forget(rid)
         self._saves.forget(rid)

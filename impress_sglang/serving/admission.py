@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -101,36 +101,6 @@ class AdmissionPlan:
         """Of what is computed after the prefix."""
         retention = 1.0 if self.k == self.work.stored else self.estimate.retention
         return self.match.quality.after(retention, self.estimate.bits)
-
-    @property
-    def brings(self) -> dict[str, int]:
-        """What it loads into SGLang's tree, of a whole, exact prefix all: where that ends in each
-        segment."""
-        if self.quality != EXACT:
-            return {}
-        return {span.segment.segment_id: span.stop for span in self.spans}
-
-    def is_brought(self, brings: Mapping[str, int]) -> bool:
-        """Whether most of what it loads is in what another one brings.
-
-        Who shares less, as a system prompt before another document, reads that once more sooner
-        than it waits for what the other one reads behind it. The tree shares whole pages.
-        """
-        if self.quality != EXACT or not brings:
-            return False
-        brought = 0
-        for span in self.spans:
-            stop = min(brings.get(span.segment.segment_id, 0), span.stop)
-            brought += max(stop - span.start, 0)
-            if stop < span.stop:
-                break
-        return 2 * (brought - brought % self.page_size) >= self.work.stored
-
-    def shares_with(self, other: AdmissionPlan) -> bool:
-        """Whether another plan reads the same, and what that reads is for both."""
-        if self.covers:
-            return self.covers == other.covers
-        return self.is_brought(other.brings)
 
     def same_tokens(self, other: AdmissionPlan) -> bool:
         """Whether another plan uses the same tokens of the same segments and parts."""

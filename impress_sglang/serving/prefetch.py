@@ -10,6 +10,7 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.serving.admission import AdmissionPlan, Waiting
+from impress_sglang.serving.bringing import reads_for
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
@@ -46,7 +47,7 @@ class Prefetches:
             self.drop(rid)
         if not store.ahead.enabled or not plan.missing:
             return
-        if any(plan.shares_with(other.plan) for other in self._waiting.values()):
+        if any(reads_for(other.plan, plan) for other in self._waiting.values()):
             return
         timeline = self._timeline_for(rid)
         try:
@@ -87,7 +88,7 @@ class Prefetches:
 
     def _take_from_others(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
         for other, prefetch in self._waiting.items():
-            if prefetch.plan.brings and plan.brings and prefetch.plan.spans == plan.spans:
+            if reads_for(prefetch.plan, plan) and prefetch.plan.spans == plan.spans:
                 del self._waiting[other]
                 prefetch.source.timeline = self._timeline_for(rid)
                 return dataclasses.replace(prefetch, timeline=prefetch.source.timeline)

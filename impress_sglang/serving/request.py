@@ -44,7 +44,7 @@ class StoredRequest:
     loading: Loading | None
     report: dict[str, object]
     uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
-    brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `AdmissionPlan`
+    brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `bringing`
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
@@ -86,11 +86,6 @@ class StoredRequest:
     def undisturbed(self) -> bool:
         """Whether its times say what loading takes."""
         return not (self.recomputed or self.failed or self.blended)
-
-    @property
-    def will_bring(self) -> Mapping[str, int]:
-        """What SGLang's tree is about to have from it."""
-        return {} if self.adopted or self.failed else self.brings
 
     def time_loading(self, stopwatch: Stopwatch) -> None:
         """A pass begins that runs this while it loads; it tells if the pass loads all layers."""

@@ -25,6 +25,7 @@ from impress_sglang.options import EXACT_BITS, OFF, ON
 from impress_sglang.serving.admission import Admission, AdmissionPlan
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blending import Blending, fits
+from impress_sglang.serving.bringing import Bringing
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
 from impress_sglang.serving.loading import Loaders, RecomputedLoading
@@ -85,6 +86,7 @@ class ServingRuntime:
         self.metrics: ServingMetrics | None = None
         """Where Prometheus finds the totals, if somebody asks for that."""
         self.live: dict[str, StoredRequest] = {}
+        self.bringing = Bringing(self.live)
         """Requests that were opened and not released."""
         self.blending: Blending | None = None
         """How requests reuse text that is no prefix, if they may."""
@@ -176,11 +178,6 @@ class ServingRuntime:
         elif isinstance(plan, BlendPlan):
             plan.notes.decline()
         return request
-
-    def is_coming(self, plan: AdmissionPlan) -> bool:
-        """Whether a request under way brings most of what is planned into SGLang's tree, where it
-        is shared: after its pass, and sooner than another one would have read it."""
-        return any(plan.is_brought(own.will_bring) for own in self.live.values())
 
     def note_queue(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now: first come, first read, and last evicted."""
