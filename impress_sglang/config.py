@@ -116,14 +116,14 @@ class ImpressConfig:
 
     @property
     def usual_retention(self) -> float:
-        """The retention of a request that asks for none; with auto the least that it gets."""
+        """The retention of a request that sets none; with auto, the least that it gets."""
         if self.auto_retention:
             return max(AUTO_FLOOR, self.min_retention)
         return float(self.retention)
 
     @property
     def part_retention(self) -> float:
-        """The retention that is expected of a request that uses a part of a prefix."""
+        """The retention expected of a request that uses a part of a prefix."""
         return min(self.usual_retention, AUTO_FLOOR)
 
     @property
@@ -133,41 +133,41 @@ class ImpressConfig:
 
     @property
     def usual_bits(self) -> float:
-        """Bits per element of a request that asks for none; with auto the least that it gets."""
+        """Bits per element for a request that sets none; with auto, the least that it gets."""
         if self.auto_bits:
             return AUTO_BITS
         return EXACT_BITS if self.bits == EXACTLY else float(self.bits)
 
     def depth(self, retention: float) -> int:
-        """How many approximations what is stored may rest on, if so much of a prefix was used.
+        """How many approximations stored KVs may rest on, if this retention was used.
 
-        Few bits add up to nothing over as many turns as the default allows (docs/results.md,
-        conversations); of dropped tokens nobody has shown that.
+        Errors of few bits do not add up over as many turns as the default allows (docs/results.md,
+        conversations); this has not been shown for dropped tokens.
         """
         return self.approximation_depth if retention >= 1.0 else min(1, self.approximation_depth)
 
     def serves(self, retention: float, bits: float) -> bool:
-        """Whether there is such a prefix: `impress` takes a part of one from its codes only."""
+        """Whether the policy has such prefixes: `impress` uses a part of one only in codes."""
         return self.policy not in CODED_POLICIES or retention >= 1.0 or bits < EXACT_BITS
 
     def uses_part(self, retention: float) -> bool:
-        """Whether a request of this retention uses a part of a prefix."""
+        """Whether a request of this retention uses only a part of a prefix."""
         return retention < 1.0 and self.policy not in WHOLE_POLICIES
 
     @property
     def usual_blend(self) -> float | str:
-        """What a request blends that does not say it: a share, `AUTO` or `OFF`."""
+        """What a request that does not set it blends: a share, `AUTO` or `OFF`."""
         return self.blend if self.blend in (AUTO, OFF) else float(self.blend)
 
     @property
     def needs_parts(self) -> bool:
-        """Whether the server is for parts of prefixes: its usual retention, or its policy."""
+        """Whether the server needs parts of prefixes, for its usual retention or its policy."""
         compared = self.policy not in (*WHOLE_POLICIES, *CODED_POLICIES)
         return compared or self.uses_part(self.usual_retention)
 
     @property
     def trace_path(self) -> Path | None:
-        """Directory for the timelines of requests, None if none are wanted."""
+        """Directory for the timelines of requests; None if none are wanted."""
         return Path(self.trace_dir).expanduser() if self.trace_dir.strip() else None
 
     @classmethod
@@ -232,7 +232,7 @@ _ACCEPTED_TYPES: dict[str, set[type]] = {
 
 
 def bytes_of(gigabytes: float) -> int:
-    """An option in GB (10^9 bytes)."""
+    """The bytes of an option in GB (10^9 bytes)."""
     return int(gigabytes * 1e9)
 
 

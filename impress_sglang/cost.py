@@ -1,7 +1,7 @@
-"""What something costs, learnt from what it took: time = a * x + b * y.
+"""What something costs, learnt from measured times: time = a * x + b * y.
 
-The two unknowns follow from a least squares fit over recent observations in relative errors, so
-that short ones count as much as long ones.
+The two unknowns follow from a least squares fit of relative errors over recent observations, so
+that short times count as much as long ones.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import math
 # Observations that the fit remembers, as the time constant of an exponential.
 MEMORY = 200
 GUESS_WEIGHT = 1e-4
-# How strongly the unknowns keep the ratio of the first guess, where observations say nothing of it.
+# How strongly the unknowns keep the ratio of the first guess, where observations do not show it.
 RIDGE = 1e-9
-# If of late all took so many times longer or shorter than expected, the device is another one: what
-# was learnt is scaled, and becomes a faint guess.
+# If all recent times were longer or shorter than expected by this factor, the device has changed:
+# what was learnt is scaled, and becomes a faint guess.
 CHANGED_FACTOR = 1.5
 CHANGED_MEMORY = 8
 SCALED_WEIGHT = 0.05
-# By how much errors must be alike: their mean against their mean deviation from it.
+# How alike errors must be for that: their mean divided by their mean deviation from it.
 ALIKE = 2.0
-# Before that the fit is still learning the ratio of the terms.
+# For fewer observations, the fit is still learning the ratio of the terms.
 CHANGED_AFTER = 16
-# Bound of the unknowns, in units of the first guess.
+# Lower bound of the unknowns, in units of the first guess.
 LEAST = 1e-6
 
 
@@ -46,7 +46,7 @@ class TwoTermCost:
         self._solution: tuple[float, float] | None = None
 
     def observe(self, x: float, y: float, seconds: float) -> None:
-        """Learn from something of the size (x, y), y > 0, that took so long."""
+        """Learn from something of the size (x, y), y > 0, that took this many seconds."""
         if y <= 0 or seconds <= 0.0:
             return
         self._follow(math.log(seconds / self.seconds(x, y)))
@@ -61,7 +61,7 @@ class TwoTermCost:
         self._solution = None
 
     def seconds(self, x: float, y: float) -> float:
-        """What something of the size (x, y) will take."""
+        """Seconds that something of the size (x, y) will take."""
         per_x, per_y = self.solve()
         return x * per_x + y * per_y
 
@@ -72,13 +72,13 @@ class TwoTermCost:
         return self._solution[0] * self._first_x, self._solution[1] * self._first_y
 
     def _follow(self, error: float) -> None:
-        """Scale what was learnt, if all takes longer or shorter now.
+        """Scale what was learnt, if everything takes longer or shorter now.
 
-        Relative rows of slow observations are small, so that a fit alone would follow a device that
-        becomes slower only when the fast times are forgotten.
+        Relative rows of slow observations are small, so a fit alone would follow a device that
+        becomes slower only after the fast times are forgotten.
         """
         if self.observations == 0:
-            # The first guess may be off by orders of magnitude; its ratio is what it is about.
+            # The first guess may be off by orders of magnitude; only its ratio is of use.
             self._scale(math.exp(error), 1.0)
         if self.observations < CHANGED_AFTER:
             return
@@ -90,7 +90,7 @@ class TwoTermCost:
             self._drift = self._deviation = 0.0
 
     def _scale(self, factor: float, weight: float) -> None:
-        """Take all that was learnt as if it had taken `factor` times as long, with this weight."""
+        """Treat all observations as if they had taken `factor` times as long, with this weight."""
         self._xx, self._yy, self._xy = (
             weight * own / factor**2 for own in (self._xx, self._yy, self._xy)
         )
@@ -98,8 +98,8 @@ class TwoTermCost:
         self._solution = None
 
     def _fit(self) -> tuple[float, float]:
-        # With one scale for both unknowns the fit is always defined; from there on what is known of
-        # each is fitted, and what is not keeps the ratio of the first guess.
+        # With one scale for both unknowns the fit is always defined. From there, each is fitted as
+        # far as observations determine it, and otherwise keeps the ratio of the first guess.
         scale = (self._x + self._y) / (self._xx + 2 * self._xy + self._yy)
         ridge = RIDGE * (self._xx + self._yy)
         xx, yy = self._xx + ridge, self._yy + ridge
@@ -107,7 +107,7 @@ class TwoTermCost:
         determinant = xx * yy - self._xy * self._xy
         per_x = (x * yy - y * self._xy) / determinant
         per_y = (y * xx - x * self._xy) / determinant
-        # Outside of its bound an unknown takes it, and the other the best value with that.
+        # An unknown below its bound is set to it, and the other to the best value with that.
         if per_x < LEAST:
             return LEAST, max((y - self._xy * LEAST) / yy, LEAST)
         if per_y < LEAST:

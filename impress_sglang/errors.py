@@ -36,7 +36,7 @@ class StoreInUseError(StoreError):
 
 
 class PrefixUnreadable(StoreError):
-    """KVs of a segment cannot be had; who wanted them computes them."""
+    """KVs of a segment cannot be read; whoever needs them computes them."""
 
     def __init__(self, segment_id: str, detail: str) -> None:
         super().__init__(f"segment {segment_id}: {detail}")

@@ -197,8 +197,8 @@ OPTIONS: tuple[Option, ...] = (
         "Policy impress: mean bits per element of a stored prefix when it is loaded, "
         f"{LEAST_BITS:g} to {MOST_BITS:g}, with more of them where the request attends. exact: "
         "KVs as they were computed. auto: the most bits whose I/O hides behind compute, at least "
-        f"{AUTO_BITS:g}, and exact if that hides as well. A request overrides it with custom_params "
-        "impress_bits.",
+        f"{AUTO_BITS:g}, and exact if that hides as well. A request overrides it with "
+        "custom_params impress_bits.",
     ),
     Option(
         "base_error",

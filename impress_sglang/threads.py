@@ -1,4 +1,4 @@
-"""Background threads, which must neither take the model's processors nor be waited for."""
+"""Background threads, which must neither take the model's cores nor delay the process's end."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _T = TypeVar("_T")
 
 
 def compute_alone() -> None:
-    """From now on torch computes with this thread alone, when this thread asks.
+    """Let torch use only the calling thread for this thread's computations from now on.
 
-    Else OpenMP gives each thread that computes a team of its own, as many as there are cores. As
-    soon as all teams have more threads than there are cores, idle members do not spin any more but
-    sleep after each parallel loop, in the model's team as well (libgomp's `GOMP_SPINCOUNT`): a
-    forward pass on a CPU took a fifth longer, long after the other thread had done its work.
+    Otherwise OpenMP gives each thread that computes a team of its own, of as many threads as there
+    are cores. As soon as the teams together have more threads than that, idle members sleep after
+    each parallel loop instead of spinning, in the model's team as well (libgomp's
+    `GOMP_SPINCOUNT`): a forward pass on a CPU took a fifth longer, long after the work had ended.
     """
-    # Torch sets the number of a thread when it is first asked; it must not do so later.
+    # Torch sets a thread's number of threads at the first query; it must not do so later.
     torch.get_num_threads()
     runtime = _openmp()
     if runtime is not None:
@@ -34,7 +34,7 @@ def compute_alone() -> None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP library that torch has loaded, None if it has none."""
+    """The OpenMP library that torch has loaded; None if there is none."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"\S*/lib(gomp|iomp5|omp)[^/\s]*\.so\S*", maps)
     return None if found is None else ctypes.CDLL(found[0])
@@ -70,7 +70,7 @@ class BackgroundThread:
         return future
 
     def close(self, seconds: float) -> bool:
-        """End the thread after what was submitted; False if that takes longer than `seconds`."""
+        """End the thread after all submitted work; False if that takes more than `seconds`."""
         self._jobs.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -80,5 +80,5 @@ class BackgroundThread:
             self._initializer()
         while (job := self._jobs.get()) is not None:
             job()
-            # It has the arguments, which may be large.
+            # The job holds its arguments, which may be large.
             del job

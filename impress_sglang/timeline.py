@@ -1,7 +1,7 @@
 """Where the time of one request went, stage by stage and layer by layer.
 
 A `RequestTimeline` collects what its request's thread does, and what others do for it meanwhile;
-`NO_TIMELINE` stands in for it where nobody asked, and costs next to nothing. A `TimelineWriter`
+`NO_TIMELINE` replaces it where no timeline is wanted, and costs next to nothing. A `TimelineWriter`
 keeps each as a file in Chrome's trace event format, for https://ui.perfetto.dev.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 logger = logging.getLogger(__name__)
 
-# The reads are the time that the request's thread waits for bytes.
+# Stages. The two reads are the time that the request's thread waits for bytes.
 PROBE_READ = "probe read"
 PROBE_COMPUTE = "probe compute"
 SELECT = "select"
@@ -31,9 +31,9 @@ SSD_READ = "SSD read"
 COPY = "copy"
 ATTENTION = "attention"
 STAGES = (PROBE_READ, PROBE_COMPUTE, SELECT, PLAN, SSD_READ, COPY, ATTENTION)
-# What the request's track leaves of the whole.
+# The time of the request that no event of its track covers.
 REST = "rest"
-# The track of spans; what is added to it must not partly overlap them.
+# The track of spans; events that are added to it must not partly overlap them.
 REQUEST_TRACK = "request"
 
 _PID = 1
@@ -107,7 +107,7 @@ class RequestTimeline:
         self._began = perf_counter()
 
     def span(self, stage: str, layer: int) -> AbstractContextManager[None]:
-        """Record the block as `stage`; a span inside of another takes its time from that one."""
+        """Record the block as `stage`; time in a span is not counted for a span around it."""
         return _Span(self, stage, layer)
 
     def add(
@@ -127,18 +127,18 @@ class RequestTimeline:
         return self._whole() / 1e6
 
     def totals(self) -> dict[str, float]:
-        """Milliseconds per stage without the spans inside of it, and the rest of the duration.
+        """Milliseconds per stage without the spans inside it, and the rest of the duration.
 
-        Each of `STAGES` is there, then other names of the request's track. The values sum to the
-        duration; what lies outside of it is not counted.
+        Each of `STAGES` is included, then other names of the request's track. The values sum to the
+        duration; time outside of it is not counted.
         """
         return _totals(self._by_track()[REQUEST_TRACK], self._whole())
 
     def chrome_trace(self) -> dict[str, Any]:
         """The timeline as a JSON object in Chrome's trace event format.
 
-        The request's track is a thread, each other track as many as it needs: viewers drop events
-        of one thread that overlap. What began before the request is shown from its start on.
+        The request's track is one thread, and each other track as many as it needs, because viewers
+        drop overlapping events of a thread. Events from before the request begin with it.
         """
         tracks = self._by_track()
         threads = [(REQUEST_TRACK, sorted(tracks.pop(REQUEST_TRACK), key=_outer_first))]
@@ -166,8 +166,8 @@ class RequestTimeline:
     def _by_track(self) -> dict[str, list[_Event]]:
         """Events by track, the request's first.
 
-        A span is recorded when it closes. Latest first therefore has outer ones before inner ones,
-        also where the clock cannot tell them apart.
+        A span is recorded when it closes. In the order latest first, outer ones therefore come
+        before inner ones, even if the clock cannot tell them apart.
         """
         tracks: dict[str, list[_Event]] = {REQUEST_TRACK: []}
         for track, name, start, stop, layer in reversed(self._events.copy()):
@@ -202,7 +202,7 @@ def _outer_first(event: _Event) -> tuple[int, int]:
 
 
 def _exclusive(events: Iterable[_Event], whole: int) -> dict[tuple[str, int | None], int]:
-    """Nanoseconds of [0, whole) per name and layer; of open events the latest one counts.
+    """Nanoseconds of [0, whole) per name and layer; of open events, only the innermost counts.
 
     Of events with the same times, earlier ones in `events` are the outer ones.
     """
@@ -283,7 +283,7 @@ class TimelineWriter:
         self._lock = threading.Lock()
 
     def write(self, timeline: RequestTimeline) -> Path | None:
-        """The file that now holds `timeline`; None with a warning if it could not be written."""
+        """Write `timeline` to a file; returns its path, or None if that failed, with a warning."""
         text = json.dumps(timeline.chrome_trace())
         with self._lock:
             try:
@@ -297,7 +297,7 @@ class TimelineWriter:
         number = kept[-1][0] + 1 if kept else 1
         safe = re.sub(r"[^A-Za-z0-9_-]", "_", rid)[:_MAX_RID_CHARS] or "_"
         path = self._directory / f"{number:06d}-{safe}.json"
-        # Two processes that share the directory do not share a temporary file.
+        # Processes that share the directory must not share a temporary file.
         temporary = self._directory / f".{path.name}.{os.getpid()}.tmp"
         try:
             temporary.write_text(text, encoding="ascii")
@@ -311,7 +311,7 @@ class TimelineWriter:
         return path
 
     def _numbered(self) -> list[tuple[int, Path]]:
-        """Files of earlier timelines, the oldest first."""
+        """Numbers and files of earlier timelines, oldest first."""
         names = ((_FILE_NAME.fullmatch(name), name) for name in os.listdir(self._directory))
         return sorted((int(match[1]), self._directory / name) for match, name in names if match)
 

@@ -1,8 +1,8 @@
 """Moving averages of what was selected: which tokens of a segment tend to matter.
 
-Kept per layer, head group and token, updated at every access. Each access says of *every* token
+Kept per layer, head group and token, updated at every access. Each access tells for *every* token
 whether it was selected, because the probe column is read whole (and all keys where a layer falls
-back), so the average is not biased towards what happened to be loaded.
+back), so the average is not biased towards tokens that happened to be loaded.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MAX_COUNT = 255
 class TokenHistory:
     """Averages of one segment, [L, head groups, t], in logical order of the tokens.
 
-    `average` is the share of accesses that selected the token. `order_key` is what tokens are
-    ordered by: the same, or with `by_importance` (the paper's key) the token's column sum in units
-    of the mean over the access's part of the segment. `ssd_bytes` counts what was read for selected
-    tokens since the segment got its present order.
+    `average` is the share of accesses that selected the token. Tokens are ordered by `order_key`:
+    the same, or with `by_importance` (the paper's key) the token's column sum in units of the mean
+    over the access's part of the segment. `ssd_bytes` counts the bytes read for selected tokens
+    since the segment got its present order.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class TokenHistory:
 
     @property
     def order_key(self) -> npt.NDArray[np.float32]:
-        """What tokens are ordered by, descending, float32 [L, head groups, t]."""
+        """The key by which tokens are ordered, descending, float32 [L, head groups, t]."""
         key = self._selected if self._importance is None else self._importance
         return key.astype(np.float32)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the averages."""
+        """Bytes of the averages."""
         importance = 0 if self._importance is None else self._importance.nbytes
         return self._selected.nbytes + importance + self.accesses.nbytes
 
@@ -65,19 +65,19 @@ class TokenHistory:
         first: int,
         importance: Tensor | None,
     ) -> None:
-        """Take in one layer of an access to the tokens from `start` on.
+        """Update the averages by one layer of an access to the tokens from `start` on.
 
         Layers of an access must come in ascending order from 0.
 
         Args:
-            layer: from 0.
+            layer: number of the layer, from 0.
             start: first token of the access, counted from the start of the segment.
-            num_tokens: of the access.
+            num_tokens: number of tokens of the access.
             selected: int64 [head groups, k], contiguous, the selected tokens of a prefix, distinct
                 in a head group; those that belong to the access are `first` to `first +
                 num_tokens`.
-            first: the number in the prefix of the token `start`.
-            importance: scores [H, num_tokens], grouped by head group, None if there are none: then
+            first: the number of the token `start` in the prefix.
+            importance: scores [H, num_tokens], grouped by head group; None if there are none: then
                 all tokens count alike.
         """
         stop = start + num_tokens

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Keys are taken from where they are, and widened to so many bytes at once. With less, threads would
-# wait for each other more often, which takes long where they wait for a core.
+# Keys are read in place, and widened in tiles of this many bytes. With smaller ones, threads would
+# wait for each other more often, which takes long where cores are busy.
 TILE_BYTES = 64 << 20
-# Most weights at once, if that leaves a head with so many queries: memory does not grow with all of
-# its queries, heads and tokens.
+# The most weights at once, unless a head then had fewer than the first of these numbers of queries:
+# memory does not grow with the product of queries, heads and tokens.
 MOST_WEIGHTS = 1 << 24
 QUERY_BLOCKS = 16, 256
-# Below the largest one, a logit whose weight does not count where weights are squared.
+# A logit this far below the largest one has a weight that does not count when it is squared.
 LEAST_LOGIT = -30.0
 
 
@@ -40,15 +40,15 @@ def column_sums(
     prefix. With `g = Hq // Hk`, query head `h` uses key head `h // g`.
 
     Args:
-        queries: [q, Hq, D] of the last q of the new tokens, after rotation.
-        prefix_keys: [m, Hk, D], the stored tokens.
-        resident_keys: [c, G, D], tokens before them that are in the device pool; c may be 0.
+        queries: [q, Hq, D], queries of the last q new tokens, after rotation.
+        prefix_keys: [m, Hk, D], keys of the stored tokens.
+        resident_keys: [c, G, D], keys of earlier tokens in the device pool; c may be 0.
         new_keys: [n, G, D], keys of the new tokens.
         scaling: factor of the attention logits.
-        squares: of the weights are summed, by which an error of a token counts.
-        heads: the Hk of the G heads that `prefix_keys` has; None: these are all.
+        squares: sum squared weights, in proportion to which errors of a token count.
+        heads: the Hk of the G heads that `prefix_keys` has; None: it has all.
         prefix_rows: int64 [m], rows of `prefix_keys` that are the stored tokens; None: all.
-        resident_rows: int64 [c], the same of `resident_keys`.
+        resident_rows: int64 [c], likewise for `resident_keys`.
 
     Returns:
         [Hq, m] float32 on the device of `queries`. Each row sums to at most q.
@@ -103,7 +103,7 @@ def _tiles(keys: Tensor, heads: slice | list[int], rows: Tensor | None = None) -
 def _log_sums_of_new(queries: Tensor, new: Tensor, heads: slice | list[int], first: int) -> Tensor:
     """Logs of the sums of exponentials over the new tokens that queries [Hk, g, b, D] may see.
 
-    `heads` are theirs; the first query is that of new token `first`. Returns [Hk, g * b].
+    `heads` are their KV heads; the first query is of new token `first`. Returns [Hk, g * b].
     """
     rows = queries.shape[2]
     flat, number = queries.flatten(1, 2), torch.arange(first, first + rows, device=queries.device)
@@ -121,19 +121,19 @@ def _log_sums_of_new(queries: Tensor, new: Tensor, heads: slice | list[int], fir
 
 
 def _add_sums(sums: Tensor, tiles: list[Tensor], outside: Tensor, *, squares: bool) -> None:
-    """Add to sums [Hk, g, m] of what tiles of logits [Hk, g * b, tile] make; changes them.
+    """Add the weights of tiles of logits [Hk, g * b, tile] to sums [Hk, g, m]; changes both.
 
     `outside` [Hk, g * b] are logs of the sums of exponentials of all other logits.
     """
     peaks = [own.amax(-1, keepdim=True) for own in tiles]
     peak = peaks[0] if len(peaks) == 1 else torch.stack(peaks).amax(0)
-    # The matrix is passed over as seldom as possible: one exponential, and the division by the sum
-    # of each row is folded into the product that sums the columns.
+    # As few passes over the matrix as possible: one exponential, and the division by the sum of
+    # each row is folded into the product that sums the columns.
     total = (outside - peak.squeeze(-1)).exp_()
     for weights in tiles:
         weights.sub_(peak)
         if squares:
-            # Numbers that are too small for a float's exponent are slow, and squares soon are.
+            # Denormal numbers are slow, and squares of small weights soon become denormal.
             weights.clamp_min_(LEAST_LOGIT)
         total += weights.exp_().sum(-1)
     shares = total.reciprocal_()

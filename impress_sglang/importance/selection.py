@@ -1,8 +1,8 @@
 """From scores to tokens: top-k sets, their similarity, the vote, the per-head fallback.
 
-Stage: select. Pure functions of scores; they read no keys and know no storage (IMPRESS, 4.3). What
-a rule calls, `agreed_tokens` and `own_tokens`, is computed where the scores are: on a GPU by
-kernels, with one copy of the result; the other functions are their reference.
+Stage: select. Pure functions of scores; they read no keys and know no storage (IMPRESS, 4.3). The
+functions that rules call, `agreed_tokens` and `own_tokens`, compute where the scores are: on a GPU
+by kernels, with one copy of the result; the other functions are the reference of these kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def similarity_threshold(k: int, num_tokens: int, alpha: float) -> float:
 
 
 def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
-    """The tokens that all heads use, if their own sets are alike (IMPRESS, 4.3).
+    """The tokens that all heads use, if the heads' own sets are alike (IMPRESS, 4.3).
 
     Args:
         scores: float32 [Hp, m] >= 0 of the probe heads.
@@ -35,7 +35,7 @@ def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
         threshold: the sets are alike if their mean Jaccard index is greater; a single head's is.
 
     Returns:
-        Ascending int64 [k] on the CPU: those that most heads chose; None if heads differ.
+        Ascending int64 [k] on the CPU: the tokens that most heads chose; None if heads differ.
     """
     if (kernels := _kernels(scores)) is not None:
         choice = kernels.paper_choice(scores, k, threshold).to_host()
@@ -47,14 +47,14 @@ def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
 
 
 def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
-    """Each KV head's own best tokens, see `per_head_tokens`; on the CPU."""
+    """Each KV head's own best tokens, on the CPU; see `per_head_tokens`."""
     if (kernels := _kernels(scores)) is not None:
         return kernels.to_host(kernels.top_tokens_per_head(scores, group_size, k)).long()
     return per_head_tokens(scores, group_size, k).cpu()
 
 
 def _kernels(scores: Tensor) -> Any:
-    """The kernels, where the scores are on a GPU; Triton is not needed on a CPU."""
+    """The kernels, if the scores are on a GPU; Triton is not needed on a CPU."""
     if scores.device.type != "cuda":
         return None
     from impress_sglang.triton import selection
@@ -80,7 +80,7 @@ def mean_jaccard(token_sets: Tensor, num_tokens: int) -> float:
 
 
 def vote(scores: Tensor, token_sets: Tensor, k: int) -> Tensor:
-    """The k tokens that most sets hold, ties by summed score: ascending int64 [k]."""
+    """The k tokens that most sets contain, ties broken by summed score: ascending int64 [k]."""
     votes = _membership(token_sets, scores.shape[1]).sum(0).double()
     summed = scores.double().sum(0)
     # Below 1, so that a score never outweighs a vote.

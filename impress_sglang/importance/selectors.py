@@ -1,9 +1,9 @@
 """Identification rules: which tokens of a prefix a layer uses.
 
-A rule is a small object behind `TokenSelector`; the loader asks it and never looks inside. It
-decides on what evidence it asks for: scores from the probe column, or from all keys.
-docs/identification.md compares them. Where prefixes are loaded in codes there is no rule to ask:
-`transfer.selective` scores all keys as the base has them.
+A rule is a small object behind `TokenSelector`; the loader asks it and never looks inside. The rule
+decides which evidence it asks for: scores from the probe column, or from all keys.
+docs/identification.md compares the rules. For prefixes loaded in codes no rule is asked:
+`transfer.selective` scores all keys as restored from the base.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def probe_kv_heads(num_query_heads: int, num_kv_heads: int, probe_heads: int) ->
 
 
 class Evidence(Protocol):
-    """What a rule may ask of a layer; asking costs a read and a matrix product, once.
+    """What a rule may ask about a layer; each kind of scores costs a read and a product, once.
 
     Scores are importance, float32, in the order of the query heads.
     """
@@ -56,18 +56,18 @@ class Evidence(Protocol):
         ...
 
     def probe_scores(self) -> Tensor:
-        """[Hp, m], of the query heads that the probe column has keys for."""
+        """Scores [Hp, m] of the query heads that the probe column has keys for."""
         ...
 
     def exact_scores(self) -> Tensor:
-        """[Hq, m], of all query heads; reads all keys."""
+        """Scores [Hq, m] of all query heads; reads all keys."""
         ...
 
 
 class TokenSelector(Protocol):
     """The contract; tests/unit/test_selectors.py runs it on every implementation.
 
-    Implementations must be pure: same evidence, same answer. `evidence` says what they ask for
+    Implementations must be pure: same evidence, same answer. `evidence` is what they ask for
     first: probe (the probe column) or keys (all keys).
     """
 

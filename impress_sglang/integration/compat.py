@@ -42,6 +42,8 @@ RELIED_ON = (
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
     "sglang.srt.layers.rotary_embedding.base._is_cpu",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+    "sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE",
+    "sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS",
     "sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
     "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf",

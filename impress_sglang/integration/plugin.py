@@ -261,6 +261,12 @@ def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) ->
     refresh_waiting(original, req, tree_cache)
 
 
+def _after_admission(result: Any, adder: Any, req: Any, *_: Any, **__: Any) -> Any:
+    from impress_sglang.integration.overtaking import let_others_pass
+
+    return let_others_pass(result, adder, req)
+
+
 def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Give a request that failed in a chunk of its prefill no further chunk.
 
@@ -404,6 +410,7 @@ HOOKS = (
         _around_policy,
         "around",
     ),
+    Hook("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", _after_admission, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),

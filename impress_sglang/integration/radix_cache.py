@@ -67,6 +67,8 @@ class ImpressRadixCache(RadixCache):
         """Told of new weights by the hooks around SGLang's handlers."""
         self.sweeps = PoolSweeps(self)
         """Frees the slots of what is purged."""
+        self.held_back = set[str]()
+        """Ids of requests that wait for another request's pass, which brings their prefix."""
         self._private_tokens = 0
         self._residents = runtime.residents
         self.awaited = Awaited(self._residents)
@@ -113,6 +115,7 @@ class ImpressRadixCache(RadixCache):
         if req is None or self.disable:
             return resident
         known = self._known.note(req)
+        self.held_back.discard(req.rid)
         length = len(req.origin_input_ids)
         report = new_report(self.runtime.policy.name, resident.device_prefix_len, length)
         refusal = serve_refusal(req)
@@ -152,7 +155,8 @@ class ImpressRadixCache(RadixCache):
         known = self._known[req.rid]
         plan, known.plan = known.plan, None
         assert plan is not None and plan.promised == params.host_hit_length
-        if self.runtime.is_coming(plan):
+        if self.runtime.bringing.serves(plan):
+            self.held_back.add(req.rid)
             return None
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
         report = req.customized_info[REPORT_KEY][0]
@@ -189,7 +193,7 @@ class ImpressRadixCache(RadixCache):
         if serves:
             _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
         plan = self._accept(plan, req, resident, measure=not again)
-        if plan is None or runtime.is_coming(plan):
+        if plan is None or runtime.bringing.serves(plan):
             runtime.prefetches.drop(req.rid)
         else:
             runtime.prefetches.begin(req.rid, plan)
@@ -431,5 +435,6 @@ class ImpressRadixCache(RadixCache):
     def _forget(self, rid: str) -> None:
         self._end_waiting(rid)
         self.runtime.prefetches.drop(rid)
+        self.held_back.discard(rid)
         self._known.forget(rid)
         self._saves.forget(rid)

@@ -1,4 +1,4 @@
-"""What is done for every token, chunk, block or element, as loops compiled with Numba."""
+"""Work for every token, chunk, block or element, as loops compiled with Numba."""
 
 from __future__ import annotations
 

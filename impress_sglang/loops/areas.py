@@ -1,8 +1,8 @@
 """Which blocks of a layer are read, and by which read: loops over chunks and layer buffers.
 
 A layer buffer (`transfer.buffers`) has a place for every block of a part of a layer. `owners`
-int16 [blocks] is the number of the read that brings each, -1 for none. Blocks that are wanted are
-listed, ascending: to ask of each whether it is wanted takes longer than all else.
+int16 [blocks] is the number of the read that brings each, -1 for none. Wanted blocks are listed,
+ascending: to test every block whether it is wanted would take longer than everything else.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def find_blocks(
     Args:
         chunks: int64 [n].
         first: int64 [chunks of the layer], the first block of each.
-        count: int64 [chunks of the layer], how many blocks it has.
-        tiers: uint8 [n], where the chunks stand.
+        count: int64 [chunks of the layer], the number of blocks of each.
+        tiers: uint8 [n], the tiers of the chunks.
         kept: bool [n], whether they will be cached: then all of their blocks are wanted.
         pages: int32 [n, width], pages of those that are cached; may be empty if none is.
         spared: bool [blocks of the layer], not wanted unless their chunk is kept.
 
     Returns:
-        Of all blocks of the chunks, one after another, the tier, uint8, and the page there or the
-        block of the layer, int64; those that are wanted from SSD, int64, ascending if the chunks
+        For all blocks of the chunks, one after another, the tier, uint8, and the page there or the
+        block of the layer, int64; blocks that are wanted from SSD, int64, ascending if the chunks
         are; and int64 [3]: blocks of chunks that were found on SSD, host and device.
     """
     total = 0
@@ -69,7 +69,7 @@ def find_blocks(
 def uncached_blocks(
     chunks: Indices, first: Indices, count: Indices, tiers: Uint8s, spared: Flags
 ) -> Indices:
-    """Blocks of those of some chunks that are on SSD alone, int64, ascending if the chunks are.
+    """Blocks of those chunks that are on SSD alone, int64, ascending if the chunks are.
 
     `tiers` uint8 [chunks of the layer]; for the rest see `find_blocks`.
     """
@@ -87,7 +87,7 @@ def uncached_blocks(
 def claim_blocks(
     wanted: Indices, owners: Int16s, number: int, gap_blocks: int
 ) -> tuple[Indices, Indices]:
-    """Give the wanted blocks that no read brings to the read `number`, in place.
+    """Assign the wanted blocks that no read brings to the read `number`, in place.
 
     Returns:
         Starts and stops, int64 in blocks, of runs that cover them. Runs that are at most
@@ -99,7 +99,7 @@ def claim_blocks(
         block = wanted[place]
         if owners[block] == _NO_READ:
             owners[block] = number
-            # Without a branch, which nobody could predict.
+            # Without a branch, which would be unpredictable.
             starts[runs] = block
             runs += block - reached > gap_blocks
             reached = block + 1
@@ -109,10 +109,10 @@ def claim_blocks(
 
 @compiled("(int64[::1], int16[::1], boolean[::1], int64)")
 def count_new(wanted: Indices, owners: Int16s, seen: Flags, reads: int) -> Indices:
-    """How many blocks that were not wanted before each read brings, int64 [1 + reads].
+    """How many of the blocks that were not wanted before each read brings, int64 [1 + reads].
 
-    The first number is of those that no read brings. `seen` bool [blocks], changed in place: those
-    that were wanted at any time.
+    The first number counts blocks that no read brings. `seen` bool [blocks], changed in place:
+    blocks that were wanted at any time.
     """
     found = np.zeros(1 + reads, np.int64)
     for place in range(len(wanted)):
@@ -124,9 +124,9 @@ def count_new(wanted: Indices, owners: Int16s, seen: Flags, reads: int) -> Indic
 
 @compiled("(int64[::1], int16[::1], int64)")
 def bringing(wanted: Indices, owners: Int16s, reads: int) -> Flags:
-    """Whether each read brings some of the wanted blocks, bool [1 + reads].
+    """Whether each read brings any of the wanted blocks, bool [1 + reads].
 
-    The first flag is whether no read brings some of them.
+    The first flag tells whether there are wanted blocks that no read brings.
     """
     found = np.zeros(1 + reads, np.bool_)
     for place in range(len(wanted)):
@@ -157,9 +157,9 @@ def units_below(floors: Uint8s, first: int, stop: int) -> Indices:
 
 @compiled("(int64[:, :], int64, int64, int64)")
 def unit_places(units: Indices, num_heads: int, num_units: int, first: int) -> Indices:
-    """Which chunks of a layer units are, int64 [n], if those before them are `first`.
+    """Numbers of units among the chunks of a layer, int64 [n]; `first` chunks come before them.
 
-    `units` int64 [n, 3]: plane, head and unit, of which a head has `num_units` in each plane.
+    `units` int64 [n, 3]: plane, head and unit; a head has `num_units` in each plane.
     """
     found = np.empty(len(units), np.int64)
     for place in range(len(units)):
@@ -173,8 +173,8 @@ def missing_units(levels: Uint8s, wanted: Uint8s, first: int) -> Indices:
     """Units that lack planes, int64 [n, 3], ascending: plane, head, unit.
 
     Args:
-        levels: uint8 [heads, units], how many planes each has.
-        wanted: uint8 [heads, units], how many it shall have.
+        levels: uint8 [heads, units], how many planes each unit has.
+        wanted: uint8 [heads, units], how many it should have.
         first: number of the first unit.
     """
     heads, units = levels.shape
@@ -185,7 +185,7 @@ def missing_units(levels: Uint8s, wanted: Uint8s, first: int) -> Indices:
             most, own = int(np.int64(wanted[head, unit])), int(np.int64(levels[head, unit]))
             total += max(most - own, 0)
             planes = max(planes, most)
-    # Without a branch, which nobody could predict: each writes, and the last one stays.
+    # Without an unpredictable branch: all are written, and those that do not count overwritten.
     found, at = np.empty((total + 1, 3), np.int64), 0
     for plane in range(planes):
         for head in range(heads):

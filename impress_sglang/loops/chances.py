@@ -1,6 +1,6 @@
-"""Moving averages of what is selected, one code of 8 bits for each token or block.
+"""Moving averages of what is selected, one 8-bit code for each token or block.
 
-As in `planning.py`, results that are arrays are new except where a function says that it changes
+As in `planning.py`, results that are arrays are new, except where a function says that it changes
 its arguments.
 """
 
@@ -15,13 +15,13 @@ from impress_sglang.loops.types import Flags, Indices, Uint8s
 
 @compiled("(uint8[::1], boolean[::1], uint8[::1], uint8[::1])")
 def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:
-    """Move the chance of every block, in place.
+    """Update the chance of every block, in place.
 
     Args:
         codes: uint8 [blocks].
         wanted: bool [blocks].
-        kept: uint8 [256], what becomes of a code whose block was not wanted.
-        raised: uint8 [256], of one whose block was.
+        kept: uint8 [256], the new code for each code whose block was not wanted.
+        raised: uint8 [256], likewise for each code whose block was wanted.
     """
     for block in range(len(codes)):
         codes[block] = raised[codes[block]] if wanted[block] else kept[codes[block]]
@@ -37,7 +37,7 @@ def move_averages(
     kept: Uint8s,
     raised: Uint8s,
 ) -> None:
-    """Move the average of every token of a span, in place.
+    """Update the average of every token of a span, in place.
 
     Args:
         averages: uint8 [head groups, tokens of the segment].
@@ -46,8 +46,8 @@ def move_averages(
         first: see `locate_rows`.
         stop: see `locate_rows`.
         start: see `locate_rows`.
-        kept: uint8 [256], what becomes of an average whose token was not selected.
-        raised: uint8 [256], of one whose token was.
+        kept: uint8 [256], the new average for each one whose token was not selected.
+        raised: uint8 [256], likewise for each one whose token was selected.
     """
     num_head_groups, k = tokens.shape
     before = np.empty(k, np.uint8)

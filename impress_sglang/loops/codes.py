@@ -1,8 +1,8 @@
 """Loops over coded keys and values, compiled; `precision.codec` is their reference.
 
-Bytes stand as `precision.layout.CodeLayout` says: 4 bits of each element in the base and 2 in each
-plane. What is restored is the middle of the values that the known bits share. Pools are float32, or
-bfloat16 as the bits of its numbers in uint16.
+Bytes are laid out as in `precision.layout.CodeLayout`: 4 bits of each element in the base and 2 in
+each plane. An element is restored as the middle of the values that share its known bits. Pools are
+float32, or bfloat16 as the bits of its numbers in uint16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Float32s, Indices, Uint8s
 
 _POOLS = ("float32[:, :, ::1]", "uint16[:, :, ::1]")
-# Of `precision.codec`, which knows these loops.
+# As in `precision.codec`, which this package may not import.
 GROUP_TOKENS = 64
 
 
@@ -164,7 +164,7 @@ def raise_units(
     Args:
         planes: [n, bytes], each a plane of a unit; from `begin` on two bits for each element.
         begin: see there.
-        unit_tokens: of a unit.
+        unit_tokens: number of tokens of a unit.
         units: [k, 4]: head, first token (counted from that of the first slot, may be below 0), and
             which of `planes` are its first and its second plane, -1 for one that is not added.
         steps: of the ranges, [groups, 1 or tokens of a group, G, D or 1].
@@ -173,7 +173,7 @@ def raise_units(
         pool: [slots, G, D].
     """
     dim, each_token, each_channel = pool.shape[2], steps.shape[1] > 1, steps.shape[3] > 1
-    # What the codes of a token add: a row of its own, which a compiler fills many at a time.
+    # What the codes of a token add: a separate row, which is filled with vector instructions.
     width, gained = dim // 4, np.empty(dim, np.float32)
     half, middle = np.float32(1.5), np.float32(7.5)
     for number in range(len(units)):

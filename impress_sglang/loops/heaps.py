@@ -1,8 +1,8 @@
 """Heaps of the chunks of two tiers: which chunk of a tier is worth least.
 
-A heap has each member of its tier once, the lowest first, of equal ones that with the lower id.
-What it goes by is `noted`, which is at most a chunk's priority: one that rises is corrected when
-the chunk comes up, one that falls is told by `note_falls`.
+A heap has each member of its tier once, the lowest first; of equals, that with the lower id.
+It is ordered by `noted`, which is at most a chunk's priority: a rise is corrected when the chunk
+comes to the top, and a fall is reported by `note_falls`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from impress_sglang.loops.jit import array_type, compiled, tuple_type
 from impress_sglang.loops.types import Indices, Int32s, Uint8s
 
 _SSD = 0
-# Of those that leave, one in so many makes it faster to build a heap again.
+# If more than one in this many members leave, it is faster to build the heap again.
 REBUILD_SHARE = 16
 
 
 class Heaps(NamedTuple):
-    """The heaps of host and device, of which tier t has row t - 1, and what is known of chunks."""
+    """The heaps of host and device (tier t has row t - 1), and tables of chunks."""
 
     members: Indices
     """int64 [2, 1 + most members], ids, from place 1 on."""
     noted: Indices
-    """int64 [2, 1 + most members], of the member at each place."""
+    """int64 [2, 1 + most members], the noted priority of the member at each place."""
     sizes: Indices
     """int64 [2], how many members there are."""
     places: Int32s
@@ -58,7 +58,7 @@ def _put(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
 
 @compiled((HEAPS, "int64", "int64", "int64", "int64"), makes_arrays=False)
 def _rise(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
-    """Put a chunk at this place, or above if it is lower than what is there."""
+    """Put a chunk at this place, or above if it is lower than the chunks there."""
     while at > 1:
         above = at // 2
         own, own_noted = heaps.members[row, above], heaps.noted[row, above]
@@ -71,7 +71,7 @@ def _rise(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
 
 @compiled((HEAPS, "int64", "int64", "int64", "int64"), makes_arrays=False)
 def _sink(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
-    """Put a chunk at this place, or below if it is higher than what is there."""
+    """Put a chunk at this place, or below if it is higher than the chunks there."""
     size = heaps.sizes[row]
     while 2 * at <= size:
         child = 2 * at
@@ -89,14 +89,14 @@ def _sink(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
 
 @compiled((HEAPS, "int64", "int64"), makes_arrays=False)
 def enter(heaps: Heaps, row: int, chunk: int) -> None:
-    """A chunk becomes a member."""
+    """Make a chunk a member."""
     heaps.sizes[row] += 1
     _rise(heaps, row, heaps.sizes[row], chunk, heaps.priorities[chunk])
 
 
 @compiled((HEAPS, "int64", "int64"), makes_arrays=False)
 def leave(heaps: Heaps, row: int, chunk: int) -> None:
-    """A chunk that is a member is none any more."""
+    """Remove a member."""
     at, end = int(heaps.places[chunk]), heaps.sizes[row]
     last, noted = heaps.members[row, end], heaps.noted[row, end]
     heaps.sizes[row] -= 1
@@ -111,7 +111,7 @@ def leave(heaps: Heaps, row: int, chunk: int) -> None:
 
 @compiled((HEAPS, "int64"), makes_arrays=False)
 def leave_marked(heaps: Heaps, row: int) -> None:
-    """Members whose place is given as 0 are none any more; the others are put in order again."""
+    """Remove the members whose entry in `places` is 0, and put the others in order again."""
     size = 0
     for at in range(1, heaps.sizes[row] + 1):
         chunk = heaps.members[row, at]
@@ -136,7 +136,7 @@ def lowest(heaps: Heaps, row: int) -> int:
 
 @compiled((HEAPS, "int64[::1]", "uint8[::1]"), makes_arrays=False)
 def note_falls(heaps: Heaps, ids: Indices, tiers: Uint8s) -> None:
-    """Priorities of chunks, which stand in these tiers, may have fallen."""
+    """Correct the heaps for chunks in these tiers whose priorities may have fallen."""
     for number in range(len(ids)):
         chunk = ids[number]
         if tiers[number] != _SSD:

@@ -1,6 +1,6 @@
 """Compiles a loop when its module is imported, so that no request waits for it.
 
-Where Numba is not installed a loop stays as it is written, which is right and slow.
+Where Numba is not installed, a loop runs as plain Python, which is correct but slow.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _Type = Any
 
 
 def array_type(dtype: type[np.generic], dimensions: int = 1) -> _Type:
-    """Of contiguous arrays; None where Numba is not installed."""
+    """The type of contiguous arrays; None where Numba is not installed."""
     return _NUMBA and _NUMBA.types.Array(_NUMBA.from_dtype(np.dtype(dtype)), dimensions, "C")
 
 
 def tuple_type(kind: type[tuple[Any, ...]], *fields: _Type) -> _Type:
-    """Of named tuples whose fields have these types; None where Numba is not installed."""
+    """The type of named tuples with fields of these types; None where Numba is not installed."""
     return _NUMBA and _NUMBA.types.NamedTuple(fields, kind)
 
 
 def compiled(
     *signatures: str | tuple[str | _Type, ...], makes_arrays: bool = True
 ) -> Callable[[_F], _F]:
-    """Compile for these types of arguments; the loop runs without the interpreter's lock.
+    """Compile for these types of arguments; the loop runs without the GIL.
 
-    Where one of the types has no name a signature is a tuple with the type of each argument.
+    If one of the types has no name, a signature is a tuple with the type of each argument.
     Numbers are int64 or float64, as Python's are: others would be converted slowly at each call.
-    The result is kept beside the package, or else in the user's cache.
+    The result is cached beside the package, or else in the user's cache.
 
-    A loop that makes no arrays, nor slices of them, may say so. It then counts no references, which
-    takes ten times as long as the rest where arrays are fields of tuples, and is compiled into the
-    loops that call it.
+    A loop that makes no arrays and no slices of them may say so. Then it counts no references,
+    which would take ten times as long as the rest where arrays are fields of tuples, and it is
+    inlined in the loops that call it.
     """
 
     def decorate(loop: _F) -> _F:
         if _NUMBA is None:
             return loop
-        # The first of these has no other name.
+        # Numba has no public name for the first of these.
         options = {} if makes_arrays else {"_nrt": False, "forceinline": True}
         types = [own if isinstance(own, str) else _arguments(own) for own in signatures]
         try:

@@ -1,10 +1,10 @@
 """Places chunks one after another: two heaps and the free pages of two tiers, as flat arrays.
 
-`tiers.placement` says by which rule. Tiers are numbered as in `tiers.placement.Tier`: 0 is SSD, 1
-the host and 2 the device; of what only caches have, tier t has row t - 1.
+`tiers.placement` describes the rule. Tiers are numbered as in `tiers.placement.Tier`: 0 is SSD, 1
+the host and 2 the device; in arrays for the caches only, tier t has row t - 1.
 
-Tables of chunks are not larger than they need be: there may be a billion of them, few of which are
-in a cache.
+Tables of chunks have as few bytes per chunk as possible: there may be a billion chunks, few of
+which are in a cache.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ _SSD, _HOST, _DEVICE = 0, 1, 2
 
 
 class Caches(NamedTuple):
-    """Where chunks stand, and which pages are free."""
+    """Where chunks are, and which pages are free."""
 
     tiers: Uint8s
-    """uint8 [chunks], where each stands."""
+    """uint8 [chunks], the tier of each."""
     num_pages: Uint16s
-    """uint16 [chunks], how many pages it takes."""
+    """uint16 [chunks], how many pages each takes."""
     first: Int32s
-    """int32 [chunks], the first of them, if the chunk is in a cache."""
+    """int32 [chunks], the first of these pages, if the chunk is in a cache."""
     following: Int32s
-    """int32 [2, pages], the page of the same chunk that comes after each."""
+    """int32 [2, pages], the page that follows each in the same chunk."""
     stacks: Int32s
-    """int32 [2, pages], free pages, the next one last."""
+    """int32 [2, pages], stacks of free pages, the next one to be taken last."""
     free: Indices
-    """int64 [2], how many these are."""
+    """int64 [2], how many pages are free."""
     capacity: Indices
     """int64 [2], pages of each tier."""
     heaps: Heaps
-    """Of the chunks in a cache."""
+    """The heaps of the chunks in a cache."""
 
 
 class Touched(NamedTuple):
-    """Where chunks stood before an access moved them, as far as it did."""
+    """The places that chunks had before an access moved them, for those that it touched."""
 
     chunks: Indices
     """int64 [n]."""
     sources: Uint8s
     """uint8 [n], their tiers."""
     pages: Int32s
-    """int32 [n, width], of which those that were in a cache have used the first."""
+    """int32 [n, width], their pages: the first few, for those that were in a cache."""
     marks: Uint8s
-    """uint8 [chunks], 1 for those that are here."""
+    """uint8 [chunks], 1 for those in `chunks`."""
     displaced: Indices
-    """int64 [width], room for who is displaced from the device."""
+    """int64 [width], room for chunks that are displaced from the device."""
     dropped: Indices
-    """int64 [width], room for who is displaced from the host."""
+    """int64 [width], room for chunks that are displaced from the host."""
 
 
 _INTEGERS = array_type(np.int64)
@@ -91,7 +91,7 @@ TOUCHED = tuple_type(
 
 @compiled((CACHES, "int64"), makes_arrays=False)
 def _free_pages(caches: Caches, chunk: int) -> None:
-    """The pages of a chunk are free, and it stands in no cache."""
+    """Free the pages of a chunk, which is in no cache then."""
     row, count = int(caches.tiers[chunk]) - 1, int(caches.num_pages[chunk])
     page = caches.first[chunk]
     top = caches.free[row] + count
@@ -104,7 +104,7 @@ def _free_pages(caches: Caches, chunk: int) -> None:
 
 @compiled((CACHES, "int64[::1]", "int64"), makes_arrays=False)
 def _drop_from(caches: Caches, ids: Indices, tier: int) -> None:
-    """Chunks leave one of the caches, if they are in it."""
+    """Remove chunks from one of the caches, if they are in it."""
     row, leaving = tier - 1, 0
     for number in range(len(ids)):
         leaving += caches.tiers[ids[number]] == tier
@@ -123,14 +123,14 @@ def _drop_from(caches: Caches, ids: Indices, tier: int) -> None:
 
 @compiled((CACHES, "int64[::1]"), makes_arrays=False)
 def drop(caches: Caches, ids: Indices) -> None:
-    """Chunks leave the caches that they are in, if any."""
+    """Remove chunks from the caches that they are in, if any."""
     for tier in range(_HOST, _DEVICE + 1):
         _drop_from(caches, ids, tier)
 
 
 @compiled((CACHES, "int64", "int32[:, ::1]", "int64"), makes_arrays=False)
 def _copy_pages(caches: Caches, chunk: int, pages: Int32s, place: int) -> None:
-    """Write the pages of a chunk, if it has some, to a row of `pages`."""
+    """Write the pages of a chunk, if it has any, to a row of `pages`."""
     row = int(caches.tiers[chunk]) - 1
     if row >= 0:
         page = caches.first[chunk]
@@ -141,7 +141,7 @@ def _copy_pages(caches: Caches, chunk: int, pages: Int32s, place: int) -> None:
 
 @compiled((CACHES, "int64[::1]", "int64"))
 def pages_of(caches: Caches, ids: Indices, width: int) -> Int32s:
-    """Pages of chunks, int32 [n, width], with anything where there are none."""
+    """Pages of chunks, int32 [n, width]; undefined where there are none."""
     found = np.empty((len(ids), width), np.int32)
     for number in range(len(ids)):
         _copy_pages(caches, ids[number], found, number)
@@ -150,7 +150,7 @@ def pages_of(caches: Caches, ids: Indices, width: int) -> Int32s:
 
 @compiled((CACHES, "int64", "int64"), makes_arrays=False)
 def _occupy(caches: Caches, chunk: int, tier: int) -> None:
-    """A chunk enters a cache, whose free pages do."""
+    """Put a chunk into a cache that has enough free pages."""
     row = tier - 1
     top = caches.free[row]
     rest = top - caches.num_pages[chunk]
@@ -168,10 +168,10 @@ def _occupy(caches: Caches, chunk: int, tier: int) -> None:
 
 @compiled((CACHES, "int64", "int64", "int64", "int64[::1]"), makes_arrays=False)
 def _victims(caches: Caches, row: int, wanted: int, priority: int, found: Indices) -> int:
-    """Members to displace so that `wanted` pages are free, lowest first, which leave their heap.
+    """Find members to displace so that `wanted` pages get free; they leave the heap, lowest first.
 
-    They are put into `found`, which has room for as many as pages are wanted. Returns how many; -1,
-    and nothing has changed, if one of them is not lower than `priority`.
+    They are put into `found`, which has room for `wanted` chunks. Returns how many there are; -1,
+    with nothing changed, if one of them is not lower than `priority`.
     """
     heaps = caches.heaps
     if caches.free[row] >= wanted:
@@ -194,7 +194,7 @@ def _victims(caches: Caches, row: int, wanted: int, priority: int, found: Indice
 
 @compiled((CACHES, "int64", "int64", TOUCHED), makes_arrays=False)
 def _remember(caches: Caches, chunk: int, count: int, touched: Touched) -> int:
-    """Keep where a chunk stood before anything moved; returns how many are kept."""
+    """Remember where a chunk was before it moved; returns how many are remembered."""
     if touched.marks[chunk]:
         return count
     touched.marks[chunk] = 1
@@ -208,11 +208,11 @@ def _remember(caches: Caches, chunk: int, count: int, touched: Touched) -> int:
 def _move(
     caches: Caches, chunk: int, tier: int, count: int, touched: Touched, victims: Indices
 ) -> tuple[int, int]:
-    """Bring a chunk to a tier if it beats who must make room for it.
+    """Bring a chunk to a tier if it beats those that must make room for it.
 
     Returns:
-        How many were displaced, who are in `victims` and in no cache now, -1 if it did not move;
-        and how many chunks were touched so far.
+        How many chunks were displaced, which are in `victims` and in no cache now, -1 if it did not
+        move; and how many chunks were touched so far.
     """
     priority = caches.heaps.priorities[chunk]
     displaced = _victims(caches, tier - 1, int(caches.num_pages[chunk]), priority, victims)
@@ -223,7 +223,7 @@ def _move(
         _free_pages(caches, victims[number])
     count = _remember(caches, chunk, count, touched)
     if caches.tiers[chunk] != _SSD:
-        # Who was displaced has left its heap.
+        # Displaced chunks have left their heap already.
         leave(caches.heaps, int(caches.tiers[chunk]) - 1, chunk)
         _free_pages(caches, chunk)
     _occupy(caches, chunk, tier)
@@ -238,14 +238,14 @@ def place(
 
     Args:
         caches: changed in place.
-        order: the chunks, int64; none has more pages than there is room for who is displaced.
+        order: the chunks, int64; none has more pages than `touched.displaced` has places.
         begin: the first one that was not considered yet.
-        refused: chunks of so many pages find no place until something moves.
-        count: chunks that were touched so far. It ends early when there is no room for more.
+        refused: chunks of this many pages or more find no place until something moves.
+        count: chunks that were touched so far. The loop ends early when there is no room for more.
         touched: changed in place.
     """
     width = len(touched.displaced)
-    # Who enters, who makes room for it, and who makes room for them.
+    # A chunk that enters, those that make room for it, and those that make room for these.
     most = 1 + width + width * width
     while begin < len(order) and count + most <= len(touched.chunks):
         chunk = order[begin]
@@ -254,10 +254,10 @@ def place(
         from_ssd = caches.tiers[chunk] == _SSD
         if wanted >= refused and from_ssd:
             continue
-        # The device first; there stays what does not come from SSD.
+        # Try the device first; a chunk that is refused there stays where it is, if in a cache.
         victims, count = _move(caches, chunk, _DEVICE, count, touched, touched.displaced)
         moved = victims >= 0
-        # Who was displaced from the device contends for the host, the best one first.
+        # Chunks displaced from the device contend for the host, the best one first.
         for number in range(victims - 1, -1, -1):
             loser = touched.displaced[number]
             _, count = _move(caches, loser, _HOST, count, touched, touched.dropped)
@@ -277,17 +277,17 @@ def find_candidates(
 ) -> tuple[int, bool]:
     """Chunks that might move to a better place; if one has a chance, all that could move at all.
 
-    A chunk may displace a larger one and leave room for others.
+    That is because a chunk may displace a larger one and leave room for others.
 
     Args:
         caches: their heaps may be put in order.
         ids: int64 [n].
-        tiers: uint8 [n], where they stand.
+        tiers: uint8 [n], their tiers.
         width: a chunk of more pages, or of none, never moves.
-        found: int64 [n], takes these ids, in their order.
+        found: int64 [n], receives these chunks, in the order of `ids`.
 
     Returns:
-        How many they are, and whether no priority is higher than those before.
+        How many there are, and whether their priorities never rise in this order.
     """
     priorities = caches.heaps.priorities
     beaten = np.iinfo(np.int64).max
@@ -312,7 +312,7 @@ def find_candidates(
 
 @compiled((CACHES, TOUCHED, "int64"), makes_arrays=False)
 def _has_moved(caches: Caches, touched: Touched, place: int) -> bool:
-    """Whether a chunk that was touched is now elsewhere in a cache."""
+    """Whether a touched chunk is now in a cache, in another place than before."""
     chunk, source = touched.chunks[place], touched.sources[place]
     target = caches.tiers[chunk]
     if source != target or target == _SSD:
@@ -330,11 +330,11 @@ def _has_moved(caches: Caches, touched: Touched, place: int) -> bool:
 def sum_up(
     caches: Caches, touched: Touched, count: int, moved: Indices, evicted: Indices
 ) -> tuple[int, int]:
-    """How many of the first `count` chunks that were touched move, and the most pages of one.
+    """How many of the first `count` touched chunks move, and the most pages of one.
 
-    What does not is forgotten: others take its place. `moved` int64 [9], changed in place, is how
-    many chunks went from tier to tier, by 3 * source + target; `evicted` int64 [2], changed in
-    place, which chunk went from a tier to a lower one last, if any did.
+    Chunks that do not move are removed from `touched`. `moved` int64 [9], changed in place, counts
+    the chunks that went from tier to tier, by 3 * source + target; `evicted` int64 [2], changed in
+    place, is the last chunk that went from each tier to a lower one, if any did.
     """
     moving, width = 0, 0
     for place in range(count):

@@ -1,8 +1,8 @@
-"""What planning a read does for every token, chunk and block, as loops over flat arrays.
+"""Planning of reads for every token, chunk and block, as loops over flat arrays.
 
 Arrays are contiguous and of the dtypes that the functions name. Results that are arrays are new,
-except where a function says that it changes its arguments. Tests compare each loop with the same in
-NumPy, bit for bit.
+except where a function says that it changes its arguments. Tests compare each loop bit for bit with
+an equivalent in NumPy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAPPINGS = ("uint16[::1]", "uint32[::1]")
 
 @compiled("(int64[::1], int64, int64)")
 def between(ascending: Indices, first: int, stop: int) -> tuple[int, int]:
-    """Where the values from `first` to before `stop` stand."""
+    """The places [low, high) of the values in [first, stop)."""
     return int(np.searchsorted(ascending, first)), int(np.searchsorted(ascending, stop))
 
 
@@ -53,34 +53,34 @@ def locate_rows(
     key_last: Int32s,
     placed: bool,
 ) -> tuple[Indices, Indices, Indices, Indices, Flags, Flags]:
-    """Where the tokens of a span stand.
+    """Where the tokens of a span are stored.
 
-    Rows are marked in a byte each, from which chunks and blocks are counted in order: several times
-    faster than counting as they come. Unsigned numbers spare a test whether an index is negative.
+    Each row is marked in a byte, and chunks and blocks are counted from these in order: several
+    times faster than counting tokens as they come. Unsigned indices avoid a test for negative ones.
 
     Args:
         tokens: int64 [head groups, k], ascending in each head group, counted from the start of the
             prefix.
-        first: of the span, counted like `tokens`.
-        stop: likewise, after its last one.
-        start: of the span, counted from the start of its segment.
-        mapping: [head groups * rows of a head group], the row of each token; empty if they are the
-            same.
+            t: the span's first token, counted like `tokens`.
+            : likewise, after its last one.
+            t: the span's first token, counted from the start of its segment.
+            ing: [head groups * rows of a head group], the row of each token; empty if tokens are in
+            logical order.
         head_group_rows: rows of a head group, which are tokens of the segment.
         chunk_rows: rows of a chunk.
         value_first: int32 [blocks of a head group's values], the first row that a block holds.
         value_last: likewise the last row.
-        key_first: the same of keys; empty if nobody asks.
-        key_last: the same of keys.
-        placed: whether there are other spans, so that positions are wanted; else all tokens are
-            the span's.
+        key_first: the same for keys; empty if key blocks are not wanted.
+        key_last: the same for keys.
+        placed: whether there are other spans, so that positions are wanted; otherwise all tokens
+            are the span's.
 
-    Returns:
-        Of the tokens of the span int64 [n]: positions in the read (token after token and in each
-        head group by head group), head groups, and rows. If not `placed` the first two are empty,
-        and rows come in the order of the read. Then the rows wanted of each chunk, int64 [head
-        groups * chunks of a head group]; and which blocks of values and of keys hold wanted rows,
-        bool [head groups * blocks of a head group].
+        rns:
+        For the tokens of the span, int64 [n]: positions in the read (token after token and, within
+        each, by head group), head groups, and rows. If not `placed`, the first two are empty, and
+        rows come in the order of the read. Then the wanted rows of each chunk, int64 [head groups *
+        chunks of a head group]; and which blocks of values and of keys hold wanted rows, bool [head
+        groups * blocks of a head group].
     """
     num_head_groups, k = tokens.shape
     head_group_chunks = -(-head_group_rows // chunk_rows)
@@ -127,14 +127,14 @@ def locate_rows(
 
 @compiled("(int64[::1], float64[::1])")
 def touched_chunks(counts: Indices, rows_of_chunk: Floats) -> tuple[Indices, Indices, Floats]:
-    """The chunks of which rows are wanted.
+    """The chunks with wanted rows.
 
     Args:
         counts: int64 [chunks], wanted rows of each.
         rows_of_chunk: float64 [chunks], all rows of each.
 
     Returns:
-        The chunks, ascending, and of each the wanted rows and their share.
+        The chunks, ascending, and for each the number of wanted rows and their share.
     """
     found = 0
     for chunk in range(len(counts)):
@@ -154,10 +154,10 @@ def touched_chunks(counts: Indices, rows_of_chunk: Floats) -> tuple[Indices, Ind
 
 @compiled("(uint8[::1], int64[::1])")
 def tally(tiers: Uint8s, counts: Indices) -> tuple[int, int, int, int, int, int]:
-    """Wanted rows by the tier (0 to 2) where they are found, and then chunks.
+    """Numbers of wanted rows by the tier (0 to 2) where they are found, then of chunks.
 
     Args:
-        tiers: uint8 [n], of each chunk.
+        tiers: uint8 [n], the tier of each chunk.
         counts: int64 [n], wanted rows of each.
     """
     rows = np.zeros(3, np.int64)
@@ -178,13 +178,13 @@ def add_cached_blocks(
     kept: Flags,
     tier: int,
 ) -> None:
-    """Flag the blocks that must be read: wanted ones, and all of chunks that are kept.
+    """Flag the blocks that must be read: wanted ones, and all blocks of kept chunks.
 
     Args:
         blocks: bool [blocks], changed in place.
         wanted: bool [blocks].
         chunk_of_block: int64 [blocks], ascending, of all chunks.
-        chunks: int64 [n], those that are touched.
+        chunks: int64 [n], the touched chunks.
         tiers: uint8 [n], where these are found.
         kept: bool [n], whether they will be cached.
         tier: only chunks that are found here count.
@@ -216,7 +216,7 @@ def chunk_hits(
     chunk_rows: int,
     hit: Flags,
 ) -> tuple[int, int]:
-    """How many tokens stand in the span, and how many of these in chunks that are flagged.
+    """How many tokens are in the span, and how many of these are in flagged chunks.
 
     `hit` is bool [head groups * chunks of a head group]; for the rest see `locate_rows`.
     """
@@ -238,7 +238,7 @@ def chunk_hits(
 
 @compiled("(uint8[:, ::1], int64[::1], boolean[::1], int64)")
 def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd: int) -> Flags:
-    """Which blocks stand in chunks that are on SSD alone.
+    """Which blocks are in chunks that are on SSD alone.
 
     Args:
         tiers: uint8 [layers, chunks of a layer].
@@ -281,8 +281,8 @@ def vector_addresses(
     """Addresses of the vectors of rows: from SSD in an image of the layer, in caches in pages.
 
     Args:
-        head_groups: int64 [n], of each row.
-        rows: int64 [n], in its head group.
+        head_groups: int64 [n], the head group of each row.
+        rows: int64 [n], the rows, counted in their head groups.
         tiers: uint8 [c], where each touched chunk is found; 0 is SSD.
         place_of_chunk: int64 [head groups * head_group_chunks], which of the c each chunk is.
         pages: int32 [c, width] of the touched chunks; may be empty if none is cached.

@@ -1,8 +1,8 @@
-"""Scores of chunks: how often they were accessed, times which share of their rows was wanted.
+"""Scores of chunks: how often they were accessed, times the share of their rows that was wanted.
 
 A score is frequency x share x 2**doublings, which outgrows every float. As a priority it is an
-int64: its exponent, and below that as much of its fraction as there is room for. So priorities
-have the order of the scores, as far as these differ by more than 2**-32 of themselves.
+int64: its exponent, and below that as many bits of its fraction as fit. So priorities have the
+order of the scores, as far as these differ by more than a relative 2**-32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Floats, Indices, Int32s, Uint16s
 
 _FRACTION_BITS = 32
-# Above what the exponent of a float is below zero.
+# Larger than the magnitude of any negative exponent of a float.
 _BIAS = 1100
 
 
@@ -62,13 +62,13 @@ def record_scores(
         accesses: uint16, by id, changed in place.
         averages: float64, moving averages of the shares, by id, changed in place.
         frequencies: float64, by id, changed in place, each in units of 2**(its doublings).
-        doublings: int32, by id, changed in place: those when a chunk was last accessed.
+        doublings: int32, by id, changed in place: the doublings when a chunk was last accessed.
         now: doublings until now; an access adds 2**now.
-        least_weight: of a share in its average; the first ones count alike.
-        most_accesses: where counting stops.
+        least_weight: the least weight of a share in its average; the first shares count alike.
+        most_accesses: the count at which counting stops.
     """
     found = np.empty(len(ids), np.int64)
-    # A division takes longer than all of the rest.
+    # A division takes longer than everything else.
     always_least = 2.0 / least_weight
     for place in range(len(ids)):
         chunk = np.uint64(ids[place])
@@ -90,7 +90,7 @@ def record_scores(
 
 @compiled("(int64[::1], int64[::1], int64[::1], int64)", makes_arrays=False)
 def update_scores(ids: Indices, found: Indices, priorities: Indices, kept: int) -> None:
-    """Put priorities, int64 [n], into the table of all, but where they are `kept` or more there."""
+    """Put priorities, int64 [n], into the table by id, except where that has `kept` or more."""
     for place in range(len(ids)):
         if priorities[ids[place]] < kept:
             priorities[ids[place]] = found[place]

@@ -1,7 +1,7 @@
 """A hash table of windows that grows by one bucket at a time.
 
-It is one of linear hashing (Litwin, VLDB 1980) with chains: each pair that is put into it splits a
-bucket or two, and nothing else is moved, however many there are. Several entries may have one key,
+It uses linear hashing (Litwin, VLDB 1980) with chains: each pair that is put into it splits a few
+buckets, and nothing else is moved, however many pairs there are. Several entries may have one key,
 and are found in the order in which they were put there.
 """
 
@@ -14,17 +14,17 @@ import numpy as np
 from impress_sglang.loops.jit import array_type, compiled, tuple_type
 from impress_sglang.loops.types import Indices, Int32s, Words
 
-# For each entry: a fifth of the chains have one, so that most of what is not there costs one look.
+# Buckets for each entry: a fifth of the chains have one, so most misses cost a single look.
 BUCKETS_PER_ENTRY = 4
-# The value of an entry that has none.
+# The value of a free entry.
 FREE = -1
-# Places in `counts`: buckets that there are; the largest power of two that is no more; entries that
-# were used at some time; of these the first free one, plus one; those that are not free.
+# Places in `counts`: number of buckets; the largest power of two that is not larger; entries that
+# were ever used; the first free one of these, plus one; the number of those that are not free.
 BUCKETS, HALF, USED, FREED, TAKEN = range(5)
 
 
 class WindowTable(NamedTuple):
-    """Chains of pairs of a key and a value that is not negative."""
+    """Chains of pairs of a key and a non-negative value."""
 
     heads: Int32s
     """int32 [buckets or more], the first entry of each chain, plus one; 0: it is empty."""
@@ -33,7 +33,7 @@ class WindowTable(NamedTuple):
     values: Indices
     """int64 [entries]."""
     nexts: Int32s
-    """int32 [entries], the next one of a chain, plus one; of the free ones, too."""
+    """int32 [entries], the next entry of a chain, plus one; free entries are a chain as well."""
     counts: Indices
     """int64 [5]."""
 
@@ -49,7 +49,7 @@ TABLE = tuple_type(
 
 
 def empty_table(entries: int) -> WindowTable:
-    """A table with room for so many."""
+    """A table with room for this many entries."""
     return WindowTable(
         np.zeros(BUCKETS_PER_ENTRY * entries + 2, np.int32),
         np.zeros(entries, np.uint64),
@@ -68,13 +68,13 @@ def _bucket(table: WindowTable, key: np.uint64) -> int:
 
 @compiled((TABLE, "uint64"), makes_arrays=False)
 def _first(table: WindowTable, key: np.uint64) -> int:
-    """The first entry of the chain of a key, -1 if that is empty."""
+    """The first entry of the chain of a key; -1 if the chain is empty."""
     return int(table.heads[_bucket(table, key)]) - 1
 
 
 @compiled((TABLE,), makes_arrays=False)
 def _split(table: WindowTable) -> None:
-    """Make the next bucket, of entries of the one that has half of its number, in their order."""
+    """Make the next bucket from entries of its counterpart in the lower half, in their order."""
     counts, heads, keys, nexts = table.counts, table.heads, table.keys, table.nexts
     new, half = counts[BUCKETS], counts[HALF]
     entry = int(heads[new - half]) - 1
@@ -98,15 +98,15 @@ def _split(table: WindowTable) -> None:
 
 @compiled((TABLE, "uint64[::1]", "int64[::1]", "int64"), makes_arrays=False)
 def put_all(table: WindowTable, new_keys: Words, new_values: Indices, most: int) -> None:
-    """Put pairs into a table, in place, but never more than `most` of one key.
+    """Put pairs into a table, in place, but never more than `most` with one key.
 
-    A key that has `most` is left as it is.
+    Further pairs of a key that has `most` are ignored.
 
     Args:
-        table: with room for them.
+        table: has room for them.
         new_keys: uint64 [n].
         new_values: int64 [n], not negative.
-        most: entries of a key.
+        most: the most entries of a key.
     """
     counts, keys, values, nexts = table.counts, table.keys, table.values, table.nexts
     for new in range(len(new_keys)):
@@ -135,10 +135,10 @@ def put_all(table: WindowTable, new_keys: Words, new_values: Indices, most: int)
 
 @compiled((TABLE, "uint64[::1]", "int64[::1]"), makes_arrays=False)
 def remove_all(table: WindowTable, old_keys: Words, old_values: Indices) -> None:
-    """Take those of some pairs out of a table, in place, that are there.
+    """Remove pairs from a table, in place; pairs that are not there are ignored.
 
     Args:
-        table: of them.
+        table: changed in place.
         old_keys: uint64 [n].
         old_values: int64 [n].
     """
@@ -160,7 +160,7 @@ def remove_all(table: WindowTable, old_keys: Words, old_values: Indices) -> None
 
 @compiled((TABLE, "uint64", "int64[::1]"), makes_arrays=False)
 def values_of(table: WindowTable, key: np.uint64, found: Indices) -> int:
-    """Write the values of a key to `found`, as many as it has room for; returns how many."""
+    """Write values of a key to `found`, as many as there is room for; returns how many."""
     count, entry = 0, _first(table, key)
     while entry >= 0 and count < len(found):
         if table.keys[entry] == key:
@@ -172,7 +172,7 @@ def values_of(table: WindowTable, key: np.uint64, found: Indices) -> int:
 
 @compiled((TABLE,), makes_arrays=False)
 def count_reachable(table: WindowTable) -> int:
-    """How many entries are in the chains of their keys; another number if a chain has no end."""
+    """How many entries are in the chains of their keys; a wrong number if a chain has a cycle."""
     count, steps = 0, 0
     for bucket in range(table.counts[BUCKETS]):
         entry = int(table.heads[bucket]) - 1

@@ -1,7 +1,7 @@
-"""Hashes of windows of tokens, and looking for windows that a table has.
+"""Hashes of windows of tokens, and the search for windows that are in a table.
 
-A window's hash is a polynomial of its tokens modulo 2^64, so that that of the next window follows
-from it; it is mixed with a seed before it is a key.
+A window's hash is a polynomial of its tokens modulo 2^64, so that the hash of the next window
+follows from it; mixed with a seed, it becomes a key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _hash(tokens: Int32s, start: int, length: int) -> np.uint64:
 
 @compiled("uint64(int64)")
 def _power(length: int) -> np.uint64:
-    """Of the first token of a window of this length."""
+    """The factor of the first token in the hash of a window of this length."""
     power = _ONE
     for _ in range(length - 1):
         power *= _BASE
@@ -54,7 +54,7 @@ def _next(word: np.uint64, first: np.int32, behind: np.int32, power: np.uint64) 
 
 @compiled("uint64[::1](int32[::1], int64, uint64)")
 def window_keys(tokens: Int32s, length: int, seed: np.uint64) -> Words:
-    """Keys of the windows of `length` tokens that stand one after the other, uint64 [n // length].
+    """Keys of consecutive windows of `length` tokens, without overlap, uint64 [n // length].
 
     Args:
         tokens: int32 [n].
@@ -77,7 +77,7 @@ def chosen_windows(
         tokens: int32 [n].
         length: of a window.
         seed: of all keys.
-        one_of: a power of two; so many windows have one that is chosen, by its key.
+        one_of: a power of two; on average one in this many windows is chosen, by its key.
     """
     count, found = max(len(tokens) - length + 1, 0), 0
     starts, keys = np.empty(count, np.int64), np.empty(count, np.uint64)
@@ -86,7 +86,7 @@ def chosen_windows(
     for position in range(count):
         key = mixed(word, seed)
         if key & (one_of - _ONE) == 0:
-            # Its lower bits are all zero.
+            # Mixed again, because the lower bits of chosen keys are all zero.
             starts[found], keys[found] = position, mixed(key, seed)
             found += 1
         if position + 1 < count:
@@ -111,16 +111,16 @@ def find_window(
     nexts: Int32s,
     counts: Indices,
 ) -> tuple[int, int]:
-    """Where the first window begins that a table has, and how many values; (-1, -1) if none.
+    """Where the first window in a table begins, and its number of values; (-1, -1) if none.
 
     Args:
         tokens: int32 [n].
         start: where the first window begins.
         length: of a window.
         seed: of all keys.
-        found: int64 [most of a key], room for the values.
-        heads, keys, values, nexts, counts: of the table. To take a tuple apart would be more than
-            half of a call.
+        found: int64 [most of a key], receives the values.
+        heads, keys, values, nexts, counts: of the table. Unpacking a tuple would take more than
+            half of the time of a call.
     """
     table = WindowTable(heads, keys, values, nexts, counts)
     if start + length > len(tokens):
@@ -140,7 +140,7 @@ def find_window(
 def equal_around(
     tokens: Int32s, first: int, position: int, own: Int32s, start: int
 ) -> tuple[int, int]:
-    """How many tokens of two sequences are equal before two places, and from them on.
+    """How many tokens of two sequences are equal before two places, and from these on.
 
     Args:
         tokens: int32 [n].

@@ -1,4 +1,4 @@
-"""What was begun for orders that go in several steps, between which requests are served."""
+"""Work begun for orders that take several steps, between which requests are served."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ MOST_BEGUN = 8
 
 
 class Begun(Generic[Name, Work]):
-    """Work by the names of orders: who has given one goes on with it until it is done.
+    """Work by the names of orders: whoever has given an order continues it until it is done.
 
-    Nobody says that he goes away. So what was begun first is forgotten when there is too much, and
-    who goes on with it after all begins anew.
+    Callers do not say that they give up. So the oldest work is forgotten when there is too much,
+    and a caller who continues it after all begins again.
     """
 
     def __init__(self) -> None:
-        """Nothing is begun."""
+        """Begin with no work."""
         self._begun: dict[Name, Work] = {}
 
     def __len__(self) -> int:
         return len(self._begun)
 
     def get(self, name: Name) -> Work | None:
-        """What was begun under a name and has neither ended nor been forgotten."""
+        """The work of this name; None if there is none, or it has ended or was forgotten."""
         return self._begun.get(name)
 
     def begin(self, name: Name, work: Work) -> Work:
@@ -38,9 +38,9 @@ class Begun(Generic[Name, Work]):
         return work
 
     def end(self, name: Name) -> None:
-        """It is done; no error if it was forgotten."""
+        """End the work of this name; no error if it was forgotten."""
         self._begun.pop(name, None)
 
     def clear(self) -> None:
-        """All of it is void."""
+        """Forget all work."""
         self._begun.clear()

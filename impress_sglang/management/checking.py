@@ -1,9 +1,9 @@
-"""See that the parts of a store say the same: at once for tests, in steps on a server.
+"""Checks that the parts of a store agree: at once for tests, in steps on a server.
 
-Between two steps requests are served, and everything may change. So a step looks at what must hold
-of a segment by itself and with what is next to it, and at sums that are kept anyway. Only the whole
-look adds all up: how many segments build on one, in which order they were used, whose pages these
-are.
+Between two steps requests are served, and everything may change. So a step checks what must hold
+for a segment by itself and with its neighbours in the tree, and sums that are kept anyway. Only the
+whole check adds everything up: how many segments build on each, in which order they were used, and
+to which chunks pages belong.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from impress_sglang.management.writing import SegmentWrites
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import CACHES
 
-# Of one step.
+# The most that one step checks.
 SEGMENTS = 8
 CHUNKS = 1024
 
 
 class StoreChecks:
-    """Those of one store; its thread owns them."""
+    """The checks of one store; its thread owns them."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class StoreChecks:
         versions: SegmentVersions,
         caches: Sequence[ChunkCache],
     ) -> None:
-        """Nothing is looked at yet."""
+        """Begin with nothing checked."""
         self._tree = tree
         self._writes = writes
         self._quota = quota
@@ -45,7 +45,7 @@ class StoreChecks:
         self._caches = caches
 
     def check_integrity(self) -> None:
-        """Compare all at once.
+        """Compare everything at once.
 
         Raises:
             AssertionError: parts differ, which is a bug.
@@ -58,15 +58,15 @@ class StoreChecks:
         self._versions.check_integrity(own.segment_id for own in segments if own.on_disk)
 
     def steps(self) -> Iterator[None]:
-        """Compare a little for each item that is taken; anything may happen between two of them.
+        """Compare a little for each item taken; anything may happen between two of them.
 
-        Segments that are there all the time have had their turn in the end.
+        At the end, all segments that were there the whole time have been checked.
 
         Raises:
-            AssertionError: as of `check_integrity`.
+            AssertionError: as for `check_integrity`.
         """
-        # Who has had no turn yet is among the first so many: what is new comes behind them, and
-        # what gets another file in front, perhaps once more.
+        # Unchecked segments are among the first `turns`: new ones come behind them, and those that
+        # get another file come to the front, perhaps for a second check.
         turns, replaced = len(self._tree), self._tree.replaced
         while turns + self._tree.replaced - replaced > 0:
             self._check_next(SEGMENTS)
@@ -80,7 +80,7 @@ class StoreChecks:
                     yield
 
     def _check_next(self, most: int) -> None:
-        """Compare some segments with what else is known of them, other ones each time."""
+        """Compare some segments with other parts of the store, other ones at each call."""
         pending = dict(self._writes)
         assert self._quota.pending_bytes == sum(pending.values())
         assert self._quota.used_bytes == self._tree.file_bytes

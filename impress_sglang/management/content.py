@@ -1,9 +1,9 @@
 """Finds stored tokens anywhere in a prompt: the windows of all exact segments, by their content.
 
-A segment's tokens are cut into windows of 64 from its start on. A prompt is scanned once; a window
-of it that is known is compared with the segment token by token, and the run of equal tokens is
-extended both ways. So whatever is at least 127 tokens long and stored is found, wherever it stands.
-A hash decides nothing, and namespaces have keys of their own.
+A segment's tokens are cut into windows of 64 from its start on. A prompt is scanned once; where one
+of its windows is known, it is compared with the segment token by token, and the run of equal tokens
+is extended both ways. So stored text of at least 127 tokens is found wherever it is in a prompt.
+A hash alone decides nothing, and each namespace has its own hash seed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.tiers.tables import grown
 
 WINDOW_TOKENS = 64
-# Equal windows that are kept, in different segments or in one; what is everywhere need not be
-# found everywhere.
+# How many equal windows are kept, in different segments or in one; text that occurs everywhere need
+# not be found everywhere.
 SAME_WINDOWS = 4
-# A value is the number of a segment, and in these lower bits that of a window.
+# A value is the number of a segment and, in these lower bits, that of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
 _LEAST_ENTRIES = 1 << 12
@@ -33,7 +33,7 @@ _SECRET_BYTES = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of a prompt from `start` on that are those of a span."""
+    """Tokens of a prompt, from `start` on, that equal those of a span."""
 
     start: int
     span: StoredSpan
@@ -48,11 +48,11 @@ class Run:
 
     @property
     def shift(self) -> int:
-        """How far from their old place its tokens stand."""
+        """How many positions later its tokens are than where they were computed."""
         return self.start - self.span.segment.info.prefix_len - self.span.start
 
     def part(self, start: int, stop: int) -> Run:
-        """Those of its tokens that stand in [start, stop) of the prompt, at least one."""
+        """The part of the run in [start, stop) of the prompt, at least one token."""
         start, stop = max(start, self.start), min(stop, self.stop)
         assert start < stop
         first = self.span.start - self.start
@@ -61,9 +61,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundRuns:
-    """The runs of a prompt of `num_tokens` from `start` on, apart and in their order.
+    """The runs of a prompt of `num_tokens` from `start` on, in order and without overlap.
 
-    They hold while the index has this version; None: some of it may be readable at any moment.
+    They hold while the index has this version; None: more may become readable at any moment.
     """
 
     num_tokens: int
@@ -72,14 +72,14 @@ class FoundRuns:
     runs: tuple[Run, ...]
 
     def meet(self, starts: Indices, length: int) -> Flags:
-        """Which windows of `length` tokens that begin at `starts` have a token of a run.
+        """Which of the windows of `length` tokens that begin at `starts` have a token of a run.
 
         `starts` int64 [w]; returns bool [w].
         """
         if not self.runs:
             return np.zeros(len(starts), np.bool_)
         begins, stops = np.array([(run.start, run.stop) for run in self.runs]).T
-        # Of the runs that begin before a window ends the last one ends last.
+        # Of the runs that begin before a window ends, the last one ends last.
         last = np.searchsorted(begins, starts + length) - 1
         meets: Flags = (last >= 0) & (stops[last] > starts)
         return meets
@@ -89,12 +89,12 @@ class ContentIndex:
     """Windows of the exact segments of a tree; not thread-safe, the tree's thread owns it."""
 
     def __init__(self) -> None:
-        # Here, so that its loops are compiled for nobody who does not look for tokens anywhere.
+        # Imported here, so that these loops are compiled only where tokens are found by content.
         from impress_sglang.loops import window_table, windows
 
         self._loops = windows
         self._tables = window_table
-        # Nobody can send text whose windows all stand in one place of the table.
+        # Keeps anybody from sending text whose windows all fall into one place of the table.
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._segments: list[StoredSegment | None] = []
         self._free: list[int] = []
@@ -102,16 +102,16 @@ class ContentIndex:
         # Counts changes.
         self._version = 0
         self._table = window_table.empty_table(_LEAST_ENTRIES)
-        # Of the window that was found last.
+        # The values of the window that was found last.
         self._found = np.zeros(SAME_WINDOWS, np.int64)
 
     def __len__(self) -> int:
-        """Windows that can be found."""
+        """How many windows can be found."""
         return int(self._table.counts[self._tables.TAKEN])
 
     @property
     def num_bytes(self) -> int:
-        """Of the table, as far as it was ever used."""
+        """Bytes of the table, as far as it was ever used."""
         table, counts = self._table, self._table.counts
         entries, buckets = int(counts[self._tables.USED]), int(counts[self._tables.BUCKETS])
         own = table.keys.itemsize + table.values.itemsize + table.nexts.itemsize
@@ -143,7 +143,7 @@ class ContentIndex:
         self._version += 1
 
     def rename(self, old_id: str, new_id: str) -> None:
-        """A segment has another name, and the same tokens."""
+        """Rename a segment, if it is there; its tokens stay the same."""
         if (number := self._numbers.pop(old_id, None)) is not None:
             self._numbers[new_id] = number
 
@@ -158,16 +158,16 @@ class ContentIndex:
     ) -> FoundRuns:
         """The runs of a prompt, from `start` on.
 
-        A run begins and ends where its segment does, or other tokens follow; where several segments
-        have a window, the longest one is taken. The time is linear in what is scanned, whatever the
-        tokens are.
+        A run extends until the segment ends or the tokens differ, in both directions; where several
+        segments have a window, the longest run is taken. The time is linear in the tokens scanned,
+        whatever they are.
 
         Args:
-            namespace: of the prompt, as segments have it.
-            tokens: of it.
+            namespace: namespace of the prompt, as segments have it.
+            tokens: tokens of the prompt.
             start: where to begin.
-            kept: what was found of this prompt before; it is returned if it still holds.
-            only_ready: leave out what cannot be read now.
+            kept: what was found in this prompt before; it is returned if it still holds.
+            only_ready: leave out segments that cannot be read now.
         """
         if kept is not None and self._holds(kept, len(tokens), start):
             return kept
@@ -184,7 +184,7 @@ class ContentIndex:
                 return FoundRuns(len(tokens), start, version, tuple(runs))
             run = self._longest(namespace, tokens, first, position, count, only_ready)
             if run is None:
-                # Periodic text has a segment that is not ready at each of its places.
+                # In periodic text, a segment that is not ready may match at every place.
                 vain += 1
                 position += min(vain, WINDOW_TOKENS)
             else:
@@ -222,12 +222,12 @@ class ContentIndex:
         count: int,
         only_ready: bool,
     ) -> Run | None:
-        """The longest run around the window that was found, `count` times; from `first` on."""
+        """The longest run around a window that was found `count` times; not before `first`."""
         best, longest = None, 0
         for value in self._found[:count].tolist():
             segment = self._segments[value >> _WINDOW_BITS]
             assert segment is not None
-            # The seed keeps namespaces apart, and this does where hashes are equal.
+            # The seed keeps namespaces apart; this does so even where hashes are equal.
             if segment.info.namespace != namespace or (only_ready and not segment.ready):
                 continue
             start = (value & _WINDOW_MASK) * WINDOW_TOKENS
@@ -248,7 +248,7 @@ class ContentIndex:
         return keys, (number << _WINDOW_BITS) + np.arange(len(keys), dtype=np.int64)
 
     def _make_room(self, windows: int) -> None:
-        """See that the table has room for so many more, without moving what it has."""
+        """Make room in the table for more windows, without moving its entries."""
         table = self._table
         needed = int(table.counts[self._tables.USED]) + windows
         if needed <= len(table.keys):

@@ -13,7 +13,7 @@ _INTEGERS = np.dtype("<i4")
 
 
 def namespace_text(extra_key: str | None, cache_salt: str | None) -> str:
-    """What keeps requests with other `extra_key` or `cache_salt` apart."""
+    """The text that separates requests with different `extra_key` or `cache_salt`."""
     return json.dumps([extra_key, cache_salt])
 
 

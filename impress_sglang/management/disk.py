@@ -1,7 +1,7 @@
-"""What opening a store asks of its disk: a folder and its lock, its segments, the room left.
+"""What opening a store needs of its disk: the folder and its lock, its segments, the free space.
 
-All of that may take as long as the disk likes, so a server that serves does it on another thread;
-once it is done it belongs to the store's. Memory is not taken here.
+All of this may take as long as the disk likes, so a running server does it on another thread; the
+result then belongs to the store's thread. No memory for caches is allocated here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from impress_sglang.storage.health import Health
 
 logger = logging.getLogger(__name__)
 
-# How much of the order of use a process that is killed may take with it.
+# Seconds between records of uses; a process that is killed loses those since the last one.
 NOTE_SECONDS = 60.0
-# As many at once as are told in less than a millisecond.
+# How many uses are recorded at once: this takes less than a millisecond.
 NOTED_TOGETHER = 500
 
 
@@ -45,9 +45,9 @@ class StoreDisk:
         """Lock the folder, and find what an earlier process left in it.
 
         Args:
-            config: of the server.
-            identity: names the model.
-            files: how the disk is touched; None for what is installed.
+            config: options of the server.
+            identity: model identity.
+            files: file system to use; None for the installed one.
 
         Raises:
             ConfigError: the directory cannot be used.
@@ -85,7 +85,7 @@ class StoreDisk:
         self._say_what_is_there()
 
     def note_uses(self, uses: Uses) -> None:
-        """Keep now and then which segments were used, so that also a killed process has told it."""
+        """Record now and then which segments were used, so that it outlasts a killed process."""
         if time.monotonic() < self._note_at:
             return
         used = uses.take_changed(NOTED_TOGETHER)
@@ -95,9 +95,9 @@ class StoreDisk:
             self._note_at = time.monotonic() + NOTE_SECONDS
 
     def close(self, used: Iterable[StoredSegment] = ()) -> None:
-        """Keep when these were used, end the threads and release the lock.
+        """Record when these segments were used, end the threads and release the lock.
 
-        What does not end within `--impress-io-timeout` is left behind.
+        Work that does not end within `--impress-io-timeout` is left behind.
         """
         self.keeper.record_uses([segment.use for segment in used])
         if not self.keeper.close(self._seconds):
@@ -105,7 +105,7 @@ class StoreDisk:
         self.monitor.close(self._seconds)
         self.directory.close()
         if self._froze:
-            # Now the index is garbage. Who opens the next one looks for it first.
+            # Now the tree is garbage, which the next opening of a store collects first.
             gc.unfreeze()
 
     def _say_what_is_there(self) -> None:

@@ -1,8 +1,8 @@
-"""How long prefixes are stored: what is older than it may be is removed, used or not.
+"""How long prefixes are stored: segments older than the limit are removed, used or not.
 
-The age of a segment is that of its file, so it outlasts restarts and needs no record. Files are
-looked at in the background, all of them now and then. What a request has given a time of its own
-goes then, if it is not too old before; that time is in its file.
+The age of a segment is that of its file, so it outlasts restarts and needs no record. From time to
+time all files are looked at in the background. A segment to which a request gave its own time to
+live goes after that time, recorded in its file, if it is not too old before.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from impress_sglang.storage.directory import WrittenBefore
 
 logger = logging.getLogger(__name__)
 
-# Between two looks at all files: a tenth of the time that prefixes are stored, within these.
+# Time between two looks at all files: a tenth of the time to live, within these bounds.
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
-# Removals at once.
+# The most removals at once.
 _MOST_SEGMENTS = 64
 
 
 class Expiry:
-    """Owned by the thread of the store that it is given."""
+    """Removes expired segments; owned by the thread of the store that it is given."""
 
     def __init__(
         self,
@@ -35,19 +35,19 @@ class Expiry:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Prefixes are stored for so many seconds; 0: until room is needed."""
+        """`seconds`: how long prefixes are stored; 0: until room is needed."""
         self._seconds = seconds
         self._period = min(max(seconds / 10, _SHORTEST_S), _LONGEST_S)
         self._clock = clock
         self._wall_clock = wall_clock
         self._look_at = 0.0
         self._look: Future[WrittenBefore] | None = None
-        # By the age that somebody has asked for: the look, and what was reordered before it.
+        # By age asked for and name of order: the look, and the count of reorderings before it.
         self._asked = Begun[tuple[float, str], tuple[Future[WrittenBefore], int]]()
         self._going: list[str] = []
 
     def poll(self, store: PrefixStore) -> None:
-        """Begin what is due, and remove what is too old; never waits."""
+        """Start looks that are due, and remove segments that are too old; never waits."""
         if due := store.tree.uses.take_due(self._wall_clock(), _MOST_SEGMENTS):
             store.writes.discard(_upwards(due), Cause.EXPIRED)
         if not self._seconds:
@@ -62,13 +62,13 @@ class Expiry:
             self._look = self._older(store, self._seconds)
 
     def older_than(self, store: PrefixStore, seconds: float, order: str = "") -> list[str] | None:
-        """Names of segments that were written so long ago; None while that is being looked up.
+        """Names of segments written so many seconds ago or earlier; None while the look is running.
 
-        Who asks, by the name of an order, goes on asking until there is an answer, removes these,
-        and then says `end_asking`.
+        Callers, told apart by `order`, ask again until there is an answer, remove these segments,
+        and then call `end_asking`.
 
         Raises:
-            OSError: the disk cannot be asked; the next one to ask has it asked again.
+            OSError: the disk failed; the next call begins another look.
         """
         name = seconds, order
         if (asked := self._asked.get(name)) is None:
@@ -84,14 +84,14 @@ class Expiry:
         return look.result().segment_ids
 
     def end_asking(self, store: PrefixStore, seconds: float, order: str = "") -> bool:
-        """Whether another look is needed: what was reordered since that one has another name."""
+        """End a look; True if another one is needed, as segments got new names by reordering."""
         name = seconds, order
         _, replaced = self._asked.get(name) or (None, -1)
         self._asked.end(name)
         return replaced != store.tree.replaced
 
     def forget(self) -> None:
-        """The store is another one."""
+        """Forget all looks, because the store is another one."""
         self._asked.clear()
         self._look, self._going = None, []
 
@@ -100,7 +100,7 @@ class Expiry:
 
 
 def _found(look: Future[WrittenBefore]) -> list[str]:
-    """What could be looked at; the rest at the next look."""
+    """The segments found by a look; the next look sees those that this one could not."""
     failure = CancelledError() if look.cancelled() else look.exception()
     if failure is not None:
         logger.warning("what is too old cannot be looked up now: %s", failure)
@@ -111,11 +111,11 @@ def _found(look: Future[WrittenBefore]) -> list[str]:
 
 
 def _stored(store: PrefixStore, segment_ids: list[str]) -> list[StoredSegment]:
-    """Those that are still there."""
+    """Those of the segments that are still on the disk."""
     found = [store.tree.get(segment_id) for segment_id in segment_ids]
     return _upwards(own for own in found if own is not None and own.on_disk)
 
 
 def _upwards(segments: Iterable[StoredSegment]) -> list[StoredSegment]:
-    """What builds on others before them."""
+    """Segments ordered so that each comes before those that it builds on."""
     return sorted(segments, key=lambda own: -own.info.prefix_len)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """What of a stored prefix would have to come from SSD.
+    """Bytes of a stored prefix that would have to come from SSD.
 
     `probe_bytes` are read in any case. `chances` float64 [256] counts the other bytes by the chance
     (in steps of 1/255) that a request with the retention `usual` wants them.
@@ -43,7 +43,7 @@ class StoredBytes:
         if retention >= 1.0:
             return self.probe_bytes + float(self.chances.sum())
         chance = np.arange(len(self.chances)) / (len(self.chances) - 1)
-        # As if each of a block's tokens were wanted so much more often.
+        # As if each token of a block were wanted more often by this ratio.
         wanted = 1.0 - (1.0 - chance) ** (retention / self.usual)
         part = float(self.chances @ wanted)
         if all_keys:
@@ -53,13 +53,13 @@ class StoredBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodedBytes:
-    """What of a stored prefix in codes would have to come from SSD: its base, and all planes."""
+    """Bytes of a prefix in codes that would have to come from SSD: of its base, of all planes."""
 
     base: float
     planes: float
 
     def expected(self, bits: float, there: float = 0.0) -> float:
-        """Bytes that a request for so many bits is expected to read.
+        """Bytes that a request for `bits` per element is expected to read.
 
         `there` is the share of the base that was read ahead.
         """
@@ -68,7 +68,7 @@ class CodedBytes:
 
 
 class ReadForecast:
-    """Answers before anything is read; one thread."""
+    """Estimates reads before any are made; owned by one thread."""
 
     def __init__(
         self,
@@ -80,15 +80,15 @@ class ReadForecast:
         *,
         retention: float,
     ) -> None:
-        """Ask the parts of a store.
+        """Make a forecast from the parts of a store.
 
         Args:
-            shape: of the KVs.
-            reader: knows what reading takes.
-            versions: know what of segments is in which tier.
-            memory: the tiers, and the buffers that reads fill.
+            shape: shape of the KVs.
+            reader: knows how long reads take.
+            versions: know the tiers of the chunks of segments.
+            memory: the caches, and the buffers that reads fill.
             meter: knows how many planes belong to a base.
-            retention: what requests usually ask for.
+            retention: the retention that requests usually ask for.
         """
         self._shape = shape
         self._reader = reader
@@ -99,15 +99,15 @@ class ReadForecast:
         self._said_too_small = False
 
     def seconds_to_read(self, num_bytes: float) -> float:
-        """What reading so many bytes from SSD takes, as reads went lately."""
+        """Seconds that reading so many bytes from SSD takes, judging by recent reads."""
         return self._reader.cost.seconds_for(num_bytes)
 
     def fits(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
-        """Whether a layer of spans fits into the pool."""
+        """Whether a layer of these spans fits into the buffer pool."""
         return self._layer_bytes(spans, in_codes=in_codes) <= self._memory.pool.limit_bytes
 
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
-        """Whether a layer of spans fits into the pool; the first that does not is logged."""
+        """The same as `fits`; the first time that a layer does not fit is logged."""
         if self.fits(spans, in_codes=in_codes):
             return True
         if not self._said_too_small:
@@ -121,7 +121,7 @@ class ReadForecast:
 
     def _layer_bytes(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> int:
         needed = 0
-        # Spans of a segment share the image of its codes; of its columns each has its own.
+        # Spans of a segment share one buffer for its codes; for its columns each has its own.
         segments = {span.segment.segment_id: span.segment for span in spans}
         for segment in segments.values() if in_codes else (span.segment for span in spans):
             layout = self._versions.of(segment).layout
@@ -133,11 +133,11 @@ class ReadForecast:
         return needed
 
     def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
-        """What of spans would have to come from SSD in codes."""
+        """Bytes of spans in codes that would have to come from SSD."""
         base_bytes = plane_bytes = 0.0
-        # What belongs to the base of some heads.
+        # The share of planes that belongs to bases, because of the floors of heads.
         certain = self._meter.mean_planes / NUM_PLANES
-        # Of a segment there may be many.
+        # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
         for span in spans:
             lengths[span.segment] += len(span)
@@ -155,7 +155,7 @@ class ReadForecast:
         return CodedBytes(base_bytes, plane_bytes)
 
     def stored_bytes(self, spans: Sequence[StoredSpan]) -> StoredBytes:
-        """What of consecutive spans would have to come from SSD."""
+        """Bytes of consecutive spans that would have to come from SSD."""
         probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
         for span in spans:
             version = self._versions.of(span.segment)

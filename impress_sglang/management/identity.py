@@ -1,7 +1,7 @@
-"""What a stored KV belongs to: the digest of everything that changes its value.
+"""The identity of the model that stored KVs belong to: a digest of all that changes their values.
 
 Weights count in full, not by name: a fine-tune served under the same name, another dtype or another
-RoPE base gets another identity, and its KVs are never found.
+RoPE base has another identity, so that KVs of one are never used for the other.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _device_fingerprint(raw: Tensor) -> int:
     """Position-weighted sum of 32-bit words in wrapping 64-bit arithmetic."""
     if raw.numel() % 4:
         raw = torch.nn.functional.pad(raw, (0, 4 - raw.numel() % 4))
-    # A slice of 16-bit weights may begin where no 32-bit word does.
+    # A slice of 16-bit weights may begin in the middle of a 32-bit word.
     words = (raw.clone() if raw.storage_offset() % 4 else raw).view(torch.int32)
     total = 0
     for start in range(0, words.numel(), _BLOCK_ELEMENTS):

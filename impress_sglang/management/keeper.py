@@ -1,7 +1,7 @@
-"""What the store does to its disk in the background: writes, removals, second looks, the index.
+"""The store's work on the disk in the background: writes, removals, second looks, the index.
 
-One thread does it all in order, so that what makes room comes before what needs it. Results are
-futures; what fails is in them, or reported to `Health`, and nothing is raised anywhere else.
+One thread does it all in order, so that removals which make room precede the write that needs it.
+Results are futures. Failures are in these or are reported to `Health`, and are raised nowhere else.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from impress_sglang.threads import BackgroundThread, compute_alone
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# What could not be removed is tried again when the disk has failed, and after that time.
+# Failed removals are tried again when the disk has recovered, and after this time.
 RETRY_S = 60.0
-# Errors that speak of the place on the medium, and not of the machine or of who asks.
+# Errors that blame a place on the medium, and not the machine or the caller.
 _OF_MEDIA = frozenset(
     {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO}
 )
@@ -55,7 +55,7 @@ class Verdict(enum.Enum):
 
     GOOD = "good"
     BAD = "bad"
-    """It is damaged, and stands in quarantine now."""
+    """It is damaged, and is in quarantine now."""
     GONE = "gone"
     UNREADABLE = "unreadable"
     """It cannot be read, although the disk answers."""
@@ -70,13 +70,13 @@ class Verdict(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class Survey:
-    """What an earlier process has left of segments; `anew`: the index is to be made of it."""
+    """What segments an earlier process has left; `anew`: rebuild the index from their files."""
 
     anew: bool
     entries: list[CatalogEntry] = dataclasses.field(default_factory=list)
-    """Of files that can be used."""
+    """Entries of files that can be used."""
     adopted: list[CatalogEntry] = dataclasses.field(default_factory=list)
-    """Those of them that the index does not have."""
+    """Those of these entries that the index does not have."""
     missing: list[str] = dataclasses.field(default_factory=list)
     """Segments that only the index has."""
     unfinished: list[Path] = dataclasses.field(default_factory=list)
@@ -85,7 +85,7 @@ class Survey:
 
 
 class Keeper:
-    """Owned by the store's thread; its own thread does the work."""
+    """Works on the disk of a store, whose thread owns it; its own thread does the work."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Keeper:
         direct: bool,
         read_only: bool = False,
     ) -> None:
-        """Of a locked folder; `read_only` for who only surveys it, and changes no index either."""
+        """Work on a locked folder; `read_only`: it is only surveyed, and the index not changed."""
         self._directory = directory
         self._files = directory.files
         self._health = health
@@ -103,27 +103,27 @@ class Keeper:
         self._catalog = Catalog(self._files, directory.path, read_only=read_only)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
-        # What the disk has refused, for `catch_up`; its own thread's.
+        # Small files that the disk has refused, for `catch_up`; used only on the keeper's thread.
         self._unkept: dict[str, bytes] = {}
         self._retried_at = 0.0
         self.removals = Removals()
-        """Which are not done yet."""
+        """Removals that are not done yet."""
         self.quarantine = Quarantine(directory)
-        """Of damaged segments; its own thread changes it."""
+        """Holds damaged segments; only the keeper's thread changes it."""
         self.progress = time.monotonic()
-        """When something was last done; of two values the later one means that work goes on."""
+        """When something was last done; as long as this time advances, work goes on."""
         self.undeleted: dict[str, int] = {}
         """Bytes of segments whose files could not be removed yet."""
         self.unused_files = 0
         """Files that could not be read at the start; nobody knows what builds on them."""
         self.unused_bytes = 0
-        """Of these, and of what may build on them."""
+        """Bytes of these files, and of segments that may build on them."""
 
     def survey(self, identity: str, *, anew: bool = False) -> Survey:
-        """Compare the files of this identity with their rows, and change no file.
+        """Compare the files of this identity with their rows in the index; changes no file.
 
-        `anew`: also headers are read of which the index has rows, which say only how they were
-        used.
+        With `anew`, the headers of files that have rows are read as well; of these rows, only the
+        uses of segments are taken.
 
         Raises:
             OSError: the directory cannot be read.
@@ -138,8 +138,8 @@ class Keeper:
             try:
                 entry = self._recovered(segment_id, path, row, identity, anew=anew)
             except SegmentUnreadable as error:
-                # Another one: its traceback would hold all that is found here, for ever where no
-                # garbage is looked for.
+                # A new error: the traceback of the old one would keep all that is found here alive,
+                # for ever where garbage collection is off.
                 survey.damaged.append(SegmentUnreadable(segment_id, error.detail))
                 continue
             if entry is not None:
@@ -150,10 +150,10 @@ class Keeper:
         return survey
 
     def recover(self, survey: Survey) -> list[CatalogEntry]:
-        """All published segments, after the index and the folder were made as surveyed.
+        """Bring the index and the folder in line with a survey; returns the usable segments.
 
-        Unfinished files are removed, damaged ones go to quarantine; what cannot be read now is left
-        where it is. Called once, before anything else is.
+        Unfinished files are removed, damaged ones go to quarantine, and files that cannot be read
+        now stay where they are. Called once, before any other method.
 
         Raises:
             OSError: the directory cannot be read.
@@ -168,7 +168,7 @@ class Keeper:
                     self.unused_bytes += self._files.stat(path).st_size
         for segment_id in survey.missing:
             logger.warning("segment %s is in the index but has no file", segment_id)
-        # Together, for each change of the database takes a while.
+        # In one call each, because every change of the database takes a while.
         if survey.anew:
             self._index(self._catalog.begin_with, survey.entries)
         else:
@@ -189,27 +189,27 @@ class Keeper:
     ) -> Future[None]:
         """Write and publish a segment; see `write_segment`.
 
-        `unremoved` is what could not be removed before room was made for it. The future raises
-        `WriteAbandoned` or what the disk did; then nothing is left behind. It is not written where
-        more could not be removed by then, because that was to make room.
+        `unremoved` names what could not be removed before room was made for the segment. If more
+        is unremovable when the write begins, that room does not exist, and the write fails. The
+        future raises `WriteAbandoned` or the error of the disk; then no file is left behind.
         """
         return self._submit(self._write, entry, read_layer, floors, unremoved, is_wanted)
 
     def delete(self, segments: Mapping[str, int]) -> None:
-        """Remove files of so many bytes, and their rows; who has one open goes on reading it."""
+        """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
         self.removals.note(self._submit(self._delete, segments), sum(segments.values()))
 
     def replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
-        """Remove a file that has a successor, which gets its row."""
+        """Remove the file of a segment that has a successor, and give its row to the latter."""
         removal = self._submit(self._replace, segment_id, num_bytes, successor)
         self.removals.note(removal, num_bytes)
 
     def look(self, info: SegmentInfo) -> Future[Verdict]:
-        """Read a whole segment again and verify it; what is damaged goes to quarantine."""
+        """Read a whole segment again and verify it; a damaged one goes to quarantine."""
         return self._submit(self._look, info)
 
     def condemn(self, info: SegmentInfo) -> Future[Verdict]:
-        """Set a segment aside that looks could not read."""
+        """Set aside a segment that repeated looks could not read."""
         error = SegmentUnreadable(info.segment_id, "can never be read")
         return self._submit(self._condemn, error)
 
@@ -218,19 +218,19 @@ class Keeper:
         return self._submit(remove_store, self._files, path)
 
     def record_uses(self, uses: list[SegmentUse]) -> Future[None]:
-        """Keep how segments were used for the next start."""
+        """Record in the index how segments were used, for the next start."""
         return self._submit(self._index, self._catalog.record_uses, uses)
 
     def keep(self, name: str, content: bytes) -> None:
-        """Put a small file of this name into the store's folder, in place of an older one."""
+        """Write a small file of this name to the store's folder, replacing an older one."""
         self._submit(self._keep, name, content)
 
     def written_before(self, seconds: float) -> Future[WrittenBefore]:
-        """Segments whose files were written no later than that, as of `time.time`."""
+        """Find segments whose files were written no later than `seconds`, as of `time.time`."""
         return self._submit(written_before, self._directory, seconds)
 
     def empty_quarantine(self) -> None:
-        """Remove the damaged segments that are kept: something is to be forgotten."""
+        """Remove all damaged segments from quarantine, because something is to be forgotten."""
         self._submit(self._change_quarantine, self.quarantine.empty)
 
     def indexed(self) -> Future[dict[str, int]]:
@@ -238,11 +238,11 @@ class Keeper:
         return self._submit(self._catalog.indexed)
 
     def catch_up(self) -> None:
-        """The disk answers again: do what it refused meanwhile."""
+        """Now that the disk answers again, redo the work that it refused."""
         self._submit(self._catch_up)
 
     def close(self, seconds: float) -> bool:
-        """End the thread after what was submitted; False if that takes longer than `seconds`."""
+        """End the thread after all submitted work; False if that takes more than `seconds`."""
         self._submit(self._catalog.close)
         return self._thread.close(seconds)
 
@@ -281,7 +281,7 @@ class Keeper:
             raise
         finally:
             self.progress = time.monotonic()
-        # The file is the truth; the next start reads what the index does not have.
+        # The file is authoritative: the next start reads files that the index does not have.
         self._index(self._catalog.add, entry)
 
     def _replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
@@ -300,7 +300,7 @@ class Keeper:
 
     def _unlink(self, segment_id: str, num_bytes: int) -> None:
         try:
-            # In a folder that is away each file seems to be gone.
+            # If the folder itself is not there, every file seems to be gone.
             self._directory.check_readable()
             path = self._directory.segment_path(segment_id)
             for own in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
@@ -308,7 +308,7 @@ class Keeper:
             self.undeleted.pop(segment_id, None)
         except OSError as error:
             if segment_id in self.undeleted:
-                # It counts, and all else goes on.
+                # It is counted and reported already, and other removals go on.
                 return
             self.undeleted[segment_id] = num_bytes
             logger.warning("segment %s cannot be removed now: %s", segment_id, error)
@@ -361,7 +361,7 @@ class Keeper:
             return Verdict.UNREADABLE if at_fault and self._answers() else Verdict.UNCLEAR
 
     def _answers(self) -> bool:
-        """Whether the rest of the disk can be used: as behind a bad sector, not as of a cable."""
+        """Whether the rest of the disk works, as with a bad sector but not with a bad cable."""
         try:
             self._directory.check_writable()
         except OSError:
@@ -372,7 +372,7 @@ class Keeper:
         self.progress = time.monotonic()
 
     def _condemn(self, error: SegmentUnreadable) -> Verdict:
-        """A segment is missing or damaged; if not the whole disk is, it is set aside."""
+        """Set aside a damaged segment, or forget a missing one, unless the whole disk is gone."""
         path = self._directory.segment_path(error.segment_id)
         try:
             self._directory.check_readable()
@@ -392,7 +392,7 @@ class Keeper:
         return Verdict.GONE if missing else Verdict.BAD
 
     def _verify(self, info: SegmentInfo) -> None:
-        """Read all of a segment.
+        """Read a whole segment and verify it.
 
         Raises:
             SegmentUnreadable: it is missing, short or damaged, or not what the index says.
@@ -429,7 +429,7 @@ class Keeper:
                 raise SegmentUnreadable(segment_id, "belongs to another model")
             return entry
         except (OSError, StoreUnavailable) as error:
-            # What the index knows is verified when it is opened.
+            # A segment that the index knows is verified when it is opened.
             if row is not None:
                 return row
             self.unused_files += 1

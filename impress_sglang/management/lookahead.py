@@ -1,12 +1,12 @@
-"""What the waiting queue will use, and in which order: it leaves memory and disk last.
+"""What the waiting queue will use, and in which order: it is evicted last from memory and disk.
 
 Two papers ask the queue what to keep: a window at its head that is not evicted, from whose end
-memory is given up first (AttentionStore 3.3.2), and a count of the requests that refer to a cache
-(CaR III-B3). Here each request has a turn; what waits goes after all that nobody waits for, and the
-farthest turn first. The window needs no end of its own: what is beyond it goes before what is in.
+memory is freed first (AttentionStore 3.3.2), and a count of the requests that refer to a cache (CaR
+III-B3). Here each request has a turn. Awaited tokens are evicted after all others, those with the
+latest turn first. So no window needs to be set: what is beyond it would go before what is in it.
 
-Who evicts asks: the tree cache and `residents` for slots, `tiers.rules` for pages of the caches,
-`quota` for files.
+These ask when they evict: the tree cache and `residents` for slots, `tiers.rules` for pages of the
+caches, `quota` for files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TypeAlias
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.tiers.rules import LAST_TURN
 
-# So many may come between two requests before others need new turns.
+# How many requests may come between two others before these need new turns.
 _GAP = 1024
-# Room before it, for who overtakes all.
+# Leaves room before it, for requests that overtake all others.
 _FIRST_TURN = 2**40
 
 AwaitedRange: TypeAlias = tuple[int, int, int]
-"""First and last token, exclusive, of a segment, and the turn of the next request for them."""
+"""Tokens [first, last) of a segment, and the turn of the next request for them."""
 
 
 Expect: TypeAlias = Callable[[list[tuple[str, list[AwaitedRange]]]], object]
@@ -33,20 +33,20 @@ _Range: TypeAlias = tuple[int, int]
 
 
 class LookAhead:
-    """Stored tokens that requests wait for, by segment; one thread."""
+    """Stored tokens that requests wait for, by segment; owned by one thread."""
 
     def __init__(self, *, tells: bool = True) -> None:
-        """`tells`: somebody asks what has changed."""
+        """`tells`: keep track of changes, because somebody asks for them."""
         self._tells = tells
         self._expect: Expect = list
-        # By segment and by the range of its tokens that they wait for: the requests.
+        # The requests, by segment and by the range of its tokens that they wait for.
         self._awaited: dict[str, dict[_Range, set[str]]] = {}
         self._ranges_of: dict[str, dict[str, _Range]] = {}
         self._turns: dict[str, int] = {}
         self._next_turn = _FIRST_TURN
-        # What `ranges` has found, until it changes.
+        # Cached results of `ranges`.
         self._found: dict[str, list[AwaitedRange]] = {}
-        # Segments whose ranges may be others than `take_changed` has told, and what it has told.
+        # Segments whose ranges may differ from those last returned by `take_changed`, and those.
         self._changed: set[str] = set()
         self._told: dict[str, list[AwaitedRange]] = {}
 
@@ -60,9 +60,9 @@ class LookAhead:
         return bool(self._ranges_of)
 
     def wait(self, rid: str, spans: Sequence[StoredSpan]) -> None:
-        """A request that waits will use these tokens, and no others, wherever they are.
+        """Note that a waiting request will use these tokens and no others, wherever they are.
 
-        They may be loaded or move while it waits, so tokens are what is noted.
+        They may be loaded or moved while it waits, so the tokens are noted and not their place.
         """
         wanted: dict[str, _Range] = {}
         for span in spans:
@@ -74,7 +74,7 @@ class LookAhead:
         self.stop_waiting(rid)
         for segment_id, own in wanted.items():
             rids = self._awaited.setdefault(segment_id, {}).setdefault(own, set())
-            # Who is in no order yet is behind those who wait for the same.
+            # A request without a turn is behind others for the same tokens, so nothing changes.
             if not rids or rid in self._turns:
                 self._note_change(segment_id)
             rids.add(rid)
@@ -82,7 +82,7 @@ class LookAhead:
             self._ranges_of[rid] = wanted
 
     def stop_waiting(self, rid: str) -> None:
-        """A request is admitted, or gone."""
+        """Forget a request that was admitted or is gone."""
         for segment_id, own in self._ranges_of.pop(rid, {}).items():
             ranges = self._awaited[segment_id]
             ranges[own].remove(rid)
@@ -93,7 +93,7 @@ class LookAhead:
             self._note_change(segment_id)
 
     def succeed(self, old_id: str, new_id: str) -> None:
-        """A segment has the tokens of another, in whose place it is."""
+        """Note that a segment has replaced another one with the same tokens."""
         ranges = self._awaited.pop(old_id, None)
         if ranges is None:
             return
@@ -106,18 +106,18 @@ class LookAhead:
         self._note_change(new_id)
 
     def order(self, rids: Sequence[str]) -> None:
-        """Requests wait in this order now, and no others do.
+        """Note that these requests wait, in this order, and no others.
 
-        As many as can keep their turns, so that a queue that moves on costs nothing but this look
-        at it, and who changes places costs what it takes to tell its own turn.
+        As many as possible keep their turns: a queue that only advances costs no more than this
+        look at it, and for a request that changes places only its own new turn is told.
         """
-        # SGLang says of who has no prefix at all neither that it is admitted nor that it begins.
+        # SGLang reports neither admission nor begin of a request without any prefix.
         for rid in self._ranges_of.keys() - set(rids):
             self.stop_waiting(rid)
         known = [self._turns.get(rid, -1) for rid in rids]
         keep = _longest_rise(known)
         turns, following = dict[str, int](), LAST_TURN
-        # Who comes after all that keep theirs.
+        # From here on come requests behind all that keep their turns.
         last = max(keep, default=-1) + 1
         for place in range(last - 1, -1, -1):
             turn = known[place]
@@ -132,11 +132,11 @@ class LookAhead:
         self._turns = turns
 
     def turn(self, rid: str) -> int:
-        """When it is a request's turn; lower is sooner. Who is in no order yet is behind all."""
+        """The turn of a request; lower is sooner. A request without one is behind all others."""
         return self._turns.get(rid, LAST_TURN)
 
     def ranges(self, segment_id: str) -> list[AwaitedRange]:
-        """What is awaited of a segment, the latest turn first; not to be changed."""
+        """Awaited ranges of a segment, latest turn first; the list must not be changed."""
         found = self._found.get(segment_id)
         if found is None:
             ranges = self._awaited.get(segment_id, {})
@@ -146,14 +146,14 @@ class LookAhead:
         return found
 
     def next_turn(self, segment_id: str, start: int, stop: int) -> int | None:
-        """When it is the turn of the first that waits for some of these tokens, None: nobody."""
+        """The turn of the first request that waits for any of these tokens; None: nobody does."""
         if segment_id not in self._awaited:
             return None
         turns = (turn for low, high, turn in self.ranges(segment_id) if low < stop and start < high)
         return min(turns, default=None)
 
     def take_changed(self) -> list[tuple[str, list[AwaitedRange]]]:
-        """Segments whose `ranges` are others than at the last call, and these."""
+        """Segments whose `ranges` have changed since the last call, with their new ranges."""
         changed, self._changed = self._changed, set()
         found = []
         for segment_id in changed:
@@ -168,18 +168,18 @@ class LookAhead:
         return found
 
     def tell(self) -> None:
-        """Tell what has changed to whom `tell_to` named."""
+        """Pass what has changed to the receiver that `tell_to` has set."""
         self._expect(self.take_changed())
 
     def tell_to(self, expect: Expect) -> None:
-        """Who is told from now on, and knows nothing yet."""
+        """Set the receiver of changes, which knows nothing yet."""
         self._expect = expect
         self._told.clear()
         for segment_id in self._awaited:
             self._note_change(segment_id)
 
     def clear(self) -> None:
-        """Nobody waits."""
+        """Forget all requests."""
         for segment_id in self._awaited:
             self._note_change(segment_id)
         self._awaited.clear()
@@ -187,7 +187,7 @@ class LookAhead:
         self._turns.clear()
 
     def check_integrity(self) -> None:
-        """See that both sides say the same.
+        """Check that ranges by segment and by request agree.
 
         Raises:
             AssertionError: they do not, which is a bug.
@@ -216,8 +216,8 @@ class LookAhead:
 
 
 def _longest_rise(turns: Sequence[int]) -> set[int]:
-    """The places of as many as possible of these that rise, -1 not among them."""
-    # Of rises of each length: the lowest last one, and its place; and who is before each place.
+    """The places of a longest rising subsequence of turns, without those that are -1."""
+    # For rises of each length: the lowest last turn and its place; for each place: the one before.
     lowest, ends, before = list[int](), list[int](), list[int]()
     for place, turn in enumerate(turns):
         length = bisect.bisect_left(lowest, turn)

@@ -1,8 +1,8 @@
 """What has left the store lately, and why, so that a miss can be explained.
 
-A table of fixed size, by the hash of each prefix of whole blocks of what is gone: what is noted
-later may take the place of what was noted before. It knows no prompt, and finds nothing for who
-does not have the same tokens in the same namespace.
+A table of fixed size, indexed by the hash of each prefix of whole blocks that is gone; later
+entries may overwrite earlier ones. It contains no prompt, and nothing can be found in it without
+the same tokens in the same namespace.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.storage.segment import Tokens
 
-# Prefixes that are remembered: those of four million tokens, in 1.1 MB.
+# How many prefixes are remembered: those of four million tokens, in 1.1 MB.
 _PLACES = 1 << 16
 
 
 class Cause(enum.Enum):
-    """Why tokens are not stored any more, or were not taken."""
+    """Why tokens are not stored any more, or were not accepted."""
 
     EVICTED = 0
     DAMAGED = 1
@@ -38,7 +38,7 @@ _CAUSES = tuple(Cause)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:
-    """Of a prompt: `num_tokens` are gone, the first ones since `seconds`."""
+    """Tokens of a prompt that are gone; the first of them left `seconds` ago."""
 
     cause: Cause
     num_tokens: int
@@ -46,12 +46,12 @@ class Loss:
 
 
 class Losses:
-    """The memory of one store; one thread."""
+    """The losses of one store; owned by one thread."""
 
     def __init__(
         self, *, places: int = _PLACES, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`places`, a power of two: prefixes that are remembered at most."""
+        """`places`, a power of two: the most prefixes that are remembered."""
         assert places & (places - 1) == 0
         self._hashes = PrefixHashes()
         self._clock = clock
@@ -60,12 +60,12 @@ class Losses:
         self._causes = np.zeros(places, np.uint8)
 
     def note(self, segment: StoredSegment, cause: Cause) -> None:
-        """A segment is about to leave the tree."""
+        """Note that a segment is about to leave the tree."""
         info = segment.info
         self.note_tokens(info.namespace, prompt_of(segment), cause, info.prefix_len)
 
     def note_tokens(self, namespace: str, tokens: Tokens, cause: Cause, start: int = 0) -> None:
-        """Tokens [start, n) of a prompt, int32 [n], are gone, or were not taken."""
+        """Note that tokens [start, n) of a prompt, int32 [n], are gone or were not stored."""
         names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
         places = self._places(names)
         self._names[places] = names
@@ -73,7 +73,7 @@ class Losses:
         self._causes[places] = cause.value
 
     def find(self, namespace: str, tokens: Tokens, start: int) -> Loss | None:
-        """Why a prompt is not stored from token `start` on, as far as is known."""
+        """Why a prompt is not stored from token `start` on; None if that is not known."""
         names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
         places = self._places(names)
         found = np.flatnonzero(self._names[places] == names)

@@ -1,4 +1,4 @@
-"""What a store takes of memory. It is allocated once and outlives a store of other weights."""
+"""The memory of a store. It is allocated once and outlives the store when weights change."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from impress_sglang.transfer.frames import CODE_PAGE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreMemory:
-    """The caches of chunks and of codes, and the buffers that reads fill; of the store's thread.
+    """The caches of chunks and of codes, and the buffers for reads; the store's thread owns it.
 
-    The one that usual requests read from has the memory.
+    The cache that usual requests read from has all memory for caches.
     """
 
     cache: ChunkCache
@@ -31,7 +31,7 @@ class StoreMemory:
 
     @classmethod
     def allocate(cls, config: ImpressConfig, shape: KVShape, device: torch.device) -> StoreMemory:
-        """As large as the options say; `device` is where attention runs.
+        """Allocate as much as the options say; `device` is where attention runs.
 
         Raises:
             ConfigError: there is not enough.
@@ -54,7 +54,7 @@ class StoreMemory:
 
         cache = make(page, page.max_chunk_pages(shape), used=usual == EXACT_BITS)
         codes = make(CODE_PAGE, most_pages(layout), used=usual < EXACT_BITS)
-        # Chunks are cached by whole pages, also where they end inside one.
+        # Chunks are cached in whole pages, even if they end inside one.
         pool = BufferPool(
             bytes_of(config.buffer_gb),
             pin=device.type == "cuda",
@@ -63,9 +63,9 @@ class StoreMemory:
         return cls(cache, codes, pool)
 
     def emptied(self, config: ImpressConfig) -> StoreMemory:
-        """The same memory for another store; the one that had it must not read any more.
+        """The same memory, emptied for another store; the old store must not read any more.
 
-        Buffers that reads are still filling are used again when these have ended.
+        Buffers that reads are still filling are used again when these reads have ended.
         """
         policy = make_policy(config)
         return StoreMemory(
@@ -79,7 +79,7 @@ class StoreMemory:
         return (self.codes if self.codes.placement.enabled else self.cache).summary()
 
     def close(self) -> None:
-        """Give it back."""
+        """Free the memory."""
         self.pool.close()
         self.cache.close()
         self.codes.close()

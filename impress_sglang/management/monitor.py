@@ -1,6 +1,6 @@
-"""Asks the disk now and then: how much room it has, and whether it answers again after a failure.
+"""Asks the disk now and then for its free space, and after a failure whether it answers again.
 
-Nobody waits for the answers. An answer that does not come for `patience` seconds is a failure, too.
+Nobody waits for the answers. If none comes within `patience` seconds, that is a failure, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from impress_sglang.storage.directory import StoreDirectory, segment_files
 from impress_sglang.storage.health import Health
 from impress_sglang.threads import BackgroundThread
 
-# How old the free space that decisions rest on may be.
+# How old, in seconds, the measured free space that decisions rest on may be.
 MEASURE_SECONDS = 1.0
 
 
@@ -29,7 +29,7 @@ class Answer:
 
 
 class Monitor:
-    """Owned by the store's thread."""
+    """Measures free space and probes the disk; owned by the store's thread."""
 
     def __init__(self, directory: StoreDirectory, health: Health, patience: float) -> None:
         """Measure the free space once.
@@ -48,7 +48,7 @@ class Monitor:
         self._probing: Future[Answer] | None = None
 
     def poll(self) -> Answer | None:
-        """Begin what is due; the answer of a disk that failed, when there is one."""
+        """Start what is due; returns the answer to a probe after a failure, when there is one."""
         if self._probing is not None:
             return self._take_answer()
         if self._health.probe_is_due:

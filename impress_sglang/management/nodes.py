@@ -15,7 +15,7 @@ from impress_sglang.storage.segment import Tokens
 class Node:
     """Tokens [start, start + len(tokens)) of a segment, below `parent`.
 
-    `children` by first token, of each the best quality first.
+    `children` are by first token, those with the same one in order of quality, best first.
     """
 
     tokens: Tokens
@@ -26,7 +26,7 @@ class Node:
 
     @property
     def quality(self) -> Quality:
-        """Of its KVs."""
+        """The quality of its KVs."""
         return EXACT if self.segment is None else self.segment.info.quality
 
     @property
@@ -36,24 +36,24 @@ class Node:
 
     @property
     def stop(self) -> int:
-        """Behind its last token, in its segment."""
+        """The end of its tokens in its segment, exclusive."""
         return self.start + len(self.tokens)
 
     @property
     def first_token(self) -> int:
-        """By which its parent finds it."""
+        """The token by which its parent finds it."""
         return int(self.tokens[0])
 
     def choices(
         self, token: int, least: Quality, without: StoredSegment | None = None
     ) -> Iterator[Node]:
-        """Children that begin with a token and suffice, best first, but no node of `without`.
+        """Children that begin with a token and suffice, best first, except nodes of `without`.
 
-        A hole gives nothing to read, and who has worse KVs cannot fill it: they stand beside it.
+        A hole of better quality is left out: it cannot be read, and worse KVs cannot fill it.
         """
         for child in self.children.get(token, ()):
             quality = child.quality
-            # Most are exact, and are asked for that.
+            # The usual case, in which both are exact, is decided first.
             same = quality is least or quality == least
             suffices = same or (not child.lost and quality.suffices(least))
             if suffices and child.segment is not without:
@@ -67,7 +67,7 @@ class Node:
         return None
 
     def add(self, child: Node) -> bool:
-        """Take a child; False if there is one of its first token and quality."""
+        """Add a child; False if there is one with its first token and quality."""
         siblings = self.children.setdefault(child.first_token, [child])
         if siblings == [child]:
             return True
@@ -78,7 +78,7 @@ class Node:
         return True
 
     def remove(self, child: Node) -> None:
-        """Give a child up."""
+        """Remove a child."""
         siblings = self.children[child.first_token]
         siblings.remove(child)
         if not siblings:
@@ -86,8 +86,8 @@ class Node:
 
 
 def deepest_first(top: Node) -> Iterator[Node]:
-    """A node and all below it, each behind what is below it; nothing may change meanwhile."""
-    # Of each node on the way down those of its children that are still to come.
+    """A node and all below it, each after those below it; the tree must not change meanwhile."""
+    # Each node on the way down, with those of its children that are still to come.
     stack = [(top, itertools.chain.from_iterable(top.children.values()))]
     while stack:
         node, children = stack[-1]

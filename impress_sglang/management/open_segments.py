@@ -1,6 +1,6 @@
-"""Open segments: who reads which file.
+"""Open segments, and their readers.
 
-Files are opened on a thread of their own, and nobody waits for longer than `patience` seconds.
+Files are opened on a thread of their own, and no caller waits for more than `patience` seconds.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class OpenSegments:
         learns: bool,
         patience: float,
     ) -> None:
-        """Begin with no reader.
+        """Begin with no readers.
 
         Args:
-            directory: of the segments.
-            shape: of the KVs.
+            directory: folder of the segments.
+            shape: shape of the KVs.
             reader: reads blocks.
-            versions: of segments.
-            memory: holds chunks, and what is read.
+            versions: versions of the segments.
+            memory: the caches of chunks, and the buffers for reads.
             meter: is told how many planes belong to a base.
-            direct: files can be opened with O_DIRECT.
-            learns: blocks are read ahead.
+            direct: whether files can be opened with O_DIRECT.
+            learns: whether blocks are read ahead, so that sources learn which are wanted.
             patience: seconds to wait for a file to open.
         """
         self._directory = directory
@@ -75,7 +75,7 @@ class OpenSegments:
     def open_source(
         self, spans: Sequence[StoredSpan], needs: ReadNeeds, timeline: Timeline
     ) -> SegmentSource:
-        """A source for consecutive spans; `close_source` gives it back.
+        """Open a source for consecutive spans; `close_source` closes it.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
@@ -106,7 +106,7 @@ class OpenSegments:
         timeline: Timeline,
         planes: int,
     ) -> CodedSource:
-        """A source for spans in codes; see `PrefixStore.open_coded`.
+        """Open a source for spans in codes; see `PrefixStore.open_coded`.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
@@ -138,13 +138,13 @@ class OpenSegments:
         return segments
 
     def close_source(self, source: AnySource) -> None:
-        """Stop what a source reads, and give its segments back when nothing is in flight."""
+        """Stop the reads of a source, and release its segments when none is in flight."""
         source.close()
         self._closing.append(source)
         self.settle()
 
     def settle(self) -> None:
-        """Give back the segments of closed sources whose last reads have ended."""
+        """Release the segments of closed sources whose last reads have ended."""
         ended = [source for source in self._closing if not source.is_reading]
         for source in ended:
             self._closing.remove(source)
@@ -152,7 +152,7 @@ class OpenSegments:
                 self.release(segment_id)
 
     def close(self, seconds: float) -> None:
-        """Give back what can be given back within some seconds, and end the thread."""
+        """Release the segments that can be released in `seconds`, and end the thread."""
         deadline = time.monotonic() + seconds
         while self._closing and time.monotonic() < deadline:
             self.settle()
@@ -176,7 +176,7 @@ class OpenSegments:
         return version.segment
 
     def release(self, segment_id: str) -> None:
-        """A reader of a segment is done."""
+        """End one reader of a segment."""
         self._versions.release(segment_id)
 
     def is_read(self, segment_id: str) -> bool:
@@ -197,7 +197,7 @@ class OpenSegments:
         if error is not None:
             raise StoreUnavailable(stored.segment_id, f"cannot be opened: {error}") from error
         segment = opening.result()
-        # The index has no checksums; the header has.
+        # The index has no checksums, but the header has.
         if not segment.info.describes_same(stored.info):
             segment.close()
             raise SegmentUnreadable(stored.segment_id, "index and segment file do not agree")

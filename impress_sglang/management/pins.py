@@ -1,7 +1,7 @@
 """Prefixes that an operator has pinned: the quota never evicts what is stored of them.
 
-A pin is a prefix and not a file, so it outlasts reordering, damage and restarts: what is stored
-anew of a pinned prefix is pinned again. Pinned are the best KVs that there are of its tokens.
+A pin is a prefix and not a file, so it outlasts reordering, damage and restarts: KVs of a pinned
+prefix that are stored again are pinned again. The best stored KVs of its tokens are what is pinned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from impress_sglang.storage.segment import Tokens, common_prefix_len
 logger = logging.getLogger(__name__)
 
 MOST_PINS = 256
-# Between two looks whether there is more of pinned prefixes than at the last one.
+# Seconds between two looks for what is stored of pinned prefixes.
 _LOOK_SECONDS = 1.0
 
 
@@ -39,7 +39,7 @@ class _Pin:
     tokens: Tokens
     segments: tuple[StoredSegment, ...] = ()
     found: int = 0
-    """Tokens that these have."""
+    """How many of the tokens are stored in `segments`."""
 
     @property
     def is_held(self) -> bool:
@@ -48,7 +48,7 @@ class _Pin:
 
 
 class Pins:
-    """Those of one store; the store's thread owns them."""
+    """The pins of one store; the store's thread owns them."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Pins:
         most_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read what an earlier process has left; nobody else uses the parts yet.
+        """Read the pins that an earlier process has left; nothing else may run on the parts yet.
 
-        `most_bytes`: on SSD, of all pinned prefixes.
+        `most_bytes`: limit on the bytes of all pinned prefixes on SSD.
 
         Raises:
             OSError: the directory cannot be read.
@@ -90,11 +90,11 @@ class Pins:
 
     @property
     def num_bytes(self) -> int:
-        """What pinned prefixes take on SSD."""
+        """Bytes that pinned prefixes take on SSD."""
         return sum(own.file_bytes for own in self._held if own.on_disk)
 
     def pin(self, namespace: str, tokens: Tokens) -> str | None:
-        """Keep a prefix, int32 [n]; if that cannot be, why not.
+        """Pin a prefix, int32 [n]; returns None, or the reason why it cannot be pinned.
 
         `namespace` is as the store names it.
         """
@@ -118,9 +118,9 @@ class Pins:
         return None
 
     def unpin(self, namespace: str | None = None, tokens: Tokens | None = None) -> int:
-        """Let pinned prefixes go that begin like this one; returns how many these were.
+        """Unpin the prefixes that begin with these tokens; returns how many there were.
 
-        None: those of all namespaces, and whatever they begin with.
+        None: those of all namespaces, or whatever they begin with.
         """
         tokens = np.empty(0, np.int32) if tokens is None else tokens
         left = [
@@ -136,7 +136,7 @@ class Pins:
         return count
 
     def summary(self) -> dict[str, int]:
-        """How many there are, and what they take."""
+        """Number of pinned prefixes, and their bytes on SSD."""
         return {"prefixes": len(self._pins), "bytes": self.num_bytes}
 
     def _find(self, namespace: str, tokens: Tokens) -> _Pin | None:
@@ -146,7 +146,7 @@ class Pins:
         return None
 
     def _look(self) -> None:
-        """See what there is of pinned prefixes now."""
+        """Look up which segments have the pinned prefixes now."""
         self._looked_at = self._clock()
         for pin in self._pins:
             if not pin.is_held:

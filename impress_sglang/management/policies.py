@@ -37,10 +37,10 @@ from impress_sglang.tiers.rules import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What of a stored prefix a request wants: the share of its tokens, and their bits.
+    """What a request wants of a stored prefix: the share of its tokens, and their bits.
 
-    `chosen`: the request says itself which share, `bits_chosen` how many bits. `blend`: how much of
-    stored text that is no prefix it computes again: a share, `AUTO`, or `OFF` if it uses none.
+    `chosen`: the request itself has set the share; `bits_chosen`: it has set the bits. `blend`: how
+    much of reused text that is no prefix is computed again: a share, `AUTO`, or `OFF` for no reuse.
     """
 
     retention: float = 1.0
@@ -51,7 +51,7 @@ class LoadOptions:
 
     @property
     def share(self) -> float:
-        """At least so much of what it reuses behind other text is computed again, by whomever."""
+        """The least share of text reused behind other text that must have been computed again."""
         if self.blend == OFF:
             return 1.0
         return AUTO_SHARE if self.blend == AUTO else float(self.blend)
@@ -61,16 +61,16 @@ class LoadOptions:
 class Policy:
     """What one value of `--impress-policy` stands for.
 
-    Only where a request is `exact` may KVs loaded or computed on top be used where SGLang expects
-    exact ones, and approximate KVs are never loaded. tests/unit/test_policies.py holds what all
-    policies have in common.
+    Only for an `exact` request may loaded KVs, and those computed after them, be used where SGLang
+    expects exact ones, and it never loads approximate KVs. tests/unit/test_policies.py tests what
+    all policies have in common.
     """
 
     name: str
     selector: TokenSelector = dataclasses.field(default_factory=H2OSelector)
-    """Which tokens are used, where exact KVs are loaded or were computed again."""
+    """Chooses the tokens that are used, where exact KVs are loaded or were computed again."""
     replacement: Callable[[], ReplacementRule] = LeastRecentlyUsed
-    """What keeps its place in the caches; a new rule at each call."""
+    """Makes the rule for what stays in the caches, a new one at each call."""
     stores: bool = True
     """Whether computed prefixes are written to SSD."""
     whole: bool = False
@@ -78,12 +78,12 @@ class Policy:
     codes: bool = False
     """Whether prefixes are loaded from codes."""
     probes: bool = False
-    """Whether segments keep the keys of probe heads apart; others have codes. A store serves all
-    policies that say the same."""
+    """Whether segments keep the keys of probe heads apart; otherwise they have codes. Policies that
+    agree on this can use the same store."""
     reorders: bool = False
     """Whether stored segments are rewritten by importance."""
     scores: bool = False
-    """Whether resident prefixes are evicted by score, too, and not by recency."""
+    """Whether resident prefixes are evicted by score as well, instead of by recency."""
 
     def exact(self, wanted: LoadOptions) -> bool:
         """Whether a request gets all of a prefix as it was computed."""
@@ -91,13 +91,13 @@ class Policy:
         return all_tokens and self.bits(wanted) == EXACT_BITS
 
     def bits(self, wanted: LoadOptions) -> float:
-        """Bits per element, on average, of a loaded prefix; below `EXACT_BITS` from codes."""
+        """Bits per element, on average, of a loaded prefix; below `EXACT_BITS`: from codes."""
         return wanted.bits if self.codes else EXACT_BITS
 
     def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """How many of `num_tokens` stored tokens each layer uses; 0: the prefix is not used.
 
-        Depends on these alone, and does not fall when one of them grows.
+        The result depends on the arguments alone, and does not fall when one of them grows.
         """
         if not self.stores:
             return 0

@@ -1,6 +1,6 @@
-"""Hashes of all prefixes of a prompt at once, for who remembers prompts without keeping them.
+"""Hashes of all prefixes of a prompt at once, to remember prompts without keeping them.
 
-And of some of its windows, wherever they stand.
+Also hashes of some of its windows, the same wherever the same text is.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy.typing as npt
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.segment import Tokens
 
-# Prefixes are told apart at multiples of so many tokens.
+# Prefixes are hashed at multiples of this number of tokens.
 BLOCK_TOKENS = 64
-# As many windows has the hash of one.
+# On average, one of this number of windows is chosen.
 _ONE_OF = np.uint64(32)
 _SEED_BYTES = 8
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 
 class PrefixHashes:
-    """Hashes that nobody can foretell: another process, or another one of these, has others."""
+    """Hashes that nobody can predict: each object, and so each process, has its own."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(_SEED_BYTES)
@@ -33,23 +33,23 @@ class PrefixHashes:
         self._powers = np.array(powers, np.uint64)
 
     def of(self, namespace: str, tokens: Tokens) -> Hashes:
-        """Of the prefixes of whole blocks in a namespace, shortest first, uint64 [n // 64].
+        """Hashes of all prefixes of whole blocks in a namespace, shortest first, uint64 [n // 64].
 
         `tokens` are those of a prompt from its start, int32 [n].
         """
         blocks = len(tokens) // BLOCK_TOKENS
         own = tokens[: blocks * BLOCK_TOKENS].reshape(-1, BLOCK_TOKENS).astype(np.uint64)
-        # Each block's hash depends on its place, and a prefix has the sum of those of its blocks.
+        # Each block's hash depends on its place; that of a prefix is made of their sum.
         places = np.arange(1, blocks + 1, dtype=np.uint64) * self._powers[-1]
         return mixed(np.cumsum(mixed(own @ self._powers + places)) + self._start(namespace))
 
     def windows(self, namespace: str, tokens: Tokens) -> tuple[Indices, Hashes]:
         """Windows of 64 tokens: where they begin, ascending, int64 [w], and hashes, uint64 [w].
 
-        What they have decides which ones these are, one of 32 on average, so that the same text has
-        the same ones wherever it stands.
+        Their content decides which windows are chosen, one in 32 on average, so that the same text
+        has the same ones wherever it is.
         """
-        # Here, so that it is compiled for nobody who does not count windows.
+        # Imported here, so that it is compiled only where windows are counted.
         from impress_sglang.loops.windows import chosen_windows
 
         tokens = np.ascontiguousarray(tokens, np.int32)
@@ -60,13 +60,13 @@ class PrefixHashes:
         return np.frombuffer(name.digest(), np.uint64)
 
     def rows(self, hashes: Hashes, count: int) -> Hashes:
-        """So many independent hashes of each of some hashes, uint64 [count, n]."""
+        """`count` independent hashes of each of these hashes, uint64 [count, n]."""
         rows = np.arange(1, count + 1, dtype=np.uint64)[:, None] * self._powers[0]
         return mixed(hashes + rows)
 
 
 def mixed(values: Hashes) -> Hashes:
-    """Each value to another one, all bits of which depend on all of its (splitmix64)."""
+    """Mix each value so that all bits of the result depend on all of its bits (splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

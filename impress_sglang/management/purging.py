@@ -1,4 +1,4 @@
-"""What an operator wants to be forgotten: which segments that is, and their removal."""
+"""What an operator wants to be forgotten: finds these segments and removes them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.segment import Tokens
 
-# Of one step: segments that are removed, and looks at whether one is meant.
+# Limits of one step: segments that are removed, and segments that are looked at.
 MOST_SEGMENTS = 64
 MOST_LOOKS = 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Purged:
-    """What one step has removed; `bytes` are on SSD, `writes` were given up."""
+    """What one step has removed; `bytes` are on SSD, `writes` were abandoned."""
 
     segment_ids: tuple[str, ...] = ()
     tokens: int = 0
@@ -27,9 +27,9 @@ class Purged:
 
 
 class Purge:
-    """Removes what is stored of a prefix and of all that begins with it, in steps.
+    """Removes, in steps, what is stored of a prefix and of all that begins with it.
 
-    Between two of them requests are served, and what they store of it is removed as well.
+    Between two steps requests are served; what they store of the prefix is removed as well.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Purge:
         tokens: Tokens | None = None,
         among: list[str] | None = None,
     ) -> None:
-        """Nothing is removed yet.
+        """Begin with nothing removed.
 
         Args:
-            namespace: as the store names it; None: all.
-            tokens: the prefix, int32 [n], n > 0, in a namespace; None: all of that.
-            among: only these segments, and pins stay; None: all. The list is emptied.
+            namespace: as the store names it; None: all namespaces.
+            tokens: the prefix, int32 [n], n > 0, in a namespace; None: all of the namespace.
+            among: remove only these segments, and no pins; None: all. The list is emptied.
         """
         assert tokens is None or (namespace is not None and len(tokens))
         self._namespace = namespace
@@ -56,13 +56,13 @@ class Purge:
     def step(self, store: PrefixStore, most: int = MOST_SEGMENTS) -> Purged:
         """Remove some segments, in a time that does not grow with how many there are.
 
-        Files are unlinked behind the caller, in order with writes. What is being written is given
-        up, and removed where it is too late for that. Pins of what is removed are gone as well, and
-        so is what stands in quarantine, of whatever it is.
+        Files are unlinked in the background, in order with writes. Running writes are abandoned, or
+        their files removed where it is too late for that. Pins of what is removed go as well, and
+        so does everything in quarantine, whatever it is of.
         """
         if not self.left:
             return Purged()
-        # What was published since has another name, or is not known to be there.
+        # Segments published since the last poll have other names, or are not known to be there.
         store.poll()
         first, self._begun = not self._begun, True
         writes, unpinned = list[StoredSegment](), 0
@@ -73,10 +73,10 @@ class Purge:
             if first:
                 unpinned = store.pins.unpin(self._namespace, self._tokens)
             if first or not self.left:
-                # All at first, for they read what is to be freed; at last those that began since.
+                # All in the first step, as they read what is to be freed; newer ones in the last.
                 place = _Place(store.tree, self._namespace, self._tokens)
                 writes = [own for own, _ in store.writes if place.has(own)]
-        # What builds on others before them.
+        # Dependents first.
         going.sort(key=lambda own: -own.info.prefix_len)
         given_up = store.writes.discard([*writes, *going], Cause.PURGED)
         return Purged(
@@ -88,7 +88,7 @@ class Purge:
         )
 
     def _next_stored(self, tree: StoredTree, most: int) -> list[StoredSegment]:
-        """The first ones; those of the step before are not there any more."""
+        """The first segments; those of the step before are not there any more."""
         going = list[StoredSegment]()
         for segment in tree.below(self._namespace, self._tokens):
             if segment.on_disk:
@@ -99,7 +99,7 @@ class Purge:
         return going
 
     def _next_named(self, tree: StoredTree, names: list[str], most: int) -> list[StoredSegment]:
-        """Some of those that are meant; each name is looked at once, and not again in each step."""
+        """Some of the named segments; each name is looked at once, and not again in later steps."""
         going, place = list[StoredSegment](), _Place(tree, self._namespace, self._tokens)
         for _ in range(min(len(names), MOST_LOOKS)):
             segment = tree.get(names.pop())
@@ -120,14 +120,14 @@ class _Place:
         if namespace is not None and tokens is not None:
             self._length, self._ends = len(tokens), tree.ends(namespace, tokens)
         self.looks = 0
-        """At segments, so far."""
+        """Number of looks at segments so far."""
 
     def has(self, segment: StoredSegment) -> bool:
-        """Whether a segment of the tree has the end of the prefix or something behind it."""
+        """Whether a segment of the tree has the end of the prefix or tokens behind it."""
         self.looks += 1
         if self._namespace not in (None, segment.info.namespace):
             return False
-        # Up to what has its last token: no tokens are compared, however long the prompt is.
+        # Go up to the segment with the prefix's last token; no tokens are compared on the way.
         while segment.parent is not None and segment.info.prefix_len >= self._length > 0:
             segment = segment.parent
             self.looks += 1

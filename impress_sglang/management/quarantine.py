@@ -1,4 +1,4 @@
-"""Damaged segments, kept for who wants to know what happened to them."""
+"""Damaged segments, kept for whoever wants to find out what happened to them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ MOST_FILES = 4
 
 
 class Quarantine:
-    """Used by one thread."""
+    """The quarantine of one store; used by one thread."""
 
     def __init__(self, directory: StoreDirectory) -> None:
-        """Of a store; what an earlier process has set aside counts from the first `tidy` on."""
+        """Begin with 0 bytes; files of an earlier process count from the first `tidy` on."""
         self._directory = directory
         self._files = directory.files
         self._must_go = False
         self.num_bytes = 0
-        """Of its files."""
+        """Bytes of its files."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has to go, and the disk has not let it go so far."""
+        """Whether it must be emptied and the disk has refused that so far."""
         return self._must_go
 
     def take(self, error: SegmentUnreadable) -> None:
         """Set the file of a damaged segment aside.
 
         Raises:
-            OSError: the disk refuses; perhaps it is done.
+            OSError: the disk has failed; the file may have been moved nevertheless.
         """
         path = self._directory.segment_path(error.segment_id)
         target = self._directory.quarantine_path(error.segment_id)
         self._files.rename(path, target)
         try:
-            # Else a power loss could bring it back beside what is stored in its place by then.
+            # Otherwise a power loss could bring it back beside its replacement.
             for folder in (target.parent, path.parent):
                 self._files.sync_directory(folder)
         finally:
@@ -47,16 +47,16 @@ class Quarantine:
         logger.error("%s; set aside in quarantine", error)
 
     def empty(self) -> None:
-        """Remove all; where the disk refuses, `tidy` does it later.
+        """Remove all files; if the disk refuses, `tidy` does it later.
 
         Raises:
-            OSError: it does.
+            OSError: the disk refuses.
         """
         self._must_go = True
         self.tidy()
 
     def tidy(self) -> None:
-        """Keep the latest ones, or none that had to go before.
+        """Keep only the latest files, or none if `empty` has failed before.
 
         Raises:
             OSError: the disk refuses.
@@ -67,7 +67,7 @@ class Quarantine:
     def _limit(self, most: int) -> None:
         paths = quarantined_files(self._files, self._directory.path)
         sizes = [self._files.stat(path).st_size for path in paths]
-        # Right also where a file cannot be removed.
+        # Counted first, so that it is right even if a file cannot be removed.
         self.num_bytes = sum(sizes)
         for path, size in list(zip(paths, sizes, strict=True))[: max(len(paths) - most, 0)]:
             self._files.unlink(path)
@@ -75,5 +75,5 @@ class Quarantine:
 
 
 def unremoved(undeleted: Mapping[str, int], quarantine: Quarantine) -> frozenset[str]:
-    """What could not be removed so far, by name: who makes room counts it as still there."""
+    """Names of what could not be removed so far: it counts as present when room is made."""
     return frozenset([*undeleted, *([QUARANTINE] if quarantine.is_stuck else [])])

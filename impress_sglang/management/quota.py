@@ -1,8 +1,8 @@
 """Whether a file fits under the quota and above the free-space floor, and what goes if not.
 
-Quarantine goes first, then stores of other models that nobody serves, the oldest before others;
-then the least recently used segment of the lowest priority that nothing builds on, nobody reads and
-nobody waits for: first of a namespace that has more than it may.
+Quarantine goes first, then stores of other models that no process serves, oldest first. Then go
+segments that nothing builds on and no request reads or waits for: lowest priority first, then least
+recently used. Namespaces that exceed their limit come before others.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Quota:
         reserved: Callable[[], int],
         budget: WriteBudget,
     ) -> None:
-        """Count what is there.
+        """Count the bytes that are stored now.
 
         Args:
-            config: of the server.
-            tree: of the segments.
-            keeper: removes stores, and knows what else stands in ours.
+            config: options of the server.
+            tree: tree of the segments.
+            keeper: removes stores, and knows which other files are in ours.
             monitor: knows the free space.
             others: stores of other models, latest first, and their bytes.
-            is_needed: whether requests read a segment, or wait for it.
-            reserved: bytes of a file that is being written in the place of another.
-            budget: of what is written.
+            is_needed: whether a segment must stay: it is read, awaited or pinned.
+            reserved: returns the bytes of a file that is being written to replace another one.
+            budget: limits the bytes written to the drive.
         """
         self.budget = budget
         self._reserved = reserved
@@ -59,10 +59,10 @@ class Quota:
         self._served: set[Path] = set()
         self._is_needed = is_needed
         self.used_bytes = 0
-        """Of segments in the tree, and of those that are being written."""
-        # Of that what each namespace has; none of these is 0.
+        """Bytes of the segments in the tree, including those that are being written."""
+        # The part of it that each namespace has; no value is 0.
         self._held: dict[str, int] = {}
-        # Namespaces that have more than they may, as when they may have less than before.
+        # Namespaces above their limit, for example because the limit was lowered.
         self._over: dict[str, None] = {}
         held = Counter[str]()
         for segment in tree.segments():
@@ -70,15 +70,15 @@ class Quota:
         for name, num_bytes in held.items():
             self._count(name, num_bytes)
         self.pending_bytes = 0
-        """What of that is not on the disk yet."""
+        """The part of `used_bytes` that is not on the disk yet."""
 
     @property
     def other_models_bytes(self) -> int:
-        """Of the stores of other models, as of the start of this process."""
+        """Bytes of the stores of other models, as measured at the start of this process."""
         return sum(self._others.values())
 
     def summary(self) -> dict[str, int]:
-        """Bytes on the SSD, and how many they may be, for the statistics page."""
+        """Bytes used on the SSD and their limits, for the statistics page."""
         return {
             "used_bytes": self.used_bytes + self._reserved(),
             "quarantined_bytes": self._keeper.quarantine.num_bytes,
@@ -88,19 +88,19 @@ class Quota:
         }
 
     def remove(self, segment: StoredSegment) -> None:
-        """A file is on its way out."""
+        """Account for a file that is being removed."""
         self._count(segment.info.namespace, -segment.file_bytes)
-        # Until the next measurement.
+        # An estimate until the next measurement.
         self._monitor.free_bytes += segment.file_bytes
 
     def begin(self, segment: StoredSegment) -> None:
-        """A file is going to be written."""
+        """Account for a file that is going to be written."""
         self.budget.spend(segment.file_bytes)
         self._count(segment.info.namespace, segment.file_bytes)
         self.pending_bytes += segment.file_bytes
 
     def end(self, segment: StoredSegment, *, written: bool) -> None:
-        """A file is written, or will not be."""
+        """Account for the end of a write, which may have failed."""
         self.pending_bytes -= segment.file_bytes
         if written:
             self._monitor.free_bytes -= segment.file_bytes
@@ -109,14 +109,14 @@ class Quota:
             self._count(segment.info.namespace, -segment.file_bytes)
 
     def replace(self, segment: StoredSegment, old_bytes: int) -> None:
-        """The file of a segment has taken the place of another, which is on its way out."""
+        """Account for a segment's new file, whose old one of `old_bytes` is being removed."""
         self.budget.spend(segment.file_bytes)
         more = segment.file_bytes - old_bytes
         self._count(segment.info.namespace, more)
         self._monitor.free_bytes -= more
 
     def _count(self, name: str, more: int) -> None:
-        """A namespace has so many bytes more than were counted."""
+        """Add `more` bytes, perhaps fewer than 0, to the count of a namespace."""
         self.used_bytes += more
         held = self._held.get(name, 0) + more
         if held:
@@ -129,16 +129,16 @@ class Quota:
             self._over.pop(name, None)
 
     def _exceeds(self, held: int) -> int:
-        """How much more that is than a namespace may have; 0 or less if it is not."""
+        """By how many bytes `held` exceeds the limit of a namespace; 0 if it does not."""
         most = bytes_of(self._config.namespace_gb)
         return max(held - most, 0) if most else 0
 
     def unremoved(self) -> frozenset[str]:
-        """What should have gone and could not, by name: it counts as still there."""
+        """Names of what should have been removed and could not be: it still counts."""
         return unremoved(self._keeper.undeleted, self._keeper.quarantine)
 
     def missing(self, num_bytes: int) -> int:
-        """How much more must be free for a file to fit; 0 or less if it does."""
+        """Bytes that must become free for a file of `num_bytes` to fit; 0 or less if it fits."""
         keeper, config = self._keeper, self._config
         unserved = keeper.quarantine.num_bytes + keeper.unused_bytes
         unserved += sum(list(keeper.undeleted.values()))
@@ -159,22 +159,22 @@ class Quota:
         remove: Callable[[Sequence[StoredSegment]], None],
         first: StoredSegment | None = None,
     ) -> bool:
-        """Remove until a file fits; False, and nothing of ours is removed, if it cannot.
+        """Make room for a file; returns False, and removes no segment of ours, if that fails.
 
-        While the store of another model is being removed it is False as well: whether a process
-        serves it, and so whether there will be room, is not known before.
+        It is also False while the store of another model is being removed: whether a process serves
+        that store, and so whether there will be room, is not known before.
 
         Args:
-            segment: in the file.
-            keep: what it builds on, which stays.
-            remove: takes segments out, and their files.
+            segment: the segment to be written.
+            keep: the match that it builds on, which stays.
+            remove: removes segments from the tree, and their files.
             first: a segment that has to go in any case.
         """
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed = self.missing(num_bytes)
         quarantine = self._keeper.quarantine
         if needed > 0 and (quarantined := quarantine.num_bytes) and not quarantine.is_stuck:
-            # That is done before anything else is written.
+            # The keeper does this before it writes anything else.
             self._keeper.empty_quarantine()
             needed -= quarantined
         if needed > 0 and self._remove_others(needed):
@@ -186,7 +186,7 @@ class Quota:
         return victims is not None
 
     def poll(self) -> None:
-        """Take in what became of the stores of other models."""
+        """Collect the results of removing stores of other models."""
         for path, removing in [own for own in self._removing.items() if own[1].done()]:
             del self._removing[path]
             if removing.exception() is None and removing.result():
@@ -195,7 +195,7 @@ class Quota:
                 self._served.add(path)
 
     def _remove_others(self, needed: int) -> bool:
-        """Begin to remove stores of other models; whether that is under way."""
+        """Start removing stores of other models; returns whether a removal is under way."""
         going = sum(self._others[path] for path in self._removing)
         for path in reversed(self._others):
             if going >= needed:
@@ -213,9 +213,9 @@ class Quota:
         keep: StoredMatch,
         first: StoredSegment | None,
     ) -> list[StoredSegment] | None:
-        """Who goes, what builds on others before them; None if that would not be enough.
+        """Segments to evict, dependents first; None if they would not be enough.
 
-        So many bytes are `needed`, and so many of them, or more, are its `own` of a namespace.
+        `needed` bytes must become free, of which the namespace must give at least `own`.
         """
         if needed > self.used_bytes - self.pending_bytes or own > self._held.get(namespace, 0):
             return None
@@ -230,28 +230,28 @@ class Quota:
                 choice.take_from(uses.of(name), min(choice.num_bytes + excess, needed))
             choice.take_from(uses, needed)
         fits = fits and choice.num_bytes >= needed
-        # That is a use, and the next one who looks need not come by them again.
+        # Being needed counts as a use, so that the next search need not pass these again.
         for segment, passed in choice.in_use.items():
             uses.note(segment, passed if fits else segment.passed)
         return choice.victims if fits else None
 
 
 class _Choice:
-    """Segments that may go, what builds on others before them, and the bytes of their files."""
+    """Segments chosen for eviction, dependents first, and the bytes of their files."""
 
     def __init__(self, is_needed: Callable[[str], bool], keep: StoredMatch) -> None:
         self.victims: list[StoredSegment] = []
         self.num_bytes = 0
         self.in_use: dict[StoredSegment, Priority] = {}
-        """Those that could not be taken because somebody needs them, and up to which level others
-        were looked at in their place."""
+        """Segments that were passed over because they are needed, and the highest level at which
+        others were looked at in their place."""
         self._is_needed = is_needed
         self._spared = {span.segment for span in keep.spans}
-        # Of segments of which some dependents go, how many stay.
+        # For segments that lose some of their dependents: how many of these stay.
         self._staying: dict[str, int] = {}
 
     def take(self, segment: StoredSegment) -> bool:
-        """Take a segment, if it may go."""
+        """Choose a segment, if it may go; returns whether it was chosen."""
         built_on = self._staying.get(segment.segment_id, segment.num_dependents)
         if built_on or segment in self._spared or not segment.on_disk:
             return False
@@ -265,9 +265,9 @@ class _Choice:
         return True
 
     def take_from(self, segments: Iterable[StoredSegment], most: int) -> None:
-        """Take the first ones until there are so many bytes, with what was taken before."""
+        """Choose segments in this order until there are `most` bytes with earlier choices."""
         passed, level = list[StoredSegment](), Priority.LOW
-        # What builds on a segment comes before it, so one look at each is enough.
+        # Dependents of a segment come before it, so one look at each is enough.
         for segment in segments:
             if self.num_bytes >= most:
                 break
@@ -279,11 +279,11 @@ class _Choice:
 
 
 def _count_out(segment: StoredSegment, staying: dict[str, int]) -> None:
-    """Of what is above a segment that goes, how many segments that build on it still stay."""
+    """Count, for the segments above one that goes, how many of their dependents stay."""
     above = segment.parent
     while above is not None:
         staying[above.segment_id] = staying.get(above.segment_id, above.num_dependents) - 1
         if staying[above.segment_id] or above.state is not SegmentState.LOST:
             return
-        # It goes with the last that builds on it.
+        # A lost segment goes with the last one that builds on it.
         above = above.parent

@@ -1,4 +1,4 @@
-"""What is to be removed from the disk, and may be there yet."""
+"""Removals from the disk that may not have happened yet."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from concurrent.futures import Future
 
 
 class Removals:
-    """Removals that one thread does in order; owned by who asks for them."""
+    """Removals that another thread does in order; owned by the thread that asks for them."""
 
     def __init__(self) -> None:
-        """None is under way."""
+        """Begin with no removals."""
         self._futures: deque[tuple[Future[None], int]] = deque()
         self._bytes = 0
 
     def note(self, future: Future[None], num_bytes: int) -> None:
-        """Another one, of files of so many bytes."""
+        """Note another removal, of files with `num_bytes` in all."""
         self._futures.append((future, num_bytes))
         self._bytes += num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of files that may be there yet."""
+        """Bytes of files that may still be there."""
         while self._futures and self._futures[0][0].done():
             self._bytes -= self._futures.popleft()[1]
         return self._bytes

@@ -1,7 +1,7 @@
-"""Which segments are reordered, one after another, and what became of each.
+"""Which segments are reordered, one after another, and how each rewrite ended.
 
-Owned by the store's thread. The work, down to finding the order and whether it pays, is done on the
-rewriter's thread; here is only what can be decided at once.
+Owned by the store's thread. All work, including finding the order and whether it pays, is done on
+the rewriter's thread; this module only makes the quick decisions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class ReorderStats:
-    """Counters since start; `not_worth` counts segments that would not have paid."""
+    """Counters since start; `not_worth` counts segments whose rewrite would not have paid."""
 
     segments: int = 0
     failed: int = 0
@@ -41,7 +41,7 @@ class Outcome:
     """How a rewrite to a file of `new_bytes` ended.
 
     `taken_over`: the segment, which was `old_id` with `old_bytes`, has its new version in the tree.
-    `discard`: the new file has no use and must be removed. `error`: why there is none.
+    `discard`: name of a new file that is useless and must be removed. `error`: why it failed.
     """
 
     segment: StoredSegment
@@ -63,7 +63,7 @@ class _Job:
 
 
 class ReorderQueue:
-    """A queue of segments and the one that is being rewritten."""
+    """Segments that wait for their rewrite, and the one that is being rewritten."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class ReorderQueue:
         self._rewriter = rewriter
         self._queue: collections.deque[tuple[StoredSegment, bool]] = collections.deque()
         self._job: _Job | None = None
-        # What was read since the last look.
+        # Segments that were read since the last look.
         self._read: dict[str, None] = {}
 
     @property
     def pending(self) -> int:
-        """Segments that are being rewritten or wait."""
+        """How many segments are being rewritten or wait."""
         return len(self._queue) + (self._job is not None)
 
     @property
@@ -100,17 +100,17 @@ class ReorderQueue:
         return 0 if self._job is None else self._job.file_bytes
 
     def note_read(self, segment_ids: Iterable[str]) -> None:
-        """These were read, so that a rewrite may pay now."""
+        """Note that these segments were read, so that a rewrite may pay now."""
         if self._enabled:
             self._read.update(dict.fromkeys(segment_ids))
 
     def enqueue(self, *, force: bool = False) -> int:
-        """Queue those read lately that may pay, or with `force` all that were selected from.
+        """Queue recently read segments that may pay; with `force`, all with selected tokens.
 
         A rewrite pays if the reads since the segment got its order would have been shorter by more
-        bytes than the file has: what was read so often will be read as often again. No order
-        saves more than all that was read, so a segment that was read less than once over need not
-        be looked at.
+        bytes than the file has: the segment is expected to be read as often again. No order saves
+        more than all bytes that were read, so segments with fewer read bytes than their file has
+        are not considered.
 
         Returns:
             How many segments are queued; 0 for a policy that does not reorder.
@@ -121,7 +121,7 @@ class ReorderQueue:
         waiting = {segment.segment_id for segment, _ in self._queue}
         if self._job is not None:
             waiting.add(self._job.old_id)
-        # A look at all would take the longer the more are stored.
+        # Looking at all segments would take longer the more are stored.
         found = self._tree.segments() if force else map(self._tree.get, self._read)
         for segment in found:
             if segment is None or segment.segment_id in waiting:
@@ -132,10 +132,10 @@ class ReorderQueue:
         return len(self._queue)
 
     def poll(self, gap_bytes: int, has_room: Callable[[int], bool], removing_bytes: int) -> None:
-        """Begin a rewrite if none is in work; `has_room` says whether a file of so many bytes fits.
+        """Begin a rewrite if none is running; `has_room` says whether a file of so many bytes fits.
 
-        It has that only when what is being removed, of so many bytes, is gone: a rewrite is not in
-        order with that, and waits for it.
+        It counts files that are still being removed, `removing_bytes`, as gone. A rewrite does not
+        queue behind their removal, so it waits if it needs their room.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
@@ -145,7 +145,7 @@ class ReorderQueue:
         while self._queue and self._job is None:
             segment, force = self._queue[0]
             there = self._tree.get(segment.segment_id) is segment and segment.ready
-            # With mapping lists a file is longer than the first one of its tokens.
+            # With mapping lists, a file is longer than the first one of the same tokens.
             info = dataclasses.replace(segment.info, generation=segment.info.generation + 1)
             file_bytes = info.layout().file_bytes
             fits = has_room(file_bytes)
@@ -158,12 +158,12 @@ class ReorderQueue:
             self.stats.without_space += there and not fits
 
     def forget(self, segment: StoredSegment) -> None:
-        """It is not stored any more: if it is being rewritten, its new file gets no name."""
+        """Forget a segment that is not stored any more: a running rewrite is not published."""
         if self._job is not None and self._job.segment is segment:
             self._job.rewrite.left.set()
 
     def take_finished(self) -> Outcome | None:
-        """What became of the rewrite in work, if it has ended."""
+        """How the running rewrite has ended; None if it has not."""
         job = self._job
         if job is None or not job.future.done():
             return None
@@ -175,7 +175,7 @@ class ReorderQueue:
             if not isinstance(error, WriteAbandoned):
                 self.stats.failed += 1
                 logger.warning("a segment could not be reordered: %s", error)
-            # Perhaps it has its name already, or could not be removed.
+            # Perhaps the file is published already, or could not be removed.
             return dataclasses.replace(ended, error=error, discard=job.rewrite.info.segment_id)
         shares = job.future.result()
         if shares is None:
@@ -187,11 +187,11 @@ class ReorderQueue:
         return dataclasses.replace(ended, taken_over=True)
 
     def summary(self) -> dict[str, int]:
-        """Counters for the statistics page; `pending` are in work or wait."""
+        """Counters for the statistics page; `pending` segments are being rewritten or wait."""
         return {"pending": self.pending, **dataclasses.asdict(self.stats)}
 
     def close(self, seconds: float) -> None:
-        """Forget what waits, and let the rewrite in work end; `take_finished` has it if it did."""
+        """Forget waiting segments, and let a running rewrite end, for `take_finished`."""
         self._queue.clear()
         self._rewriter.close(seconds)
 

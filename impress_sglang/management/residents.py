@@ -1,10 +1,10 @@
 """Which stored tokens are in slots in codes: found by segment, shared, and given up when idle.
 
-Owned by one thread. What is here was read from stored segments and is found by these alone, so that
-a request only gets it where the store would have given it the same.
+Owned by one thread. Parts were read from stored segments and are found by segment alone, so that a
+request gets one only where the store would have given it the same KVs.
 
-SGLang's pool gives slots in pages and takes pages back, and a row has its tokens in them in order.
-So parts that are shared are whole pages of a row. A page with tokens of two segments is no part's:
+SGLang's pool hands out and takes back slots in pages, and a row has its tokens in them in order.
+So parts that are shared are whole pages of a row. A page with tokens of two segments is not shared:
 each request has these tokens in a page of its own.
 """
 
@@ -27,18 +27,18 @@ Age: TypeAlias = tuple[bool, int, float]
 
 
 def age_of(turn: int | None, last_access: float) -> Age:
-    """Lower is evicted sooner: what nobody waits for, then the latest turn, then the oldest.
+    """Eviction order, lowest first: what nobody waits for, then the latest turn, then the oldest.
 
-    `last_access` is in the time of `time.monotonic`, as in SGLang's tree.
+    `last_access` is a time of `time.monotonic`, as in SGLang's tree.
     """
     return turn is not None, -(turn or 0), last_access
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cover:
-    """Some tokens of a stored prefix, and the resident part that has all of them, if one has.
+    """Some tokens of a stored prefix, and the resident part with all of them, if there is one.
 
-    `alone`: other tokens of their pages are of another segment.
+    `alone`: they share their pages with tokens of another segment.
     """
 
     span: StoredSpan
@@ -47,7 +47,7 @@ class Cover:
 
 
 class ResidentParts:
-    """The parts that requests may share, and those that are used without that."""
+    """The parts that requests may share, and those that only one request uses."""
 
     def __init__(
         self,
@@ -67,18 +67,18 @@ class ResidentParts:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of parts that requests use."""
+        """Number of tokens in parts that requests use."""
         return sum(len(part) for part in self._parts if part.users)
 
     @property
     def idle_tokens(self) -> int:
-        """Tokens of parts that nobody uses now."""
+        """Number of tokens in parts that no request uses now."""
         return sum(len(part) for part in self._parts if not part.users)
 
     def cover(self, spans: Sequence[StoredSpan], first: int = 0) -> list[Cover]:
-        """Consecutive spans, cut where resident parts begin and end, and where pages do.
+        """Consecutive spans, cut where resident parts and pages begin and end.
 
-        The first token of the first one is token `first` of a row, where a page begins.
+        The first token of the first span is token `first` of a row, where a page begins.
         """
         covers = []
         for span, alone in self._in_pages(spans, first):
@@ -102,7 +102,7 @@ class ResidentParts:
     def _in_pages(
         self, spans: Sequence[StoredSpan], first: int
     ) -> Iterator[tuple[StoredSpan, bool]]:
-        """What of each span is whole pages, and what shares pages with its neighbours (True)."""
+        """The parts of spans: in whole pages (False), or sharing pages with neighbours (True)."""
         size, at = self._page_size, first
         assert first % size == 0
         for span in _joined(spans):
@@ -118,7 +118,7 @@ class ResidentParts:
                     yield StoredSpan(span.segment, start, stop), start != low
 
     def add(self, part: ResidentPart) -> None:
-        """A part that is about to be loaded, which overlaps no other one of its segment."""
+        """Add a part that is about to be loaded and overlaps no other one of its segment."""
         self._parts.add(part)
         if part.alone:
             return
@@ -128,7 +128,7 @@ class ResidentParts:
         assert all(a.stop <= b.start for a, b in itertools.pairwise(own))
 
     def cut_idle(self, spans: Sequence[StoredSpan], first: int = 0) -> None:
-        """Cut parts that nobody uses where consecutive spans begin and end inside them.
+        """Cut unused parts where consecutive spans begin or end inside them.
 
         `first` as for `cover`.
         """
@@ -142,14 +142,14 @@ class ResidentParts:
                 self.add(part.cut(span.start))
 
     def use(self, uses: Sequence[PartUse]) -> None:
-        """One more request uses these."""
+        """Let one more request use these parts."""
         now = time.monotonic()
         for use in uses:
             use.part.users += 1
             use.part.last_access = now
 
     def leave(self, uses: Sequence[PartUse]) -> None:
-        """A request is done with these; what nobody can use any more is given back."""
+        """End a request's use of these parts; those that nobody can use any more are freed."""
         now, useless = time.monotonic(), list[ResidentPart]()
         for use in uses:
             part = use.part
@@ -160,16 +160,16 @@ class ResidentParts:
         self._drop(useless)
 
     def hide(self, part: ResidentPart) -> None:
-        """Nobody else may use a part: it was not read as it should be, or is out of date."""
+        """Let nobody else use a part, which was not read correctly or is out of date."""
         part.broken = True
         self._unshare(part)
         if not part.users and part in self._parts:
             self._drop([part])
 
     def hide_segment(self, segment_id: str) -> int:
-        """Nobody else may use parts of a segment; returns how many slots come free at once.
+        """Let nobody else use parts of a segment; returns how many slots are freed at once.
 
-        Who uses them goes on, and they are given up by the last of these.
+        Requests that use a part go on; it is freed when the last of them ends.
         """
         freed = 0
         for part in list(self._shared.get(segment_id, ())):
@@ -181,44 +181,44 @@ class ResidentParts:
         return freed
 
     def hide_all(self) -> None:
-        """What is in the slots is of other weights than what is stored from now on."""
+        """Hide all parts: their KVs are of other weights than those stored from now on."""
         for part in list(self._parts):
             self.hide(part)
 
     def forget_all(self) -> None:
-        """The slots are somebody else's; nobody uses a part or waits for one."""
+        """Forget all parts, whose slots belong to others now; no request uses or awaits one."""
         assert not any(part.users for part in self._parts)
         self._shared.clear()
         self._parts.clear()
         self.lookahead.clear()
 
     def age(self, part: ResidentPart) -> Age:
-        """Of a part; the lowest goes first."""
+        """The age of a part; the lowest goes first."""
         turn = self.lookahead.next_turn(part.segment_id, part.start, part.stop)
         return age_of(turn, part.last_access)
 
     def oldest(self) -> ResidentPart | None:
-        """Of the parts that nobody uses the lowest in age."""
+        """The unused part with the lowest age, if there is one."""
         return min((part for part in self._parts if not part.users), key=self.age, default=None)
 
     def evict(self, part: ResidentPart) -> int:
-        """Give up a part that nobody uses; returns how many slots that were."""
+        """Free an unused part; returns how many slots it had."""
         assert not part.users
         self.hide(part)
         return len(part)
 
     def _drop(self, parts: Sequence[ResidentPart]) -> None:
-        """Give parts up, with all that have slots of a page at once."""
+        """Free parts; those with slots in the same page must be freed together."""
         for part in parts:
             self._parts.remove(part)
-            # Its slots are not its own any more.
+            # Its slots no longer belong to it.
             part.load = None
             self._unshare(part)
         if parts:
             self._free(torch.cat([part.slots for part in parts]))
 
     def _unshare(self, part: ResidentPart) -> None:
-        """Nobody finds a part any more, if somebody could."""
+        """Take a part out of those that can be found, if it is there."""
         own = self._shared.get(part.segment_id, [])
         if part in own:
             own.remove(part)
@@ -226,7 +226,7 @@ class ResidentParts:
                 del self._shared[part.segment_id]
 
     def check_integrity(self) -> None:
-        """See that parts are where they should be.
+        """Check that parts are where they should be.
 
         Raises:
             AssertionError: they are not, which is a bug.
@@ -243,7 +243,7 @@ class ResidentParts:
 
 
 def _joined(spans: Sequence[StoredSpan]) -> Iterator[StoredSpan]:
-    """Consecutive spans, those of one segment as one."""
+    """Consecutive spans, with adjacent ones of a segment joined."""
     waiting: StoredSpan | None = None
     for span in spans:
         if waiting is not None and waiting.segment is span.segment and waiting.stop == span.start:

@@ -1,4 +1,4 @@
-"""Which segments an earlier process has left, and where they stand in the tree."""
+"""Which segments an earlier process has left, and their places in the tree."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ logger = logging.getLogger(__name__)
 _Place: TypeAlias = tuple[str, str]
 """A namespace, and the digest of the tokens before a segment."""
 _NO_TOKENS = np.empty(0, np.int32)
-# Segments of a store that is large.
+# From this number of segments on, a store is large.
 _MANY = 10_000
 
 
 def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = None) -> StoredTree:
-    """The tree of the segments that are on the disk; files without a place in it are removed.
+    """Build the tree of the segments on the disk; files without a place in it are removed.
 
-    Python looks for no garbage meanwhile, and never in a large tree: there is none before the store
-    closes, each look would take 0.4 s longer for 100,000 segments, and requests would wait for it.
-
-    `content` is the tree's, if it is to find tokens anywhere.
+    Garbage collection is off meanwhile, and a large tree is frozen: it has no garbage before the
+    store closes, with 100,000 segments each collection would take 0.4 s longer, and requests would
+    wait for it. `content` is the tree's, if tokens are to be found anywhere.
 
     Raises:
         OSError: the directory cannot be read.
@@ -48,7 +47,7 @@ def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = N
         survey = keeper.survey(identity)
         large = enabled and len(survey.entries) >= _MANY
         if large:
-            # What is garbage now would be frozen, too; it takes longer to look when all is there.
+            # Present garbage would be frozen, too; it takes longer to collect with the tree there.
             gc.collect()
         tree = _recover_tree(keeper, survey, content)
         if large:
@@ -77,11 +76,11 @@ def _recover_tree(keeper: Keeper, survey: Survey, content: ContentIndex | None) 
 def restore_entries(
     tree: StoredTree, entries: Iterable[CatalogEntry], *, all_read: bool
 ) -> tuple[list[StoredSegment], list[StoredSegment]]:
-    """Put what the index knows into an empty tree.
+    """Put the segments of the index into an empty tree.
 
-    Returns what nobody can use: another file has its tokens, or what it builds on is gone; and what
-    may be used at another time, for it may build on one of the files that could not be read now.
-    `all_read`: there are none of these.
+    Returns those that are useless, because another file has their tokens or what they build on is
+    gone; and those that may be useful later, because they may build on a file that could not be
+    read now. `all_read`: there is no such file.
     """
     parents, segments = {}, []
     for own in entries:
@@ -97,9 +96,9 @@ def restore_entries(
 def newest_files(
     segments: Iterable[StoredSegment],
 ) -> tuple[list[StoredSegment], list[StoredSegment]]:
-    """Of segments of the same tokens in the same place the newest, and all the others.
+    """The newest of each group of segments with the same tokens in the same place, and the others.
 
-    A crash leaves two while one replaces the other, or brings back one that was removed.
+    A crash leaves two files while one replaces the other, or brings back one that was removed.
     """
     newest: dict[tuple[bytes, str, Quality], StoredSegment] = {}
     others = []
@@ -118,12 +117,12 @@ def restore_segments(
 ) -> list[StoredSegment]:
     """Put the segments of an earlier process back into an empty tree.
 
-    A segment knows only the digest of the tokens before it; their text is that of the segments it
-    hangs below. `parents` names by segment the one that it stood below: there it is looked for
-    first. It is believed only if the digest says the same.
+    A segment knows only the digest of the tokens before it; the tokens themselves are in the
+    segments above it. `parents` names, for each segment, the one it was attached to: this place is
+    tried first, and taken only if the digest agrees.
 
     Returns the segments whose place was not found: a segment above them is gone, or one that was
-    used later stands there.
+    used later has their place.
     """
     # Generations are versions of one segment, and say nothing of others.
     ordered = sorted(
@@ -139,13 +138,13 @@ def restore_segments(
 
 
 class _Restoring:
-    """Finds the places of segments by the digests of what stands before them."""
+    """Finds the places of segments by the digests of the tokens before them."""
 
     def __init__(self, tree: StoredTree) -> None:
         self._tree = tree
-        # Of segments that have their place: the digest of what stands before it.
+        # For segments that have their place: the digest of the tokens before it.
         self._before: dict[StoredSegment, hashlib.blake2b] = {}
-        # Places that are looked for, and by namespace the lengths of the prefixes before them.
+        # Places that are searched, and by namespace the lengths of the prefixes before them.
         self._wanted: set[_Place] = set()
         self._lengths: dict[str, list[int]] = {}
         self._texts: dict[_Place, Tokens] = {}
@@ -153,9 +152,9 @@ class _Restoring:
     def put_below(
         self, ordered: Iterable[StoredSegment], parents: Mapping[str, str]
     ) -> list[StoredSegment]:
-        """Put segments where they stood, those with the fewest tokens before them first.
+        """Put segments where they were, those with the fewest tokens before them first.
 
-        Returns the others: it is not said of them, or of what they build on, or it is wrong.
+        Returns the others: for them, or for what they build on, this place is unknown or wrong.
         """
         others = []
         for segment in ordered:
@@ -171,7 +170,7 @@ class _Restoring:
     def put_anywhere(self, ordered: Sequence[StoredSegment]) -> list[StoredSegment]:
         """Put segments behind the tokens of their digests, if these are in the tree.
 
-        All that could be these tokens are digested up to there. Returns the others.
+        All paths of the right lengths are digested to find them. Returns the other segments.
         """
         self._look_for(ordered)
         for segment in self._before:
@@ -186,7 +185,7 @@ class _Restoring:
         return lost
 
     def _put_below(self, segment: StoredSegment, above: StoredSegment) -> bool:
-        """Put a segment below another, if its digest says the same; whether it is there now."""
+        """Put a segment below another if its digest agrees; False if it does not fit there."""
         info, base = segment.info, above.info
         length = info.prefix_len - base.prefix_len
         if not 0 < length <= base.num_tokens or info.namespace != base.namespace:
@@ -199,7 +198,7 @@ class _Restoring:
         return True
 
     def _put_behind(self, segment: StoredSegment, text: Tokens) -> bool:
-        """Put a segment behind tokens of the tree, if its digest is theirs; see `_put_below`."""
+        """Put a segment behind tokens of the tree if its digest is theirs; see `_put_below`."""
         digest = extended(begun_digest(segment.info.namespace), text)
         same = digest.hexdigest() == segment.info.prefix_digest
         if not same or not self._tree.insert(segment, text):
@@ -215,7 +214,7 @@ class _Restoring:
         self._lengths = {name: sorted(own) for name, own in lengths.items()}
 
     def _note_places(self, segment: StoredSegment) -> None:
-        """Find places that are looked for in a segment, or at its end."""
+        """Find the searched places that are inside a segment or at its end."""
         info = segment.info
         lengths, first = self._lengths.get(info.namespace, []), info.prefix_len
         low, high = (bisect.bisect_right(lengths, own) for own in (first, first + info.num_tokens))
@@ -235,5 +234,5 @@ def _place_of(segment: StoredSegment) -> _Place:
 
 
 def _age(segment: StoredSegment) -> tuple[int, int, str]:
-    """By which files are sorted, newest first."""
+    """Sort key of files, newest first."""
     return -segment.info.generation, -segment.last_access, segment.segment_id

@@ -42,8 +42,8 @@ class Rewrite:
     """What to write and what is known of it: a snapshot, for another thread.
 
     `info` describes the new segment; `average` and `order_key` float32 [L, head groups, t] are the
-    token history's; `read_bytes` were read for selected tokens since the segment has its order;
-    `force` asks for no gain. `left`: the segment is not stored any more.
+    token history's; `read_bytes` were read for selected tokens since the segment got its order;
+    `force`: rewrite even if it does not pay. `left` is set when the segment is not stored any more.
     """
 
     segment: OpenSegment
@@ -70,19 +70,18 @@ class SegmentRewriter:
         self._thread = BackgroundThread("impress-reorder", _stay_behind)
 
     def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
-        """Write and publish the file of `rewrite.info`, as old as the one before; None if that
-        does not pay.
+        """Write and publish the file of `rewrite.info`, with the age of the old one, if it pays.
 
         The result is the expected share of selected rows of each chunk, float64 [L, head groups,
-        chunks].
+        chunks]; None if the rewrite does not pay.
 
-        The future raises `PrefixUnreadable` (of the old segment), `OSError`, or `WriteAbandoned`
-        where that has left.
+        The future raises `PrefixUnreadable` (for the old segment), `OSError`, or `WriteAbandoned`
+        if the old segment is not stored any more.
         """
         return self._thread.submit(self._run, rewrite)
 
     def close(self, seconds: float) -> None:
-        """Finish without resting, and end the thread, unless that takes longer than `seconds`."""
+        """Finish without rests, and end the thread, unless that takes longer than `seconds`."""
         self._closing.set()
         if self._thread.close(seconds):
             self._reader.close()
@@ -147,7 +146,7 @@ def _pays(rewrite: Rewrite, mapping: MappingLists) -> bool:
 
 
 def _stay_behind() -> None:
-    """Take as little as possible from the requests that are served meanwhile."""
+    """Take as little CPU time as possible from the requests that are served meanwhile."""
     compute_alone()
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,9 +1,9 @@
 """The store of prefixes: finds them, hands them to readers, takes new ones.
 
 One thread (the scheduler's) owns the store: tree, quota, readers and caches change only there.
-Other threads touch the disk; their results are taken in by `poll`. So a request never waits for a
-write, no lock is needed, and what a disk does wrong ends here: where it fails the store is degraded
-(`Health`), finds and takes nothing, and comes back by itself.
+Disk access happens on other threads, whose results `poll` collects. So a request never waits for a
+write, no lock is needed, and a failure of the disk goes no further than this: the store is degraded
+(`Health`), finds and accepts nothing, and recovers by itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
 
-# Names of namespaces that are kept; finding one anew costs a microsecond.
+# How many names of namespaces are cached; computing one again costs a microsecond.
 _NAMESPACES = 4096
 
 
@@ -72,19 +72,19 @@ class PrefixStore:
         lookahead: LookAhead | None = None,
         budget: WriteBudget | None = None,
     ) -> None:
-        """Open the store, or take what of it was opened on another thread.
+        """Open the store, or take over the parts of it that another thread has opened.
 
         Args:
-            config: of the server.
-            identity: names the model.
-            shape: of its KVs.
-            device: where attention runs, the CPU if not given.
-            files: how the disk is touched; None for what is installed.
-            disk: of the same configuration and identity; with it nothing here waits for the disk.
-                It is still the caller's if this raises.
+            config: options of the server.
+            identity: model identity.
+            shape: shape of the model's KVs.
+            device: where attention runs; the CPU if not given.
+            files: file system to use; None for the installed one.
+            disk: opened with the same configuration and identity, so that nothing here waits for
+                the disk. The caller still owns it if this raises.
             memory: for the same configuration and shape, emptied; None to allocate it.
-            lookahead: knows what requests wait for, which is evicted last; None: nobody waits.
-            budget: of what is written to the drive; None for a new one.
+            lookahead: knows what requests wait for, which is evicted last; None: no request waits.
+            budget: limits the bytes written to the drive; None for a new one.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
@@ -190,9 +190,9 @@ class PrefixStore:
         needs: ReadNeeds,
         timeline: Timeline = NO_TIMELINE,
     ) -> SegmentSource:
-        """A source for the tokens [start, stop) of a match; `close_source` gives it back.
+        """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
 
-        `needs` says what will be asked of it.
+        `needs` says what the request will read from it.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
@@ -208,16 +208,16 @@ class PrefixStore:
         timeline: Timeline = NO_TIMELINE,
         planes: int = 0,
     ) -> CodedSource:
-        """A source for spans in codes; `close_source` gives it back. `tree.touch` counts the use.
+        """Open a source for spans in codes; `close_source` closes it. `tree.touch` counts the use.
 
         Args:
             spans: one or more.
-            in_slots: of each whether its base is not needed.
+            in_slots: for each span, whether its base is in slots and need not be read.
             timeline: of the request.
-            planes: so many are read with the base, and ahead.
+            planes: how many planes are read, and read ahead, with the base.
 
         Raises:
-            PrefixUnreadable: as of `open_source`.
+            PrefixUnreadable: as for `open_source`.
         """
         self._check_there(spans)
         return self._readers.open_coded(spans, in_slots, timeline, planes)
@@ -231,9 +231,9 @@ class PrefixStore:
                 raise StoreUnavailable(segment.segment_id, "the store is degraded")
 
     def measure_reading(self, match: StoredMatch) -> None:
-        """Read a little of a match in the background, only to know how fast that is now.
+        """Read a little of a match in the background, only to measure how fast reads are now.
 
-        A prefix that is not loaded because reading was slow would else never be loaded again.
+        Otherwise a prefix that is not loaded because reads were slow would never be loaded again.
         """
         if self._measuring is not None:
             return
@@ -249,7 +249,7 @@ class PrefixStore:
         self._measuring = source
 
     def close_source(self, source: AnySource) -> None:
-        """Count what a source has read, and let its segments be removed again."""
+        """Close a source: count what it has read, and allow its segments to be removed again."""
         self._readers.close_source(source)
         self.reorders.note_read(source.segment_ids)
         self.ahead.leave(source)
@@ -258,7 +258,7 @@ class PrefixStore:
         self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes
 
     def poll(self) -> None:
-        """Take in what other threads have done, and begin what is due; never waits."""
+        """Collect the results of other threads, and start work that is due; never waits."""
         if self._closed:
             return
         self._end_measuring()
@@ -283,7 +283,7 @@ class PrefixStore:
             self.report(error)
 
     def report(self, error: PrefixUnreadable) -> None:
-        """A segment could not be read: it is not used before a second look has found it good."""
+        """Report an unreadable segment: it is not used until a second look has found it good."""
         if isinstance(error, StoreUnavailable):
             self.health.failed("a prefix could not be read", error, reading=True)
         segment = self.tree.get(error.segment_id)
@@ -322,7 +322,7 @@ class PrefixStore:
             self.checks.check_integrity()
 
     def check_index(self) -> None:
-        """Compare the index with the tree; waits for the disk, and for what is being written.
+        """Compare the index with the tree; waits for the disk, and for pending writes.
 
         Raises:
             AssertionError: they differ, which is a bug.
@@ -330,15 +330,15 @@ class PrefixStore:
         self.writes.drain()
         if not self.reorders.pending:
             indexed = self._keeper.indexed().result()
-            # A row too many is a file that could not be removed, which was logged.
+            # An extra row is that of a file that could not be removed, which was logged.
             for segment in self.tree.segments():
                 if segment.on_disk:
                     assert indexed.get(segment.segment_id) == segment.file_bytes
 
     def close(self) -> None:
-        """Finish writes, keep access times, close files and release the lock; idempotent.
+        """Finish writes, record access times, close files and release the lock; idempotent.
 
-        What does not end within `--impress-io-timeout` is left behind.
+        Work that does not end within `--impress-io-timeout` is left behind.
         """
         if not self._closed:
             memory = self.retire()
@@ -346,19 +346,19 @@ class PrefixStore:
             memory.close()
 
     def retire(self) -> StoreMemory:
-        """The first half of `close`, on the store's thread, which waits for nothing.
+        """Do the first half of `close`, which runs on the store's thread and waits for nothing.
 
-        Nothing is read or taken any more, and the memory is the caller's. If all writes were
-        abandoned, so that their ends concern nobody, `leave_disk` may run on another thread.
+        After it, the store reads and accepts nothing, and the caller owns the memory. If all writes
+        were abandoned, so that nobody depends on their end, `leave_disk` may run on another thread.
         """
         self._closed = True
-        # Its chunks are not those of who has the memory next.
+        # The next store that gets the memory has other chunks in it.
         self._lookahead.tell_to(list)
         self._end_measuring(wait=True)
         return self._memory
 
     def leave_disk(self) -> None:
-        """The second half, which may wait for the disk."""
+        """Do the second half of `close`, which may wait for the disk."""
         seconds = self._config.io_timeout
         try:
             self.writes.drain()
@@ -371,21 +371,21 @@ class PrefixStore:
             self._disk.close(self.tree.uses.take_changed(len(self.tree)))
 
     def _end_measuring(self, *, wait: bool = False) -> None:
-        """Close the source of a measurement that has ended, or with `wait` in any case."""
+        """Close the source of a measurement if that has ended; with `wait`, in any case."""
         if self._measuring is not None and (wait or not self._measuring.is_reading):
             self.close_source(self._measuring)
             self._measuring = None
 
     def _settle(self, outcome: Outcome) -> None:
-        """Draw the consequences of a rewrite for quota and files."""
+        """Update quota, files and index after a rewrite."""
         segment = outcome.segment
         if outcome.taken_over:
             if not self._closed:
-                # Else this may be another thread, and what is awaited is another store's.
+                # Otherwise this may be another thread, and the look-ahead is another store's.
                 self._lookahead.succeed(outcome.old_id, segment.segment_id)
             self._quota.replace(segment, outcome.old_bytes)
             self.stats.bytes_written += segment.file_bytes
-            # The old version was read to the end; what stands there now was verified.
+            # The old version was read to the end, so what was written from it is verified.
             self._looks.forget(outcome.old_id)
             segment.state = SegmentState.READY
             self._keeper.replace(outcome.old_id, outcome.old_bytes, segment.entry)
@@ -397,15 +397,15 @@ class PrefixStore:
             self.health.failed("a segment could not be reordered", outcome.error, reading=False)
 
     def _evict(self, segments: Sequence[StoredSegment], cause: Cause = Cause.EVICTED) -> None:
-        """Remove segments and their files, each before what it builds on."""
+        """Remove segments and their files, each before the segment that it builds on."""
         self.stats.count_removed(len(segments), cause)
         for segment in segments:
             self._lose(segment, cause)
-        # Together: each job for the other thread lets it take Python from this one.
+        # In one job, because with each job the other thread can take the GIL from this one.
         self._keeper.delete({own.segment_id: own.file_bytes for own in segments})
 
     def _lose(self, segment: StoredSegment, cause: Cause) -> None:
-        """A segment has no file any more; it stays in the tree as long as others build on it."""
+        """Mark a segment as lost; it stays in the tree as long as others build on it."""
         self.losses.note(segment, cause)
         self._quota.remove(segment)
         self._looks.forget(segment.segment_id)
@@ -414,7 +414,7 @@ class PrefixStore:
         self.tree.lose(segment)
 
     def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:
-        """Draw the consequences of a second look."""
+        """Act on the verdict of a second look."""
         if self.tree.get(segment.segment_id) is not segment:
             return
         self.stats.segments_cleared += verdict is Verdict.GOOD
@@ -424,19 +424,19 @@ class PrefixStore:
             self._lose(segment, Cause.DAMAGED)
 
     def _take_answer(self, segments: frozenset[str] | None, error: Exception | None) -> None:
-        """A disk that failed was asked again: go on with what is on it now."""
+        """Take the answer to a probe of a failed disk: go on with the segments on it now."""
         if segments is not None and not self.health.readable:
             try:
                 self._reader.revive()
             except (ConfigError, OSError) as failure:
                 self.health.probed(failure, readable=False)
                 return
-            # What is not there may have been written after the disk was asked.
+            # A segment that the answer lacks may have been written after the probe.
             for segment in self.tree.segments():
                 if segment.ready and segment.segment_id not in segments:
                     self._looks.add(segment)
             self._looks.hurry()
-        # First: what is done now may fail again.
+        # This comes before `catch_up`, which may fail again.
         self.health.probed(error, readable=segments is not None)
         if error is None:
             self._keeper.catch_up()

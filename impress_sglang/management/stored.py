@@ -1,4 +1,4 @@
-"""What is stored of a token sequence: segments, and the runs of their tokens."""
+"""What is stored of a token sequence: segments, and spans of their tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class StoredSegment:
     `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
     time; `history` exists once a request has read the segment.
 
-    `level` says which segments leave the SSD before it. A use sets it to `own_level`, for which
-    `passed` counts as well: it was needed when those of that level went.
+    Segments of a lower `level` leave the SSD before it. A use sets `level` to `own_level`, which is
+    not below `passed`: the level up to which others went when this one was needed.
     """
 
     info: SegmentInfo
@@ -52,7 +52,7 @@ class StoredSegment:
 
     @property
     def own_level(self) -> Priority:
-        """The highest of its priority, which a hole has not, and of what builds on it."""
+        """The highest of its priority (a hole has none), its dependents' levels and `passed`."""
         own = Priority.LOW if self.state is SegmentState.LOST else self.info.priority
         _, normal, high = self.dependents
         if high:
@@ -76,7 +76,7 @@ class StoredSegment:
 
     @property
     def use(self) -> SegmentUse:
-        """What the index should know of its use."""
+        """What the index should record of its use."""
         parent = "" if self.parent is None else self.parent.segment_id
         return self.segment_id, self.last_access, self.hits, parent
 
@@ -116,7 +116,7 @@ class StoredMatch:
 
     @property
     def quality(self) -> Quality:
-        """Of the whole: as its worst part."""
+        """The quality of the whole, that of its worst part."""
         return functools.reduce(Quality.worst, (s.segment.info.quality for s in self.spans), EXACT)
 
     def slice(self, start: int, stop: int) -> tuple[StoredSpan, ...]:

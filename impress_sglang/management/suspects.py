@@ -17,7 +17,7 @@ from impress_sglang.management.stored import SegmentState, StoredSegment
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 600.0
-# With the pauses between them no less than 15 seconds: a link that is reset has come back by then.
+# With the pauses between them at least 15 seconds, by which a link that was reset is back.
 MOST_LOOKS = 5
 
 
@@ -27,12 +27,12 @@ class _Suspect:
     look_at: float
     pause: float
     looks: int = 0
-    """That could not read it although the disk answered."""
+    """Looks that could not read it although the disk answered."""
     look: Future[Verdict] | None = None
 
 
 class SuspectSegments:
-    """Owned by the store's thread; the keeper looks."""
+    """The suspects of one store; its thread owns them, and the keeper looks at them."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
@@ -45,24 +45,24 @@ class SuspectSegments:
         return segment_id in self._suspects
 
     def add(self, segment: StoredSegment) -> None:
-        """A segment could not be read; it is not used before it is found good."""
+        """Add a segment that could not be read; it is not used until it is found good."""
         assert segment.ready
         segment.state = SegmentState.SUSPECT
         self._suspects[segment.segment_id] = _Suspect(segment, time.monotonic(), FIRST_PAUSE_S)
 
     def hurry(self) -> None:
-        """The disk answers again: look at all of them now."""
+        """Look at all suspects now, because the disk answers again."""
         for suspect in self._suspects.values():
             suspect.look_at, suspect.pause = time.monotonic(), FIRST_PAUSE_S
-            # What was seen before may have been the disk, and so may what a look sees just now.
+            # Earlier looks may have failed because of the disk, and so may one that is running.
             suspect.looks = 0 if suspect.look is None else -1
 
     def forget(self, segment_id: str) -> None:
-        """A segment has left the tree."""
+        """Forget a segment that has left the tree."""
         self._suspects.pop(segment_id, None)
 
     def poll(self) -> list[tuple[StoredSegment, Verdict]]:
-        """Begin the looks that are due; what was found of others. Good ones are ready again."""
+        """Start due looks; returns the verdicts of ended ones. Good segments are ready again."""
         decided: list[tuple[StoredSegment, Verdict]] = []
         for segment_id, suspect in list(self._suspects.items()):
             if suspect.look is None:
@@ -78,7 +78,7 @@ class SuspectSegments:
     def _take(self, suspect: _Suspect) -> Verdict:
         look, suspect.look = suspect.look, None
         assert look is not None
-        # A look that failed for another reason has not seen anything.
+        # A look that failed for another reason says nothing about the segment.
         verdict = Verdict.UNCLEAR if look.exception() is not None else look.result()
         suspect.looks += verdict is Verdict.UNREADABLE
         if verdict is Verdict.GOOD:

@@ -2,7 +2,7 @@
 
 Pure arithmetic on averages. The order is found per layer and head group, by descending average, and
 never mixes tokens of different nodes of the tree: a request that shares only the first node of a
-segment would otherwise read around tokens that it does not have.
+segment would otherwise read past tokens that its prompt does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def mapping_lists(key: Averages, node_starts: Sequence[int]) -> MappingLists:
     """Mapping lists of the best order known.
 
     Args:
-        key: [L, head groups, t], what is large shall come first.
+        key: [L, head groups, t]; tokens with large values come first.
         node_starts: first token of each node, ascending, the first one 0.
 
     Returns:
@@ -40,10 +40,10 @@ def mapping_lists(key: Averages, node_starts: Sequence[int]) -> MappingLists:
 def expected_bytes(
     average: Averages, mapping: MappingLists | None, layout: SegmentLayout, gap_bytes: int
 ) -> float:
-    """Bytes that reading one selection of all layers is expected to take, probe columns apart.
+    """Expected bytes read for one selection in all layers, without those of probe columns.
 
-    Tokens are taken as selected independently with their average as probability. What is read as
-    one is a block, a row, or what lies within a gap that is not worth skipping, if that is larger.
+    Tokens are assumed to be selected independently, with their averages as probabilities. The unit
+    of reading is a block, a row, or a gap that is not worth skipping, whichever is largest.
     """
     by_row, shape = _chance_by_row(average, mapping), layout.shape
     total = 0.0

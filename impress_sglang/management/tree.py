@@ -2,10 +2,10 @@
 
 A radix tree per namespace (SGLang's `extra_key` and `cache_salt`). A node is a run of tokens inside
 one segment; splitting a node moves no data, both halves refer to the same segment. KVs of the same
-tokens in different qualities are different children, so that they are never mixed unseen.
+tokens in different qualities are different children, so that they are never mixed unnoticed.
 
-A segment that has lost its file stays as long as others build on it, each of its nodes as a lost
-segment of its own: a hole, which whoever has its tokens can fill.
+A segment that has lost its file stays in the tree as long as others build on it. Each of its nodes
+becomes a lost segment of its own: a hole, which is filled when its tokens are stored again.
 
 Invariants (`check_integrity`):
   * a node's tokens are `segment.tokens[start : start + len]`, and its parent ends where it begins;
@@ -35,7 +35,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common_prefix_len
 
 _start = operator.attrgetter("start")
-# Of a segment in how many nodes it is checked.
+# In how many of its nodes a segment is checked.
 _MOST_NODES = 256
 
 
@@ -43,7 +43,7 @@ class StoredTree:
     """Finds and keeps stored prefixes; not thread-safe, one thread owns it."""
 
     def __init__(self, content: ContentIndex | None = None) -> None:
-        """An empty tree.
+        """Begin with an empty tree.
 
         `content` is kept in step with it; None: tokens are found behind their prefix only.
         """
@@ -51,14 +51,14 @@ class StoredTree:
         self._roots: dict[str, Node] = {}
         # Nodes of each segment, from its first token on.
         self._paths: dict[str, list[Node]] = {}
-        # Those come last that were checked last.
+        # In order of checking: the segments checked last come last.
         self._segments: OrderedDict[str, StoredSegment] = OrderedDict()
         self.file_bytes = 0
-        """Of all segments, those included that are being written."""
+        """Bytes of the files of all segments, including those that are being written."""
         self.uses = Uses()
-        """In which order they were used."""
+        """The order in which segments were used."""
         self.replaced = 0
-        """Segments that got another file: each has its next turn before all others."""
+        """How often a segment got another file; each time it becomes the next to be checked."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -67,7 +67,7 @@ class StoredTree:
         return segment_id in self._segments
 
     def get(self, segment_id: str) -> StoredSegment | None:
-        """The segment of that name."""
+        """The segment of this name; None if it is not in the tree."""
         return self._segments.get(segment_id)
 
     def segments(self) -> Iterator[StoredSegment]:
@@ -75,7 +75,7 @@ class StoredTree:
         return iter(self._segments.values())
 
     def next_segments(self, most: int) -> list[StoredSegment]:
-        """Some segments, other ones each time until all had their turn."""
+        """At most `most` segments, other ones at each call until all have had their turn."""
         found = list(itertools.islice(self._segments.items(), most))
         for name, _ in found:
             self._segments.move_to_end(name)
@@ -92,9 +92,9 @@ class StoredTree:
     ) -> StoredMatch:
         """The longest stored prefix of `tokens`. O(len(tokens)); changes nothing.
 
-        Of children that begin with the same token the best one is followed, if it suffices. It ends
-        before a segment that cannot be read, unless `only_ready` is False. It is found as if there
-        were no segment `without`.
+        Of children that begin with the same token, the best one is followed, if it suffices. The
+        match ends before a segment that cannot be read, unless `only_ready` is False. The segment
+        `without` is ignored.
         """
         spans: list[StoredSpan] = []
         for span in self._walk(namespace, tokens, least, without):
@@ -107,11 +107,11 @@ class StoredTree:
         return StoredMatch(tuple(spans))
 
     def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
-        """Segments that have the end of a prefix or something behind it, in all qualities.
+        """Segments that have the end of a prefix or tokens behind it, in all qualities.
 
-        What builds on the end of a segment comes before it. `namespace`, `prefix`: None for all. To
-        take the first ones costs no more than these, however many there are; nothing may change
-        meanwhile.
+        A segment comes after those that build on its end. `namespace`, `prefix`: None for all.
+        Segments are found lazily, so the first ones cost the same however many follow; the tree
+        must not change meanwhile.
         """
         prefix = np.empty(0, np.int32) if prefix is None else prefix
         for own in self._roots if namespace is None else (namespace,):
@@ -123,12 +123,12 @@ class StoredTree:
                         yield segment
 
     def ends(self, namespace: str, prefix: Tokens) -> set[StoredSegment]:
-        """Segments that have the last token of a prefix, in all qualities, lost ones as well."""
+        """Segments that have the last token of a prefix, in all qualities, also lost ones."""
         nodes = self._ends(namespace, prefix) if namespace in self._roots else ()
         return {node.segment for node, _ in nodes if node.segment is not None}
 
     def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
-        """Segments that build on one, without others between; as lazy as `below`."""
+        """Segments that build directly on one; found lazily, as by `below`."""
         for node in reversed(self._paths[segment.segment_id]):
             for below in itertools.chain.from_iterable(node.children.values()):
                 if below.segment is not None and below.segment is not segment:
@@ -144,10 +144,10 @@ class StoredTree:
     def insert(self, segment: StoredSegment, prefix: Tokens) -> bool:
         """Attach a segment after the tokens `prefix`; False if that prefix is not in the tree.
 
-        Any path of these tokens will do that is as good as the segment. Holes of its quality that
-        its first tokens lead through are filled, the last one perhaps only in part. It is refused
-        where its other tokens begin as something that is stored there: the caller matches first
-        and stores only what is new.
+        Any path of these tokens will do whose quality suffices for the segment. Holes of its
+        quality along its first tokens are filled, the last one perhaps only in part. The segment is
+        refused if its other tokens begin like stored ones of its quality there: the caller matches
+        first and stores only new tokens.
         """
         info = segment.info
         for node, length in self._ends(info.namespace, prefix, info.quality):
@@ -157,9 +157,9 @@ class StoredTree:
         return False
 
     def insert_below(self, segment: StoredSegment, above: StoredSegment, length: int) -> bool:
-        """Attach a segment after the first `length` tokens of another; False if that cannot be.
+        """Attach a segment after the first `length` tokens of another; False if impossible.
 
-        The same as `insert`, for who knows where: nothing is compared.
+        Like `insert`, for a caller who knows the place: the tokens before it are not compared.
         """
         if not above.info.quality.suffices(segment.info.quality):
             return False
@@ -168,7 +168,7 @@ class StoredTree:
         return self._attach(segment, self._split(node, own) if own < len(node.tokens) else node)
 
     def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
-        """The same tokens are in another file now."""
+        """Give a segment another file with the same tokens."""
         assert np.array_equal(segment.info.tokens, info.tokens)
         assert info.segment_id not in self._segments
         self._paths[info.segment_id] = self._paths.pop(segment.segment_id)
@@ -178,7 +178,7 @@ class StoredTree:
         self.file_bytes += file_bytes - segment.file_bytes
         segment.info, segment.file_bytes = info, file_bytes
         self.uses.change(segment)
-        # Not behind those that had their turn: perhaps it had none.
+        # In front, not behind the segments checked already: perhaps it was not checked yet.
         self._segments.move_to_end(info.segment_id, last=False)
         self.replaced += 1
 
@@ -187,10 +187,10 @@ class StoredTree:
         return [node.start for node in self._paths[segment.segment_id]]
 
     def lose(self, segment: StoredSegment) -> None:
-        """A segment has no file any more.
+        """Mark a segment as lost: it has no file any more.
 
-        Of its nodes those that others build on are holes from now on. What nothing builds on leaves
-        the tree, and so do holes above.
+        Those of its nodes that others build on become holes. Nodes that nothing builds on leave the
+        tree, and so do holes above them that nothing builds on then.
         """
         segment.state = SegmentState.LOST
         node = self._paths[segment.segment_id][-1]
@@ -232,12 +232,12 @@ class StoredTree:
             assert segment.dependents == [dependents[segment, level] for level in Priority]
 
     def check(self, segment: StoredSegment, most: int = _MOST_NODES) -> None:
-        """See that a segment has its place, in its last `most` nodes.
+        """Check that a segment has its place in the tree, in its last `most` nodes.
 
-        That takes no time for what builds on it.
+        The time does not depend on how many segments build on it.
 
         Raises:
-            AssertionError: as of `check_integrity`.
+            AssertionError: as for `check_integrity`.
         """
         info, above, path = segment.info, segment.parent, self._paths[segment.segment_id]
         assert self._segments[segment.segment_id] is segment
@@ -262,7 +262,7 @@ class StoredTree:
         self.uses.check(segment)
 
     def _attach(self, segment: StoredSegment, parent: Node) -> bool:
-        """Hang a segment below a node, into the holes that are there; False if that cannot be."""
+        """Attach a segment below a node, filling the holes there; False if impossible."""
         if segment.segment_id in self._segments:
             return False
         nodes, rest = self._holes(parent, segment.info)
@@ -291,7 +291,7 @@ class StoredTree:
         return holes, rest
 
     def _own(self, segment: StoredSegment, nodes: list[Node]) -> None:
-        """Make nodes, each below the one before, those of a segment that is new."""
+        """Make nodes, each below the one before, the nodes of a new segment."""
         start = segment.info.num_tokens
         for node in reversed(nodes):
             start -= len(node.tokens)
@@ -313,7 +313,7 @@ class StoredTree:
             self.content.add(segment)
 
     def _forget(self, segment: StoredSegment) -> None:
-        """A segment is gone; its nodes are another's, or gone as well."""
+        """Forget a segment; its nodes belong to another one, or go as well."""
         del self._segments[segment.segment_id], self._paths[segment.segment_id]
         self.file_bytes -= segment.file_bytes
         if self.content is not None:
@@ -329,7 +329,7 @@ class StoredTree:
         info = dataclasses.replace(
             old.info,
             segment_id=uuid.uuid4().hex,
-            # No file has it: who fills the hole has all tokens before it.
+            # No file needs it: whoever fills the hole knows all tokens before it.
             prefix_digest="",
             prefix_len=old.info.prefix_len + node.start,
             tokens=node.tokens,
@@ -345,7 +345,7 @@ class StoredTree:
         least: Quality,
         without: StoredSegment | None,
     ) -> Iterator[StoredSpan]:
-        """Runs of segments along `tokens`."""
+        """Spans of segments along `tokens`."""
         node = self._roots.get(namespace)
         position = 0
         while node is not None and position < len(tokens):
@@ -354,8 +354,8 @@ class StoredTree:
                 return
             segment, start = child.segment, child.start
             assert segment is not None
-            # Beside what is exact stands nothing better: it is followed as far as it goes, however
-            # many nodes that are.
+            # Exact KVs have no better siblings, so their segment is followed as far as it goes,
+            # over any number of nodes.
             exact = segment.info.quality == EXACT
             path = self._paths[segment.segment_id] if exact else [child]
             own = segment.info.tokens[start : path[-1].stop]
@@ -369,10 +369,10 @@ class StoredTree:
     def _ends(
         self, namespace: str, prefix: Tokens, least: Quality | None = None
     ) -> Iterator[tuple[Node, int]]:
-        """Nodes in which a prefix ends, and how many of their tokens are of it, best paths first.
+        """Nodes in which a prefix ends, and how many of their tokens are in it, best paths first.
 
-        A match follows the best child only; what was stored when there was no better one is beside.
-        `least`: None for all, also behind holes.
+        A match follows the best child only; what was stored before that one existed is on others.
+        `least`: None for all qualities, also behind holes.
         """
         root = self._roots.setdefault(namespace, Node(np.empty(0, np.int32), None, 0, None))
         stack = [(root, 0, 0)]
@@ -406,5 +406,5 @@ class StoredTree:
 
 
 def _holder(path: list[Node], length: int) -> Node:
-    """Of the nodes of a segment the one with the last of its first `length` tokens."""
+    """The node of a segment that has the last of the segment's first `length` tokens."""
     return path[bisect.bisect_left(path, length, key=_start) - 1]

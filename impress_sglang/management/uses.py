@@ -1,4 +1,4 @@
-"""In which order segments go: when they were used, which the next start should know, or are due."""
+"""In which order segments go: by their last use, recorded for the next start, or by expiry."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _Order: TypeAlias = OrderedDict[StoredSegment, None]
 class Uses:
     """Segments that have a file or will have one: lowest level first, then least recently used.
 
-    A use of a segment is one of all that it builds on, and these have no lower level, so each
-    stands before these: who looks for something to evict that nothing builds on finds it in front,
-    however many there are.
+    A use of a segment is also a use of all that it builds on, and these have no lower level. So a
+    segment comes before those that it builds on, and a search for one to evict that nothing builds
+    on finds it in front, however many there are.
     """
 
     def __init__(self) -> None:
-        # By their last use alone.
+        # In the order of their last use alone.
         self._order: _Order = OrderedDict()
         self._levels = {level: _Order() for level in Priority}
         # The same for each namespace.
         self._orders: dict[tuple[str, Priority], _Order] = defaultdict(OrderedDict)
         self._changed: dict[StoredSegment, None] = {}
         self.now = 0
-        """Uses so far; `last_access` of a segment is one of them."""
-        # When segments have to go, and a number by which equals are told apart.
+        """Number of uses so far; the `last_access` of a segment is such a number."""
+        # When segments expire, with a number that breaks ties.
         self._due: list[tuple[int, int, StoredSegment]] = []
         self._numbers = itertools.count()
 
@@ -40,20 +40,20 @@ class Uses:
         return itertools.chain.from_iterable(self._levels.values())
 
     def latest(self) -> Iterator[StoredSegment]:
-        """Those that were used last first, whatever their level."""
+        """All segments, most recently used first, whatever their level."""
         return reversed(self._order)
 
     def of(self, namespace: str) -> Iterator[StoredSegment]:
-        """Those of a namespace, in the same order; what builds on a segment is in its namespace."""
+        """Segments of a namespace, in the same order; dependents are in the same namespace."""
         orders = (self._orders.get((namespace, level), ()) for level in Priority)
         return itertools.chain.from_iterable(orders)
 
     def go_on_from(self, last_access: int) -> None:
-        """Whatever is used from now on is used after that."""
+        """Let all uses from now on count as later than `last_access`."""
         self.now = max(self.now, last_access)
 
     def add(self, segment: StoredSegment) -> None:
-        """A segment is in the tree; unless it comes from an earlier process, that is a use."""
+        """Add a segment of the tree; unless it is from an earlier process, that is a use."""
         self._order[segment] = None
         self._join(segment)
         if segment.info.expires:
@@ -64,23 +64,23 @@ class Uses:
             self.note(segment)
 
     def remove(self, segment: StoredSegment) -> None:
-        """A segment is gone."""
+        """Remove a segment, if it is there."""
         if segment in self._order:
             del self._order[segment]
             self._leave(segment)
         self._changed.pop(segment, None)
 
     def note(self, segment: StoredSegment, passed: Priority = Priority.LOW) -> None:
-        """A segment is used, and what it builds on.
+        """Count a use of a segment and of all that it builds on.
 
-        Or it was needed when others up to the level `passed` went: until its next use it is one of
-        these, for who looks again would else come by it each time.
+        Or note that it was needed when others up to the level `passed` went: it has that level
+        until its next use, because otherwise each search would pass it again.
         """
         self.now += 1
         there = False
         for own in _path_up(segment):
             own.last_access = self.now
-            # What is gone since it was matched is nowhere; above what is there, all is.
+            # A segment gone since the match is nowhere; above one that is there, all are.
             there = there or own in self._order
             if there:
                 own.passed = passed if own is segment else Priority.LOW
@@ -90,14 +90,14 @@ class Uses:
                 self._changed[own] = None
 
     def settle(self, segment: StoredSegment) -> None:
-        """Something else builds on a segment now: see to its level, and those of what is above."""
+        """Update the levels of a segment and of those above it, after its dependents changed."""
         for own in _path_up(segment):
             if own.own_level is own.level:
                 return
             self._put(own)
 
     def _put(self, segment: StoredSegment) -> None:
-        """Make a segment the last one of the level that is its own now; a hole has no place."""
+        """Make a segment the last one of its present own level; a hole has no place."""
         level, above = segment.own_level, segment.parent
         if above is not None:
             above.dependents[segment.level] -= 1
@@ -120,19 +120,19 @@ class Uses:
             del self._orders[place]
 
     def change(self, segment: StoredSegment) -> None:
-        """A segment has another name, or builds on another one."""
+        """Note that a segment has another name, or builds on another one."""
         if segment in self._order:
             self._changed[segment] = None
 
     def take_changed(self, most: int) -> list[StoredSegment]:
-        """Some of those of which something has changed since they were last taken."""
+        """At most `most` segments that have changed since they were last taken."""
         taken = list(itertools.islice(self._changed, most))
         for segment in taken:
             del self._changed[segment]
         return taken
 
     def take_due(self, now: float, most: int) -> list[StoredSegment]:
-        """Some of those that had to go by then; `now` as of `time.time`."""
+        """At most `most` segments that have expired; `now` is a time of `time.time`."""
         taken: list[StoredSegment] = []
         while self._due and self._due[0][0] <= now and len(taken) < most:
             segment = heapq.heappop(self._due)[2]
@@ -142,19 +142,19 @@ class Uses:
 
     def _note_due(self, segment: StoredSegment) -> None:
         if len(self._due) > 2 * len(self._order):
-            # What has left before its time would stay until then.
+            # Segments that left before they expired would otherwise stay here until then.
             self._due = [due for due in self._due if due[2] in self._order]
             heapq.heapify(self._due)
         heapq.heappush(self._due, (segment.info.expires, next(self._numbers), segment))
 
     def sort(self) -> None:
-        """Put segments of an earlier process in the order in which it used them."""
+        """Put segments of an earlier process into the order in which it used them."""
         upwards = sorted(self._order, key=lambda segment: -segment.info.prefix_len)
         for segment in upwards:
             above = segment.parent
             if above is not None and above.last_access < segment.last_access:
                 above.last_access = segment.last_access
-        # Of equals those that build on others stay in front.
+        # Among equals, those that build on others stay in front.
         self._order = OrderedDict.fromkeys(sorted(upwards, key=_last_access))
         self._levels = {
             level: OrderedDict.fromkeys(own for own in self._order if own.level is level)
@@ -167,7 +167,7 @@ class Uses:
         self._orders.update((place, OrderedDict.fromkeys(own)) for place, own in places.items())
 
     def check(self, segment: StoredSegment) -> None:
-        """See that one of the tree has its place; that takes the same time for each.
+        """Check that a segment of the tree has its place, in constant time.
 
         Raises:
             AssertionError: it has not, which is a bug.
@@ -182,7 +182,7 @@ class Uses:
             assert above not in self._order or above.last_access >= segment.last_access
 
     def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
-        """Compare with these, which have a file or will have one.
+        """Compare with these segments, which have a file or will have one.
 
         Raises:
             AssertionError: they differ, or the order is wrong, which is a bug.

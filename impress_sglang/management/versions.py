@@ -1,4 +1,4 @@
-"""Versions of segments: the ids of their chunks in the caches, and what is known of these.
+"""Versions of segments: the ids of their chunks in the caches, and what is known of these chunks.
 
 A version of a segment (one file) gets a range of chunk ids when it is first read, and keeps it
 until it has left the tree *and* its last reader is done: a request goes on with the version that it
@@ -33,8 +33,8 @@ class Version:
     """One file: its chunk ids, and its readers while it has any.
 
     `columns` and `codes`: the first id of their chunks; None until they are read. `blocks`: what is
-    known of the blocks of columns; None until somebody asks, because that takes time in proportion
-    to the length.
+    known of the blocks of columns; None until it is needed, because making it takes time in
+    proportion to the length.
     """
 
     segment_id: str
@@ -49,7 +49,7 @@ class Version:
 
 
 class SegmentVersions:
-    """The versions that were read, of segments that are in the tree or have readers; one thread."""
+    """The versions read so far of segments in the tree or with readers; owned by one thread."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class SegmentVersions:
         certain: Sequence[Column],
         by_importance: bool,
     ) -> None:
-        """Begin with none.
+        """Begin with no versions.
 
         Args:
-            shape: of the KVs.
-            cache: holds chunks.
-            codes: holds those of codes.
-            retention: what requests usually ask for.
-            certain: columns of exact KVs of which they usually ask for all rows.
-            by_importance: averages are of importance, not of selections.
+            shape: shape of the KVs.
+            cache: holds chunks of exact KVs.
+            codes: holds chunks of codes.
+            retention: the retention that requests usually ask for.
+            certain: columns of exact KVs of which requests usually want all rows.
+            by_importance: whether averages are of importance instead of selections.
         """
         self._shape = shape
         self._cache = cache
@@ -78,18 +78,18 @@ class SegmentVersions:
         self._certain = np.array(certain)
         self._by_importance = by_importance
         self._versions: dict[str, Version] = {}
-        # What requests wait for, also of segments that were not read yet.
+        # What requests wait for, including segments that were not read yet.
         self._awaited: dict[str, Sequence[AwaitedRange]] = {}
 
     def __getitem__(self, segment_id: str) -> Version:
         return self._versions[segment_id]
 
     def get(self, segment_id: str) -> Version | None:
-        """That of a segment, if it was read."""
+        """The version of a segment; None if it was not read."""
         return self._versions.get(segment_id)
 
     def of(self, stored: StoredSegment) -> Version:
-        """That of a segment, which may be read now for the first time."""
+        """The version of a segment, which is made if the segment was not read before."""
         version = self._versions.get(stored.segment_id)
         if version is None:
             version = Version(stored.segment_id, stored.info.layout(), stored.info.reordered)
@@ -97,7 +97,7 @@ class SegmentVersions:
         return version
 
     def blocks(self, version: Version) -> BlockHistory:
-        """What is known of its blocks of exact KVs."""
+        """What is known of the blocks of exact KVs of a version."""
         if version.blocks is None:
             layout = version.layout
             shares = first_shares(layout, self._retention, ordered=version.reordered)
@@ -105,7 +105,7 @@ class SegmentVersions:
         return version.blocks
 
     def columns(self, version: Version) -> int:
-        """The first id of its chunks of exact KVs, which are read now."""
+        """The first id of a version's chunks of exact KVs, which are about to be read."""
         if version.columns is None:
             version.columns = self._cache.attach(self._cache.page.chunk_pages(version.layout))
             if ranges := self._awaited.get(version.segment_id):
@@ -113,7 +113,7 @@ class SegmentVersions:
         return version.columns
 
     def codes(self, version: Version) -> int:
-        """The first id of its chunks in codes, which are read now."""
+        """The first id of a version's chunks in codes, which are about to be read."""
         if version.codes is None:
             layout = version.layout.codes
             assert layout is not None, "the store has no codes"
@@ -123,18 +123,18 @@ class SegmentVersions:
         return version.codes
 
     def column_tiers(self, version: Version) -> npt.NDArray[np.uint8]:
-        """Where its chunks of exact KVs stand, `Tier` values."""
+        """The tier of each of a version's chunks of exact KVs, `Tier` values."""
         return _tiers(self._cache, version.columns, version.layout.total_chunks)
 
     def code_tiers(self, version: Version) -> npt.NDArray[np.uint8]:
-        """Where its chunks in codes stand, `Tier` values."""
+        """The tier of each of a version's chunks in codes, `Tier` values."""
         return _tiers(self._codes, version.codes, self._num_codes(version))
 
     def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
-        """Requests wait for these tokens of some segments, and for no others of these.
+        """Note the tokens that requests wait for in some segments; they wait for no others there.
 
-        What of it is certain to be read outlasts the rest in the caches: the bases of codes, and
-        some columns of exact KVs.
+        Of these tokens, what is certain to be read is evicted last from the caches: the bases of
+        codes, and the `certain` columns of exact KVs.
         """
         for segment_id, ranges in awaited:
             if ranges:
@@ -150,7 +150,7 @@ class SegmentVersions:
             return
         layout = version.layout
         if version.reordered and ranges:
-            # Which chunks have which tokens is in the file.
+            # Which chunks have these tokens is known only from the file.
             ranges = [(0, layout.num_tokens, ranges[-1][2])]
         chunks = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
         layers = version.columns + layout.layer_chunks * np.arange(self._shape.num_layers)
@@ -167,7 +167,7 @@ class SegmentVersions:
         self._codes.expect(layers, pages)
 
     def history(self, stored: StoredSegment) -> TokenHistory:
-        """What is known of the tokens of a segment."""
+        """The history of the tokens of a segment, which is made if there is none."""
         if stored.history is None:
             num_tokens = stored.info.num_tokens
             stored.history = TokenHistory(
@@ -179,7 +179,7 @@ class SegmentVersions:
         return stored.history
 
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
-        """What of a segment is in the caches, in bytes, by `Tier`."""
+        """How many bytes of a segment are in the caches, by `Tier`."""
         version, found = self._versions.get(segment_id), np.zeros(len(Tier), np.int64)
         kinds = []
         if version is not None and version.columns is not None:
@@ -195,7 +195,7 @@ class SegmentVersions:
         return found
 
     def release(self, segment_id: str) -> None:
-        """A reader of a version is done; after the last one its file is closed."""
+        """End one reader of a version; after the last one its file is closed."""
         version = self._versions[segment_id]
         version.readers -= 1
         if version.readers:
@@ -207,7 +207,7 @@ class SegmentVersions:
             self._forget(segment_id)
 
     def retire(self, segment_id: str) -> None:
-        """A segment has left the tree; its chunks leave the caches after its last reader."""
+        """Retire a segment that has left the tree; its chunks go after the last reader."""
         version = self._versions.get(segment_id)
         if version is None:
             return
@@ -216,7 +216,7 @@ class SegmentVersions:
             self._forget(segment_id)
 
     def succeed(self, old_id: str, new: StoredSegment, shares: Floats) -> None:
-        """A reordered version takes over: its chunks inherit what is known of the old ones.
+        """Let a reordered version take over: its chunks inherit what is known of the old ones.
 
         Args:
             old_id: the version that is replaced, still known here.
@@ -233,8 +233,8 @@ class SegmentVersions:
             return
         base = self._cache.attach(self._cache.page.chunk_pages(layout))
         expected = expected_shares(layout, shares)
-        # Averages of few requests say nothing of the tokens that none has selected, but the place
-        # of these does: it counts like one more request.
+        # Averages of few requests say nothing of the tokens that none of them selected, but the
+        # places of these tokens do: they count like one more request.
         requests = 0.0 if new.history is None else float(new.history.accesses.mean())
         by_place = first_shares(layout, self._retention, ordered=True)
         chances = (requests * expected + by_place) / (requests + 1)
@@ -257,10 +257,10 @@ class SegmentVersions:
         self._codes.check_integrity()
 
     def check(self, segment_id: str) -> None:
-        """See to that of a segment in the tree.
+        """Check the version of a segment in the tree.
 
         Raises:
-            AssertionError: as of `check_integrity`.
+            AssertionError: as for `check_integrity`.
         """
         if (version := self._versions.get(segment_id)) is not None:
             _check_readers(version)
@@ -274,7 +274,7 @@ class SegmentVersions:
             self._cache.detach(version.columns, version.layout.total_chunks)
 
     def _num_codes(self, version: Version) -> int:
-        """Its chunks in codes."""
+        """How many chunks in codes a version has."""
         assert version.layout.codes is not None, "the store has no codes"
         return self._shape.num_layers * len(chunks_of(version.layout.codes).count)
 
@@ -285,7 +285,7 @@ def _check_readers(version: Version) -> None:
 
 
 def _tiers(cache: ChunkCache, first: int | None, count: int) -> npt.NDArray[np.uint8]:
-    """Where neighbouring chunks stand; on SSD if they have no ids."""
+    """The tiers of chunks with neighbouring ids; SSD if they have no ids."""
     if first is None:
         return np.full(count, Tier.SSD, np.uint8)
     return cache.placement.tiers(first, count)
@@ -294,7 +294,7 @@ def _tiers(cache: ChunkCache, first: int | None, count: int) -> npt.NDArray[np.u
 def turns_of(
     num_chunks: int, chunk_tokens: int, ranges: Sequence[AwaitedRange]
 ) -> npt.NDArray[np.int64]:
-    """When chunks of so many tokens are needed next, int64 [num_chunks]; -1: nobody waits."""
+    """The turn at which each chunk is needed next, int64 [num_chunks]; -1: nobody waits."""
     turns = np.full(num_chunks, NOBODY)
     for start, stop, turn in ranges:
         turns[start // chunk_tokens : -(-stop // chunk_tokens)] = turn
@@ -302,7 +302,7 @@ def turns_of(
 
 
 def certain_columns(shape: KVShape, *, whole: bool) -> Sequence[Column]:
-    """Columns that are read in full: all of a whole prefix, of a part what it is found by."""
+    """Columns that are read in full: all if `whole`, otherwise those that choose the tokens."""
     if whole:
         return shape.columns
     return (PROBE,) if shape.probe_kv_heads else shape.key_columns

@@ -1,7 +1,7 @@
-"""What is being stored: offers, and the writes that were accepted.
+"""What is being stored: offers of KVs, and the writes of those that were accepted.
 
-Owned by the store's thread. An offer is decided at once: what of it is known, what it builds on,
-whether there is room. The keeper writes; `poll` takes in what became of it.
+Owned by the store's thread. An offer is decided at once: which of its tokens are stored already,
+what it builds on, whether there is room. The keeper writes, and `poll` collects the results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenIn
 
 logger = logging.getLogger(__name__)
 
-# Who waits for writes looks so often whether they still make progress.
+# Seconds between two looks, during a wait for writes, at whether they still make progress.
 LOOK_SECONDS = 0.25
 
 
@@ -47,9 +47,9 @@ class StoreOutcome(enum.Enum):
     UNREACHABLE = "unreachable"
     NO_SPACE = "no_space"
     SPENT = "spent"
-    """The drive has been written to enough for today."""
+    """The write budget of the drive is spent for now."""
     UNAVAILABLE = "unavailable"
-    """The disk does not take anything now."""
+    """The disk accepts no writes now."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,7 +76,7 @@ class StoreStats:
     offers_above_budget: int = 0
 
     def count_removed(self, count: int, cause: Cause) -> None:
-        """So many segments leave, for a cause other than damage."""
+        """Count segments that are removed for a cause other than damage."""
         self.segments_evicted += count * (cause is Cause.EVICTED)
         self.segments_purged += count * (cause is Cause.PURGED)
         self.segments_expired += count * (cause is Cause.EXPIRED)
@@ -93,15 +93,15 @@ class Offer:
         on_done: called when the KVs are no longer needed, written or not.
         abandon: called if the KVs are wanted back before that: from then on the reader must raise
             `WriteAbandoned`.
-        min_tokens: a shorter rest is not worth a file.
-        quality: of the new KVs.
-        available_from: the reader has no KVs of earlier tokens; those must be stored.
-        holder: of the KVs' memory, in the caller's terms.
-        queries: of the last tokens, layer by layer, asked for after the KVs of the layer were read.
-        num_behind: tokens between these and the end of the prompt, whose queries they are.
-        ttl: seconds after which the new KVs go, 0: when room is needed.
-        priority: of the new KVs, when room is needed.
-        floors: of heads, where they are known; None: they are measured.
+        min_tokens: fewer new tokens than this are not worth a file.
+        quality: quality of the new KVs.
+        available_from: the reader has no KVs of earlier tokens; those must be stored already.
+        holder: who holds the memory of the KVs, in the caller's terms.
+        queries: gives the last queries of a layer; called after the KVs of the layer were read.
+        num_behind: tokens between the last of `tokens` and the last token of `queries`.
+        ttl: seconds after which the new KVs are removed; 0: only when room is needed.
+        priority: priority of the new KVs when room is needed.
+        floors: floors of heads, where they are known; None: they are measured.
     """
 
     tokens: Tokens
@@ -126,11 +126,11 @@ class _Write:
     future: Future[None] = dataclasses.field(init=False)
     abandoned: bool = False
     discarded: Cause | None = None
-    """Why nobody may have it, if somebody said so."""
+    """Why nobody may use the segment; None unless it was discarded."""
 
 
 class SegmentWrites:
-    """Takes offers, and knows the writes that have not been taken in yet, oldest first."""
+    """Takes offers, and holds the writes that `poll` has not collected yet, oldest first."""
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class SegmentWrites:
         losses: Losses,
         evict: Callable[[Sequence[StoredSegment], Cause], None],
     ) -> None:
-        """Begin with no write; parts not named here are the store's.
+        """Begin with no writes; the parameters not named here are parts of the store.
 
-        `name_of` gives the stored name of a namespace; `evict` takes segments out of the tree, and
+        `name_of` gives the stored name of a namespace; `evict` removes segments from the tree, and
         their files.
         """
         self._config = config
@@ -175,13 +175,13 @@ class SegmentWrites:
 
     @property
     def are_taken(self) -> bool:
-        """Whether the disk takes any now, and what may be written to it."""
+        """Whether writes are accepted now: the disk works, and the write budget is not spent."""
         return self._health.writable and not self._quota.budget.is_spent
 
     def offer(self, namespace: str, offer: Offer) -> StoreOutcome:
-        """Store what is new of a prefix, in the background.
+        """Store the new tokens of a prefix, in the background.
 
-        `namespace` keeps requests with other `extra_key` or `cache_salt` apart.
+        `namespace` separates requests with different `extra_key` or `cache_salt`.
         """
         namespace = self._name_of(namespace)
         if not self._health.writable:
@@ -189,7 +189,7 @@ class SegmentWrites:
             return StoreOutcome.UNAVAILABLE
         tokens = offer.tokens
         known = self._tree.match(namespace, tokens, least=offer.quality, only_ready=False)
-        # Its KVs are in SGLang's pool and need not be read: that is a use as well.
+        # The KVs are in SGLang's pool and need not be read, but this is a use as well.
         self._tree.touch(known)
         start, stop = _missing(known, offer)
         if len(tokens) - start < offer.min_tokens:
@@ -219,14 +219,14 @@ class SegmentWrites:
         return StoreOutcome.ACCEPTED
 
     def poll(self) -> None:
-        """Take in writes that have ended: publish them, or draw the consequences."""
+        """Collect writes that have ended: publish their segments, or act on their failure."""
         while self._writes and self._writes[0].future.done():
             self._finish(self._writes.popleft())
 
     def drain(self) -> None:
-        """Wait until all are finished, and take them in.
+        """Wait until all writes have ended, and collect them.
 
-        Those that make no progress for `--impress-io-timeout` are abandoned.
+        Writes that make no progress for `--impress-io-timeout` are abandoned.
         """
         began = time.monotonic()
         while self._writes:
@@ -243,16 +243,16 @@ class SegmentWrites:
             self._finish(self._writes.popleft())
 
     def written_before(self, seconds: float) -> Future[WrittenBefore]:
-        """What was written no later than that, as of `time.time`."""
+        """Find segments whose files were written no later than `seconds`, as of `time.time`."""
         return self._keeper.written_before(seconds)
 
     def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> int:
-        """Remove segments and their files; those that are being written go when that has ended.
+        """Remove segments and their files; one that is being written goes when its write ends.
 
-        Returns how many of these nobody has discarded before.
+        Returns how many of those being written had not been discarded before.
         """
         count, segments = 0, list(segments)
-        # Who removes many does that in steps, most of which have nothing to do with writes.
+        # Callers remove many segments in steps, most of which concern no writes.
         some = any(own.state is SegmentState.PENDING for own in segments)
         writes = {write.segment: write for write in self._writes} if some else {}
         going = []
@@ -274,9 +274,9 @@ class SegmentWrites:
         enough: Callable[[], bool] = lambda: False,
         frees: Callable[[object], bool] = lambda holder: True,
     ) -> None:
-        """Give writes up, the latest first, until there is `enough`; nothing waits.
+        """Abandon writes, the latest first, until there is `enough`; never waits.
 
-        Those go on of whose holder `frees` says that giving them up frees nothing.
+        Writes go on if `frees` says of their holder that abandoning them frees nothing.
         """
         for write in reversed(self._writes):
             if write.abandoned or not frees(write.offer.holder):
@@ -318,9 +318,9 @@ class SegmentWrites:
     def _replaces(
         self, known: StoredMatch, shorter: StoredMatch, segment: StoredSegment, tokens: Tokens
     ) -> bool:
-        """Make room at the cost of the last segment of a match; whether the new one fits then."""
+        """Make room by removing the last segment of a match; False if the new one cannot fit."""
         last, info = known.spans[-1].segment, segment.info
-        # A worse version of the same tokens may stand there as well.
+        # A worse version of the same tokens may be stored as well.
         rest = self._tree.match(
             info.namespace, tokens, least=info.quality, only_ready=False, without=last
         )
@@ -366,8 +366,8 @@ class SegmentWrites:
 
 
 def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
-    """The first tokens of an offer that are not stored, as [start, stop), empty if nothing of its
-    quality fits there: those of a hole and of others next to it, or those after the match."""
+    """The first tokens of an offer that are not stored, as [start, stop): those of a hole and of
+    holes next to it, or those after the match. Empty if KVs of its quality do not fit there."""
     lost = [span.segment.state is SegmentState.LOST for span in known.spans]
     if True not in lost:
         return known.num_tokens, len(offer.tokens)
@@ -381,7 +381,7 @@ def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
 
 
 def _first_tokens(read_layer: LayerReader, count: int) -> LayerReader:
-    """A reader of fewer tokens."""
+    """A reader of the first `count` tokens only."""
 
     def read(layer: int) -> tuple[Tensor, Tensor]:
         keys, values = read_layer(layer)
@@ -391,9 +391,9 @@ def _first_tokens(read_layer: LayerReader, count: int) -> LayerReader:
 
 
 def _shortened(known: StoredMatch, available_from: int) -> StoredMatch | None:
-    """A match without its last segment, if little of that is shared and there are no holes.
+    """A match without its last segment, if less than half of that matches and there is no hole.
 
-    A prompt that begins like another one need not keep all of that one on the disk.
+    A prompt that begins like another one need not keep all of the other one on the disk.
     """
     if any(span.segment.state is SegmentState.LOST for span in known.spans):
         return None

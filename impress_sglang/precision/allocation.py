@@ -1,8 +1,8 @@
 """Which units get how many planes: bits go where an error would weigh most.
 
-Of the attention output of a layer, an error of one key or value counts by the weight that the token
-has, and each bit more halves it. So for a given number of planes the sum of squared errors is least
-if planes go to the units in the order of
+In the attention output of a layer, an error of a key or value counts in proportion to the weight of
+its token, and each further bit halves it. So for a given number of planes, the sum of squared
+errors is least if planes go to the units in the order of
 
     weight of the unit x 4^(-bits that it has),
 
@@ -23,9 +23,9 @@ def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = No
 
     Args:
         weights: [G, units] float32, squared attention weights, summed over the tokens of a unit and
-            the queries of a KV head; heads compete with each other. Squares, because a unit is
-            long: what counts in it are its few large weights.
-        num_planes: at most `NUM_PLANES` for each unit, with the floors.
+            the queries of a KV head; heads compete with each other. Squares, because in a long
+            unit, the few large weights are what counts.
+        num_planes: besides the floors; with these, at most `NUM_PLANES` for each unit.
         floors: int64 [G, units] on the CPU, planes that a unit has in any case; None: none.
 
     Returns:
@@ -37,7 +37,7 @@ def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = No
         num_planes += int(floors.sum())
         below = torch.arange(NUM_PLANES)[:, None] < floors.flatten()
         gains = gains.masked_fill(below.to(gains.device), torch.inf)
-    # A unit has its planes in order: of equal gains (all zero) the first are taken first.
+    # A unit gets its planes in order: of equal gains (all zero), the first are taken first.
     order = gains.flatten().sort(descending=True, stable=True).indices[:num_planes]
     given = torch.zeros(weights.numel(), dtype=torch.int64, device=weights.device)
     given.index_add_(0, order % weights.numel(), torch.ones_like(order))
@@ -45,7 +45,7 @@ def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = No
 
 
 def whole_planes(bits: float) -> int:
-    """How many planes each unit gets for `bits` per element, whoever allocates the others."""
+    """How many planes every unit gets for `bits` per element, however others are allocated."""
     return int((bits - BASE_BITS) // PLANE_BITS)
 
 

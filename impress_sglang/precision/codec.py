@@ -30,7 +30,7 @@ _TOP = 2**CODE_BITS - 1
 
 
 class NotCodable(ValueError):
-    """KVs that no range of half precision holds: they are infinite, not a number, or too large."""
+    """KVs that fit no range in half precision: they are infinite, not a number, or too large."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def code_keys(keys: Tensor) -> Codes:
     """
     num_tokens = len(keys)
     rest = -num_tokens % GROUP_TOKENS
-    # The last key stands for those that the last group lacks, which leaves its ranges alone.
+    # The last group is padded with the last key, which does not change its ranges.
     padded = torch.cat([keys, keys[-1:].expand(rest, -1, -1)]).float()
     groups = padded.unflatten(0, (-1, GROUP_TOKENS))
     low, step = _range(groups.amin(1), groups.amax(1))
@@ -73,7 +73,7 @@ def code_values(values: Tensor) -> Codes:
 
 
 def restore(codes: Codes, bits: int) -> Tensor:
-    """What the first `bits` bits of codes stand for, float32 [t, G, D]."""
+    """The values that the first `bits` bits of codes stand for, float32 [t, G, D]."""
     low, step = codes.low.float(), codes.step.float()
     if low.ndim == 3:
         groups = torch.arange(len(codes.codes), device=low.device) // GROUP_TOKENS
@@ -89,12 +89,12 @@ def raised(code_part: Tensor, bits: int, more: int) -> Tensor:
     """What the next `more` bits of codes add to values of which `bits` are known, in steps.
 
     Args:
-        code_part: those bits, any integer dtype.
-        bits: that are known.
+        code_part: the next bits, any integer dtype.
+        bits: how many bits are known.
         more: how many bits `code_part` has.
 
     Returns:
-        float32; times the step of its range it is what a value must be raised by.
+        float32; multiplied by the step of its range, it is what must be added to a value.
     """
     cell = 2.0 ** (CODE_BITS - bits - more)
     return (code_part.float() - (2**more - 1) / 2) * cell
@@ -103,8 +103,8 @@ def raised(code_part: Tensor, bits: int, more: int) -> Tensor:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes below 2**bits, uint8 [..., D], into bytes [..., D * bits / 8].
 
-    Byte b has the elements b, b + W, b + 2W, ... of W bytes, the first in its lowest bits: loops
-    then handle neighbours alike, many at once.
+    Byte b of W bytes has the elements b, b + W, b + 2W, ..., the first in its lowest bits: so loops
+    treat neighbours alike and can be vectorised.
     """
     per_byte = 8 // bits
     parts = codes.unflatten(-1, (per_byte, -1))
@@ -115,18 +115,18 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes that `pack` has packed, uint8 [..., D]."""
+    """The codes that `pack` packed, uint8 [..., D]."""
     places = [(packed >> (place * bits)) & (2**bits - 1) for place in range(8 // bits)]
     return torch.cat(places, -1)
 
 
 def base_of(codes: Tensor) -> Tensor:
-    """The base of codes of all bits, uint8 below 2**BASE_BITS."""
+    """The base of full codes, uint8 below 2**BASE_BITS."""
     return codes >> (CODE_BITS - BASE_BITS)
 
 
 def plane_of(codes: Tensor, plane: int) -> Tensor:
-    """A plane of codes of all bits, uint8 below 2**PLANE_BITS; plane 0 has the higher bits."""
+    """A plane of full codes, uint8 below 2**PLANE_BITS; plane 0 has the higher bits."""
     return (codes >> (CODE_BITS - BASE_BITS - PLANE_BITS * (plane + 1))) & (2**PLANE_BITS - 1)
 
 

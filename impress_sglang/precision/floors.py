@@ -1,14 +1,14 @@
-"""Which heads do not bear the bits of the base: what rounding does to attention's output.
+"""Which heads need more than the bits of the base: what rounding does to attention's output.
 
 Keys of some models have large biases (norms of hundreds in the first and last layer of Qwen2.5-7B),
-which widen the ranges of all tokens once they are rotated. So who writes a layer measures: some
-tokens of it are rounded, the queries of the prompt's last tokens attend to them and, as a request
-would, to the last tokens as they are; and the *floor* of a KV head, how many planes belong to its
-base, is 0 if the output errs by no more than what is bearable with the bits of the base, else the
-least with which it errs by a third of that, as most heads do with the base alone.
+which widen the ranges of all tokens once they are rotated. So the writer of a layer measures: some
+tokens of the layer are rounded, and the queries of the prompt's last tokens attend to them and, as
+a request would, to the last tokens unrounded. The *floor* of a KV head is the number of planes that
+belong to its base. It is 0 if the error of the output with the base alone is bearable; otherwise it
+is the least with which the error is a third of that, as it is for most heads with the base alone.
 
-Floors are a property of a model more than of a text: where no queries are known, the last ones
-measured hold, and where none were measured, all planes belong to the base.
+Floors depend more on the model than on the text: where no queries are known, the floors measured
+last are used, and where none were measured, all planes belong to the base.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from impress_sglang.precision.codec import (
     restore,
 )
 
-# Of the last tokens of a prompt, how many queries are noted for this.
+# How many queries, of the last tokens of a prompt, are noted for this.
 MEASURED_QUERIES = 16
-# Tokens of a layer that are rounded for this, at most: 3 to 4 ms of the writing thread for
-# SmolLM2-135M, 18 to 31 ms for Llama-3-8B. Not as many as some time allows: the same prompt is to
-# be read in the same bits from a busy machine.
+# The most tokens of a layer that are rounded for this: 3 to 4 ms of the writing thread for
+# SmolLM2-135M, 18 to 31 ms for Llama-3-8B. It is no limit of time, so that a busy machine stores
+# the same prompt with the same floors.
 MEASURED_TOKENS = 8 * GROUP_TOKENS
 
-# Of what is bearable, how much a head that is raised may err.
+# The error allowed to a head whose floor is raised, as a share of what is bearable.
 RAISED_SHARE = 1 / 3
 
 # Planes that belong to the base: uint8 [G] of a layer, [L, G] of a segment.
 Floors = npt.NDArray[np.uint8]
-# Given a layer, its keys [t, G, Dk] and values [t, G, Dv]: the floors of the layer.
+# Returns the floors of a layer, given its number, keys [t, G, Dk] and values [t, G, Dv].
 FloorRule = Callable[[int, Tensor, Tensor], Floors]
 
 
@@ -59,31 +59,31 @@ QuerySource = Callable[[int], LayerQueries | None]
 
 
 def no_queries(layer: int) -> None:
-    """A `QuerySource` of which nothing is known."""
+    """A `QuerySource` that knows no queries."""
 
 
 class FloorMeter:
-    """Measures floors on the writing thread; others may `note` what stands in headers."""
+    """Measures floors on the writing thread; others may `note` floors from headers."""
 
     def __init__(self, bearable: float) -> None:
-        """`bearable`: relative error of the output of a KV head's queries; 0 measures nothing."""
+        """`bearable`: relative error of the output of a KV head's queries; 0: measure nothing."""
         self._bearable = bearable
         self._known: dict[int, Floors] = {}
 
     @property
     def mean_planes(self) -> float:
-        """Planes of a unit that belong to the base, on average, as far as that is known."""
+        """Planes of a unit that belong to the base, on average over the known floors; else 0."""
         known = list(self._known.values())
         return float(np.mean(known)) if known else 0.0
 
     def note(self, floors: Floors) -> None:
-        """Floors [L, G] of a segment that was written earlier."""
-        # All planes of all heads is also what nobody has measured.
+        """Note the floors [L, G] of a segment that was written earlier."""
+        # All planes for all heads may also mean that nothing was measured.
         if (floors < NUM_PLANES).any():
             self._known.update(enumerate(floors))
 
     def rule(self, queries: QuerySource, num_behind: int) -> FloorRule:
-        """Floors of a segment with so many tokens of its prompt behind it."""
+        """The rule for a segment that has `num_behind` tokens of its prompt behind it."""
 
         def floors(layer: int, keys: Tensor, values: Tensor) -> Floors:
             if not self._bearable:
@@ -121,10 +121,10 @@ def floors_of(
 
     Args:
         old: keys [t, G, Dk] and values [t, G, Dv] that are rounded.
-        own: those of the tokens after them, the first of which is that of the first query.
+        own: keys and values of the tokens after them, from the token of the first query on.
         given: the queries.
         bearable: root of the squared error over the squared output, over all queries of a head.
-            All bits are given unseen where fewer do not do.
+            A head for which fewer bits do not suffice gets all bits without a measurement.
     """
     codes = code_keys(old[0]), code_values(old[1])
     exact = _output(old, own, given)
@@ -133,7 +133,7 @@ def floors_of(
     for bits in LEVELS[:-1]:
         rounded = restore(codes[0], bits), restore(codes[1], bits)
         error = (_output(rounded, own, given) - exact).square().sum((1, 2, 3))
-        # Who bore fewer bits keeps them.
+        # A head for which fewer bits were enough keeps them.
         raised = (error > limit).numpy() & (floors == LEVELS.index(bits))
         if not raised.any():
             break
@@ -143,7 +143,7 @@ def floors_of(
 
 
 def _output(old: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], given: LayerQueries) -> Tensor:
-    """Attention of the queries to old tokens and, causally, to their own: [G, Hq / G, n, Dv]."""
+    """Attention of queries to old tokens and, causally, to their own: [G, Hq / G, n, Dv]."""
     keys, values = (torch.cat([a.float(), b.float()]) for a, b in zip(old, own, strict=True))
     queries = given.rows.float().transpose(0, 1)
     seen = torch.ones(len(given.rows), len(keys), dtype=torch.bool).tril(len(old[0]))

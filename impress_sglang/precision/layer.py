@@ -1,4 +1,4 @@
-"""One layer of KVs as coded bytes: how they are written, and where each part stands in them."""
+"""One layer of KVs as coded bytes: how they are written, and where each part is in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from impress_sglang.precision.layout import CodeLayout
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodedLayer:
-    """The codes of a layer, or of its first groups; uint8 in memory of the CPU.
+    """The codes of a layer, or of its first groups; uint8 on the CPU.
 
     groups [groups, group_bytes], and planes [NUM_PLANES, G, units, unit_bytes].
     """
@@ -40,7 +40,7 @@ class CodedLayer:
         return cls(groups, torch.zeros(units, dtype=torch.uint8))
 
     def put(self, layout: CodeLayout, memory: Tensor) -> None:
-        """Write all as it stands on disk, into uint8 [layer_bytes]; padding is zeros."""
+        """Write all codes into uint8 [layer_bytes] as laid out on disk; padding is zeros."""
         memory.zero_()
         for page, groups in enumerate(self.groups.split(layout.page_groups)):
             start = page * layout.page_bytes

@@ -1,6 +1,6 @@
-"""Where the codes of a layer stand: pure arithmetic, no I/O.
+"""Where the codes of a layer are: pure arithmetic, no I/O.
 
-Coded, a layer is a base and planes above it, each made of pages, which begin at a block:
+A coded layer is a base and planes above it, each made of pages, which begin at a block:
 
     base    page after page; a page has some groups, and a group is its ranges and its codes:
             keys [G, 2, Dk], values [GROUP_TOKENS, G, 2], float16 (low, step), then
@@ -8,9 +8,9 @@ Coded, a layer is a base and planes above it, each made of pages, which begin at
     planes  of each plane and KV head its units: keys [u, Dk / 4], then values [u, Dv / 4]
 
 A group is `GROUP_TOKENS` tokens of all heads; the base is always wanted whole, so it is long and in
-sequence. A *unit* is u neighbouring tokens of one head in one plane: what is read, cached and
-raised by itself. u is chosen so that a unit fills a block of the drive, which is what a read costs
-at least. The last group and the last unit are padded; the last page has the groups that are left.
+sequence. A *unit* is u neighbouring tokens of one head in one plane: it is read, cached and raised
+by itself. u is chosen so that a unit fills a block of the drive, the least that a read costs. The
+last group and the last unit are padded; the last page has the remaining groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from impress_sglang.precision.codec import BASE_BITS, GROUP_TOKENS, NUM_PLANES, 
 _HALF_BYTES = 2
 # Tokens of a unit are a multiple of this, so that the tiles of a kernel fit into units and groups.
 UNIT_GRAIN = 16
-# Of a page of the base, at most this share is padding, or it has `MAX_PAGE_GROUPS`.
+# At most this share of a page of the base is padding, unless the page has `MAX_PAGE_GROUPS`.
 PADDING_SHARE = 1 / 128
 MAX_PAGE_GROUPS = 8
 
@@ -47,27 +47,27 @@ class CodeLayout:
 
     @property
     def num_groups(self) -> int:
-        """Groups, the last of which may have fewer tokens."""
+        """Number of groups, the last of which may have fewer tokens."""
         return -(-self.num_tokens // GROUP_TOKENS)
 
     @functools.cached_property
     def group_range_bytes(self) -> int:
-        """Ranges of one group."""
+        """Bytes of the ranges of one group."""
         return 2 * _HALF_BYTES * self.num_heads * (self.key_dim + GROUP_TOKENS)
 
     @functools.cached_property
     def group_base_bytes(self) -> int:
-        """Codes of one group in the base."""
+        """Bytes of the codes of one group in the base."""
         return GROUP_TOKENS * self.num_heads * (self.key_dim + self.value_dim) * BASE_BITS // 8
 
     @functools.cached_property
     def group_bytes(self) -> int:
-        """All of one group in the base."""
+        """Bytes of one group in the base."""
         return self.group_range_bytes + self.group_base_bytes
 
     @functools.cached_property
     def page_groups(self) -> int:
-        """Groups of a page of the base: few, as long as little of it is padding."""
+        """Groups of a page of the base: the fewest that leave little padding."""
         groups = 1
         while groups < MAX_PAGE_GROUPS:
             size = groups * self.group_bytes
@@ -78,64 +78,64 @@ class CodeLayout:
 
     @functools.cached_property
     def page_bytes(self) -> int:
-        """A page of the base; the last one may be shorter."""
+        """Bytes of a page of the base; the last one may be shorter."""
         return self._in_blocks(self.page_groups * self.group_bytes)
 
     @property
     def num_pages(self) -> int:
-        """Pages of the base."""
+        """Number of pages of the base."""
         return -(-self.num_groups // self.page_groups)
 
     @property
     def base_bytes(self) -> int:
-        """All pages of the base."""
+        """Bytes of all pages of the base."""
         whole = self.num_pages - 1
         rest = self.num_groups - whole * self.page_groups
         return whole * self.page_bytes + self._in_blocks(rest * self.group_bytes)
 
     @functools.cached_property
     def token_unit_bytes(self) -> int:
-        """What one token takes of a unit."""
+        """Bytes of one token in a unit."""
         return (self.key_dim + self.value_dim) * PLANE_BITS // 8
 
     @functools.cached_property
     def unit_tokens(self) -> int:
-        """Tokens of a unit."""
+        """Number of tokens of a unit."""
         fitting = self.block_bytes // self.token_unit_bytes
         return max(1, fitting // UNIT_GRAIN) * UNIT_GRAIN
 
     @functools.cached_property
     def unit_bytes(self) -> int:
-        """One unit, without padding."""
+        """Bytes of one unit, without padding."""
         return self.unit_tokens * self.token_unit_bytes
 
     @functools.cached_property
     def unit_stride(self) -> int:
-        """From one unit to the next."""
+        """Bytes from the start of one unit to the start of the next."""
         return self._in_blocks(self.unit_bytes)
 
     @functools.cached_property
     def num_units(self) -> int:
-        """Units of one head in one plane."""
+        """Number of units of one head in one plane."""
         return -(-self.num_tokens // self.unit_tokens)
 
     @property
     def total_units(self) -> int:
-        """Units of all heads in all planes."""
+        """Number of units of all heads in all planes."""
         return NUM_PLANES * self.num_heads * self.num_units
 
     @property
     def planes_bytes(self) -> int:
-        """All planes."""
+        """Bytes of all planes."""
         return self.total_units * self.unit_stride
 
     @property
     def layer_bytes(self) -> int:
-        """All codes of the layer."""
+        """Bytes of all codes of the layer."""
         return self.base_bytes + self.planes_bytes
 
     def group_offset(self, group: int) -> int:
-        """Where a group begins."""
+        """Byte of the layer's codes where a group begins."""
         page, place = divmod(group, self.page_groups)
         return page * self.page_bytes + place * self.group_bytes
 

@@ -1,6 +1,6 @@
 """Coded layers in slots of a pool on the CPU; `triton.codes` does the same on a device.
 
-Stage: load. `restore_base` fills slots with what the base says, `raise_units` adds planes to that.
+Stage: load. `restore_base` fills slots from the base, `raise_units` adds planes to them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 
 
 def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
-    """Fill slots with what the base says.
+    """Fill slots with the values that the base stands for.
 
     Args:
-        tokens: of a layer.
+        tokens: tokens of a layer.
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
@@ -43,13 +43,13 @@ def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
 def raise_units(
     tokens: CodedTokens, raised: Tensor, planes: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """Add planes to what slots of pools hold of a layer.
+    """Add planes to the values of a layer in slots of pools.
 
     Args:
-        tokens: of the layer; of their bytes only ranges are read. Others of a unit are left out.
-        raised: int64 [n, 3] on the CPU, distinct: plane, head and unit. What is below a plane must
-            be in the slots or among them.
-        planes: uint8 [n, unit_bytes], their bytes.
+        tokens: of the layer; of their bytes only ranges are read. Others of a unit are skipped.
+        raised: int64 [n, 3] on the CPU, distinct: plane, head and unit. The planes below each must
+            be in the slots or among these.
+        planes: uint8 [n, unit_bytes], the bytes of `raised`.
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
@@ -76,7 +76,7 @@ def raise_units(
 
 @contextlib.contextmanager
 def _numbers_of(pool: Tensor, slots: Tensor) -> Iterator[tuple[Any, Any]]:
-    """A pool as the loops take it, and where slots are in that; what they write gets there."""
+    """A pool as the loops need it, and the slots in it; what loops write ends up in the pool."""
     if pool.is_contiguous() and pool.dtype in (torch.float32, torch.bfloat16):
         words = pool if pool.dtype == torch.float32 else pool.view(torch.uint16)
         yield words.numpy(), slots.numpy()

@@ -1,4 +1,4 @@
-"""Which tokens of a coded layer go where, for whoever restores and raises them.
+"""Which tokens of a coded layer go where, for the code that restores and raises them.
 
 Stage: load.
 """
@@ -36,12 +36,12 @@ class CodedTokens:
 
     @property
     def first_token(self) -> int:
-        """Of the first group."""
+        """The first token of the first group."""
         return self.start // GROUP_TOKENS * GROUP_TOKENS
 
 
 def planes_by_unit(raised: Tensor, layout: CodeLayout, origin: int) -> Tensor:
-    """Planes that are raised, one row for each unit.
+    """The planes that are added, one row for each unit.
 
     Args:
         raised: int64 [n, 3] on the CPU, distinct: plane, head and unit.
@@ -49,11 +49,11 @@ def planes_by_unit(raised: Tensor, layout: CodeLayout, origin: int) -> Tensor:
         origin: the token from which tokens are counted.
 
     Returns:
-        int64 [units, 2 + NUM_PLANES]: head, first token, and of each plane its row in `raised`, -1
+        int64 [units, 2 + NUM_PLANES]: head, first token, and for each plane its row in `raised`, -1
         if it is not there.
     """
     planes, heads, numbers = raised.numpy().T
-    # Of whole rows `unique` takes four times as long.
+    # On whole rows, `unique` takes four times as long.
     places, entry_of = np.unique(heads * layout.num_units + numbers, return_inverse=True)
     units = np.full((len(places), 2 + NUM_PLANES), -1)
     units[:, 0], numbers = np.divmod(places, layout.num_units)

@@ -102,19 +102,6 @@ class AdmissionPlan:
         retention = 1.0 if self.k == self.work.stored else self.estimate.retention
         return self.match.quality.after(retention, self.estimate.bits)
 
-    @property
-    def brings(self) -> frozenset[str]:
-        """Ids of segments it brings into SGLang's tree: all if the prefix is whole and exact."""
-        if self.quality != EXACT:
-            return frozenset()
-        return frozenset(span.segment.segment_id for span in self.spans)
-
-    def shares_with(self, other: AdmissionPlan) -> bool:
-        """Whether another plan reads some of the same, so that one read can serve both."""
-        if self.covers:
-            return self.covers == other.covers
-        return not self.brings.isdisjoint(other.brings)
-
     def same_tokens(self, other: AdmissionPlan) -> bool:
         """Whether another plan uses the same tokens of the same segments and parts."""
         return (

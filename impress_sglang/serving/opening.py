@@ -18,6 +18,7 @@ from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blended_loading import BlendedLoading
+from impress_sglang.serving.bringing import brought_by
 from impress_sglang.serving.loading import (
     ExactLoading,
     Loaders,
@@ -112,7 +113,7 @@ class RequestOpener:
             loading=opened.loading,
             report=report,
             uses=opened.uses,
-            brings=plan.brings,
+            brings=brought_by(plan),
             new_tokens=plan.work.new,
             timeline=opened.timeline,
             blended=plan.blended,

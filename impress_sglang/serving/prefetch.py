@@ -10,6 +10,7 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.serving.admission import AdmissionPlan, Waiting
+from impress_sglang.serving.bringing import reads_for
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
@@ -46,7 +47,7 @@ class Prefetches:
             self.drop(rid)
         if not store.ahead.enabled or not plan.missing:
             return
-        if any(plan.shares_with(other.plan) for other in self._waiting.values()):
+        if any(reads_for(other.plan, plan) for other in self._waiting.values()):
             return
         timeline = self._timeline_for(rid)
         try:
@@ -73,11 +74,24 @@ class Prefetches:
             self._served.store.ahead.order(waiting)
 
     def take(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
-        """Hand what was read for a request to the caller, if a plan still needs just that."""
+        """Hand what was read for a request to the caller, if a plan still needs just that.
+
+        For a prefix that is brought for others, too, also what was read for one of them.
+        """
         prefetch = self._waiting.pop(rid, None)
-        if prefetch is None or prefetch.plan.same_reads(plan):
+        if prefetch is None:
+            return self._take_from_others(rid, plan)
+        if prefetch.plan.same_reads(plan):
             return prefetch
         self._served.store.close_source(prefetch.source)
+        return None
+
+    def _take_from_others(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
+        for other, prefetch in self._waiting.items():
+            if reads_for(prefetch.plan, plan) and prefetch.plan.spans == plan.spans:
+                del self._waiting[other]
+                prefetch.source.timeline = self._timeline_for(rid)
+                return dataclasses.replace(prefetch, timeline=prefetch.source.timeline)
         return None
 
     def take_parts(self, rid: str, parts: Sequence[ResidentPart]) -> CodedSource | None:

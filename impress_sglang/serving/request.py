@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class StoredRequest:
     loading: Loading | None
     report: dict[str, object]
     uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
-    brings: frozenset[str] = frozenset()  # segments whose tokens will be in SGLang's tree
+    brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `bringing`
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
@@ -85,10 +86,6 @@ class StoredRequest:
     def undisturbed(self) -> bool:
         """Whether its times show what ordinary loading takes."""
         return not (self.recomputed or self.failed or self.blended)
-
-    def will_share(self, segment_ids: frozenset[str]) -> bool:
-        """Whether it is about to bring tokens of one of these segments into SGLang's tree."""
-        return not (self.adopted or self.failed or self.brings.isdisjoint(segment_ids))
 
     def time_loading(self, stopwatch: Stopwatch) -> None:
         """Time a pass that begins; `stopwatch` is kept only if the pass loads all layers."""

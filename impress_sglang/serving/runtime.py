@@ -25,6 +25,7 @@ from impress_sglang.options import EXACT_BITS, OFF, ON
 from impress_sglang.serving.admission import Admission, AdmissionPlan
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blending import Blending, fits
+from impress_sglang.serving.bringing import Bringing
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
 from impress_sglang.serving.loading import Loaders, RecomputedLoading
@@ -86,6 +87,7 @@ class ServingRuntime:
         """What Prometheus reads; None unless metrics are wanted."""
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not yet released, by id."""
+        self.bringing = Bringing(self.live)
         self.blending: Blending | None = None
         """Plans how requests reuse text that is not a prefix; None if they may not."""
         self.describe_pool: Callable[[], dict[str, int]] = dict
@@ -176,12 +178,6 @@ class ServingRuntime:
         elif isinstance(plan, BlendPlan):
             plan.notes.decline()
         return request
-
-    def is_coming(self, plan: AdmissionPlan) -> bool:
-        """Whether a live request will bring some of the planned tokens into SGLang's tree, where
-        they are shared: after its pass, and sooner than a second request could read them."""
-        brings = plan.brings
-        return bool(brings) and any(own.will_share(brings) for own in self.live.values())
 
     def note_queue(self, rids: Sequence[str]) -> None:
         """Note the order of the queue: what earlier requests use is read first, evicted last."""

@@ -1,11 +1,11 @@
 """The index of the segment files: SQLite in WAL mode, so that a start reads one file, not all.
 
-The segment files are the truth. A catalog that is missing or damaged is rebuilt from their headers,
-a row without its file is dropped, a file without a row is read and added. So a change that the
-database does not take now is kept and tried again, and nothing else depends on it.
+The segment files are authoritative. An index that is missing or damaged is rebuilt from their
+headers, a row without its file is dropped, a file without a row is read and added. So a change that
+the database refuses now is kept and tried again, and nothing else depends on it.
 
-A change that waits is little more than a reference to what it is about; rows are made when the
-database takes them.
+A waiting change is little more than a reference to its segment; rows are made when the database
+accepts them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS segments (
     checksum TEXT NOT NULL
 ) STRICT
 """
-# What changes stands apart: else each note of a use would write the tokens again.
+# Separate, because uses change: otherwise each record of one would write the tokens again.
 _USES = """
 CREATE TABLE IF NOT EXISTS uses (
     segment_id TEXT PRIMARY KEY,
@@ -75,21 +75,21 @@ SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(use
     segments.rowid
 FROM segments LEFT JOIN uses USING (segment_id)
 """
-# The first ones never change, and their checksum follows; then what is used, and the row.
+# The first columns never change, and their checksum follows; then come the use and the rowid.
 _FIXED, _ROW = 13, 17
 _TOKENS, _INTEGERS = 5, np.dtype("<i4")
-# Shapes and qualities that rows have together.
+# How many different shapes and qualities are cached: rows share them.
 _SHARED = 1024
 _Statement: TypeAlias = tuple[str, Sequence[Any]]
 _Change: TypeAlias = Callable[[], Iterable[_Statement]]
-"""Makes the statements that belong together, and their values."""
+"""Makes statements that belong together, with their values."""
 
 SegmentUse: TypeAlias = tuple[str, int, int, str]
-"""Of a segment its name, last access, hits and parent, as in `CatalogEntry`."""
+"""Name, last access, hits and parent of a segment, as in `CatalogEntry`."""
 
-# Changes of one transaction.
+# The most changes in one transaction.
 _TOGETHER = 1000
-# Changes that wait at most for a database that refuses them.
+# The most changes that wait for a database that refuses them.
 _MOST_WAITING = 100_000
 
 
@@ -97,8 +97,8 @@ _MOST_WAITING = 100_000
 class CatalogEntry:
     """A published segment as the catalog knows it.
 
-    `last_access` is a logical time. `parent` names the segment that it builds on: where its place
-    is looked for first, and no more than that.
+    `last_access` is a logical time. `parent` names the segment that it builds on; it is only a hint
+    where its place is searched first.
     """
 
     info: SegmentInfo
@@ -109,7 +109,7 @@ class CatalogEntry:
 
     @property
     def use(self) -> SegmentUse:
-        """What of it changes."""
+        """The part of the entry that changes."""
         return self.info.segment_id, self.last_access, self.hits, self.parent
 
 
@@ -117,20 +117,20 @@ class Catalog:
     """The rows of one store directory; used by one thread at a time."""
 
     def __init__(self, files: FileSystem, directory: Path, *, read_only: bool = False) -> None:
-        """Connects when it is first used.
+        """Prepare the database, which is opened at its first use.
 
-        `read_only`: nothing is changed, also if it is damaged.
+        `read_only`: nothing is changed, even if the database is damaged.
         """
         self._files = files
         self._path = directory / CATALOG
         self._read_only = read_only
         self._connection: sqlite3.Connection | None = None
         self._waiting: collections.deque[_Change] = collections.deque()
-        # Whether changes were forgotten since the database has last taken all.
+        # Whether changes were forgotten since the database last accepted all of them.
         self._forgetful = False
 
     def add(self, *entries: CatalogEntry) -> None:
-        """Record published segments; like each change it waits where it cannot be made now.
+        """Record published segments; like every change, this waits if it cannot be made now.
 
         Raises:
             sqlite3.Error: the database refuses.
@@ -143,21 +143,21 @@ class Catalog:
         self._make(functools.partial(_deletion, own) for own in segment_ids)
 
     def replace(self, segment_id: str, entry: CatalogEntry) -> None:
-        """Record a published segment in the place of another."""
+        """Record a published segment that replaces another one."""
         self._make([functools.partial(_replacement, segment_id, entry)])
 
     def begin_with(self, entries: Sequence[CatalogEntry]) -> None:
-        """Record these in place of all that there was; until that is done, all is as it was."""
+        """Replace all rows by these entries; until that is done, the old rows stay."""
         self._waiting.clear()
-        # One change, however many they are.
+        # One change, for any number of entries.
         self._make([functools.partial(_beginning, entries)])
 
     def record_uses(self, uses: Iterable[SegmentUse]) -> None:
-        """Keep how segments were used for the next start; unknown ones are none."""
+        """Record how segments were used, for the next start; unknown segments are ignored."""
         self._make(functools.partial(_usage, own) for own in uses)
 
     def flush(self) -> None:
-        """Make the changes that wait, in their order, and each as a whole or not.
+        """Make the waiting changes in order, each of them completely or not at all.
 
         Raises:
             sqlite3.Error: the database refuses; it is opened anew next time.
@@ -179,13 +179,13 @@ class Catalog:
         except (sqlite3.Error, OSError) as error:
             self.close()
             self._forget_oldest()
-            # Neither a subclass, as of what cannot be done now: the database is damaged.
+            # Not a subclass, such as that of errors which may pass: the database is damaged.
             if type(error) is sqlite3.DatabaseError:
                 self._begin_anew(error)
             raise
 
     def _forget_oldest(self) -> None:
-        """Bound what waits for a database that refuses; files tell the next start the same."""
+        """Bound the changes that wait; the next start learns the same from the files."""
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popleft()
             if not self._forgetful:
@@ -198,9 +198,9 @@ class Catalog:
             self._forgetful = True
 
     def entries(self) -> dict[str, CatalogEntry]:
-        """All sound rows by segment; none of a database that is damaged, which is made anew.
+        """All sound rows by segment; none if the database is damaged, which is then made anew.
 
-        Where nothing may be changed, that is left to others.
+        A catalog that is `read_only` leaves that to others.
 
         Raises:
             sqlite3.Error: the database cannot be read now.
@@ -222,7 +222,7 @@ class Catalog:
             self._begin_anew(error)
             return {}
         if not self._read_only:
-            # The headers of their files say what they said; nobody knows their names any more.
+            # By rowid, as their names are unsound, too; headers of files have the same content.
             self._waiting.extend(functools.partial(_row_deletion, own) for own in unsound)
         return entries
 
@@ -260,20 +260,20 @@ class Catalog:
 
     def _open(self) -> sqlite3.Connection:
         connection = self._files.database(self._path, read_only=self._read_only)
-        # What is damaged fails its checksum, not the start.
+        # Damaged text must fail its checksum, not the start.
         connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
         try:
             if not self._read_only:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
                 _make_tables(connection)
-            # One that says something else is of another version, or damaged.
+            # A database with other tables is of another version, or damaged.
             if set(connection.execute(_SCHEMA)) != _right_schema():
                 raise sqlite3.DatabaseError("it has other tables")
             if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
         except UnicodeDecodeError as error:
-            # SQLite quotes what it cannot read.
+            # SQLite's message quotes what it cannot read.
             connection.close()
             raise sqlite3.DatabaseError("its tables have no names") from error
         except BaseException:
@@ -346,7 +346,7 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
 
 
 def _checksum(fixed: tuple[Any, ...]) -> str:
-    """Of a row: SQLite has none, and what a row says decides which files are kept."""
+    """The checksum of a row: SQLite has none, and rows decide which files are kept."""
     others = repr(fixed[:_TOKENS] + fixed[_TOKENS + 1 :]).encode()
     return xxhash.xxh3_64_hexdigest(fixed[_TOKENS] + others)
 
@@ -379,5 +379,5 @@ def _shape(text: str) -> KVShape:
 @functools.lru_cache(_SHARED)
 def _quality(text: str) -> Quality:
     quality = Quality(*json.loads(text))
-    # Most are: of one object that is soon known.
+    # Most are exact: with one object for all of them, comparisons are fast.
     return EXACT if quality == EXACT else quality

@@ -1,7 +1,7 @@
 """Aligned memory, and reads and writes that are complete or fail.
 
-O_DIRECT keeps the page cache out of the way where the file system has it (ext4, xfs); where it
-has not (tmpfs, some network file systems) the same calls go through the page cache.
+O_DIRECT bypasses the page cache where the file system supports it (ext4, xfs); where it does not
+(tmpfs, some network file systems), the same calls go through the page cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 
 
 class AlignedMemory:
-    """Memory that starts at a page boundary, as O_DIRECT wants, and its address.
+    """Memory that starts at a page boundary, as O_DIRECT requires, and its address.
 
     `view` and `words` (uint64) are the same bytes; their number is a multiple of 8.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = mmap.mmap(-1, num_bytes)
-        # Fewer faults when it is first filled.
+        # Causes fewer page faults when the memory is first filled.
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
@@ -36,9 +36,9 @@ class AlignedMemory:
 
 
 class AlignedBuffer:
-    """Reusable memory that starts at a page boundary, as O_DIRECT wants; grows on demand.
+    """Reusable memory that starts at a page boundary, as O_DIRECT requires; grows on demand.
 
-    `view` hands out the same bytes again at each call: one user at a time.
+    `view` returns the same bytes at each call, so there can be only one user at a time.
     """
 
     def __init__(self) -> None:

@@ -3,14 +3,13 @@
     <ssd dir>/<identity>/{store.json, lock, catalog.sqlite, pins.json,
                           segments/<2 hex digits>/<segment>.kv, quarantine/<segment>.kv}
 
-A folder is a store if its name is an identity and its marker `store.json` says so; nothing else is
-read as ours or removed, and in a store only files that have our names. The marker holds the key of
-the store's namespaces, so it is as secret as what is stored. The directory may be a symbolic link;
-links in it are those of others.
+A folder is a store if its name is an identity and its marker `store.json` says so. Other folders
+are neither read nor removed, and neither are files in a store that do not have our names. The
+marker holds the key of the store's namespaces, so it is as secret as the stored prompts. The
+directory may be a symbolic link; links inside it are not ours.
 
-The quota is for the whole directory. Stores that nobody serves are removed before segments of the
-model being served: those of older formats first, which no server of this version can read, then
-those of other models, oldest first.
+The quota is for the whole directory. Stores that no process serves are removed before segments of
+the served model: first those of older formats, then those of other models, oldest first.
 """
 
 from __future__ import annotations
@@ -76,22 +75,22 @@ class StoreDirectory:
             raise ConfigError(f"--impress-ssd-dir {root} cannot be written: {error}") from error
 
     def namespace(self, text: str) -> str:
-        """The name under which a namespace is stored: a keyed hash, for it may hold a secret."""
+        """The stored name of a namespace: a keyed hash, because the text may hold a secret."""
         return hashlib.blake2b(text.encode(), key=self._key, digest_size=16).hexdigest()
 
     def segment_path(self, segment_id: str) -> Path:
-        """Where a segment stands; 256 folders keep each one short."""
+        """The path of a segment's file; 256 folders keep each one small."""
         return self.path / SEGMENTS / segment_id[:2] / f"{segment_id}{SEGMENT_SUFFIX}"
 
     def quarantine_path(self, segment_id: str) -> Path:
-        """Where a damaged segment is kept for a while."""
+        """The path at which a damaged segment is kept for a while."""
         return self.path / QUARANTINE / f"{segment_id}{SEGMENT_SUFFIX}"
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file whole, in place of an older one.
+        """Write a small file, replacing an older one as a whole.
 
         Raises:
-            OSError: the disk refuses; the older one may stand there still.
+            OSError: the disk refuses; the older one may still be there.
         """
         path = self.path / name
         temporary = path.with_name(name + TEMPORARY_SUFFIX)
@@ -100,7 +99,7 @@ class StoreDirectory:
         self.files.sync_directory(self.path)
 
     def check_readable(self) -> None:
-        """See that the folder is there, and is the one that was opened.
+        """Check that the folder is there, and is the one that was opened.
 
         Raises:
             OSError: it is not.
@@ -109,12 +108,12 @@ class StoreDirectory:
             raise FileNotFoundError(f"{self.path} is not the store that was opened")
 
     def check_writable(self) -> None:
-        """See that a file can be written, synced, read back and removed, and folders are there.
+        """Check that a file can be written, synced, read back and removed; makes missing folders.
 
         Raises:
             OSError: it cannot.
         """
-        # Two threads ask.
+        # Two threads call this.
         with self._probing:
             self._make_folders()
             _write_small(self.files, self.path / _PROBE, self._marker)
@@ -123,7 +122,7 @@ class StoreDirectory:
             self.files.unlink(self.path / _PROBE)
 
     def restore(self) -> None:
-        """Make the folder anew where somebody removed it, but not in place of another disk.
+        """Make the folder again if somebody removed it, but not if its disk is not mounted.
 
         Raises:
             OSError: the disk is not mounted, or cannot be written.
@@ -133,7 +132,7 @@ class StoreDirectory:
             raise FileNotFoundError(f"the file system of {self.root} is not mounted")
         lock, marker = self._claim(self._key)
         with self._closing:
-            # Who was given up while the disk did not answer may come here late.
+            # A thread that was given up while the disk did not answer may get here late.
             if self._closed:
                 self.files.close(lock)
                 raise FileNotFoundError(f"{self.path} was closed")
@@ -149,7 +148,7 @@ class StoreDirectory:
                 self._release()
 
     def _release(self) -> None:
-        # Nothing was written through it.
+        # Nothing was written through this descriptor.
         with contextlib.suppress(OSError):
             self.files.close(self._lock)
 
@@ -196,7 +195,7 @@ def is_store(files: FileSystem, path: Path) -> bool:
     """Whether a folder is a store of this package: by its name and its marker.
 
     Raises:
-        OSError: that cannot be seen now.
+        OSError: this cannot be determined now.
     """
     if not is_identity(path.name):
         return False
@@ -208,7 +207,7 @@ def is_store(files: FileSystem, path: Path) -> bool:
 
 
 def format_of(files: FileSystem, store: Path) -> int:
-    """The format that the marker of a store names; 0 of one from before markers named it."""
+    """The format that the marker of a store names; 0 for markers without it, which are older."""
     found = json.loads(_read_small(files, store / MARKER)).get("format", 0)
     return found if isinstance(found, int) else 0
 
@@ -216,7 +215,7 @@ def format_of(files: FileSystem, store: Path) -> int:
 def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bool]]:
     """Files of a store's segments: id, path, and whether the file is finished.
 
-    Paths are strings, for there are many.
+    Paths are strings, because there are many.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -233,17 +232,17 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenBefore:
-    """Names of segments; `failure` is why there may be more, whose files could not be looked at."""
+    """Names of segments; `failure`: why some files could not be looked at and may be missing."""
 
     segment_ids: list[str]
     failure: OSError | None
 
 
 def written_before(directory: StoreDirectory, seconds: float) -> WrittenBefore:
-    """Segments whose files were written no later than that, as of `time.time`.
+    """Find segments whose files were written no later than `seconds`, as of `time.time`.
 
     Raises:
-        OSError: a folder cannot be listed, or the store is away.
+        OSError: a folder cannot be listed, or the store is not there.
     """
     directory.check_readable()
     found, failure = dict[str, None](), None
@@ -252,7 +251,7 @@ def written_before(directory: StoreDirectory, seconds: float) -> WrittenBefore:
             if directory.files.stat(path).st_mtime <= seconds:
                 found[segment_id] = None
         except FileNotFoundError:
-            # It was removed, or has taken the place of another, meanwhile.
+            # Meanwhile it was removed, or renamed.
             continue
         except OSError as error:
             failure = error
@@ -266,11 +265,11 @@ def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
 
 
 def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
-    """Stores beside this one, and the bytes of their segments, those in quarantine as well: the
+    """Stores beside this one, and the bytes of their segments, including those in quarantine; the
     first to be removed come last.
 
-    Those of this format stand latest first, and behind them those of older ones. A log line says
-    how much these have.
+    Stores of this format come first, the latest before others, and then those of older formats. The
+    bytes of the latter are logged.
     """
     found = []
     for name in files.list(own.parent):
@@ -292,7 +291,7 @@ def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
 
 
 def remove_store(files: FileSystem, path: Path) -> bool:
-    """Remove another store, if no process serves it; whether it is gone.
+    """Remove another store, if no process serves it; returns whether it is gone.
 
     Files that are not ours stay, and the folder with them.
 
@@ -325,7 +324,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
 
 
 def require_writable(root: Path) -> None:
-    """Check early that files can be created in a directory, which is made if need be.
+    """Check early that files can be created in a directory, which is made if necessary.
 
     Raises:
         ConfigError: they cannot.
@@ -340,7 +339,7 @@ def require_writable(root: Path) -> None:
 
 
 def _key_in(marker: bytes) -> bytes:
-    """The key in a marker; empty if it is none of ours."""
+    """The key in a marker; empty if the marker is not ours."""
     try:
         fields = json.loads(marker)
         key = bytes.fromhex(fields["key"]) if fields["kind"] == _KIND else b""
@@ -376,7 +375,7 @@ def _store_bytes(files: FileSystem, path: Path) -> int:
 
 
 def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:
-    """Of a path, or of the nearest folder above it that exists."""
+    """The status of a path, or of the nearest folder above it that exists."""
     try:
         return files.stat(path)
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 An engine knows addresses and descriptors only. `AioEngine` hands a whole batch to the kernel in one
 call (Linux native AIO, `man 2 io_submit`), so that starting and collecting reads costs no Python
-per read; `ThreadEngine` does with threads and `preadv` where the kernel does not offer AIO.
+per read; `ThreadEngine` uses threads and `preadv` where the kernel does not offer AIO.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result
 _SYSCALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 
 
-# More of them are slower: they wait for Python's lock, not for the device.
+# More threads are slower: they wait for the GIL, not for the device.
 MAX_THREADS = 8
 
 
@@ -63,7 +63,7 @@ class BlockEngine(Protocol):
 
     @property
     def depth(self) -> int:
-        """At most so many reads are begun; may change between calls, also with reads in flight."""
+        """The most reads in flight; may change between calls, even while reads are in flight."""
         ...
 
     def start(
@@ -77,11 +77,11 @@ class BlockEngine(Protocol):
         ...
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        """Wait until `at_least` reads have ended; so many must be in flight.
+        """Wait until `at_least` reads have ended; at least that many must be in flight.
 
         Returns:
-            Numbers of the reads that have ended, and of each the bytes it has read, which may be
-            fewer than asked for, or minus the error number.
+            Numbers of the reads that have ended, and for each the number of bytes read, which may
+            be fewer than asked for, or minus the error number.
         """
         ...
 
@@ -150,7 +150,7 @@ class AioEngine:
         return slots
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        """See `BlockEngine.finish`; with reads that the kernel refused it does not wait."""
+        """See `BlockEngine.finish`; if the kernel has refused reads, this does not wait."""
         refused, self._refused = self._refused, []
         slots = np.array([slot for slot, _ in refused], np.int64)
         results = np.array([-number for _, number in refused], np.int64)
@@ -190,7 +190,7 @@ class ThreadEngine:
         self._wanted: queue.SimpleQueue[tuple[int, int, int, int, int] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._next = 0
-        # The end of the process must not wait for a disk that hangs.
+        # Daemons: the end of the process must not wait for a disk that hangs.
         names = [f"impress-read-{number}" for number in range(depth)]
         self._threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
         for thread in self._threads:

@@ -1,12 +1,12 @@
-"""Every touch of the disk by the store, behind one class.
+"""All disk access of the store, behind one class.
 
-The store is given a `FileSystem` and does nothing to the disk beside it, so that what a disk can do
-wrong has one place where it happens. Tests put a class between that fails; benchmarks put one
-between that is slow. Methods raise what the operating system raises: `OSError`, `EOFError` for a
-file that ends too early, `sqlite3.Error`; what that means is decided by who calls.
+The store is given a `FileSystem` and accesses the disk only through it, so that all failures of a
+disk happen in one place. Tests use a class that fails, benchmarks one that is slow. Methods raise
+what the operating system raises: `OSError`, `EOFError` for a file that ends too early,
+`sqlite3.Error`; callers decide what this means.
 
-Files are 0600 and directories 0700, and symbolic links are not followed, because what is stored are
-prompts.
+Files have mode 0600 and directories 0700, and symbolic links are not followed, because the stored
+data are prompts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _DIRECTORY_MODE = 0o700
 class FileSystem:
     """The operating system's files, as the store uses them.
 
-    Stateless, and may be used by several threads. Descriptors are ints as of `os.open`.
+    Stateless, and may be used by several threads. Descriptors are ints as from `os.open`.
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor; `flags` as of `os.open`, a new file is 0600."""
+        """Open a file and return its descriptor; `flags` as for `os.open`, new files are 0600."""
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
         if flags & os.O_ACCMODE == os.O_RDONLY:
-            # Headers are read to their end: what the kernel reads behind it is for nobody.
+            # Headers are read exactly: what the kernel would read behind them is of no use.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return descriptor
@@ -44,7 +44,7 @@ class FileSystem:
         os.close(descriptor)
 
     def read(self, descriptor: int, offset: int, target: memoryview) -> None:
-        """Fill `target` from a file; `EOFError` if the file ends before."""
+        """Fill `target` from a file; `EOFError` if the file ends before it is full."""
         read_exactly(descriptor, offset, target)
 
     def write(self, descriptor: int, offset: int, source: memoryview) -> None:
@@ -52,7 +52,7 @@ class FileSystem:
         write_exactly(descriptor, offset, source)
 
     def date(self, descriptor: int, written_ns: int) -> None:
-        """Let a file seem to be last written then, in nanoseconds as of `time.time_ns`."""
+        """Set when a file was last written, in nanoseconds as of `time.time_ns`."""
         os.utime(descriptor, ns=(written_ns, written_ns))
 
     def sync(self, descriptor: int) -> None:
@@ -77,9 +77,9 @@ class FileSystem:
             os.unlink(path)
 
     def make_directory(self, path: Path, *, parents: bool = False) -> None:
-        """Make a directory that is 0700 and durable; no error if it is there.
+        """Make a directory of mode 0700 and make it durable; no error if it exists.
 
-        With `parents` also those above it, which are other people's to keep.
+        With `parents`, also make those above it; it is up to others to keep these.
         """
         try:
             os.mkdir(path, _DIRECTORY_MODE)
@@ -99,7 +99,7 @@ class FileSystem:
         os.rmdir(path)
 
     def list(self, path: Path) -> list[str]:
-        """Names in a directory, sorted; none if there is no directory."""
+        """Names in a directory, sorted; empty if there is no directory."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ class FileSystem:
             os.close(descriptor)
 
     def stat(self, path: Path | str) -> os.stat_result:
-        """What is known of a file or directory, of a symbolic link itself."""
+        """The status of a file or directory; of a symbolic link, its own."""
         return os.stat(path, follow_symlinks=False)
 
     def free_bytes(self, path: Path) -> int:
@@ -130,14 +130,14 @@ class FileSystem:
         return True
 
     def engine(self, name: str, depth: int) -> BlockEngine:
-        """What reads blocks of open segments; see `engines.make_engine`."""
+        """The engine that reads blocks of open segments; see `engines.make_engine`."""
         return make_engine(name, depth)
 
     def database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        """A connection that threads may use one after another; its files are 0600.
+        """Connect to a database; threads may use the connection in turn. Its files are 0600.
 
-        With `read_only` one of a database that is there, which nobody else changes meanwhile: its
-        content stays as it is, and so does its log, if there is one.
+        With `read_only` the database must exist, and nobody may change it meanwhile: its content
+        stays as it is, and so does its log, if there is one.
         """
         if read_only:
             way = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
@@ -152,12 +152,12 @@ _installed = FileSystem()
 
 
 def install(files: FileSystem) -> None:
-    """Let stores that this process opens from now on use another file system: for benchmarks and
-    tests, which are slow or fail on purpose in a server's own processes."""
+    """Let stores that this process opens from now on use another file system: benchmarks and tests
+    install one in a server's own processes that is slow or fails on purpose."""
     global _installed
     _installed = files
 
 
 def installed() -> FileSystem:
-    """The file system of stores that are given none."""
+    """The file system of stores that are opened without one."""
     return _installed

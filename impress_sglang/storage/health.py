@@ -1,7 +1,7 @@
-"""Whether the disk can be used now: what stands between what it does and the scheduler.
+"""Whether the disk can be used now, so that its failures do not reach the scheduler.
 
-Any thread reports what failed; the scheduler's thread asks, and leaves the store alone while it is
-degraded. A probe, after a pause that doubles with each failure, says when the disk answers again.
+Any thread reports failures; the scheduler's thread asks, and leaves the store alone while it is
+degraded. A probe, after a pause that doubles with each failure, finds when the disk answers again.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Health:
         return "degraded" if not self._readable else "ok" if self._writable else "read-only"
 
     def failed(self, what: str, error: BaseException, *, reading: bool) -> None:
-        """Something could not be done; `reading`: so that stored prefixes cannot be used either."""
+        """Report a failure; `reading`: because of it, stored prefixes cannot be used either."""
         with self._lock:
             self._failures += 1
             self._last_failure = f"{what}: {error}"
             worse = self._writable or (self._readable and reading)
             if self._writable:
-                # A disk that fails again soon after it came back is asked less and less often.
+                # A disk that fails again soon after its recovery is probed less and less often.
                 rested = self._clock() - self._since > 2 * self._pause
                 self._pause = FIRST_PAUSE_S if rested else min(2 * self._pause, LONGEST_PAUSE_S)
                 self._since = self._clock()
@@ -72,11 +72,11 @@ class Health:
 
     @property
     def probe_is_due(self) -> bool:
-        """Whether it is time to ask a disk that failed."""
+        """Whether it is time to probe a disk that failed."""
         return not self._writable and self._clock() >= self._probe_at
 
     def probed(self, error: BaseException | None, *, readable: bool) -> None:
-        """What a probe found; `error` is None if all is well."""
+        """Report the result of a probe; `error` is None if all is well."""
         with self._lock:
             self._readable = self._readable or readable
             if error is not None:
@@ -90,7 +90,7 @@ class Health:
         logger.warning("the SSD store answers again after %.1f s", seconds)
 
     def summary(self) -> dict[str, Any]:
-        """For the statistics page."""
+        """State and counters for the statistics page."""
         with self._lock:
             return {
                 "state": self.state,

@@ -13,7 +13,7 @@ from impress_sglang.precision.layer import CodedLayer
 from impress_sglang.precision.layer import encode_layer as encode_codes
 from impress_sglang.storage.layout import PROBE, Column, SegmentLayout
 
-# The mapping lists of one layer: for each head group and token the row where the token stands.
+# The mapping lists of one layer: for each head group and token, the row of the token.
 LayerMapping = npt.NDArray[np.unsignedinteger[Any]]
 
 
@@ -27,7 +27,7 @@ def encode_layer(
     """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes` long.
 
     Raises:
-        NotCodable: there shall be codes, and no range holds these KVs.
+        NotCodable: the layout has codes, and no range holds these KVs.
     """
     shape, start = layout.shape, 0
     for column in shape.columns:
@@ -82,7 +82,7 @@ def _encode_column(layout: SegmentLayout, column: Column, rows: Tensor, memory: 
 
 
 def _decode_column(layout: SegmentLayout, column: Column, memory: memoryview) -> Tensor:
-    """Rows [t, heads, D] of a column in the order of the disk."""
+    """Rows [t, heads, D] of a column, in the order on disk."""
     source = np.frombuffer(memory, np.uint8)
     stride, chunk_bytes = layout.chunk_stride(column), layout.chunk_bytes(column, 0)
     whole = layout.num_chunks - 1

@@ -1,16 +1,16 @@
-"""Where each byte of a segment stands: pure arithmetic, no I/O. See docs/format.md.
+"""Where each byte of a segment is: pure arithmetic, no I/O. See docs/format.md.
 
 Per layer a segment has columns, each cut into chunks of `chunk_tokens` rows (a row is a token): a
-probe column, and the keys and values of each head group. Behind these stand all of its keys and
-values again in a few bits, as `precision.layout.CodeLayout` says:
+probe column, and the keys and values of each head group. Behind these come all keys and values of
+the layer again in a few bits, laid out by `precision.layout.CodeLayout`:
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
-With probe heads (the paper's) the probe column has their keys, and one head group has all heads, of
-the keys those that are left. Without, the probe column is empty, and each KV head is a head group.
+With probe heads (as in the paper), the probe column has their keys, and a single head group has the
+other keys and all values. Without, the probe column is empty, and each KV head is a head group.
 
 A column is contiguous, so that neighbouring chunks are one read. Chunks start at multiples of
-`BLOCK_BYTES` of the file, as O_DIRECT needs; the last one of a column has the rows that are left.
+`BLOCK_BYTES` in the file, as O_DIRECT requires; the last one of a column has the remaining rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from impress_sglang.precision.layout import CodeLayout
 
 BLOCK_BYTES = 4096
 
-# Number of a column within its layer, in the order of the disk; see `KVShape.columns`.
+# Number of a column within its layer, in the order on disk; see `KVShape.columns`.
 Column = int
 PROBE: Column = 0
 
@@ -41,8 +41,8 @@ def round_up(value: int, multiple: int) -> int:
 class KVShape:
     """Shape of a model's KV on this rank, and how a layer of it is cut into columns.
 
-    `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. Where
-    `coded`, all keys and values stand behind the columns in codes.
+    `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. If `coded`,
+    all keys and values follow behind the columns in codes.
     """
 
     num_layers: int
@@ -67,7 +67,7 @@ class KVShape:
         return cls(**{**fields, "dtype": dtype, "probe_kv_heads": probes})
 
     def to_fields(self) -> dict[str, Any]:
-        """The shape as values that JSON has."""
+        """The shape as JSON-compatible values."""
         return dict(self._fields)
 
     @property
@@ -88,7 +88,7 @@ class KVShape:
 
     @property
     def num_head_groups(self) -> int:
-        """Head groups of a layer."""
+        """Number of head groups of a layer."""
         return len(self.head_groups)
 
     @property
@@ -98,12 +98,12 @@ class KVShape:
 
     @property
     def key_columns(self) -> range:
-        """Keys of each head group, without those that the probe column has."""
+        """Columns of keys, one per head group, without the keys in the probe column."""
         return range(1, 1 + self.num_head_groups)
 
     @property
     def value_columns(self) -> range:
-        """Values of each head group."""
+        """Columns of values, one per head group."""
         return range(1 + self.num_head_groups, 1 + 2 * self.num_head_groups)
 
     def head_group_of(self, column: Column) -> int:
@@ -178,7 +178,7 @@ class SegmentLayout:
 
     @functools.cached_property
     def codes(self) -> CodeLayout | None:
-        """Of the codes of one layer, None if there are none."""
+        """Layout of the codes of one layer; None if there are none."""
         shape = self.shape
         if not shape.coded:
             return None

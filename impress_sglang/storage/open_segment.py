@@ -55,8 +55,8 @@ class OpenSegment:
         """Verify blocks that were read.
 
         Args:
-            memory: whose byte 0 took byte `offset` of the file.
-            offset: see there; a block begins here.
+            memory: filled from byte `offset` of the file on.
+            offset: in the file, where a block begins.
             blocks: int64 [n], counted from the start of the memory.
 
         Raises:
@@ -70,7 +70,7 @@ class OpenSegment:
             raise SegmentUnreadable(self.segment_id, f"the block at {at} fails its checksum")
 
     def fill(self, memory: AlignedMemory, offset: int) -> None:
-        """Read what begins at byte `offset`, a block, into all of some memory, and verify it.
+        """Fill memory from byte `offset` of the file on, where a block begins, and verify it.
 
         Raises:
             SegmentUnreadable: a block is missing or fails its checksum.
@@ -81,7 +81,7 @@ class OpenSegment:
         self.check_blocks(memory, offset, np.arange(len(memory) // BLOCK_BYTES))
 
     def check_all(self, note: Callable[[], None] = lambda: None) -> None:
-        """Read and verify all layers, see `fill`; `note` is told of each."""
+        """Read and verify all layers, see `fill`; `note` is called after each of them."""
         layout = self.layout
         memory = AlignedMemory(layout.layer_bytes)
         for layer in range(layout.shape.num_layers):
@@ -90,6 +90,6 @@ class OpenSegment:
 
     def close(self) -> None:
         """Close the file; no read may be in flight."""
-        # Nothing was written through it.
+        # Nothing was written through this descriptor.
         with contextlib.suppress(OSError):
             self.files.close(self.descriptor)

@@ -17,16 +17,16 @@ from impress_sglang.storage.open_segment import Integers, OpenSegment
 # Large enough that a piece is not dominated by its start, small enough that what a layer waits for
 # is not far behind a piece that is read ahead.
 PIECE_BYTES = 256 << 10
-# Who waits looks so often whether the device has stopped.
+# Seconds between two looks, during a wait, at whether the device has stopped.
 LOOK_SECONDS = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockRuns:
-    """Runs of blocks of a segment and the memory that takes them, at the same distances.
+    """Runs of blocks of a segment, and the memory that receives them at the same distances.
 
-    Byte 0 of `memory` takes byte `offset` of the file. `starts` and `stops` (int64, bytes of the
-    memory, multiples of a block) are the runs, ascending and apart.
+    Byte 0 of `memory` receives byte `offset` of the file. `starts` and `stops` (int64, offsets in
+    the memory in bytes, multiples of a block) are the runs, ascending and apart.
     """
 
     segment: OpenSegment
@@ -82,7 +82,7 @@ class PendingRead:
         """Wait until all is read, and verify it.
 
         Raises:
-            PrefixUnreadable: see `arrived`, and a block may be corrupt.
+            PrefixUnreadable: as for `arrived`, or because a block is corrupt.
         """
         self.arrived()
         runs, read = self.runs, slice(self.last)
@@ -110,7 +110,7 @@ class PendingRead:
         return True
 
     def take(self, count: int) -> tuple[int, Integers, Integers, Integers, Integers]:
-        """At most `count` pieces to begin: the first one, and columns as for an engine."""
+        """Take at most `count` pieces to begin: number of the first, and columns for an engine."""
         first, stop = self.next, min(self.next + count, self.last)
         self.next = stop
         self.in_flight += stop - first
@@ -125,7 +125,7 @@ class PendingRead:
         return self._size_of[number]
 
     def not_begun(self) -> tuple[Integers, Integers]:
-        """Stop before the pieces that are not begun; their starts and stops in the memory."""
+        """Cancel pieces that are not begun; returns their starts and stops in the memory."""
         rest = slice(self.next, self.last)
         self.last = self.next
         return self.runs.starts[rest], self.runs.stops[rest]
@@ -135,7 +135,7 @@ class PendingRead:
         return self.runs.segment.segment_id
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will be read, because of a bug or the machine."""
+        """End the read with an error, which is a bug or a fault of the machine."""
         self.error = StoreUnavailable(self._segment_id, f"the reader has failed: {error}")
         self.error.__cause__ = error
         self._done.set()
@@ -148,7 +148,7 @@ class PendingRead:
 
 
 def _blocks_in(starts: Integers, sizes: Integers) -> Integers:
-    """The blocks of pieces that start at and have so many bytes."""
+    """The blocks of pieces with these starts and sizes, in bytes."""
     counts = sizes // BLOCK_BYTES
     skipped = np.repeat(starts // BLOCK_BYTES - (np.cumsum(counts) - counts), counts)
     blocks: Integers = skipped + np.arange(counts.sum())

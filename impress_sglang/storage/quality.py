@@ -1,4 +1,4 @@
-"""How a stored KV was computed, and what of that a request takes."""
+"""How stored KVs were computed, and which of them a request accepts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from impress_sglang.options import EXACT_BITS
 
-# Retention, bits and share of what is exact.
+# Retention, bits and share of exact KVs.
 _ALL = 1.0, EXACT_BITS, 1.0
 
 
@@ -18,8 +18,8 @@ class Quality:
     `depth` counts them: 0 is exact, 1 was computed after an approximation of an exact prefix, 2
     after one of a prefix of depth 1. `retention` is the smallest share of a prefix that any of them
     used, 1.0 if all was used; `bits` the fewest bits per element, on average, that any of them had.
-    `share` is the smallest share that was computed again where tokens were reused that are stored
-    behind other ones, 1.0 if none were: that has been blended.
+    `share` is the smallest share that was computed again of reused tokens which are stored behind
+    other ones: such a KV is blended. It is 1.0 if there were none.
     """
 
     depth: int = 0
@@ -34,16 +34,16 @@ class Quality:
 
     @property
     def blended(self) -> bool:
-        """Whether it rests on tokens that are stored behind other ones."""
+        """Whether it rests on reused tokens that are stored behind other ones."""
         return self.share < 1.0
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """By which the best goes first; what was blended errs more than all that was not."""
+        """Sort key, best first; blended KVs have larger errors than all others."""
         return -self.share, self.depth, -self.retention, -self.bits
 
     def suffices(self, least: Quality) -> bool:
-        """Whether a request that takes `least` and better takes this."""
+        """Whether a request that accepts `least` and better accepts this."""
         return (
             self.depth <= least.depth
             and self.retention >= least.retention
@@ -52,9 +52,9 @@ class Quality:
         )
 
     def after(self, retention: float, bits: float = EXACT_BITS, share: float = 1.0) -> Quality:
-        """Of what is computed after a prefix of this quality, of which so much is used.
+        """Quality of KVs computed after a prefix of this quality, used with `retention` and `bits`.
 
-        `share`: of tokens between that are stored behind other ones so much is computed again.
+        `share`: how much is computed again of tokens in between that are stored behind other ones.
         """
         own = retention, bits, share
         if own == _ALL:
@@ -62,7 +62,7 @@ class Quality:
         return self.worst(Quality(self.depth + 1, *own))
 
     def worst(self, other: Quality) -> Quality:
-        """Of what rests on both."""
+        """Quality of KVs that rest on both."""
         return Quality(
             max(self.depth, other.depth),
             min(self.retention, other.retention),
@@ -72,5 +72,5 @@ class Quality:
 
 
 EXACT = Quality()
-# Everything suffices it.
+# Every quality suffices for it.
 ANYTHING = Quality(sys.maxsize, sys.float_info.min, sys.float_info.min, 0.0)

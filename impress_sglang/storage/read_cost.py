@@ -11,8 +11,8 @@ from impress_sglang.cost import MEMORY, TwoTermCost
 # A fast NVMe drive with many reads in flight.
 START_SECONDS_PER_PIECE = 4e-6
 START_SECONDS_PER_BYTE = 1 / 2e9
-# With many reads in flight a start never costs more than reading so much; without a bound, what is
-# read through would never be skipped, and never be seen to be worth it.
+# With many reads in flight, a start never costs more than reading this much. Without a bound, gaps
+# that are read through would never be skipped, and it would never be seen that this pays.
 MAX_GAP_BYTES = 64 << 10
 
 
@@ -49,6 +49,6 @@ class ReadCost(TwoTermCost):
         return int(min(self.seconds_per_piece * self.bytes_per_second, MAX_GAP_BYTES))
 
     def seconds_for(self, num_bytes: float) -> float:
-        """What reading so many bytes takes, in pieces as long as they were lately."""
+        """Seconds that reading so many bytes takes, in pieces as long as recent ones."""
         pieces = num_bytes * self._pieces / self._bytes if self._bytes else 0.0
         return self.seconds(pieces, num_bytes)

@@ -3,13 +3,13 @@
 Stage: load. In: runs of blocks of open segments and the memory to fill. Out: filled memory, or
 `SegmentUnreadable`. It knows nothing of tokens, requests or policies.
 
-One thread starts reads and collects them. What a layer waits for goes before what is read ahead,
-and reads ahead leave half of the device's queue free for it. Who takes blocks verifies those that
-it takes: what was read in vain costs no checksums, and the one thread keeps the device busy.
+One thread starts reads and collects them. Reads that a layer waits for go before reads ahead, which
+leave half of the device's queue free for them. Callers verify the blocks that they use: blocks read
+in vain cost no checksums, and the one thread keeps the device busy.
 
-Nobody waits for a device that has stopped: when nothing arrives for `patience` seconds although
-something is to be read, who waits gets `StoreUnavailable`; memory and files of such reads are not
-given away before they end.
+Nobody waits for a device that has stopped: if nothing arrives for `patience` seconds while reads
+are pending, waiting callers get `StoreUnavailable`; the memory and files of such reads are not
+reused before these reads end.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from impress_sglang.storage.segment import reading
 
 logger = logging.getLogger(__name__)
 
-# Of the reads in flight a quarter must have ended before the thread looks at them.
+# The thread wakes up when a quarter of the reads in flight have ended.
 WAKE_SHARE = 4
-# One observation of what reading costs is made of so many pieces, or of a busy time that ended.
+# An observation of the cost of reads has this many pieces, or fewer if the device becomes idle.
 OBSERVED_PIECES = 64
 
 
 class BlockReader:
-    """Reads in order, what is waited for before what is read ahead; see the module."""
+    """Reads in order, awaited reads before reads ahead; see the module."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class BlockReader:
         """Begin with nothing to read.
 
         Args:
-            depth: reads in flight at most.
-            files: gives the engine; None for what is installed.
+            depth: the most reads in flight.
+            files: gives the engine; None for the installed file system.
             engine: name of the engine.
             patience: seconds without any arrival after which the device counts as stopped.
 
@@ -82,11 +82,11 @@ class BlockReader:
 
     @property
     def depth(self) -> int:
-        """Reads in flight at most."""
+        """The most reads in flight."""
         return self._engine.depth
 
     def summary(self) -> dict[str, str | int]:
-        """Name of the engine, gaps that are read (bytes), and speed, for the statistics page."""
+        """Engine, largest gap that is read through (bytes), and speed, for the statistics page."""
         return {
             "io_engine": self._engine.name,
             "gap_bytes": self.cost.gap_bytes,
@@ -94,7 +94,7 @@ class BlockReader:
         }
 
     def submit(self, runs: BlockRuns, *, ahead: bool = False) -> PendingRead:
-        """Begin to fill the memory of all runs; `ahead` lets others go first.
+        """Begin to fill the memory of all runs; with `ahead`, other reads go first.
 
         The memory must stay alive and the segment open until the read is done.
         """
@@ -123,26 +123,26 @@ class BlockReader:
         try:
             read.wait()
         finally:
-            # Who gives up closes the file, and its descriptor becomes another file's.
+            # A caller that gives up closes the file, whose descriptor then becomes another's.
             self.cancel(read)
         return read.num_bytes
 
     def cancel(self, read: PendingRead) -> tuple[Integers, Integers]:
-        """Do not begin what is not begun; returns starts and stops of that in the memory."""
+        """Cancel pieces that are not begun; returns their starts and stops in the memory."""
         if read.done:
             return read.runs.starts[:0], read.runs.stops[:0]
         with self._changed:
             starts, stops = read.not_begun()
             if len(starts):
-                # Where it stands in the queue it now has nothing to give.
+                # It may stay in the queue, but has no more pieces to begin.
                 self._settle(read)
             return starts, stops
 
     def close(self) -> None:
         """Wait for all reads, as long as the device answers; then the thread ends.
 
-        What the engine holds is freed behind the back of the caller: Linux takes tens of
-        milliseconds for the end of an idle AIO context.
+        The caller does not wait until the engine is freed: Linux takes tens of milliseconds to end
+        an idle AIO context.
         """
         with self._changed:
             self._closed = True
@@ -200,7 +200,7 @@ class BlockReader:
         self._quiet.set()
 
     def _serve(self) -> bool:
-        """Begin what can begin and take in what has ended; False when there is nothing left."""
+        """Begin reads that can begin and collect ended ones; False when closed and all is done."""
         with self._changed:
             while not self._flying and not self._any_queued():
                 self._watch.idle()
@@ -220,14 +220,14 @@ class BlockReader:
         return True
 
     def _any_queued(self) -> bool:
-        """Whether a read has pieces to begin; those that were cancelled leave the queues."""
+        """Whether a read has pieces to begin; cancelled reads leave the queues."""
         for waiting in self._queues:
             while waiting and waiting[0].next == waiting[0].last:
                 waiting.popleft()
         return any(self._queues)
 
     def _refill(self) -> None:
-        """Keep the device busy while what has arrived is verified."""
+        """Keep the device busy while the pieces that have arrived are taken in."""
         with self._changed:
             batches = self._take_batches() if self._any_queued() else []
         for read, batch in batches:
@@ -269,7 +269,7 @@ class BlockReader:
             self._flying[number] = (read, first + place)
 
     def _take_in(self, ended: list[tuple[PendingRead, int]], results: list[int]) -> None:
-        """Complete what has arrived, and tell who waits for it."""
+        """Complete the pieces that have arrived, and wake up their callers."""
         self._arrived_at = time.monotonic()
         self._watch.ended(len(ended))
         arrived: dict[PendingRead, int] = {}
@@ -291,7 +291,7 @@ class BlockReader:
 
 
 class _Watch:
-    """Tells a `ReadCost` how long the device was busy with how much."""
+    """Tells a `ReadCost` for how long the device was busy with how many pieces and bytes."""
 
     def __init__(self, cost: ReadCost) -> None:
         self._cost = cost
@@ -301,7 +301,7 @@ class _Watch:
         self._open = 0
 
     def began(self, pieces: int, num_bytes: int) -> None:
-        """Pieces are about to be started."""
+        """Note that pieces are about to be started."""
         if not self._since:
             self._since = time.perf_counter()
         self._pieces += pieces
@@ -309,18 +309,18 @@ class _Watch:
         self._open += pieces
 
     def ended(self, pieces: int) -> None:
-        """Pieces have arrived."""
+        """Note that pieces have arrived."""
         self._open -= pieces
         if not self._open or self._pieces - self._open >= OBSERVED_PIECES:
             self._observe()
 
     def idle(self) -> None:
-        """Nothing is to be read."""
+        """Note that nothing is to be read."""
         self._since, self._pieces, self._bytes = 0.0, 0, 0
 
     def _observe(self) -> None:
         now = time.perf_counter()
-        # What is still open counts with what comes next.
+        # Pieces still in flight count with the next observation.
         share = 1.0 - self._open / self._pieces
         arrived = round(self._bytes * share)
         self._cost.observe(self._pieces - self._open, arrived, now - self._since)
@@ -330,7 +330,7 @@ class _Watch:
 
 
 def _complete_piece(runs: BlockRuns, start: int, stop: int, result: int) -> PrefixUnreadable | None:
-    """Read a piece again that was read with an unexpected `result`; what is wrong, if anything."""
+    """Read a piece with an unexpected `result` again; returns what is wrong, if anything."""
     segment = runs.segment
     if result < 0:
         return StoreUnavailable(segment.segment_id, os.strerror(-result))

@@ -32,8 +32,8 @@ from impress_sglang.storage.quality import EXACT, Quality
 
 MAGIC = b"IMPRSEG\x07"
 FORMAT_VERSION = 7
-# Of segments that were blended: software that does not know of that takes them for damaged, and not
-# for better than they are.
+# The version of blended segments: software that does not know about blending takes them for
+# damaged, and not for better than they are.
 BLENDED_VERSION = 8
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
@@ -43,13 +43,13 @@ _MAX_DESCRIPTION_BYTES = 1 << 16
 
 Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
-# Per layer, head group and token: the row of the head group's columns where the token stands
-# (paper, 4.4.1).
+# Per layer, head group and token: the row of the token in the head group's columns (paper,
+# 4.4.1).
 MappingLists = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Priority(enum.IntEnum):
-    """Which segments leave the SSD before others; in an index its number stands."""
+    """Which segments leave the SSD before others, lowest first; the index has the number."""
 
     LOW = 0
     NORMAL = 1
@@ -62,9 +62,9 @@ class SegmentInfo:
 
     `namespace` is a keyed hash (`StoreDirectory.namespace`); `prefix_digest` is the digest of it
     and of all `prefix_len` tokens before `tokens`; `quality` says how the KVs were computed;
-    `generation` counts how often the segment was reordered (0: tokens stand in logical order);
-    `expires` is when it has to go, in seconds as of `time.time`, 0: when room is needed;
-    `priority` says before whom it goes then.
+    `generation` counts how often the segment was reordered (0: tokens are in logical order);
+    `expires` is when it must be removed, in seconds as of `time.time`, 0: when room is needed;
+    `priority` decides which segments go first then.
     """
 
     segment_id: str
@@ -87,12 +87,12 @@ class SegmentInfo:
 
     @property
     def approximate(self) -> bool:
-        """Whether the KVs were computed after a partly loaded prefix."""
+        """Whether the KVs rest on any approximation."""
         return self.quality != EXACT
 
     @property
     def version(self) -> int:
-        """Of the format, that a reader must know."""
+        """The version of the format that a reader must know."""
         return BLENDED_VERSION if self.quality.blended else FORMAT_VERSION
 
     @property
@@ -106,13 +106,13 @@ class SegmentInfo:
         return np.dtype("<u2" if self.num_tokens <= 1 << 16 else "<u4")
 
     def describes_same(self, other: SegmentInfo) -> bool:
-        """Whether another description says the same of the same segment."""
+        """Whether another description is of the same segment and agrees in all fields."""
         return self._description() == other._description() and np.array_equal(
             self.tokens, other.tokens
         )
 
     def layout(self) -> SegmentLayout:
-        """Where the bytes stand."""
+        """Where the bytes of the file are."""
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
         size = _PREAMBLE.size + len(self._description()) + self.tokens.nbytes
         size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
@@ -150,7 +150,7 @@ class SegmentInfo:
             "generation": self.generation,
             "shape": self.shape.to_fields(),
         }
-        # Only of who has them: files without stay as they were.
+        # Only where they are set, so that the headers of other files stay as they were.
         fields |= {"expires": self.expires} if self.expires else {}
         if self.priority is not Priority.NORMAL:
             fields |= {"priority": self.priority.name.lower()}
@@ -160,11 +160,11 @@ class SegmentInfo:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentHeader:
-    """All that a header says.
+    """The contents of a header.
 
     `checksums` uint64 [blocks]; `floors` uint8 [L, G], how many planes belong to the base of each
     KV head, [0, 0] if there are no codes; `mapping` unsigned [L, head groups, t], each row a
-    permutation, or None when the tokens stand in logical order.
+    permutation, or None when the tokens are in logical order.
     """
 
     info: SegmentInfo
@@ -231,7 +231,7 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
 
 @contextlib.contextmanager
 def reading(segment_id: str) -> Iterator[None]:
-    """Say of what fails inside whether the file is at fault, or cannot be read now.
+    """Turn errors inside into whether the file is at fault or cannot be read now.
 
     Raises:
         SegmentUnreadable: the file is missing or ends too early.
@@ -264,14 +264,14 @@ def _parse_preamble(name: str, preamble: bytearray, file_bytes: int) -> tuple[in
 
 
 def _check_size(name: str, description: bytearray, header_bytes: int) -> None:
-    """See that a header is as long as its description says, before there is memory for it.
+    """Check that a header is as long as its description says, before memory is taken for it.
 
     Nothing is verified yet, so whatever goes wrong here is the file's fault.
     """
     try:
         fields = json.loads(description)
         version = fields["version"]
-        # Takes no memory, however many they are.
+        # Takes no memory, however many tokens there are.
         tokens = np.broadcast_to(np.int32(0), fields["num_tokens"])
         info = _info_from(fields, tokens)
         expected = info.layout().header_bytes
@@ -318,7 +318,7 @@ def _read_array(
 ) -> tuple[npt.NDArray[Any], int]:
     """An array of the header, and where the next one begins."""
     flat = np.frombuffer(body, dtype, math.prod(shape), offset)
-    # A copy, because tensors and loops want memory that is aligned and could be written to.
+    # A copy, because tensors and loops require aligned and writable memory.
     return flat.reshape(shape).copy(), offset + flat.nbytes
 
 

@@ -36,11 +36,11 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 class WriteAbandoned(Exception):
-    """The KVs to write are not to be had any more; nothing is published."""
+    """The KVs to write are no longer available or wanted; nothing is published."""
 
 
 class WrittenInVain(WriteAbandoned):
-    """Nobody may have it any more; all of it was written before that was known."""
+    """The segment is not wanted any more; all of it was written before that was known."""
 
 
 class LayerReader(Protocol):
@@ -69,13 +69,13 @@ def write_segment(
 ) -> None:
     """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
-    `floors` says how many planes belong to the base, None: none. `written_ns` is when the same was
-    first written: what is removed for its age does not get younger; None: now. `is_wanted` is asked
-    last: what was purged meanwhile gets no name under which a start would find it.
+    `floors` gives the number of planes that belong to the base; None: none. `written_ns` is when
+    these KVs were first written, so that the file has their age; None: now. `is_wanted` is called
+    last: a segment purged meanwhile is not published, so that the next start does not find it.
 
     Raises:
         OSError: the file system refused, for example because it is full; nothing is left behind.
-        WriteAbandoned: the reader gave up, or it is not wanted; nothing is left behind.
+        WriteAbandoned: the reader gave up, or the segment is not wanted; nothing is left behind.
     """
     files.make_directory(path.parent)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -99,7 +99,7 @@ def _date(files: FileSystem, descriptor: int, written_ns: int) -> None:
     try:
         files.date(descriptor, written_ns)
     except OSError as error:
-        # As some network file systems do.
+        # Some network file systems refuse this.
         logger.warning("the age of a segment begins anew, for it cannot be set: %s", error)
 
 
@@ -108,7 +108,7 @@ def _removed_on_error(path: Path, files: FileSystem) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Else the next start sweeps it.
+        # If this fails, the next start removes the file.
         with contextlib.suppress(OSError):
             files.unlink(path)
         raise

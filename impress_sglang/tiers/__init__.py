@@ -1,1 +1,1 @@
-"""Device and host chunk caches above the SSD: which chunk stands where, and its bytes there."""
+"""Device and host chunk caches above the SSD: which chunk is where, and its bytes there."""

@@ -1,8 +1,8 @@
 """The two chunk caches: placement of chunks and the slabs that hold their bytes.
 
-Stage: load. The order of a read is fixed: `access` decides; rows are taken from where chunks stood
+Stage: load. The order of a read is fixed: `access` decides; rows are taken from where chunks were
 *before* that; then `settle` carries the moves out, with the bytes that were read from SSD. Between
-`access` and `settle` no page has changed, so rows and moves see the same bytes.
+`access` and `settle` no page changes, so rows and moves see the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CopyStats:
 
 
 class ChunkCache:
-    """Device and host cache of chunks of one kind."""
+    """The device and the host cache of one kind of chunks."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class ChunkCache:
         cpu = torch.device("cpu")
         host_slab = Slab(self.page, host_pages, cpu, option="--impress-host-gb", pin=pin)
         self.slabs: dict[int, Slab] = {Tier.DEVICE: device_slab, Tier.HOST: host_slab}
-        """Where the bytes of cached chunks are read."""
+        """The memory from which cached chunks are read, by tier."""
         self.copy_stream = CopyStream(device)
-        """Where chunks move; who reads them on the device joins it before, and then tells it."""
+        """Moves chunks; readers on the device call `join` before and `note_reading` after."""
         self._mover = make_mover(self.page, self.slabs, self.copy_stream)
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
-        """An empty cache that takes the memory over; this one must not be read any more."""
+        """An empty cache that takes over the memory; this one must not be read any more."""
         self._synchronize()
         taken = copy.copy(self)
         taken.copies = CopyStats()
@@ -80,7 +80,7 @@ class ChunkCache:
         return taken
 
     def attach(self, chunk_pages: npt.NDArray[np.uint16]) -> int:
-        """Ids for new chunks of so many pages each; the first one."""
+        """Take ids for new chunks with these numbers of pages; returns the first id."""
         return self.placement.attach(chunk_pages)
 
     def detach(self, base: int, count: int) -> None:
@@ -88,9 +88,9 @@ class ChunkCache:
         self.placement.detach(base, count)
 
     def expect(self, firsts: Ids, turns: Ids) -> None:
-        """Requests wait for chunks; those of a run are neighbours, `turns` of all runs the same.
+        """Note that requests wait for runs of neighbouring chunks, with the same turns in each run.
 
-        `firsts` int64 [runs], their first ids; `turns` int64 [chunks of a run], as of
+        `firsts` int64 [runs], the first id of each; `turns` int64 [chunks of a run], as for
         `AwaitedLast.expect`.
         """
         ids = firsts[:, None] + np.arange(len(turns))
@@ -104,7 +104,7 @@ class ChunkCache:
         """Carry out the moves; `loaded` has each kept chunk once.
 
         Returns:
-            Until when `loaded` must not change; None if there was nothing to move.
+            A fence before which `loaded` must not change; None if there was nothing to move.
         """
         moves, size = access.moves, self.page.page_bytes
         if not len(moves):
@@ -115,16 +115,16 @@ class ChunkCache:
         return self._mover.move(moves, loaded)
 
     def abandon(self, access: Access) -> None:
-        """The read failed: what was to move is in no cache."""
+        """Give up an access whose read failed: chunks that were to move are in no cache then."""
         self.placement.drop(access.moves.chunks)
 
     def close(self) -> None:
-        """Give the memory back; nothing can be read or placed any more."""
+        """Free the memory; nothing can be read or placed any more."""
         self._synchronize()
         self.slabs.clear()
 
     def _synchronize(self) -> None:
-        """Kernels on any stream may still be reading."""
+        """Wait for the device, because kernels on any stream may still be reading."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -146,7 +146,7 @@ class ChunkCache:
         self.placement.check_integrity()
 
     def check_some(self, tier: Tier, first: int, most: int) -> bool:
-        """See to some of the chunks of a tier; see `check_members`."""
+        """Check some of the chunks of a tier; see `check_members`."""
         return check_members(self.placement, tier, first, most)
 
     def _tier_summary(self, tier: Tier) -> dict[str, float | None]:

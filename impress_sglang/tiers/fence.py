@@ -1,4 +1,4 @@
-"""What a device does beside the host and beside computing: when it is done, and in which order."""
+"""Asynchronous work of a device: when it is done, and in which order streams run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class Fence:
-    """What the device was asked to do until now, on the current stream; it may still be reading.
+    """All work submitted to the device's current stream until now, which may still be running.
 
-    Host memory that a kernel or a copy reads must not change before that is done. On a CPU nothing
-    is ever left to do.
+    Host memory that a kernel or a copy reads must not change before that is done. On a CPU all work
+    is done already.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,11 +22,11 @@ class Fence:
 
     @property
     def done(self) -> bool:
-        """Whether the device has done it."""
+        """Whether the device has done this work."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has done this work."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -34,7 +34,7 @@ class Fence:
 class CopyStream:
     """A stream on which KVs are copied while the model computes on the current one.
 
-    On a CPU there is none, and all is done in the order in which it is asked for.
+    On a CPU there is none, and work is done in the order in which it is submitted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,33 +43,33 @@ class CopyStream:
 
     @contextmanager
     def after_reading(self) -> Iterator[None]:
-        """What is launched in the block comes after earlier copies, and all reads of cached chunks.
+        """Launch the block's work after earlier copies and all noted reads of cached chunks.
 
-        Nothing else is waited for.
+        It waits for nothing else.
         """
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
-            # Whoever calls: reads are on the stream of the model, which may not be the current one.
+            # Reads are on the stream of the model, which may not be the caller's current one.
             if self._last_read is not None:
                 self._stream.wait_event(self._last_read)
             yield
 
     def note_reading(self) -> None:
-        """What was launched on the current stream by now reads cached chunks."""
+        """Note that work launched on the current stream so far reads cached chunks."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             self._last_read = current.record_event()
 
     def join(self) -> None:
-        """What is launched on the current stream from now on comes after all copies."""
+        """Let work launched on the current stream from now on run after all copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on a device, by a copy that nothing waits for."""
+    """Copy a tensor from the CPU to a device, without waiting for the copy."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""How much memory the host can still give.
+"""How much memory the host still has.
 
-Linux promises more than it has, so an allocation that is too large is not refused: the kernel ends
-a process when the pages are touched. What takes gigabytes asks here before.
+Linux overcommits, so an allocation that is too large is not refused: the kernel kills a process
+when the pages are touched. So code that takes gigabytes asks here before.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _ROOT = Path("/")
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Bytes that may be taken: what the machine and each control group above us have left.
+    """Bytes that may be taken: the least that the machine and each of our control groups has left.
 
-    The margin is off. `root` is where `proc` and `sys` are mounted.
+    `MARGIN_BYTES` are subtracted. `root` is where `proc` and `sys` are mounted.
 
     Raises:
-        OSError: that is not known here.
+        OSError: this is not known here.
     """
     found = [_machine_bytes(root), *_group_bytes(root)]
     return max(0, min(found) - MARGIN_BYTES)
 
 
 def _machine_bytes(root: Path) -> int:
-    """What the kernel estimates can be had without swapping."""
+    """Bytes that are available without swapping, as estimated by the kernel."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -37,7 +37,7 @@ def _machine_bytes(root: Path) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """What is left of each limit of a control group that we are in, of version 2 or 1."""
+    """Bytes left below each limit of the control groups that we are in, of version 2 or 1."""
     groups = root / "proc/self/cgroup"
     # A kernel without control groups has no such file.
     for line in groups.read_text().splitlines() if groups.exists() else ():
@@ -64,6 +64,6 @@ def _left_in(folder: Path, limit_name: str, usage_name: str, cache_name: str) ->
     if limit == "max":
         return
     usage = int((folder / usage_name).read_text())
-    # Pages of files that nobody used of late are given up when memory is short.
+    # The kernel frees file pages that were not used recently when memory is short.
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     yield int(limit) - usage + int(stat.get(cache_name, 0))

@@ -1,7 +1,7 @@
-"""Carries out which chunks move between tiers.
+"""Moves the bytes of chunks between tiers.
 
 Stage: load. `ChunkMover` is the contract: `IndexedMover` indexes tensors, on any device;
-`KernelMover` launches kernels on a stream of their own, beside computing, and is what a GPU uses.
+`KernelMover`, for GPUs, launches kernels on a stream of their own, concurrently with the model.
 tests/unit/test_chunk_cache.py runs the first, tests/unit/triton/test_moves.py the second.
 """
 
@@ -28,8 +28,8 @@ class LoadedChunks:
     """Chunks that were read from SSD into one memory, uint8 on the CPU.
 
     `chunks` int64 [n] are their ids, distinct; `starts` int64 [n] the byte where each begins. From
-    there on its pages stand one after another; behind a last page that has a rest the memory goes
-    on, whatever stands there.
+    there on its pages follow one after another; the memory also covers the unused rest of a last
+    page, with any content.
     """
 
     memory: Tensor
@@ -40,8 +40,8 @@ class LoadedChunks:
 class ChunkMover(Protocol):
     """The contract.
 
-    All sources are as they were before the first page is written: a page may be both. Who reads
-    slabs on a device joins the copy stream before, and tells it afterwards.
+    All sources are read as they were before the first page is written: a page may be source and
+    target. Readers of slabs on a device call the copy stream's `join` before, `note_reading` after.
     """
 
     def move(self, moves: Moves, loaded: Sequence[LoadedChunks]) -> Fence:
@@ -52,19 +52,19 @@ class ChunkMover(Protocol):
             loaded: each chunk that comes from SSD, once. They must not change before the fence.
 
         Returns:
-            When all is copied.
+            A fence after which all is copied.
         """
         ...
 
 
 def make_mover(page: PageShape, slabs: Mapping[int, Slab], stream: CopyStream) -> ChunkMover:
-    """What fits the device of the slabs."""
+    """The mover that fits the device of the slabs."""
     kind = KernelMover if slabs[Tier.DEVICE].device.type == "cuda" else IndexedMover
     return kind(page, slabs, stream)
 
 
 class IndexedMover:
-    """Tensor indexing, group by group of moves between the same tiers."""
+    """Moves by tensor indexing, one group of moves between the same tiers after another."""
 
     def __init__(self, page: PageShape, slabs: Mapping[int, Slab], stream: CopyStream) -> None:
         self._page = page
@@ -94,7 +94,7 @@ class IndexedMover:
         """Pages [p, page_vectors * unit] of chunks, one after another."""
         size = self._page.page_bytes
         first = page_starts(starts, counts, size)
-        # Rows of which all pages begin with one.
+        # The memory in rows so long that each page begins with one.
         grain = int(np.gcd.reduce(first, initial=size))
         rows = memory[: len(memory) // grain * grain].view(-1, grain)
         index = first[:, None] // grain + np.arange(size // grain)
@@ -103,10 +103,10 @@ class IndexedMover:
 
 
 class KernelMover:
-    """Two launches: chunks that leave their pages are set aside, then all pages are written."""
+    """Moves in two launches: chunks that leave their pages are set aside, then all are written."""
 
     def __init__(self, page: PageShape, slabs: Mapping[int, Slab], stream: CopyStream) -> None:
-        # Only where it is used: Triton is not needed on a CPU.
+        # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.tiers.page_copies import PageCopier
 
         self._page = page
@@ -141,7 +141,7 @@ class KernelMover:
             return Fence(self._device)
 
     def _set_aside(self, moves: Moves) -> Tensor:
-        """Pages [p, elements] on the device with what cached chunks hold, one after another."""
+        """Copies of the pages of cached chunks, one after another: [p, elements] on the device."""
         pages, counts = flat(moves.source_pages, moves.counts), moves.counts
         tiers, addresses = np.repeat(moves.sources, counts), np.empty(len(pages), np.int64)
         for tier in CACHES:
@@ -155,7 +155,7 @@ class KernelMover:
 
 
 def by_memory(moves: Moves, loaded: Sequence[LoadedChunks]) -> list[tuple[LoadedChunks, Moves]]:
-    """The moves of the chunks of each memory, in their order."""
+    """The moves of the chunks of each memory, in the order of these chunks."""
     order = np.argsort(moves.chunks)
     found = []
     for part in loaded:
@@ -172,7 +172,7 @@ def flat(pages: npt.NDArray[np.int32], counts: npt.NDArray[np.uint16]) -> npt.ND
 
 
 def page_starts(starts: _Integers, counts: npt.NDArray[np.uint16], page_bytes: int) -> _Integers:
-    """Where the pages of chunks begin that begin at `starts`, one after another."""
+    """Where each page begins, in chunks that begin at `starts`, one after another."""
     ends = np.cumsum(counts, dtype=np.int64)
     number = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return np.repeat(starts, counts) + number * page_bytes

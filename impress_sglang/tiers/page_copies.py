@@ -15,11 +15,11 @@ from impress_sglang.tiers.slab import PageShape
 from impress_sglang.triton import gather
 
 _Integers = npt.NDArray[np.signedinteger]
-# A page is moved in pieces of at most so many bytes, each by a part of a program.
+# A page is moved in pieces of at most this many bytes, each by a part of a program.
 PIECE_BYTES = 4096
 
 PageCopy = tuple[Tensor, _Integers | None, _Integers]
-"""Pages [p, elements], the numbers of those to fill (None: all), and the address of each one."""
+"""Pages [p, elements], the numbers of those to fill (None: all), and each one's source address."""
 
 
 class PageCopier:
@@ -35,7 +35,7 @@ class PageCopier:
         self._piece_bytes = self._width * size
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Fill pages of one or two pools; addresses are those of whole pages."""
+        """Fill pages of one or two pools from the addresses of whole pages."""
         columns = gather.even_columns(self._pieces, self._width, self._device)
         inside = np.arange(self._pieces) * self._piece_bytes
         addresses = [own[:, None] + inside for _, _, own in copies]
@@ -51,13 +51,13 @@ class PageCopier:
 
 
 def _grain(addresses: _Integers) -> int:
-    """Bytes of which all addresses are multiples, a word of the kernel at most."""
+    """The largest power of two that divides all addresses, at most a word of the kernel."""
     bits = int(np.bitwise_or.reduce(addresses, initial=gather.WORD_BYTES))
     return bits & -bits
 
 
 def upload(indices: Sequence[_Integers], device: torch.device) -> list[Tensor]:
-    """Indices of any integer type as int64 on a device, in one copy that nothing waits for."""
+    """Copy indices of any integer type to a device as int64, in one copy without waiting."""
     joined = np.concatenate([own.reshape(-1).astype(np.int64, copy=False) for own in indices])
     parts = to_device(torch.from_numpy(joined), device).split([own.size for own in indices])
     return [part.view(own.shape) for part, own in zip(parts, indices, strict=True)]

@@ -1,4 +1,4 @@
-"""Host memory that an accelerator reads by itself."""
+"""Host memory that an accelerator reads directly."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from impress_sglang.storage.direct_io import AlignedMemory
 
 
 def pin_memory(memory: AlignedMemory) -> None:
-    """Lock memory for the current CUDA device, which then reads it by itself; for good.
+    """Pin memory, as long as it exists, so that the current CUDA device reads it directly.
 
     torch's own pinned tensors would take the next power of two of bytes.
 
     Raises:
-        ConfigError: the system does not lock so much memory.
+        ConfigError: the system does not allow so much pinned memory.
     """
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(memory.address, len(memory), 0)

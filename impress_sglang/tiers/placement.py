@@ -1,4 +1,4 @@
-"""Where each chunk stands: SSD alone, or in addition the device or the host cache.
+"""Where each chunk is: on SSD alone, or also in the device or the host cache.
 
 The two caches are exclusive; the SSD has everything, so that eviction never writes. After each
 access the paper's rule (4.4.2) decides, best chunk first:
@@ -8,11 +8,11 @@ access the paper's rule (4.4.2) decides, best chunk first:
   * found on SSD: to the device if it beats the lowest there, else to the host if it beats the
     lowest there, else it stays on SSD.
 
-What a newcomer displaces from the device contends for the host in turn; what is displaced from the
-host is dropped. Decisions are pure arithmetic on ids and pages: nothing is read or copied here, so
-a decision can precede the read that it asks for, and a trace can be replayed without data.
+Chunks that a newcomer displaces from the device contend for the host in turn; those displaced from
+the host are dropped. Decisions are pure arithmetic on ids and pages: nothing is read or copied
+here, so a decision can precede the read that it requires, and a trace can be replayed without data.
 
-Memory is given in pages of one size. A chunk takes some pages, wherever they are.
+Memory is divided into pages of one size. The pages of a chunk may be anywhere.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class PlacementStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moves:
-    """Chunks whose bytes must be brought to another place, each once.
+    """Chunks whose bytes must be moved to another place, each once.
 
     `chunks` int64 [n]; `sources` and `targets` uint8 [n], `Tier` values; `source_pages` and
-    `target_pages` int32 [n, width], of which a chunk uses the first `counts` uint16 [n], and none
-    of the former if it comes from SSD.
+    `target_pages` int32 [n, width], of which a chunk uses the first `counts` uint16 [n], but no
+    `source_pages` if it comes from SSD.
     """
 
     chunks: Ids
@@ -84,7 +84,7 @@ class Moves:
         return len(self.chunks)
 
     def chosen(self, which: npt.NDArray[np.bool_] | Ids) -> Moves:
-        """Some of them, by flags or by their places."""
+        """Some of the moves, by flags or by their places."""
         return Moves(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
 
     def pages_moved(self) -> npt.NDArray[np.int64]:
@@ -95,11 +95,11 @@ class Moves:
 
 @dataclasses.dataclass(slots=True)
 class Access:
-    """Where the accessed chunks stood, in the order of the ids, and what moves now.
+    """Where the accessed chunks were, in the order of the ids, and what moves now.
 
-    `tiers` uint8 [n]; `pages` int32 [n, most of any], of which a chunk uses the first few, empty if
-    none was cached; `kept` bool [n]: found on SSD and now to be cached, so its whole chunk is
-    wanted.
+    `tiers` uint8 [n]; `pages` int32 [n, most of any chunk], of which a chunk uses the first few,
+    empty if none was cached; `kept` bool [n]: found on SSD and to be cached now, so that the whole
+    chunk is wanted.
     """
 
     tiers: npt.NDArray[np.uint8]
@@ -114,17 +114,17 @@ class Placement:
     def __init__(
         self, rule: ReplacementRule, *, device_pages: int, host_pages: int, max_chunk_pages: int
     ) -> None:
-        """Capacities are in pages; a chunk of more than `max_chunk_pages`, or of none, is no
-        candidate for a cache."""
+        """Begin with empty caches; capacities are in pages. A chunk with no page, or with more than
+        `max_chunk_pages`, is never cached."""
         # How many chunks went from tier to tier, by 3 * source + target.
         self._moved = np.zeros(9, np.int64)
         self.evicted_scores: dict[int, float] = {}
-        """By tier: what the chunk that left it last for a lower one was worth then, see
+        """By tier: the score, at that time, of the last chunk that left it for a lower one; see
         `ReplacementRule.score`."""
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = AwaitedLast(rule)
         self._width = width = max_chunk_pages
-        # No chunk in a cache has less than a page.
+        # Every chunk in a cache has at least one page.
         most = max(host_pages, device_pages)
         capacity = np.array([host_pages, device_pages])
         stacks = np.zeros((2, most), np.int32)
@@ -174,15 +174,15 @@ class Placement:
         return tables - self._rule.priorities.nbytes + self._rule.num_bytes
 
     def used_pages(self, tier: int) -> int:
-        """Pages of a cache that chunks stand in."""
+        """Number of pages of a cache that chunks use."""
         return self.capacity[tier] - int(self._caches.free[tier - 1])
 
     def cached_chunks(self, tier: int) -> int:
-        """Chunks in a cache."""
+        """Number of chunks in a cache."""
         return int(self._caches.heaps.sizes[tier - 1])
 
     def emptied(self, rule: ReplacementRule) -> Placement:
-        """A placement without chunks, of the same pages."""
+        """A placement without chunks, for the same pages."""
         return Placement(
             rule,
             device_pages=self.capacity[Tier.DEVICE],
@@ -191,7 +191,7 @@ class Placement:
         )
 
     def attach(self, num_pages: npt.NDArray[np.uint16]) -> int:
-        """Take a range of ids for new chunks of so many pages each; returns the first."""
+        """Take a range of ids for new chunks with these numbers of pages; returns the first."""
         base = self._ids.take(len(num_pages))
         stop = base + len(num_pages)
         if stop > len(self._caches.tiers):
@@ -206,32 +206,32 @@ class Placement:
         self._ids.give(base, size)
 
     def drop(self, ids: Ids) -> None:
-        """Remove chunks from the caches, without a decision."""
+        """Remove chunks from the caches unconditionally."""
         placing.drop(self._caches, ids)
 
     def tiers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
-        """Where neighbouring chunks stand now, `Tier` values; not to be changed."""
+        """The present tiers of chunks with neighbouring ids, `Tier` values; not to be changed."""
         return self._caches.tiers[first : first + count]
 
     def advance(self) -> None:
-        """A new request begins."""
+        """Note that a new request begins."""
         self._rule.advance()
 
     def expect(self, ids: Ids, turns: Ids) -> None:
-        """Requests wait for chunks, or not any more: see `AwaitedLast.expect`."""
+        """Note that requests wait for chunks, or no longer do: see `AwaitedLast.expect`."""
         self._rule.expect(ids, turns)
         heaps.note_falls(self._caches.heaps, ids, self._caches.tiers.take(ids))
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """New chunks replace old ones in the history of accesses; the caches keep the old ones."""
+        """Give new chunks the access history of old ones; the caches keep the old chunks."""
         self._rule.inherit(ids, sources, shares)
 
     def access(self, ids: Ids, shares: Floats) -> Access:
-        """Count an access to distinct chunks and decide where they stand from now on.
+        """Count an access to distinct chunks, and decide where they are from now on.
 
         Args:
             ids: int64 [n].
-            shares: float64 [n], share of each chunk's rows that is wanted.
+            shares: float64 [n], the share of each chunk's rows that is wanted.
         """
         tiers = self._caches.tiers.take(ids)
         cached = bool(np.count_nonzero(tiers))
@@ -240,7 +240,7 @@ class Placement:
             self._rule.record(ids, shares)
         if cached:
             heaps.note_falls(self._caches.heaps, ids, tiers)
-        # Where all is on the device, nothing moves.
+        # If all chunks are on the device, nothing moves.
         settled = cached and int(tiers.min()) == _DEVICE
         moves = self._place(ids, tiers) if self.enabled and not settled else Moves.none()
         if len(moves):
@@ -250,7 +250,7 @@ class Placement:
         return Access(tiers, pages, kept, moves)
 
     def _pages_of(self, ids: Ids) -> Pages:
-        """Pages of chunks [n, most of any]; what is behind a chunk's own is anything."""
+        """Pages of chunks [n, most of any]; entries behind a chunk's own are undefined."""
         width = int(self._caches.num_pages.take(ids).max(initial=0))
         return placing.pages_of(self._caches, ids, width)
 
@@ -272,7 +272,7 @@ class Placement:
             self._make_touched(2 * len(self._touched.chunks), count)
 
     def _moves(self, count: int) -> Moves:
-        """What of the chunks that were touched is now somewhere else."""
+        """The moves of those touched chunks that are now somewhere else."""
         caches, touched = self._caches, self._touched
         evicted = np.full(2, -1)
         moving, width = placing.sum_up(caches, touched, count, self._moved, evicted)
@@ -290,7 +290,7 @@ class Placement:
         )
 
     def _make_touched(self, size: int, kept: int = 0) -> None:
-        """Room to remember where so many chunks stood, and at least those that one can touch."""
+        """Make room to remember where `size` chunks were, and at least those that one can touch."""
         size = max(size, 1 + self._width + self._width**2)
         chunks, sources = np.empty(size, np.int64), np.empty(size, np.uint8)
         pages = np.empty((size, self._width), np.int32)
@@ -341,9 +341,9 @@ class Placement:
 
 
 def check_members(placement: Placement, tier: int, first: int, most: int) -> bool:
-    """See that some chunks of a cache are where they should be, by their places in its heap.
+    """Check that some chunks of a cache, given by places in its heap, are where they should be.
 
-    It takes time in their number alone. Returns whether there are others behind them.
+    The time depends only on their number. Returns whether there are more behind them.
 
     Raises:
         AssertionError: they are not, which is a bug.

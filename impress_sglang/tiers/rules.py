@@ -1,12 +1,12 @@
 """Replacement rules: what makes one cached chunk worth more than another.
 
-A rule turns accesses into priorities; it knows no tier and moves nothing. Where chunks stand
-follows from their priorities alone (`placement`), so that two policies differ by their rule and
+A rule turns accesses into priorities; it knows no tier and moves nothing. The tiers of chunks
+follow from their priorities alone (`placement`), so that two policies differ by their rule and
 nothing else.
 
 Why no cache library: those keep one tier of items and evict by themselves. Here two exclusive tiers
 are filled by comparing a newcomer with the lowest of both, in batches of a layer, with priorities
-that also move while an item is outside.
+that also change while an item is outside.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from impress_sglang.tiers.tables import grown
 
 Ids = npt.NDArray[np.int64]
 
-# Counting accesses stops long after the last of them that would change a weight.
+# Accesses are counted up to this number, long after the last one that would change a weight.
 MOST_ACCESSES = 1000
-# Of a chunk for which no request waits. Turns are from 0 to LAST_TURN, and what has one is worth
-# more than any priority of a rule: _AWAITED at least.
+# The turn of a chunk for which no request waits. Turns are from 0 to LAST_TURN, and a chunk with
+# one is worth more than any priority of a rule: _AWAITED at least.
 NOBODY = -1
 LAST_TURN = 2**52
 _AWAITED = 2**62
-# Of a chunk that is expected to hold nothing of importance.
+# The share of a chunk that is expected to have nothing important.
 LEAST_SHARE = 1e-6
 
 
@@ -38,7 +38,7 @@ class ReplacementRule(Protocol):
     """The contract; tests/unit/test_rules.py runs it on every implementation.
 
     Priorities are int64 below 2**62; a chunk that was never accessed has 0, any other more. They
-    change only for chunks that are accessed: to age is to give more to those that come.
+    change only when chunks are accessed: ageing gives higher priorities to later accesses.
     """
 
     def resize(self, num_chunks: int) -> None:
@@ -46,7 +46,7 @@ class ReplacementRule(Protocol):
         ...
 
     def advance(self) -> None:
-        """A new request begins."""
+        """Note that a new request begins."""
         ...
 
     def record(self, ids: Ids, shares: Floats) -> Ids:
@@ -57,24 +57,24 @@ class ReplacementRule(Protocol):
         ...
 
     def priorities(self, ids: Ids) -> Ids:
-        """What chunks are worth."""
+        """The priorities of chunks."""
         ...
 
     def score(self, chunk: int) -> float:
-        """What a chunk is worth now, in the unit of the rule; the order is that of priorities."""
+        """The present score of a chunk, in units of the rule; ordered like the priorities."""
         ...
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """New chunks replace old ones: `ids` get the history of `sources`, and new shares."""
+        """Let new chunks replace old ones: `ids` get the history of `sources`, and new shares."""
         ...
 
     def forget(self, base: int, count: int) -> None:
-        """The ids of neighbouring chunks may be given to others."""
+        """Forget neighbouring chunks, whose ids may be given to others."""
         ...
 
 
 class _OneNumber:
-    """A rule that knows one number of each chunk, its priority."""
+    """A rule that keeps one number per chunk, its priority."""
 
     def __init__(self) -> None:
         self._values: Ids = np.zeros(0, np.int64)
@@ -97,7 +97,7 @@ class _OneNumber:
 
 
 class LeastRecentlyUsed(_OneNumber):
-    """LRU: priority is the request that last used the chunk."""
+    """LRU: priority is the number of the request that last used the chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class LeastRecentlyUsed(_OneNumber):
         return self.priorities(ids)
 
     def score(self, chunk: int) -> float:
-        """See `ReplacementRule`: requests since the last use, below 0."""
+        """See `ReplacementRule`: requests since the last use, as a negative number."""
         return float(self._values[chunk] - max(self._now, 1))
 
 
@@ -129,21 +129,21 @@ class LeastFrequentlyUsed(_OneNumber):
         return self.priorities(ids)
 
     def score(self, chunk: int) -> float:
-        """See `ReplacementRule`: uses."""
+        """See `ReplacementRule`: the number of uses."""
         return float(self._values[chunk])
 
 
 class ImportanceScore:
     """IMPRESS 4.4.2: access frequency x moving average of the share of important rows.
 
-    The paper does not say how a frequency forgets. Here all counts are halved every `half_life`
-    requests (0: never, the paper's plain count). It is done by a forward decay (Cormode et al.,
+    The paper does not say how a frequency decays. Here all counts are halved every `half_life`
+    requests (0: never, the paper's plain count). This is done by forward decay (Cormode et al.,
     ICDE 2009): instead of halving old counts, new ones weigh twice as much, so the order of chunks
-    needs no upkeep. Weights grow in steps and not with every request: chunks of equally popular
-    prefixes would else differ by recency alone, and displace each other in turn.
+    needs no upkeep. Weights grow in steps and not with every request: otherwise chunks of equally
+    popular prefixes would differ by recency alone, and displace each other in turn.
 
-    A frequency is kept in the weight that an access had when the chunk was last accessed, and a
-    priority has the number of doublings in its exponent (`loops.score_of`). So neither grows out of
+    A frequency is kept in units of the weight that an access had when the chunk was last accessed,
+    and a priority has the number of doublings in its exponent (`loops.score_of`). So neither leaves
     its range, however long a server runs.
     """
 
@@ -190,7 +190,7 @@ class ImportanceScore:
         return loops.scores_of(ids, self.shares, self.frequencies, self._doublings)
 
     def score(self, chunk: int) -> float:
-        """See `ReplacementRule`: uses of the whole chunk, each half as much per half-life since."""
+        """See `ReplacementRule`: uses of the whole chunk, halved for every half-life since."""
         age = int(self._doublings[chunk]) - self._now
         return float(self.frequencies[chunk] * self.shares[chunk]) * 2.0**age
 
@@ -209,14 +209,14 @@ class ImportanceScore:
 class AwaitedLast:
     """The priorities of another rule, but chunks that requests wait for are worth more than others.
 
-    Of two of them the one with the earlier turn is worth more: to be needed sooner is what the best
-    of all rules goes by (Belady), and all that is known of the future is the queue.
+    Of two such chunks, the one with the earlier turn is worth more: the optimal rule (Belady) keeps
+    what is needed soonest, and the queue is all that is known of the future.
     """
 
     def __init__(self, rule: ReplacementRule) -> None:
         """`rule` decides between chunks that nobody waits for."""
         self.priorities: Ids = np.zeros(0, np.int64)
-        """By id; 0 for what was never accessed and for which nobody waits."""
+        """By id; 0 for chunks that were never accessed and for which no request waits."""
         self._rule = rule
 
     def resize(self, num_chunks: int) -> None:
@@ -225,7 +225,7 @@ class AwaitedLast:
         self.priorities = grown(self.priorities, num_chunks)
 
     def advance(self) -> None:
-        """A new request begins."""
+        """Note that a new request begins."""
         self._rule.advance()
 
     def record(self, ids: Ids, shares: Floats) -> None:
@@ -233,26 +233,26 @@ class AwaitedLast:
         loops.update_scores(ids, self._rule.record(ids, shares), self.priorities, _AWAITED)
 
     def score(self, chunk: int) -> float:
-        """What a chunk is worth by the other rule."""
+        """The score of a chunk by the other rule."""
         return self._rule.score(chunk)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """New chunks replace old ones; see `ReplacementRule.inherit`."""
+        """Let new chunks replace old ones; see `ReplacementRule.inherit`."""
         self._rule.inherit(ids, sources, shares)
         loops.update_scores(ids, self._rule.priorities(ids), self.priorities, _AWAITED)
 
     def forget(self, base: int, count: int) -> None:
-        """The ids of neighbouring chunks may be given to others."""
+        """Forget neighbouring chunks, whose ids may be given to others."""
         self._rule.forget(base, count)
         self.priorities[base : base + count] = 0
 
     def expect(self, ids: Ids, turns: Ids) -> None:
-        """Requests wait for chunks, distinct `ids`, in these turns, int64; NOBODY does any more."""
+        """Note the int64 turns of requests that wait for distinct chunks; NOBODY: none does now."""
         worth = _AWAITED + LAST_TURN - turns
         self.priorities[ids] = np.where(turns == NOBODY, self._rule.priorities(ids), worth)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its tables, in bytes, and of those of the other rule."""
+        """Bytes of its tables, and of those of the other rule."""
         values = (*vars(self).values(), *vars(self._rule).values())
         return sum(array.nbytes for array in values if isinstance(array, np.ndarray))

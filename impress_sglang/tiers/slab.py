@@ -1,4 +1,4 @@
-"""The memory of a cache: one tensor cut into pages, no tensor per chunk.
+"""The memory of a cache: one tensor cut into pages, instead of a tensor per chunk.
 
 A chunk is a sequence of vectors of `unit` elements, token after token and head after head; a page
 holds `page_vectors` of them. The pages of a chunk need not be neighbours, so that chunks of columns
@@ -49,7 +49,7 @@ class PageShape:
         return self.row_vectors_of(len(shape.heads(column)) * shape.head_dim(column))
 
     def row_vectors_of(self, elements: int) -> int:
-        """Vectors of a row of so many elements; also the pages of a whole chunk of such rows."""
+        """Vectors of a row of `elements`; also the pages of a full chunk of such rows."""
         return elements // self.unit
 
     def max_chunk_pages(self, shape: KVShape) -> int:
@@ -72,10 +72,10 @@ class Slab:
     def __init__(
         self, page: PageShape, num_pages: int, device: torch.device, *, option: str, pin: bool
     ) -> None:
-        """Allocate; `pin` locks host memory, so that copies to an accelerator need no detour.
+        """Allocate the pages; `pin`: pin host memory, so that an accelerator reads it directly.
 
         Raises:
-            ConfigError: there is not enough memory; it names `option`.
+            ConfigError: there is not enough memory; the message names `option`.
         """
         size = (num_pages * page.page_vectors, page.unit)
         try:
@@ -85,7 +85,7 @@ class Slab:
                 count = size[0] * size[1]
                 flat = torch.frombuffer(memory.view, dtype=page.dtype, count=count)
                 self._vectors = flat.view(size)
-                # The tensor keeps the bytes; they stay locked as long as this object is there.
+                # The tensor keeps the bytes alive; they stay pinned as long as this object exists.
                 self._memory = memory
             else:
                 self._vectors = torch.empty(size, dtype=page.dtype, device=device)
@@ -104,7 +104,7 @@ class Slab:
     def read_rows(
         self, pages: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], row_vectors: int
     ) -> Tensor:
-        """Rows of chunks: pages int32 [k, width] of each row's chunk, offsets int64 [k] in it.
+        """Rows of chunks: pages int32 [k, width] of each row's chunk, offsets int64 [k] in that.
 
         Returns:
             [k, row_vectors * unit] on the device of the slab.
@@ -120,7 +120,7 @@ class Slab:
         return self._vectors.view(-1, self._page.elements)
 
     def page_addresses(self, pages: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int64]:
-        """Where pages begin in memory."""
+        """Addresses at which pages begin in memory."""
         return self._vectors.data_ptr() + pages.astype(np.int64) * self._page.page_bytes
 
     def read_pages(self, pages: npt.NDArray[np.signedinteger]) -> Tensor:

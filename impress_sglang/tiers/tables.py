@@ -1,7 +1,7 @@
-"""Tables with an entry per chunk, which grow where they are, and the ids that are their places.
+"""Tables with an entry per chunk, which grow in place, and the ids that index them.
 
-A table stands in address space for far more entries than it has. Memory is taken where something
-is written: entries are zero until then and cost nothing, and growing is no work.
+A table reserves address space for far more entries than it has. Memory is taken only where an entry
+is written: until then entries are zero and cost nothing, and growing takes no work.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 _T = TypeVar("_T", bound=np.generic)
-# Of each table; who has more chunks waits while they are copied.
+# For each table; one with more entries is copied when it grows.
 RESERVED_ENTRIES = 1 << 30
-# Python knows it from 3.13 on.
+# Python has this constant from 3.13 on.
 _MAP_NORESERVE = 0x4000
 _NEVER = 1 << 62
 
 
 def grown(table: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
-    """The table with zeros behind it, `size` entries in all.
+    """The table extended by zeros to `size` entries.
 
-    Entries stay where they are, and are those of the shorter table, too. Only if there is no
-    address space left, or the system grants none (`vm.overcommit_memory=2`), are they copied.
+    Entries stay where they are and are shared with the shorter table. They are copied only if there
+    is no reserved space left, or the system grants none (`vm.overcommit_memory=2`).
     """
     needed = size * table.itemsize
     memory = table.base.obj if isinstance(table.base, memoryview) else None
@@ -43,18 +43,18 @@ def _reserve(wanted: int, needed: int) -> mmap.mmap:
 
 
 class IdRanges:
-    """Ranges of ids that are given out and come back; the lowest that fits is taken.
+    """Ranges of ids that are handed out and given back; the lowest gap that fits is used.
 
-    `starts` and `lengths`, int64, are the gaps between them, ascending, no two of them neighbours;
-    the last one has no end. A step is one pass of NumPy over the gaps.
+    `starts` and `lengths`, int64, are the gaps of free ids, ascending, no two of them adjacent; the
+    last one has no end. Each call is one pass of NumPy over the gaps.
     """
 
     def __init__(self) -> None:
-        """All are free."""
+        """Begin with all ids free."""
         self.starts, self.lengths = np.zeros(1, np.int64), np.array([_NEVER])
 
     def take(self, size: int) -> int:
-        """The first of `size` neighbouring ids."""
+        """Take `size` neighbouring ids; returns the first."""
         at = int((self.lengths >= size).argmax())
         base = int(self.starts[at])
         self.starts[at] += size
@@ -64,7 +64,7 @@ class IdRanges:
         return base
 
     def give(self, base: int, size: int) -> None:
-        """Ids are free."""
+        """Give `size` ids from `base` on back."""
         at = int(self.starts.searchsorted(base))
         stop = base + size
         before = self.starts[at - 1] + self.lengths[at - 1] if at else -1
@@ -81,7 +81,7 @@ class IdRanges:
             self.lengths = np.insert(self.lengths, at, stop - base)
 
     def owned(self, size: int) -> npt.NDArray[np.bool_]:
-        """Which of the first `size` ids are given out.
+        """Which of the first `size` ids are handed out.
 
         Raises:
             AssertionError: gaps overlap, which is a bug.

@@ -32,6 +32,7 @@ from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving import clocks
+from impress_sglang.serving.admission import Waiting
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
 from impress_sglang.serving.pool_reader import reading_stream
@@ -452,7 +453,8 @@ def test_estimates_count_what_the_device_has_passed(serving: Serving, device: De
     serving.extend(("request", 100, 70))
     assert serving.on_host or not serving.notes.loads
     device.catch_up()
-    serving.runtime.admission.decide(StoredMatch(), RequestLengths(0, 0, 70), LoadOptions(0.25))
+    work, wanted = RequestLengths(0, 0, 70), LoadOptions(0.25)
+    serving.runtime.admission.decide(StoredMatch(), work, wanted, Waiting())
     assert serving.notes.loads == [(RequestLengths(0, 30, 70), LAYERS * 3.0, False)]
 
 

@@ -115,7 +115,7 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     flags += {
         "whole": ["--impress-bits=exact"],
         "part": [f"--impress-retention={PART}"],
-        "bits": [],
+        "bits": chance.choice(([], ["--impress-bits=auto"])),
     }[usual]
     retracts = chance.random() < 0.5
     weights = chance.choice("ab")

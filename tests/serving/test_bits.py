@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.harness import Server
 from tests.serving.tiny_models import make_model, random_tokens
+from tests.unit.waiting import wait_until
 
 EXACT = {"impress_bits": "exact"}
 
@@ -129,6 +133,56 @@ def test_eight_at_once_read_an_exact_prefix_once(impress: Server, stock: Server)
     assert sorted(own["path"] for own in said) == ["device"] * 7 + ["ssd"]
     assert sum(own["loaded_tokens"] for own in said) == 1500
     assert_same(stock.generate_together(questions, 4, return_logprob=True), answers, 1e-4)
+
+
+def passes_of(
+    server: Server, prompts: list[list[int]], new_tokens: list[int], aborted: str = ""
+) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """Requests come in this order while a pass is under way, so that the next one sees them all.
+
+    Returns their answers, and of each pass but that one how many begin in it and how many ran.
+    """
+    begun = len(server.log_text())
+    greedy = {"temperature": 0, "ignore_eos": True, "custom_params": {"impress_bits": "exact"}}
+    body = {
+        "input_ids": prompts,
+        "sampling_params": [{**greedy, "max_new_tokens": own} for own in new_tokens],
+        "rid": [f"{begun}-{number}" for number in range(len(prompts))],
+    }
+
+    def found() -> list[tuple[str, str]]:
+        begins = r"Prefill batch.*?#new-seq: (\d+).*?#running-req: (\d+)"
+        return re.findall(begins, server.log_text()[begun:])[1:]
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(server.generate, random_tokens(3500, seed=begun), 1)
+        time.sleep(0.5)
+        asked = pool.submit(server.post, "/generate", **body)
+        if aborted:
+            wait_until(lambda: len(found()) == 2)
+            server.post("/abort_request", rid=f"{begun}-{aborted}").raise_for_status()
+        return asked.result().json(), found()
+
+
+def test_those_who_wait_for_an_exact_prefix_hold_nobody_up(impress: Server) -> None:
+    """Two for each of three prefixes are queued: the first of each are one pass, the others too."""
+    prefixes = [impress.store(500, seed=90 + number) for number in range(3)]
+    questions = [
+        [*prefix, *random_tokens(20, seed=95 + number)] for prefix in prefixes for number in (0, 1)
+    ]
+    answers, passes = passes_of(impress, questions, [4] * 6)
+    assert paths(answers) == ["ssd", "device"] * 3
+    assert [begin for begin, _ in passes] == ["3", "3"]
+
+
+def test_who_does_not_fit_behind_one_that_waits_does_not_hold_that_up(impress: Server) -> None:
+    """SGLang admits nobody until a request ends once there was no room for one."""
+    prefix = impress.store(500, seed=110)
+    first, waits = ([*prefix, *random_tokens(20, seed=seed)] for seed in (111, 112))
+    large = random_tokens(5000, seed=113)
+    _, passes = passes_of(impress, [first, waits, large], [800, 1, 3100], aborted="2")
+    assert [begin for begin, _ in passes[:2]] == ["1", "1"]
+    assert passes[1][1] == "1", "it begins while the first one runs"
 
 
 def test_all_turns_of_a_conversation_are_read_back(impress: Server) -> None:

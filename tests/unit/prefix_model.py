@@ -177,5 +177,11 @@ class PrefixModel:
 
     def below(self, known: Known) -> list[Known]:
         """All that build on a segment, directly or not."""
-        own = set(known.positions())
-        return [k for k in self.segments.values() if k is not known and own & set(k.places())]
+        first = len(known.above) + 1
+        return [
+            k
+            for k in self.segments.values()
+            if k is not known
+            and k.namespace == known.namespace
+            and k.path[:first] == known.path[:first]
+        ]

@@ -173,6 +173,14 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workbench]
 
 
 @pytest.fixture
+def bench_of_one_shape(tmp_path: Path) -> Iterator[Workbench]:
+    """For modules that ask what no shape of the KVs changes."""
+    bench = Workbench(tmp_path / "kv", SHAPES["probe heads"])
+    yield bench
+    bench.close_all()
+
+
+@pytest.fixture
 def store(bench: Workbench) -> PrefixStore:
     return bench.open()
 

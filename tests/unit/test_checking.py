@@ -12,8 +12,11 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.storage.segment import Priority
 from impress_sglang.tiers.placement import Tier
+from tests.unit import store_factory
 from tests.unit.store_factory import Workbench, check_rows, look_up, lose, name_of, prompt, use
 from tests.unit.test_store_reordering import reorder, select
+
+bench = store_factory.bench_of_one_shape
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import FORMAT_VERSION
 from tests.faults import SQL, FaultyFileSystem, Killed, Rule
 from tests.faulty_database import cut_database
+from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY, flip_byte
 from tests.unit.store_factory import (
     OTHER_IDENTITY,
@@ -35,6 +36,8 @@ from tests.unit.store_factory import (
     three_prefixes,
     use,
 )
+
+bench = store_factory.bench_of_one_shape
 
 Said = pytest.CaptureFixture[str]
 REMAINS = "9" * 32

@@ -278,23 +278,19 @@ def test_a_part_of_a_run() -> None:
         run.part(0, 100)
 
 
-def covered_by_search(segments: Sequence[StoredSegment], tokens: Sequence[int]) -> set[int]:
+def covered_by_search(segments: Sequence[StoredSegment], tokens: Tokens) -> set[int]:
     """Places of a prompt that any window of a segment, extended both ways, has."""
     found: set[int] = set()
     for segment in segments:
-        own = segment.info.tokens.tolist()
+        own = segment.info.tokens
         for offset in range(1 - len(own), len(tokens)):
             low, high = max(offset, 0), min(offset + len(own), len(tokens))
-            equal = [tokens[at] == own[at - offset] for at in range(low, high)]
-            at = low
-            while at < high:
-                stop = at
-                while stop < high and equal[stop - low]:
-                    stop += 1
-                windows = range(-(-(at - offset) // WINDOW_TOKENS) * WINDOW_TOKENS, stop - offset)
-                if any(w + WINDOW_TOKENS <= stop - offset for w in windows[::WINDOW_TOKENS]):
+            equal = tokens[low:high] == own[low - offset : high - offset]
+            edges = low + np.flatnonzero(np.diff(equal, prepend=False, append=False))
+            for at, stop in edges.reshape(-1, 2).tolist():
+                first = -(-(at - offset) // WINDOW_TOKENS) * WINDOW_TOKENS
+                if first + WINDOW_TOKENS <= stop - offset:
                     found.update(range(at, stop))
-                at = max(stop, at + 1)
     return found
 
 
@@ -311,20 +307,21 @@ def test_against_a_search_that_compares_everything(data: st.DataObject) -> None:
         return [t for n, start, stop in data.draw(some) for t in pieces[n][start:stop]]
 
     segments = [stored_segment(f"s{n}", own) for n in range(3) if (own := make())]
-    prompt = make()
+    prompt = as_tokens(make())
     index = index_of(*segments)
 
-    runs = find(index, as_tokens(prompt))
+    runs = find(index, prompt)
 
     position, covered = 0, set()
     for run in runs:
         assert position <= run.start < run.stop <= len(prompt)
         own = run.span.segment.info.tokens[run.span.start : run.span.stop]
-        assert own.tolist() == prompt[run.start : run.stop]
+        assert np.array_equal(own, prompt[run.start : run.stop])
         assert len(run) >= 1
         position = run.stop
         covered.update(range(run.start, run.stop))
-    assert covered <= covered_by_search(segments, prompt)
-    missed = covered_by_search(segments, prompt) - covered
+    expected = covered_by_search(segments, prompt)
+    assert covered <= expected
+    missed = expected - covered
     # A run that begins inside of another one is lost if what is left of it holds no window.
     assert not any(missed >= {*range(at, at + 2 * WINDOW_TOKENS - 1)} for at in missed)

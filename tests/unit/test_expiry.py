@@ -18,6 +18,8 @@ from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, length, lengths, look_up, path_of, prompt
 from tests.unit.waiting import wait_until
 
+bench = store_factory.bench_of_one_shape
+
 HOUR = 3600.0
 
 

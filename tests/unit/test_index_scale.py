@@ -22,6 +22,7 @@ from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.catalog import Catalog
+from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import Call, calls_of
 from tests.unit.store_factory import (
@@ -36,6 +37,8 @@ from tests.unit.store_factory import (
     three_prefixes,
     use,
 )
+
+bench = store_factory.bench_of_one_shape
 
 TURNS = 5
 NO_TOKENS = np.empty(0, np.int32)
@@ -132,6 +135,8 @@ def test_the_order_of_use_is_that_of_before() -> None:
 def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Any store with a segment is, and what a start has frozen is let go at the end."""
     monkeypatch.setattr(restoring, "_MANY", 1)
+    # What there is already need not be looked through.
+    gc.freeze()
     yield
     gc.unfreeze()
 

@@ -7,9 +7,12 @@ import numpy as np
 from impress_sglang.management.losses import Cause, Loss, Losses, prompt_of
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.store import PrefixStore
+from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, gb, look_up, lose, prompt
 from tests.unit.waiting import Clock
+
+bench = store_factory.bench_of_one_shape
 
 LENGTH = 4 * BLOCK_TOKENS
 

@@ -15,9 +15,12 @@ from impress_sglang.management.purging import Purge, Purged
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import PINS
 from tests.faults import FaultyFileSystem, Rule
+from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, check_rows, gb, length, lose, name_of, prompt
 from tests.unit.waiting import wait_until
+
+bench = store_factory.bench_of_one_shape
 
 
 def pin(store: PrefixStore, tokens: Any, namespace: str = "") -> str | None:

@@ -29,10 +29,6 @@ def policy(config: ImpressConfig) -> Policy:
     return make_policy(config)
 
 
-def test_name_is_the_value_of_the_option(policy: Policy, config: ImpressConfig) -> None:
-    assert policy.name == config.policy
-
-
 @pytest.fixture(params=RETENTIONS)
 def retention(request: pytest.FixtureRequest) -> float:
     return request.param
@@ -77,10 +73,6 @@ def test_exact_is_what_has_all_tokens_and_all_bits(
     assert policy.exact(wanted) == policy.exact(dataclasses.replace(wanted, chosen=True))
 
 
-def test_what_has_its_name_from_the_paper_stores_what_the_paper_says(policy: Policy) -> None:
-    assert policy.probes == policy.name.startswith("paper")
-
-
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("recompute", "as")])
 @pytest.mark.parametrize(
     ("retention", "m", "k"), [(0.25, 1000, 250), (0.1, 30, 3), (0.5, 7, 4), (1.0, 9, 9)]
@@ -94,8 +86,7 @@ def test_policies_with_important_parts_load_their_share(
     assert policy.tokens_to_load(m, retention) == k
 
 
-def test_recompute_stores_and_loads_nothing(policy: Policy, retention: float) -> None:
-    assert policy.stores == (policy.name != "recompute")
+def test_who_stores_nothing_loads_nothing(policy: Policy, retention: float) -> None:
     assert policy.stores == any(policy.tokens_to_load(m, retention) for m in LENGTHS)
 
 
@@ -120,11 +111,16 @@ EXPECTED_RULES = {
 }
 
 
-def test_rules_are_those_of_the_names(policy: Policy) -> None:
-    selector, replacement = EXPECTED_RULES[policy.name]
+def test_a_policy_is_what_its_name_says(policy: Policy, config: ImpressConfig) -> None:
+    selector, replacement = EXPECTED_RULES[config.policy]
 
+    assert policy.name == config.policy
     assert type(policy.selector) is selector
     assert type(policy.replacement()) is replacement
+    assert policy.scores == (replacement is ImportanceScore), "of resident prefixes as of chunks"
+    assert policy.stores == (config.policy != "recompute")
+    assert policy.probes == config.policy.startswith("paper"), "it stores what the paper says"
+    assert policy.reorders == (config.policy in ("paper", "paper+itf+reorder"))
 
 
 def test_each_call_gives_a_replacement_rule_of_its_own(policy: Policy) -> None:
@@ -137,15 +133,6 @@ def test_each_call_gives_a_replacement_rule_of_its_own(policy: Policy) -> None:
     ids = np.arange(2)
     assert first.priorities(ids)[1] > 0
     assert second.priorities(ids).tolist() == [0, 0]
-
-
-def test_reorders_only_where_the_name_says_so(policy: Policy) -> None:
-    assert policy.reorders == (policy.name == "paper" or "reorder" in policy.name)
-    assert policy.stores or not policy.reorders
-
-
-def test_resident_prefixes_are_scored_only_where_chunks_are(policy: Policy) -> None:
-    assert policy.scores == (type(policy.replacement()) is ImportanceScore)
 
 
 def test_the_options_reach_the_rules() -> None:

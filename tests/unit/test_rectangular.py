@@ -45,30 +45,22 @@ def check(found: Tensor, expected: np.ndarray) -> None:
 
 
 SIZES = [(1, 1), (1, 9), (5, 5), (5, 6), (3, 40), (32, 33)]
-HEADS = [(2, 2), (6, 2), (4, 1)]
 
 
 @pytest.mark.parametrize(("n", "kv"), SIZES)
-@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), *((True, own) for own in (None, 0, 1, 4, 100))]
+)
 def test_equals_the_dense_reference(
-    n: int, kv: int, heads: int, key_heads: int, causal: bool
+    n: int, kv: int, heads: int, key_heads: int, causal: bool, window: int | None
 ) -> None:
+    """A window hides what is further back."""
     tensors = inputs(n, kv, heads, key_heads)
 
-    found = rectangular_attention(*tensors, scaling=0.3, causal=causal)
+    found = rectangular_attention(*tensors, scaling=0.3, causal=causal, window=window)
 
-    check(found, dense_attention(*tensors, 0.3, causal, None))
-
-
-@pytest.mark.parametrize("window", [0, 1, 4, 100])
-@pytest.mark.parametrize(("n", "kv"), SIZES)
-def test_window_hides_what_is_further_back(n: int, kv: int, window: int) -> None:
-    tensors = inputs(n, kv, 6, 2)
-
-    found = rectangular_attention(*tensors, scaling=0.3, causal=True, window=window)
-
-    check(found, dense_attention(*tensors, 0.3, True, window))
+    check(found, dense_attention(*tensors, 0.3, causal, window))
 
 
 def test_scaling_defaults_to_one_over_the_root_of_the_dimension() -> None:

@@ -129,21 +129,24 @@ def heads_that_like(*sets: list[int]) -> Tensor:
 OTHERS = heads_that_like([12, 13, 14, 15, 16], [6, 7, 8, 9, 10])
 
 
-def test_paper_gives_agreeing_heads_their_common_set() -> None:
-    """Pairs: equal, 4 of 6, 4 of 6; the threshold is (1/7)**0.6 = 0.311."""
-    scores = heads_that_like([3, 7, 11, 2, 5], [7, 3, 2, 5, 11], [3, 7, 11, 5, 19])
+@pytest.mark.parametrize(
+    ("alpha", "liked", "expected"),
+    [
+        # Pairs: equal, 4 of 6, 4 of 6; the threshold is (1/7)**0.6 = 0.311. They have a common set.
+        (0.6, [[3, 7, 11, 2, 5], [7, 3, 2, 5, 11], [3, 7, 11, 5, 19]], [[2, 3, 5, 7, 11]]),
+        # They disagree, and each takes its own.
+        (0.6, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], [[12, 13, 14, 15, 16], [6, 7, 8, 9, 10]]),
+        # A single one speaks for all.
+        (0.01, [[3, 7, 11, 2, 5]], [[2, 3, 5, 7, 11]]),
+    ],
+)
+def test_paper_takes_one_set_if_probe_heads_agree(
+    alpha: float, liked: list[list[int]], expected: list[list[int]]
+) -> None:
+    evidence = FakeEvidence(OTHERS, 1, heads_that_like(*liked))
 
-    found = PaperSelector(alpha=0.6).select(FakeEvidence(OTHERS, 1, scores), 5)
-
-    assert found.tolist() == [[2, 3, 5, 7, 11]]
-
-
-def test_paper_lets_disagreeing_heads_take_their_own() -> None:
-    scores = heads_that_like([0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14])
-
-    found = PaperSelector(alpha=0.6).select(FakeEvidence(OTHERS, 1, scores), 5)
-
-    assert found.tolist() == [[12, 13, 14, 15, 16], [6, 7, 8, 9, 10]]
+    assert PaperSelector(alpha).select(evidence, 5).tolist() == expected
+    assert evidence.asked == ["probe", "exact"][: len(expected)]
 
 
 def test_paper_is_stricter_with_a_smaller_alpha() -> None:
@@ -154,15 +157,6 @@ def test_paper_is_stricter_with_a_smaller_alpha() -> None:
     assert len(PaperSelector(alpha=1.0).select(loose, 5)) == 1
     assert len(PaperSelector(alpha=0.1).select(strict, 5)) == 2
     assert (loose.asked, strict.asked) == (["probe"], ["probe", "exact"])
-
-
-def test_paper_lets_a_single_probe_head_speak_for_all() -> None:
-    evidence = FakeEvidence(OTHERS, 1, heads_that_like([3, 7, 11, 2, 5]))
-
-    found = PaperSelector(alpha=0.01).select(evidence, 5)
-
-    assert found.tolist() == [[2, 3, 5, 7, 11]]
-    assert evidence.asked == ["probe"]
 
 
 @pytest.mark.parametrize("name", ["h2o", "paper that falls back"])

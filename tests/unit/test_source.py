@@ -77,26 +77,6 @@ def test_gives_all_tokens(case: sources.Case) -> None:
     sources.check_everything(case)
 
 
-def test_gives_the_layers_of_a_request_one_after_the_other(case: sources.Case) -> None:
-    """Of each few tokens or many, other ones of each head group."""
-    for seed, share in enumerate((0.1, 0.7, 0.05, 0.3)):
-        case.request()
-        for layer in range(case.shape.num_layers):
-            count = max(1, int(share * case.num_tokens))
-            case.check_more(layer, tokens=sources.random_tokens(case, count, seed + layer))
-
-
-def test_gives_probe_keys_and_values_alone_and_in_any_order(case: sources.Case) -> None:
-    for kind in sources.KINDS:
-        case.check(1, [kind])
-    tokens = sources.random_tokens(case, 5, 0)
-    case.check(0, ["values"], tokens)
-    case.check_more(0, ["probe"], tokens)
-    case.check_more(0, ["keys"], tokens)
-    case.check_more(1, ["keys"], tokens)
-    case.check_more(1, ["values", "probe"])
-
-
 def test_gives_the_same_tokens_of_all_head_groups(case: sources.Case) -> None:
     """As a rule asks that has one set for all heads: one row of a tensor, repeated in place."""
     tokens = sources.random_tokens(case, 4, 3)[:1].expand(head_groups_of(case.shape), -1)

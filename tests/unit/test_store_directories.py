@@ -15,7 +15,10 @@ from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.directory import MARKER, StoreDirectory
 from impress_sglang.storage.files import FileSystem
 from tests.faults import FaultyFileSystem, Rule
+from tests.unit import store_factory
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, gb, lengths, prompt
+
+bench = store_factory.bench_of_one_shape
 
 
 def old_model(

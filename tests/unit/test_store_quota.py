@@ -15,6 +15,7 @@ from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
+from tests.unit import store_factory
 from tests.unit.kv_factory import stored_segment
 from tests.unit.store_factory import (
     QUARTER,
@@ -34,6 +35,8 @@ from tests.unit.store_factory import (
     use,
 )
 from tests.unit.waiting import wait_until
+
+bench = store_factory.bench_of_one_shape
 
 
 def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:

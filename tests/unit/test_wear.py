@@ -6,7 +6,10 @@ import pytest
 
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
+from tests.unit import store_factory
 from tests.unit.store_factory import Workbench, gb, lengths, prompt
+
+bench = store_factory.bench_of_one_shape
 
 DAY = 86_400.0
 

@@ -1,0 +1,37 @@
+"""Requests behind one that is held back are admitted before it.
+
+A request is held back for a pass while another one brings its prefix into SGLang's tree. SGLang
+stops at the first request that it cannot admit, and what is behind would wait as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
+
+from impress_sglang.integration.radix_cache import ImpressRadixCache
+
+
+def let_others_pass(result: Any, adder: Any, req: Any) -> Any:
+    """What SGLang does after it has tried to admit `req` with this result.
+
+    The tokens and the row of a request that is held back stay free for it. If there is no room for
+    one behind it, that is tried again in the next pass: SGLang would admit nobody until a request
+    ends, not even the one that is held back.
+    """
+    cache = adder.tree_cache
+    if not isinstance(cache, ImpressRadixCache):
+        return result
+    if result == AddReqResult.OTHER and req.rid in cache.held_back:
+        tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
+        new_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        adder.memory_budget.total_offset += tokens + new_tokens
+        if adder.prefill_max_requests is None:
+            running = len(adder.running_batch.reqs)
+            adder.prefill_max_requests = max(adder.max_running_requests - running, 0)
+        adder.prefill_max_requests -= 1
+        return AddReqResult.CONTINUE
+    if result == AddReqResult.NO_TOKEN and cache.held_back:
+        return AddReqResult.OTHER
+    return result
