@@ -1,7 +1,7 @@
-"""Requests behind one that is held back are admitted before it.
+"""Lets SGLang admit requests that are queued behind one that is held back.
 
 A request is held back for a pass while another one brings its prefix into SGLang's tree. SGLang
-stops at the first request that it cannot admit, and what is behind would wait as well.
+stops at the first request that it cannot admit, so that all behind it would wait as well.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from impress_sglang.integration.radix_cache import ImpressRadixCache
 
 
 def let_others_pass(result: Any, adder: Any, req: Any) -> Any:
-    """What SGLang does after it has tried to admit `req` with this result.
+    """Return the result with which SGLang goes on after it has tried to admit `req`.
 
-    The tokens and the row of a request that is held back stay free for it. If there is no room for
-    one behind it, that is tried again in the next pass: SGLang would admit nobody until a request
-    ends, not even the one that is held back.
+    The tokens and the row of a request that is held back stay free for it. A request behind it for
+    which there is no room is tried again in the next pass: with SGLang's own result no request, not
+    even the one that is held back, would be admitted until a running one ends.
     """
     cache = adder.tree_cache
     if not isinstance(cache, ImpressRadixCache):

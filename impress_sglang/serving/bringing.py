@@ -1,7 +1,7 @@
-"""Exact prefixes that requests bring into SGLang's tree, where others find them.
+"""Tracks the exact prefixes that requests bring into SGLang's tree, where others find them.
 
-Stage: admit. A request that would read what another one is about to bring waits for that one's
-pass: the prefix is read once, and its slots are held once.
+Stage: admit. A request that would read what another one is about to bring waits for the other's
+pass, so that the prefix is read once, and its slots are held once.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import EXACT
 
 Brought: TypeAlias = Mapping[str, int]
-"""By segment, where the tokens end that are brought of it."""
+"""By segment id, the end of the segment's tokens that are brought."""
 _NOTHING: Brought = {}
 
 
 def brought_by(plan: AdmissionPlan) -> Brought:
-    """What a plan brings into the tree: all that it loads, of a whole, exact prefix."""
+    """What a plan brings into the tree: all that it loads if its prefix is whole and exact."""
     if plan.quality != EXACT:
         return _NOTHING
     return {span.segment.segment_id: span.stop for span in plan.spans}
 
 
 def is_brought(plan: AdmissionPlan, brought: Brought) -> bool:
-    """Whether at least half of what a plan loads is brought by another request.
+    """Whether at least half of what a plan loads is `brought` by another request.
 
-    A request that shares less, such as a system prompt before another document, reads that again
+    A request that shares less, such as a system prompt before another document, reads it again
     rather than wait for the other document. The tree shares whole pages only.
     """
     if plan.quality != EXACT or not brought:
@@ -50,10 +50,10 @@ def reads_for(plan: AdmissionPlan, other: AdmissionPlan) -> bool:
 
 
 class Bringing:
-    """What the requests under way bring; owned by the scheduler's thread."""
+    """What the live requests bring into the tree; owned by the scheduler's thread."""
 
     def __init__(self, live: Mapping[str, StoredRequest]) -> None:
-        """`live`: the requests that have a stored prefix."""
+        """`live`: the requests with a stored prefix, by id; read whenever it is asked."""
         self._live = live
 
     def serves(self, plan: AdmissionPlan) -> bool:

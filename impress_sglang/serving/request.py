@@ -44,7 +44,7 @@ class StoredRequest:
     loading: Loading | None
     report: dict[str, object]
     uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
-    brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `bringing`
+    brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `bringing.Brought`
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)

@@ -87,7 +87,7 @@ class ServingRuntime:
         """What Prometheus reads; None unless metrics are wanted."""
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not yet released, by id."""
-        self.bringing = Bringing(self.live)
+        self.bringing = Bringing(self.live)  # what they bring into SGLang's tree
         self.blending: Blending | None = None
         """Plans how requests reuse text that is not a prefix; None if they may not."""
         self.describe_pool: Callable[[], dict[str, int]] = dict
