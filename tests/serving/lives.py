@@ -156,6 +156,7 @@ class Lives:
             retracts=setting.retracts,
         ) as server:
             life = Life(self, server, setting, chance)
+            self.world.retracts = setting.retracts
             try:
                 with self.watch.life(server.process.pid, setting.quota_gb):
                     life.run(seconds, f"{self.seed} {number}")

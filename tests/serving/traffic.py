@@ -75,6 +75,10 @@ class Answer:
     # Beams: scores that decide between sequences.
     scores: tuple[float, ...] = ()
 
+    def since(self, first: int) -> Answer:
+        """With the numbers from there on only."""
+        return dataclasses.replace(self, numbers=self.numbers[first:])
+
     def difference(self, other: Answer) -> str:
         """How another answer to the same differs; empty if it does not."""
         for mine, its in ((self.numbers, other.numbers), (self.scores, other.scores)):
