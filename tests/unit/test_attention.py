@@ -161,12 +161,6 @@ def test_queries_here_and_there(size: int) -> None:
     assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
 
 
-def test_tiles_cover_each_token_once() -> None:
-    assert list(tiles_of(0)) == []
-    assert list(tiles_of(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert list(tiles_of(4, 2)) == [slice(0, 2), slice(2, 4)]
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_half_precision_is_rounded_once(dtype: torch.dtype, tolerance: float) -> None:
     """To half the last place of an output around 1, and no further from the exact result."""
