@@ -27,13 +27,11 @@ from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.integration.attention import adopt_backend
-from impress_sglang.options import EXACT_BITS
-from impress_sglang.serving.report import new_report
 from impress_sglang.serving.request import StoredRequest
-from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.tiny_model import LLAMA, write_config
+from tests.unit.request_factory import stored_request
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SCALING = DIM**-0.5
@@ -88,17 +86,10 @@ class Row:
             self.zeros = m - k
             own = world.take(k)
             slots += own
-            world.store.live[self.rid] = StoredRequest(
-                rid=self.rid,
-                token_ids=torch.zeros(known + m, dtype=torch.int64),
-                resident_slots=torch.tensor(resident, dtype=torch.int64),
-                slots=torch.tensor(own),
-                num_tokens=m,
-                bits=EXACT_BITS,
-                quality=Quality(1, k / m) if k < m else EXACT,
-                loading=None,
-                report=new_report("impress", len(resident)),
-            )
+            tokens = torch.zeros(known + m, dtype=torch.int64)
+            before = torch.tensor(resident, dtype=torch.int64)
+            request = stored_request(tokens, before, torch.tensor(own), self.rid)
+            world.store.live[self.rid] = request
         # Nobody may see what stands in slot 0.
         self.slots = slots
         self._write(0, [0] * self.zeros + slots)

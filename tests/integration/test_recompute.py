@@ -29,16 +29,15 @@ from impress_sglang.integration import attention, recompute
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.recompute import PrefixCapture, host_shortage
-from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.loading import RecomputedLoading
-from impress_sglang.serving.report import RequestTotals, new_report
+from impress_sglang.serving.report import RequestTotals
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE
 from tests.integration.tiny_model import HIDDEN, Model, Pool, layer_of, tokens_of
 from tests.unit.kv_factory import IDENTITY, make_shape
+from tests.unit.request_factory import stored_request
 from tests.unit.store_factory import DEFAULTS
 
 
@@ -48,10 +47,7 @@ def request_of(
     """A request whose prefix of these tokens is resident up to `resident`, and stored after it."""
     m = len(tokens) - resident
     slots = torch.arange(100, 100 + m) if slots is None else slots
-    resident_slots = torch.arange(1, 1 + resident)
-    quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
-    report = new_report("impress", resident, len(tokens))
-    return StoredRequest(rid, tokens, resident_slots, slots, m, EXACT_BITS, quality, None, report)
+    return stored_request(tokens, torch.arange(1, 1 + resident), slots, rid)
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,7 @@ from impress_sglang.serving.report import (
     publish,
     split_tokens,
 )
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.storage.quality import EXACT
+from tests.unit.request_factory import stored_request
 from tests.unit.waiting import Clock
 
 
@@ -52,17 +51,7 @@ def test_what_could_not_be_read_was_computed() -> None:
     report: dict[str, Any] = new_report("impress", 3, 20)
     tokens = split_tokens(20, resident=3, shared=4, loaded=5, unused=1)
     report.update(tokens=tokens, path="ssd", blended_tokens=2)
-    request = StoredRequest(
-        rid="r",
-        token_ids=torch.arange(13),
-        resident_slots=torch.arange(3),
-        slots=torch.arange(3, 12),
-        num_tokens=10,
-        bits=16.0,
-        quality=EXACT,
-        loading=None,
-        report=report,
-    )
+    request = stored_request(torch.arange(13), torch.arange(3), torch.arange(3, 13), report=report)
     publish(request)
     assert report["tokens"] == tokens
     request.compute_again()
