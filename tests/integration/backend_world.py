@@ -27,13 +27,11 @@ from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.integration.attention import adopt_backend
-from impress_sglang.options import EXACT_BITS
-from impress_sglang.serving.report import new_report
 from impress_sglang.serving.request import StoredRequest
-from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.tiny_model import LLAMA, write_config
+from tests.unit.request_factory import stored_request
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SCALING = DIM**-0.5
@@ -88,17 +86,10 @@ class Row:
             self.zeros = m - k
             own = world.take(k)
             slots += own
-            world.store.live[self.rid] = StoredRequest(
-                rid=self.rid,
-                token_ids=torch.zeros(known + m, dtype=torch.int64),
-                resident_slots=torch.tensor(resident, dtype=torch.int64),
-                slots=torch.tensor(own),
-                num_tokens=m,
-                bits=EXACT_BITS,
-                quality=Quality(1, k / m) if k < m else EXACT,
-                loading=None,
-                report=new_report("impress", len(resident)),
-            )
+            tokens = torch.zeros(known + m, dtype=torch.int64)
+            before = torch.tensor(resident, dtype=torch.int64)
+            request = stored_request(tokens, before, torch.tensor(own), self.rid)
+            world.store.live[self.rid] = request
         # Nobody may see what stands in slot 0.
         self.slots = slots
         self._write(0, [0] * self.zeros + slots)
@@ -207,21 +198,29 @@ class World:
         return self._batch(ForwardMode.DECODE, rows, [row.grow(1)[0] for row in rows])
 
     def _batch(self, mode: ForwardMode, rows: Sequence[Row], written: Sequence[int]) -> Any:
-        lengths = torch.tensor([row.length for row in rows])
-        batch = ForwardBatch(
-            forward_mode=mode,
-            batch_size=len(rows),
-            input_ids=torch.zeros(len(written), dtype=torch.int64),
-            req_pool_indices=torch.tensor([row.index for row in rows]),
-            seq_lens=lengths,
-            out_cache_loc=torch.tensor(written),
-            seq_lens_sum=int(lengths.sum()),
-            seq_lens_cpu=lengths.clone(),
-            positions=torch.zeros(len(written), dtype=torch.int64),
-            rids=[row.rid for row in rows],
-        )
+        places = [(row.index, row.length) for row in rows]
+        batch = forward_batch(mode, places, written, rids=[row.rid for row in rows])
         self.runner.kv_index_translator.bind_own_plan(batch)
         return batch
+
+
+def forward_batch(
+    mode: ForwardMode, places: Sequence[tuple[int, int]], written: Sequence[int], **fields: Any
+) -> ForwardBatch:
+    """SGLang's batch of rows with these indices and lengths, which writes to these slots."""
+    indices, lengths = map(torch.tensor, zip(*places, strict=True))
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=len(places),
+        input_ids=torch.zeros(len(written), dtype=torch.int64),
+        req_pool_indices=indices,
+        seq_lens=lengths,
+        out_cache_loc=torch.tensor(written),
+        seq_lens_sum=int(lengths.sum()),
+        seq_lens_cpu=lengths.clone(),
+        positions=torch.zeros(len(written), dtype=torch.int64),
+        **fields,
+    )
 
 
 def layers() -> list[RadixAttention]:
@@ -327,17 +326,7 @@ def beams_on_rows_of(world: World, backend: Any, starts: Sequence[tuple[int, int
 
 def captured(backend: Any, world: World, size: int) -> Any:
     """Prepare a batch size for capture, as SGLang's runner does; returns what a graph would use."""
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=size,
-        input_ids=torch.zeros(size, dtype=torch.int64),
-        req_pool_indices=torch.zeros(size, dtype=torch.int64),
-        seq_lens=torch.ones(size, dtype=torch.int64),
-        out_cache_loc=torch.zeros(size, dtype=torch.int64),
-        seq_lens_sum=size,
-        seq_lens_cpu=torch.ones(size, dtype=torch.int64),
-        positions=torch.zeros(size, dtype=torch.int64),
-    )
+    batch = forward_batch(ForwardMode.DECODE, [(0, 1)] * size, [0] * size)
     world.runner.kv_index_translator.bind_runner_slots(batch)
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
     return backend.forward_metadata

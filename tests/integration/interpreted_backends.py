@@ -173,13 +173,9 @@ class TorchOnCpu:
 
 @pytest.fixture
 def flashinfer(world: World, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("BatchDecode", "BatchPrefill"):
-        monkeypatch.setattr(
-            flashinfer_backend, f"{name}WithPagedKVCacheWrapper", Wrapper, raising=False
-        )
-    monkeypatch.setattr(
-        flashinfer_backend, "BatchPrefillWithRaggedKVCacheWrapper", Wrapper, raising=False
-    )
+    for kind in ("DecodeWithPaged", "PrefillWithPaged", "PrefillWithRagged"):
+        name = f"Batch{kind}KVCacheWrapper"
+        monkeypatch.setattr(flashinfer_backend, name, Wrapper, raising=False)
     monkeypatch.setattr(flashinfer_backend, "fast_decode_plan", fast_decode_plan, raising=False)
     monkeypatch.setattr(flashinfer_backend, "torch", TorchOnCpu())
     return world.adopted(flashinfer_backend.FlashInferAttnBackend(world.runner))

@@ -30,17 +30,15 @@ from impress_sglang.integration.plugin import _after_batch
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.stored import StoredMatch
-from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving import clocks
 from impress_sglang.serving.admission import Waiting
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
 from impress_sglang.serving.pool_reader import reading_stream
-from impress_sglang.serving.report import new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
-from impress_sglang.storage.quality import Quality
 from tests.unit.kv_factory import IDENTITY, make_shape
+from tests.unit.request_factory import stored_request
 from tests.unit.store_factory import DEFAULTS
 
 
@@ -324,12 +322,8 @@ class Serving(PrefixAttention, Stock):
 
     def admit(self, rid: str, m: int, k: int, new: int, loading: float) -> StoredRequest:
         """A request with a stored prefix, each of whose layers takes so many milliseconds."""
-        nothing = torch.zeros(0, dtype=torch.int64)
-        slots, report = torch.arange(k), new_report("impress", 0)
-        quality = Quality(1, k / m)
-        request = StoredRequest(
-            rid, nothing, nothing, slots, m, EXACT_BITS, quality, None, report, new_tokens=new
-        )
+        tokens = torch.zeros(m, dtype=torch.int64)
+        request = stored_request(tokens, tokens[:0], torch.arange(k), rid, new_tokens=new)
         self.runtime.live[rid] = request
         self.milliseconds[rid] = loading
         return request

@@ -27,11 +27,11 @@ from impress_sglang.integration.judged_models import ARCHITECTURES, ROPE_TYPES
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.blend_plan import Kind, share_of_layer
 from impress_sglang.serving.blended_loading import BlendedLoading
-from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import Quality
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.tiny_model import SCALING, KVs, Model, Pool, layer_of, tokens_of
 from tests.unit.kv_factory import make_shape
+from tests.unit.request_factory import stored_request
 
 LAYERS = 6
 SHAPE = make_shape(layers=LAYERS, probe=())
@@ -106,17 +106,8 @@ def blend(
     for layer, (keys, values) in enumerate(model.kvs(tokens)):
         pool.keys[layer][row[:resident]] = keys[:resident]
         pool.values[layer][row[:resident]] = values[:resident]
-    request = StoredRequest(
-        "r",
-        tokens,
-        row[:resident],
-        row[resident:],
-        len(tokens) - resident,
-        EXACT_BITS,
-        Quality(1, share=share),
-        None,
-        {},
-    )
+    quality = Quality(1, share=share)
+    request = stored_request(tokens, row[:resident], row[resident:], quality=quality)
     loading: Any = Loading(stored, np.asarray(kinds, np.uint8), share, resident, size)
     loading.bad, loading.drops = bad, drops
     own = PrefixBlend(pool, request, loading)

@@ -126,6 +126,7 @@ def test_a_directory_is_cleared(left: Path, capsys: Said) -> None:
         ["verify"],
         ["rebuild"],
         ["gc"],
+        ["gc", "--dry-run"],
         ["clear", "--yes"],
         ["purge", "--older-than=0"],
     ],
@@ -133,10 +134,14 @@ def test_a_directory_is_cleared(left: Path, capsys: Said) -> None:
 def test_nothing_is_touched_beside_a_server(
     bench: Workbench, left: Path, capsys: Said, command: list[str]
 ) -> None:
-    bench.open()
-    before = bench.files()
+    """Nor in the store that comes before the one that is used."""
+    bench.open(OTHER_IDENTITY)
+    (left / IDENTITY / "quarantine" / f"{'9' * 32}.kv").write_bytes(bytes(200))
+    before = sorted(left.rglob("*.kv*"))
     assert main([*command, "--dir", str(left)]) == UNREACHABLE
-    assert "--url" in capsys.readouterr().err and bench.files() == before
+    said = capsys.readouterr().err
+    assert "serves a running server" in said and "--url" in said
+    assert sorted(left.rglob("*.kv*")) == before
 
 
 def test_what_is_no_store_is_not_made_one(tmp_path: Path, capsys: Said) -> None:

@@ -291,16 +291,6 @@ def test_stores_of_other_formats(left: Workbench, capsys: Said) -> None:
     assert removed(capsys, left) == {} and len(left.files()) == 3
 
 
-def test_no_store_is_changed_beside_one_that_is_used(left: Workbench, capsys: Said) -> None:
-    left.open(OTHER_IDENTITY)
-    (left.root / IDENTITY / "quarantine" / f"{REMAINS}.kv").write_bytes(bytes(200))
-    before = sorted(left.root.rglob("*.kv*"))
-    for command in (["rebuild"], ["gc"], ["gc", "--dry-run"]):
-        assert main([*command, "--dir", str(left.root)]) == UNREACHABLE
-        assert "serves a running server" in capsys.readouterr().err
-    assert sorted(left.root.rglob("*.kv*")) == before
-
-
 @pytest.mark.parametrize("command", ["ls", "stat", "verify", "rebuild", "gc"])
 def test_a_directory_that_cannot_be_locked_is_told_of(
     left: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch, command: str

@@ -254,7 +254,7 @@ DAMAGE: dict[str, Callable[[Stored], None]] = {
 def test_damage_is_found(
     reader: BlockReader, tmp_path: Path, damage: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Past the page cache: `test_source_damage.py`."""
+    """Past the page cache: `test_source.py`."""
     monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
     stored, good = Stored(tmp_path), Stored(tmp_path, name="good")
     DAMAGE[damage](stored)

@@ -1,4 +1,4 @@
-"""Reports of requests, and totals of them."""
+"""Reports of requests, totals of them, and what is remembered of the last."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from impress_sglang.serving.recent import (
+    MOST_PERIODS,
+    MOST_REQUESTS,
+    MOST_WORDS,
+    PERIOD_SECONDS,
+    RecentRequests,
+)
 from impress_sglang.serving.report import (
     DECISIONS,
     SOURCES,
@@ -15,8 +22,8 @@ from impress_sglang.serving.report import (
     publish,
     split_tokens,
 )
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.storage.quality import EXACT
+from tests.unit.request_factory import stored_request
+from tests.unit.waiting import Clock
 
 
 def split(*numbers: int) -> dict[str, int]:
@@ -44,17 +51,7 @@ def test_what_could_not_be_read_was_computed() -> None:
     report: dict[str, Any] = new_report("impress", 3, 20)
     tokens = split_tokens(20, resident=3, shared=4, loaded=5, unused=1)
     report.update(tokens=tokens, path="ssd", blended_tokens=2)
-    request = StoredRequest(
-        rid="r",
-        token_ids=torch.arange(13),
-        resident_slots=torch.arange(3),
-        slots=torch.arange(3, 12),
-        num_tokens=10,
-        bits=16.0,
-        quality=EXACT,
-        loading=None,
-        report=report,
-    )
+    request = stored_request(torch.arange(13), torch.arange(3), torch.arange(3, 13), report=report)
     publish(request)
     assert report["tokens"] == tokens
     request.compute_again()
@@ -84,3 +81,68 @@ def test_totals_are_sums_of_reports() -> None:
     assert totals.requests_decision == {"none": 1, "load": 1, "recompute": 1}
     assert (totals.requests, totals.requests_approximate, totals.requests_declined) == (3, 1, 1)
     assert (totals.prefix_tokens, totals.used_tokens, totals.truncated_tokens) == (29, 24, 100)
+
+
+PROMPT = [*range(100, 400)]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def note(
+    recent: RecentRequests, prompt: list[int] = PROMPT, namespace: str = "n", **report: Any
+) -> None:
+    report = new_report("impress", 0, len(prompt)) | report
+    recent.note("r" * 500, namespace, prompt, report, waited=0.25, prefill=0.1)
+
+
+def test_it_is_split_where_the_tokens_of_a_prompt_came_from(clock: Clock) -> None:
+    recent = RecentRequests(clock=clock)
+    tokens = split_tokens(300, resident=64, shared=32, loaded=60, blended=40, unused=7)
+    note(recent, tokens=tokens, load_ms=30.0, probe_ms=10.0)
+    note(recent, PROMPT[:5])
+    note(recent, PROMPT[:5], tokens=split_tokens(5, resident=5), load_ms=900.0)
+
+    resident, short, first = recent.after(0)
+    assert first["tokens"] == tokens
+    assert (first["waited_ms"], first["loading_ms"], first["computing_ms"]) == (250, 40, 60)
+    assert (short["tokens"]["computed"], resident["tokens"]["computed"]) == (5, 0)
+    assert (resident["loading_ms"], resident["computing_ms"]) == (100, 0)
+    assert recent.periods() == [[clock.now, 69, 32, 60, 40, 7, 102]]
+
+
+def test_memory_is_bounded(clock: Clock) -> None:
+    recent = RecentRequests(clock=clock)
+    for _ in range(MOST_REQUESTS + MOST_PERIODS + 7):
+        clock.now += PERIOD_SECONDS
+        note(recent)
+    rows, last = recent.after(0), MOST_REQUESTS + MOST_PERIODS + 7
+    assert [row["number"] for row in rows] == [*range(last, last - MOST_REQUESTS, -1)]
+    assert len(recent.periods()) == MOST_PERIODS
+    assert recent.periods()[-1] == [clock.now, 0, 0, 0, 0, 0, 300]
+    assert len(rows[0]["rid"]) == 64
+    assert [row["number"] for row in recent.after(last - 2)] == [last, last - 1]
+    assert recent.after(last) == []
+
+
+def test_prompts_are_told_apart_and_not_shown() -> None:
+    recent = RecentRequests()
+    note(recent)
+    note(recent, [*PROMPT[:64], 7])
+    note(recent, PROMPT[1:])
+    note(recent, namespace="other")
+    note(recent, PROMPT[:63])
+    short, other, later, same, first = [row["begins"] for row in recent.after(0)]
+    assert first == same and short == "" and len({first, later, other}) == 3
+    assert all(row["words"] is None for row in recent.after(0))
+    again = RecentRequests()
+    note(again)
+    assert again.after(0)[0]["begins"] != first, "nobody can look a prompt up"
+
+
+def test_prompts_are_shown_to_who_wants_that() -> None:
+    recent = RecentRequests(show_prompts=True)
+    note(recent)
+    assert recent.after(0)[0]["words"] == PROMPT[:MOST_WORDS]

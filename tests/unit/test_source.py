@@ -1,28 +1,44 @@
-"""Where a prefix's KVs come from: one contract for every source, and what reading costs.
+"""Where a prefix's KVs come from: one contract for every source, what reading costs, and damage.
 
-Files are read with O_DIRECT where the file system has it, and through the page cache as well.
+Files are read with O_DIRECT where the file system has it, and through the page cache as well. A
+prefix in host memory is given in tiles, and let go layer by layer. Of damaged, short and missing
+segments there are never wrong rows, and nothing in a cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import os
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.transfer.buffers import BufferPool
+from impress_sglang.transfer.memory import TILE_TOKENS, MemorySource
 from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.slots import Slots
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
-from tests.unit.kv_factory import PROBE, head_groups_of, row_size
+from tests.unit.kv_factory import PROBE, head_groups_of, make_shape, random_kvs, row_size
 from tests.unit.reading import read_rows
-from tests.unit.step_engine import counting
+from tests.unit.source_factory import SHAPES
+from tests.unit.spying import calls_of
+from tests.unit.step_engine import counting, reading
 
 # "layout, options: shape"; each shape and each cache once, and each layout with and without head
 # groups.
@@ -237,3 +253,163 @@ def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(
             np.testing.assert_allclose(own, expected, rtol=0, atol=0.51 / 255)
         assert not span.history.average[1].any()
         assert span.history.accesses.tolist() == [2 * here for here in inside]
+
+
+@pytest.mark.parametrize("name", ["gqa-float32", "no-probe-bfloat16"])
+@pytest.mark.parametrize("m", [TILE_TOKENS - 1, TILE_TOKENS, 2 * TILE_TOKENS + 3])
+def test_prefixes_of_several_tiles(name: str, m: int) -> None:
+    shape = SHAPES[name]
+    keys, values = random_kvs(shape, m, seed=1)
+    others = list(shape.other_kv_heads)
+    found = read_rows(MemorySource(shape, list(keys), list(values)), 1, None)
+    assert found.keys is not None and torch.equal(found.keys, keys[1][:, others])
+    assert found.values is not None and torch.equal(found.values, values[1])
+    tokens = torch.arange(0, m, 1).expand(head_groups_of(shape), -1)[:, : m - 1]
+    part = read_rows(MemorySource(shape, list(keys), list(values)), 1, tokens)
+    assert part.values is not None and torch.equal(part.values, values[1][: m - 1])
+
+
+def test_only_tiles_are_on_their_way_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = make_shape(probe=())
+    keys, values = random_kvs(shape, 3 * TILE_TOKENS + 5, seed=1)
+    puts = calls_of(monkeypatch, Slots, "put")
+    read_rows(MemorySource(shape, list(keys), list(values)), 0, None)
+    sizes = [len(rows) for (_, rows), _ in puts]
+    assert sorted(set(sizes)) == [5, TILE_TOKENS] and sum(sizes) == 2 * keys.shape[1]
+
+
+def test_a_layer_is_let_go_when_the_next_one_is_read() -> None:
+    shape = make_shape(layers=3)
+    keys, values = ([own.clone() for own in kvs] for kvs in random_kvs(shape, 9, seed=1))
+    alive: list[Any] = [weakref.ref(own) for own in (*keys, *values)]
+    source = MemorySource(shape, keys, values)
+    del keys, values
+    for layer in range(3):
+        source.read_probe(layer)
+        read_rows(source, layer, None)
+        living = [ref() is not None for ref in alive]
+        assert living == 2 * ([False] * layer + [True] * (3 - layer))
+    with pytest.raises(AssertionError):
+        source.read_probe(1)
+
+
+def test_first_layers_may_be_missing() -> None:
+    shape = make_shape(layers=3)
+    keys, values = random_kvs(shape, 9, seed=1)
+    source = MemorySource(shape, [None, *keys[1:]], [None, *values[1:]])
+    assert source.num_tokens == 9
+    found = read_rows(source, 1, None).values
+    assert found is not None and torch.equal(found, values[1])
+    with pytest.raises(AssertionError):
+        source.read_probe(0)
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([5, 2, 7])])
+def test_slots_are_cleared_and_no_others(rows: Tensor | None) -> None:
+    pool = torch.full((9, 2, 3), float("nan"))
+    Slots.of(pool, rows).clear()
+    cleared = set(range(9)) if rows is None else {2, 5, 7}
+    assert {i for i in range(9) if bool((pool[i] == 0).all())} == cleared
+
+
+@pytest.fixture(scope="module", params=["auto", "threads"])
+def any_reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
+    with reading(3, request.param) as reader:
+        yield reader
+
+
+@pytest.mark.usefixtures("no_gaps")
+@pytest.mark.parametrize(
+    ("shape", "reordered"),
+    [("cut-rows-float32", False), ("cut-rows-float32", True), ("no-probe-cut-rows", True)],
+)
+def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
+    reader: BlockReader, tmp_path: Path, shape: str, reordered: bool
+) -> None:
+    """The first or the last byte of each, one after the other; its ends cut through rows."""
+    parts = [sources.Part(16, 8, 0, 16), sources.Part(30, 8, 3, 30)]
+    case = sources.open_case(tmp_path, sources.SHAPES[shape], parts, reader, reordered=reordered)
+    head_groups = kv.head_groups_of(case.shape)
+    path, found = case.paths[1], 0
+    for layer, column, chunk, start in list(sources.all_chunks(case.shape, case.parts[1], path)):
+        (kind,) = (own for own in sources.KINDS if column in case.kind_columns(own))
+        # The other head groups of a read want good rows, and of the probe column all is read.
+        head_group = 0 if column == kv.PROBE else kv.head_group_of(case.shape, column)
+        touched_by = [
+            case.blocks(layer, column, sources.same_tokens(case, [token]))
+            for token in range(case.num_tokens)
+        ]
+        size = kv.chunk_disk_bytes(case.shape, column, 8, case.parts[1].num_tokens, chunk)
+        for block in range(size // sources.BLOCK):
+            touching = [token for token, own in enumerate(touched_by) if (1, chunk, block) in own]
+            others = [t for t in range(case.num_tokens) if t not in touching]
+            offset = start + block * sources.BLOCK
+            bad = offset + (sources.BLOCK - 1) * ((chunk + block) % 2)
+            kv.flip_byte(path, bad)
+
+            if others:
+                tokens = sources.same_tokens(case, range(len(others))).clone()
+                tokens[head_group] = torch.tensor(others)
+                case.check(layer, [kind], tokens)
+            for token in touching[:1] if column == kv.PROBE else touching:
+                found += 1
+                case.request()
+                one = torch.tensor([[token if n == head_group else 0] for n in range(head_groups)])
+                with pytest.raises(SegmentUnreadable, match=f"block at {offset} ") as caught:
+                    case.read(layer, [kind], one)
+                assert caught.value.segment_id == "segment1"
+            for other in {"probe", "keys", "values"} - {kind}:
+                case.check(layer, [other])
+
+            kv.flip_byte(path, bad)
+    assert found > 100
+    sources.check_everything(case)
+    case.close()
+
+
+def open_and_read_everything(path: Path, shape: KVShape, reader: BlockReader, direct: bool) -> None:
+    cache = kv.make_cache(shape)
+    span = kv.open_span(path, cache, direct=direct)
+    with contextlib.closing(span.segment):
+        source = SegmentSource(shape, [span], reader, BufferPool(1 << 20), cache, ReadNeeds())
+        with contextlib.closing(source):
+            for layer in range(shape.num_layers):
+                if shape.probe_kv_heads:
+                    source.read_probe(layer)
+                read_rows(source, layer, None)
+
+
+def cut(size: Callable[[int], int]) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, size(path.stat().st_size))
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "one byte short": cut(lambda size: size - 1),
+    "one block short": cut(lambda size: size - 4096),
+    "half": cut(lambda size: size // 2),
+    "header only": cut(lambda size: 4096),
+    "part of a header": cut(lambda size: 100),
+    "empty": cut(lambda size: 0),
+    "removed": Path.unlink,
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("name", ["full-stride-bfloat16", "no-probe-full-stride"])
+def test_a_short_or_missing_file_is_unreadable(
+    tmp_path: Path, any_reader: BlockReader, damage: str, direct: bool, name: str
+) -> None:
+    if direct and not FileSystem().supports_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    shape = sources.SHAPES[name]
+    info = kv.make_info(shape, range(32), segment_id="c0ffee")
+    path = kv.write_kvs(tmp_path, info, *kv.random_kvs(shape, 32, seed=1))
+    open_and_read_everything(path, shape, any_reader, direct)
+
+    DAMAGE[damage](path)
+
+    with pytest.raises(SegmentUnreadable) as caught:
+        open_and_read_everything(path, shape, any_reader, direct)
+    assert caught.value.segment_id == "c0ffee"

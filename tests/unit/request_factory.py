@@ -1,0 +1,23 @@
+"""Requests that run with a stored prefix, for whoever serves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from impress_sglang.options import EXACT_BITS
+from impress_sglang.serving.report import new_report
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.storage.quality import EXACT, Quality
+
+
+def stored_request(
+    tokens: Tensor, resident: Tensor, slots: Tensor, rid: str = "r", **fields: Any
+) -> StoredRequest:
+    """Its prefix of these tokens is resident in some slots, and of the rest a part is loaded."""
+    m = len(tokens) - len(resident)
+    quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
+    report = new_report("impress", len(resident), len(tokens))
+    own = {"bits": EXACT_BITS, "quality": quality, "loading": None, "report": report}
+    return StoredRequest(rid, tokens, resident, slots, m, **(own | fields))

@@ -1,0 +1,285 @@
+"""Rectangular attention, against a dense softmax in float64, and over keys in tiles.
+
+Keys that are moved are those that the model would have computed at their new place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.attention.rectangular import rectangular_attention
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.attention.tiled import KEY_TILE, QUERY_TILE, tiled_attention, tiles_of
+
+
+def dense_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool, window: int | None
+) -> np.ndarray:
+    """One query and one head at a time, as the definition says."""
+    q, k, v = (t.double().numpy() for t in (queries, keys, values))
+    group = q.shape[1] // k.shape[1]
+    output = np.zeros((*q.shape[:2], v.shape[2]))
+    for i in range(len(q)):
+        position = len(k) - len(q) + i
+        first = 0 if window is None else max(0, position - window)
+        seen = slice(first, position + 1) if causal else slice(0, len(k))
+        for head in range(q.shape[1]):
+            logits = k[seen, head // group] @ q[i, head] * scaling
+            weights = np.exp(logits - logits.max())
+            output[i, head] = weights @ v[seen, head // group] / weights.sum()
+    return output
+
+
+def inputs(
+    n: int, kv: int, heads: int, key_heads: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def make(rows: int, count: int, dim: int) -> Tensor:
+        return torch.randn(rows, count, dim, generator=generator).to(dtype)
+
+    return make(n, heads, 16), make(kv, key_heads, 16), make(kv, key_heads, 24)
+
+
+def check(found: Tensor, expected: np.ndarray) -> None:
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+SIZES = [(1, 1), (1, 9), (5, 5), (5, 6), (3, 40), (32, 33)]
+
+
+@pytest.mark.parametrize(("n", "kv"), SIZES)
+@pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), *((True, own) for own in (None, 0, 1, 4, 100))]
+)
+def test_equals_the_dense_reference(
+    n: int, kv: int, heads: int, key_heads: int, causal: bool, window: int | None
+) -> None:
+    """A window hides what is further back."""
+    tensors = inputs(n, kv, heads, key_heads)
+
+    found = rectangular_attention(*tensors, scaling=0.3, causal=causal, window=window)
+
+    check(found, dense_attention(*tensors, 0.3, causal, window))
+
+
+def test_scaling_defaults_to_one_over_the_root_of_the_dimension() -> None:
+    tensors = inputs(3, 10, 4, 2)
+
+    found = rectangular_attention(*tensors, scaling=None, causal=True)
+
+    check(found, dense_attention(*tensors, 0.25, True, None))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("n", "kv"), [(1, 9), (5, 5), (3, 40)])
+def test_half_precision_stays_within_its_rounding(
+    n: int, kv: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    tensors = inputs(n, kv, 6, 2, dtype)
+
+    found = rectangular_attention(*tensors, scaling=0.3, causal=True)
+
+    assert found.dtype == dtype
+    expected = dense_attention(*tensors, 0.3, True, None)
+    np.testing.assert_allclose(found.float().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_keys_of_another_dtype_are_taken_in_that_of_the_queries() -> None:
+    """A pool may hold KVs in another precision than the model computes in."""
+    queries, keys, values = inputs(3, 10, 4, 2)
+
+    found = rectangular_attention(
+        queries, keys.bfloat16(), values.bfloat16(), scaling=0.3, causal=True
+    )
+
+    assert found.dtype == torch.float32
+    expected = dense_attention(queries, keys.bfloat16(), values.bfloat16(), 0.3, True, None)
+    check(found, expected)
+
+
+def cut(keys: Tensor, values: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    assert sum(sizes) == len(keys)
+    yield from zip(keys.split(list(sizes)), values.split(list(sizes)), strict=True)
+
+
+def check_tiles(n: int, sizes: Sequence[int], heads: tuple[int, int] = (6, 2)) -> None:
+    queries, keys, values = inputs(n, sum(sizes), *heads)
+    expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)
+
+    places = np.arange(sum(sizes) - n, sum(sizes))
+    found = tiled_attention(queries, cut(keys, values, sizes), positions=places, scaling=0.4)
+
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("n", "sizes"),
+    [
+        (1, [1]),
+        (1, [9]),
+        (1, [4, 4, 1]),
+        (5, [5]),
+        (5, [2, 3]),
+        (5, [1, 1, 1, 1, 1, 1]),
+        (7, [20, 7]),
+        (7, [20, 3, 4]),
+        (7, [17, 10]),
+        (7, [24, 3]),
+    ],
+)
+def test_tiles_of_any_size_and_place(n: int, sizes: list[int], heads: tuple[int, int]) -> None:
+    check_tiles(n, sizes, heads)
+
+
+@pytest.mark.parametrize("n", [QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 2 * QUERY_TILE + 3])
+@pytest.mark.parametrize("kv", [600, KEY_TILE, KEY_TILE + 1, 5000])
+def test_boundaries_of_its_own_tiles(n: int, kv: int) -> None:
+    check_tiles(n, [tile.stop - tile.start for tile in tiles_of(max(n, kv))])
+
+
+@pytest.mark.parametrize("size", [1, 40, 256, 3000])
+def test_queries_here_and_there(size: int) -> None:
+    """Each sees what it would see among all queries."""
+    queries, keys, values = inputs(3000, 3000, 4, 2)
+    places = np.sort(np.random.default_rng(size).permutation(3000)[:size])
+    expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)[places]
+    tiles = cut(keys, values, [1000, 700, 1300])
+
+    found = tiled_attention(queries[places], tiles, positions=places, scaling=0.4)
+
+    assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_half_precision_is_rounded_once(dtype: torch.dtype, tolerance: float) -> None:
+    """To half the last place of an output around 1, and no further from the exact result."""
+    queries, keys, values = inputs(300, 3000, 6, 2, dtype)
+    exact = rectangular_attention(
+        queries.double(), keys.double(), values.double(), scaling=0.4, causal=True
+    )
+
+    sizes = [1024, 1024, 952]
+    places = np.arange(2700, 3000)
+    found = tiled_attention(queries, cut(keys, values, sizes), positions=places, scaling=0.4)
+
+    assert found.dtype == dtype
+    assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_logits_of_any_size(order: int) -> None:
+    """Growing or falling by hundreds from tile to tile: the running peak keeps them finite."""
+    queries, keys, values = inputs(4, 40, 2, 2)
+    keys = keys * torch.linspace(0.1, 200.0, 40)[::1, None, None]
+    keys = keys.flip(0) if order < 0 else keys
+    expected = rectangular_attention(queries, keys, values, scaling=2.0, causal=True)
+
+    tiles, places = cut(keys, values, [7] * 5 + [5]), np.arange(36, 40)
+    found = tiled_attention(queries, tiles, positions=places, scaling=2.0)
+
+    assert expected.isfinite().all()
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tile_is_let_go_before_the_next_is_made() -> None:
+    queries, keys, values = inputs(3, 60, 2, 2)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def tiles() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, 60, 20):
+            assert not [ref for ref in alive if ref() is not None]
+            tile = keys[start : start + 20].clone(), values[start : start + 20].clone()
+            alive.extend(map(weakref.ref, tile))
+            yield tile
+            del tile
+
+    tiled_attention(queries, tiles(), positions=np.arange(57, 60), scaling=1.0)
+    assert len(alive) == 6
+
+
+def test_keys_that_are_missing_are_our_bug() -> None:
+    queries, keys, values = inputs(4, 10, 2, 2)
+    with pytest.raises(AssertionError):
+        tiled_attention(queries, [(keys, values)], positions=np.arange(7, 11), scaling=1.0)
+
+
+POSITIONS = 4096
+
+
+def table(dim: int, *, base: float = 1e4, scale: float = 1.0, factor: float = 1.0) -> Tensor:
+    """As of rotary embeddings: cosines and sines [positions, dim], `scale`d as YaRN does."""
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim) / factor
+    angles = torch.arange(POSITIONS, dtype=torch.float64)[:, None] * frequencies
+    return scale * torch.cat([angles.cos(), angles.sin()], -1).float()
+
+
+def rotated(keys: Tensor, positions: Tensor, cos_sin: Tensor, *, halves: bool) -> Tensor:
+    """What a model does to keys [n, G, D], element by element."""
+    dim = cos_sin.shape[1]
+    out = keys.clone()
+    for row, position in enumerate(positions.tolist()):
+        for pair in range(dim // 2):
+            i, j = (pair, pair + dim // 2) if halves else (2 * pair, 2 * pair + 1)
+            cos, sin = cos_sin[position, pair], cos_sin[position, pair + dim // 2]
+            out[row, :, i] = keys[row, :, i] * cos - keys[row, :, j] * sin
+            out[row, :, j] = keys[row, :, j] * cos + keys[row, :, i] * sin
+    return out
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("dim", [16, 8])
+@pytest.mark.parametrize("scaled", [{}, {"scale": 1.37}, {"factor": 8.0, "base": 5e5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_moved_key_is_the_computed_one(
+    halves: bool, dim: int, scaled: dict[str, float], dtype: torch.dtype
+) -> None:
+    """Of whole and of partly rotated heads, forward and backward.
+
+    On a CPU the table has the dtype of the model: a quotient of its own rows undoes that.
+    """
+    generator = torch.Generator().manual_seed(dim)
+    plain = torch.randn(50, 3, 16, generator=generator)
+    old, new = torch.randint(0, POSITIONS, (2, 50), generator=generator)
+    given = table(dim, **scaled).to(dtype)
+    rotation, rows = KeyRotation(lambda count: given, halves=halves), given.float()
+
+    moved = rotation.move(rotated(plain, old, rows, halves=halves), rotation.turns(old, new))
+
+    expected = rotated(plain, new, rows, halves=halves)
+    assert torch.allclose(moved, expected, rtol=0, atol=2e-6 * 4)
+    assert torch.equal(moved[..., dim:], plain[..., dim:])
+
+
+def test_moved_keys_in_half_precision_are_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(2)
+    keys = torch.randn(20, 2, 16, generator=generator).bfloat16()
+    old, new = torch.randint(0, POSITIONS, (2, 20), generator=generator)
+    rotation = KeyRotation(lambda count: table(16), halves=True)
+    turns = rotation.turns(old, new)
+
+    moved = rotation.move(keys, turns)
+
+    assert moved.dtype == torch.bfloat16
+    assert torch.equal(moved, rotation.move(keys.float(), turns).bfloat16())
+
+
+def test_the_table_is_asked_for_all_positions() -> None:
+    asked: list[int] = []
+
+    def grow(count: int) -> Tensor:
+        asked.append(count)
+        return table(16)[:count]
+
+    KeyRotation(grow, halves=True).turns(torch.tensor([3, 99]), torch.tensor([70, 5]))
+    assert asked == [100]
