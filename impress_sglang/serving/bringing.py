@@ -31,7 +31,8 @@ def is_brought(plan: AdmissionPlan, brought: Brought) -> bool:
     A request that shares less, such as a system prompt before another document, reads it again
     rather than wait for the other document. The tree shares whole pages only.
     """
-    if plan.quality != EXACT or not brought:
+    # Most requests bring nothing, and the quality is found by a look at all spans.
+    if not brought or plan.quality != EXACT:
         return False
     shared = 0
     for span in plan.spans:
