@@ -15,7 +15,14 @@ from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import Quality
-from tests.integration.worlds import SHAPE, World, blending_world, install_hooks, shuffled
+from tests.integration.worlds import (
+    SHAPE,
+    World,
+    blending_world,
+    choose_same_windows,
+    install_hooks,
+    shuffled,
+)
 
 QUESTION = [*range(70_000, 70_020)]
 
@@ -40,6 +47,7 @@ def world(
 ) -> Iterator[World]:
     """Documents 1, 2 and 3 are stored, in this order."""
     install_hooks(monkeypatch)
+    choose_same_windows(monkeypatch)
     world = blending_world(tmp_path, page_size, size=4096, write_after=least, load="always")
     for rid in "xy"[:least]:
         # With its question, whole pages.

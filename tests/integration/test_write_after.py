@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.management import prefix_hashes
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.clocks import clock_for
@@ -76,10 +73,7 @@ def test_without_counting_all_is_stored_at_once(world: worlds.World) -> None:
 def blends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[worlds.World]:
     """With room for longer prompts, whose text may be reused where it is no prefix."""
     worlds.install_hooks(monkeypatch)
-    # Which windows are counted is chosen by chance.
-    chance = random.Random(1)
-    fixed = SimpleNamespace(token_bytes=chance.randbytes, randbits=chance.getrandbits)
-    monkeypatch.setattr(prefix_hashes, "secrets", fixed)
+    worlds.choose_same_windows(monkeypatch)
     world = worlds.blending_world(tmp_path, size=2048, write_after=2)
     yield world
     world.close()
