@@ -68,9 +68,7 @@ class StoreDisk:
                 self.monitor = Monitor(self.directory, self.health, self._seconds)
                 undo.callback(self.monitor.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
-                frozen = gc.get_freeze_count()
-                self.tree = recover_tree(self.keeper, identity, content)
-                self._froze = gc.get_freeze_count() > frozen
+                self.tree, self._froze = recover_tree(self.keeper, identity, content)
                 if self._froze:
                     undo.callback(gc.unfreeze)
                 most = bytes_of(config.ssd_gb) // 2

@@ -30,8 +30,12 @@ _NO_TOKENS = np.empty(0, np.int32)
 _MANY = 10_000
 
 
-def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = None) -> StoredTree:
+def recover_tree(
+    keeper: Keeper, identity: str, content: ContentIndex | None = None
+) -> tuple[StoredTree, bool]:
     """Build the tree of the segments on the disk; files without a place in it are removed.
+
+    Returns the tree, and whether it is frozen, so that `gc.unfreeze` is due when it goes.
 
     Garbage collection is off meanwhile, and a large tree is frozen: it has no garbage before the
     store closes, with 100,000 segments each collection would take 0.4 s longer, and requests would
@@ -55,7 +59,7 @@ def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = N
     finally:
         if enabled:
             gc.enable()
-    return tree
+    return tree, large
 
 
 def _recover_tree(keeper: Keeper, survey: Survey, content: ContentIndex | None) -> StoredTree:

@@ -70,7 +70,7 @@ MEANINGS = {
     Reason.EVICTED: "it was stored, and removed from SSD to make room",
     Reason.NO_ROOM: "it was not stored, for want of room that others could give",
     Reason.WRITE_BUDGET: "it was not stored: what --impress-write-gb-per-day allows was written",
-    Reason.PURGED: "it was stored, and removed by order",
+    Reason.PURGED: "it was stored, and purged by an administrator",
     Reason.EXPIRED: "it was stored for as long as --impress-ttl or its request allows, and removed",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
     Reason.COMPUTED_FASTER: "loading it was estimated to be slower than computing it",

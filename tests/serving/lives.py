@@ -77,6 +77,17 @@ FAULTS: dict[str, tuple[Rule, ...]] = {
 }
 AWAY = "directory away"
 
+PRIORITIES = ("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold=2")
+# How SGLang chooses what is in a pass.
+SCHEDULERS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("--chunked-prefill-size=256",),
+    ("--chunked-prefill-size=256", "--enable-mixed-chunk"),
+    ("--prefill-max-requests=2",),
+    ("--max-prefill-tokens=600", "--chunked-prefill-size=600"),
+    PRIORITIES,
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -107,8 +118,8 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     if policy == "impress":
         select = chance.choice(BLEND_SELECTORS)
         flags += ["--impress-blend=0", f"--impress-blend-select={select}", LEAST_BLEND]
-    if chance.random() < 0.5:
-        flags.append("--chunked-prefill-size=256")
+    scheduler = chance.choice(SCHEDULERS)
+    flags += scheduler
     if chance.random() < 0.3:
         flags.append("--disable-overlap-schedule")
     usual = chance.choice(("whole", "whole", "part", "bits"))
@@ -117,7 +128,8 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
         "part": [f"--impress-retention={PART}"],
         "bits": chance.choice(([], ["--impress-bits=auto"])),
     }[usual]
-    retracts = chance.random() < 0.5
+    # Of different priorities, one request may take another one's place.
+    retracts = chance.random() < 0.5 or scheduler == PRIORITIES
     weights = chance.choice("ab")
     return Setting(
         weights, usual, tuple(flags), retracts, policy == "impress", number % 2 == 0, quota_gb

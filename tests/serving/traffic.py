@@ -211,12 +211,10 @@ def _generate(
     name: str, kind: str, prompt: Tokens, sampling: dict[str, Any] | None = None, **fields: Any
 ) -> Ask:
     greedy = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    return Ask(
-        name,
-        kind,
-        "/generate",
-        {"input_ids": prompt, "sampling_params": {**greedy, **(sampling or {})}, **fields},
-    )
+    sampling_params = {**greedy, **(sampling or {})}
+    # Only some servers heed priorities.
+    body = {"input_ids": prompt, "sampling_params": sampling_params, "priority": len(prompt) % 8}
+    return Ask(name, kind, "/generate", body | fields)
 
 
 def answer_by_stock(catalogue: Catalogue, stock: Server, weights: str) -> None:
