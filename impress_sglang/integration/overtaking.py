@@ -27,10 +27,9 @@ def let_others_pass(result: Any, adder: Any, req: Any) -> Any:
         tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
         new_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
         adder.memory_budget.total_offset += tokens + new_tokens
-        if adder.prefill_max_requests is None:
-            running = len(adder.running_batch.reqs)
-            adder.prefill_max_requests = max(adder.max_running_requests - running, 0)
-        adder.prefill_max_requests -= 1
+        limit, running = adder.prefill_max_requests, len(adder.running_batch.reqs)
+        rows = max(adder.max_running_requests - running - len(cache.held_back), 0)
+        adder.prefill_max_requests = rows if limit is None else min(limit, rows)
         return AddReqResult.CONTINUE
     if result == AddReqResult.NO_TOKEN and cache.held_back:
         return AddReqResult.OTHER
