@@ -296,8 +296,8 @@ OPTIONS: tuple[Option, ...] = (
         "load",
         str,
         one_of(LOADS),
-        "faster: a stored prefix is loaded if that is estimated to be faster than computing it. "
-        "always: whenever it is stored.",
+        "faster: a stored prefix is loaded if that is estimated to be faster than computing it, "
+        "apart from what was read while the request waited. always: whenever it is stored.",
     ),
     Option(
         "approximation_depth",

@@ -135,14 +135,15 @@ class ImpressRadixCache(RadixCache):
             self._score_eviction.note_request(
                 resident.last_device_node, resident.device_prefix_len, match
             )
+        known.plan = accepted = self._accept(plan, req, resident)
         if plan is not None:
-            report.update(estimate_fields(plan.estimate))
-        known.plan = plan = self._accept(plan, req, resident)
-        if plan is None:
+            report.update(estimate_fields(plan.estimate, loads=accepted is not None))
+        if accepted is None:
             self.runtime.prefetches.drop(req.rid)
             return resident
-        promised = plan.promised
-        return resident._replace(device_prefix_len=plan.stop - promised, host_hit_length=promised)
+        promised = accepted.promised
+        start = accepted.stop - promised
+        return resident._replace(device_prefix_len=start, host_hit_length=promised)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
         """Admit a request with its stored prefix: take its slots and open its source.
@@ -396,7 +397,8 @@ class ImpressRadixCache(RadixCache):
         Also notes what the request waits for. `measure`: see `Admission.accept`.
         """
         admission, order = self.runtime.admission, self.runtime.queue_order
-        plan = admission.accept(plan, measure=measure)
+        unread = self.runtime.prefetches.unread(req.rid, plan)
+        plan = admission.accept(plan, unread, measure=measure)
         spans = () if plan is None else plan.spans
         self.awaited.note(req.rid, resident.last_device_node, spans)
         if order is not None:

@@ -231,12 +231,16 @@ class Admission:
         needs = ReadNeeds(k == work.stored, self._probes, all_keys=self._all_keys)
         return AdmissionPlan(match, work, k, tokens, estimate, needs, self._page_size, covers, idle)
 
-    def accept(self, plan: AdmissionPlan | None, *, measure: bool) -> AdmissionPlan | None:
+    def accept(
+        self, plan: AdmissionPlan | None, unread: float, *, measure: bool
+    ) -> AdmissionPlan | None:
         """Return the plan, or None if computing its tokens is faster.
 
-        `measure`: when declining, measure how fast reading is now; it may have become faster.
+        `unread`: the share of its reads that is left to do; what was read while the request waited
+        costs nothing more. `measure`: when declining, measure how fast reading is now; it may have
+        become faster.
         """
-        if plan is None or self._config.load == "always" or plan.estimate.loads_faster:
+        if plan is None or self._config.load == "always" or plan.estimate.loads_faster(unread):
             return plan
         if measure:
             self._served.store.measure_reading(plan.match)

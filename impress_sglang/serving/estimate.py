@@ -58,10 +58,12 @@ class Estimate:
         """Seconds with the stored prefix."""
         return None if self.compute is None else self.seconds(1.0)
 
-    @property
-    def loads_faster(self) -> bool:
-        """Whether loading is at least as fast as computing; True while nothing is known yet."""
-        return self.load is None or self.recompute is None or self.load <= self.recompute
+    def loads_faster(self, unread: float) -> bool:
+        """Whether loading is at least as fast as computing; True while nothing is known yet.
+
+        `unread`: the share of the reads that is left to do.
+        """
+        return self.load is None or self.recompute is None or self.seconds(unread) <= self.recompute
 
     @property
     def hidden(self) -> bool:

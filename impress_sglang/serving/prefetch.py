@@ -58,10 +58,15 @@ class Prefetches:
         self._waiting[rid] = Prefetch(plan, source, timeline)
         store.ahead.wait(source, math.ceil(plan.estimate.lead * source.num_layers))
 
-    def unread(self, rid: str) -> float:
-        """The share of a request's reads for which it would have to wait."""
+    def unread(self, rid: str, plan: AdmissionPlan | None = None) -> float:
+        """The share of a request's reads for which it would have to wait.
+
+        `plan`: of the reads of this plan, all of which are left if it uses other tokens by now.
+        """
         waiting = self._waiting.get(rid)
-        return 1.0 if waiting is None else waiting.plan.unread(waiting.source)
+        if waiting is None or (plan is not None and not waiting.plan.same_tokens(plan)):
+            return 1.0
+        return waiting.plan.unread(waiting.source)
 
     def of(self, rid: str) -> Waiting:
         """What is read for a waiting request, for planning it."""

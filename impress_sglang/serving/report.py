@@ -90,18 +90,18 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
     }
 
 
-def estimate_fields(estimate: Estimate) -> dict[str, object]:
+def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
     """The fields of a report about the decision between loading and computing.
 
-    `decision` is load or recompute, or none where nothing was stored; the estimates are None before
-    the server has seen how fast it computes.
+    `loads`: what was decided. The estimates are of all reads, also those that were done while the
+    request waited, and None before the server has seen how fast it computes.
     """
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds * 1e3, 3)
 
     return {
-        "decision": "load" if estimate.loads_faster else "recompute",
+        "decision": "load" if loads else "recompute",
         "retention": round(estimate.retention, 4),
         "bits": round(estimate.bits, 3),
         "estimated_load_ms": milliseconds(estimate.load),

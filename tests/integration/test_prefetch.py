@@ -135,6 +135,31 @@ def test_auto_is_exact_where_that_hides(
     assert planned(world, "r").estimate.bits == 8.0
 
 
+@pytest.mark.parametrize(
+    ("load", "waits", "loads"),
+    [("faster", False, False), ("faster", True, True), ("always", False, True)],
+)
+def test_who_has_waited_for_reads_loads(
+    world: World, load: str, waits: bool, loads: bool, slow_reads: Callable[[float], None]
+) -> None:
+    """Reading all of it would take longer than computing it, and what is left does not."""
+    runtime = world.runtime
+    runtime.admission._config = dataclasses.replace(runtime.config, load=load)
+    req = world.request("r", [*STORED, *range(5000, 5008)], bits="exact")
+    slow_reads(1e12)
+    if waits:
+        world.cache.prefetch(req)
+        wait_until(lambda: runtime.prefetches.unread("r") == 0)
+        assert runtime.prefetches.unread("r", planned(world, "r")) == 1, "for a shorter question"
+    slow_reads(runtime.store.forecast.stored_bytes(planned(world, "r").spans).expected(1.0) * 0.9)
+
+    assert world.match(req).host_hit_length == loads * TOKENS
+    assert ("r" in runtime.prefetches) == waits
+    report = req.customized_info["impress"][0]
+    assert report["decision"] == ("load" if loads else "recompute")
+    assert report["estimated_load_ms"] > report["estimated_recompute_ms"]
+
+
 def test_auto_is_in_codes_where_these_are_in_slots(
     world: World, slow_reads: Callable[[float], None]
 ) -> None:

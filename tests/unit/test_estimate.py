@@ -123,7 +123,7 @@ def test_where_nothing_is_known_it_loads() -> None:
     assert Estimator(HIDDEN_SIZE).estimate(WORKS[1], 1.0, 1e9, 5.0).bits == 5.0
 
     assert found.load is None and found.recompute is None and found.compute is None
-    assert found.loads_faster, "there is nothing that speaks against it"
+    assert found.loads_faster(1.0), "there is nothing that speaks against it"
     assert not found.hidden, "but nothing says that reading is hidden"
 
 
@@ -158,10 +158,10 @@ def test_a_slow_ssd_is_worse_than_computing_a_short_prefix_and_a_fast_one_better
     slow = estimator.estimate(work, 0.25, 1.2 * recompute)
     fast = estimator.estimate(work, 0.25, 0.5 * recompute)
 
-    assert not slow.loads_faster and slow.load == slow.io and not slow.hidden
-    assert fast.loads_faster
+    assert not slow.loads_faster(1.0) and slow.load == slow.io and not slow.hidden
+    assert fast.loads_faster(1.0)
     nothing_to_read = estimator.estimate(work, 0.25, 0.0)
-    assert nothing_to_read.loads_faster and nothing_to_read.hidden
+    assert nothing_to_read.loads_faster(1.0) and nothing_to_read.hidden
     assert nothing_to_read.load == nothing_to_read.compute
 
 
@@ -172,9 +172,13 @@ def test_reading_and_computing_run_at_the_same_time() -> None:
         assert found.hidden == (io <= compute)
 
 
-@pytest.mark.parametrize(("recompute", "faster"), [(2.9, False), (3.0, True), (3.1, True)])
-def test_loads_where_that_takes_no_longer(recompute: float, faster: bool) -> None:
-    assert Estimate(0.25, 3.0, 2.0, recompute).loads_faster is faster
+@pytest.mark.parametrize(
+    ("recompute", "unread", "faster"),
+    [(2.9, 1.0, False), (3.0, 1.0, True), (2.9, 0.9, True), (1.9, 0.0, False)],
+)
+def test_loads_where_that_takes_no_longer(recompute: float, unread: float, faster: bool) -> None:
+    """What was read before takes no time any more, computing the question does."""
+    assert Estimate(0.25, 3.0, 2.0, recompute).loads_faster(unread) is faster
 
 
 def estimates(*ios: float) -> list[Estimate]:
