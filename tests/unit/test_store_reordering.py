@@ -33,6 +33,7 @@ from tests.unit.store_factory import (
     check_rows,
     gb,
     length,
+    lengths,
     look_again,
     look_up,
     lose,
@@ -59,6 +60,14 @@ def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options:
         scores = torch.ones(head_groups_of(shape), len(tokens))
         source.note_selection(layer, selected, scores)
     store.close_source(source)
+
+
+def put_selected(
+    bench: Workbench, store: PrefixStore, tokens: tuple[int, ...], *chosen: int
+) -> None:
+    """A prefix is stored, and a request selects some of its tokens."""
+    bench.put(store, tokens)
+    select(store, tokens, *chosen)
 
 
 def finish(store: PrefixStore) -> None:
@@ -107,8 +116,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 
 
 def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 40))
-    select(store, prompt(1, 40), 3, 17, 39)
+    put_selected(bench, store, prompt(1, 40), 3, 17, 39)
     old = path_of(bench, look_up(store, prompt(1, 40)))
     used = store.summary()["used_bytes"]
 
@@ -143,8 +151,7 @@ def test_mapping_lists_count(bench: Workbench, store: PrefixStore) -> None:
 
 def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PrefixStore) -> None:
     """And who removes what is old is told that it has another name."""
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     os.utime(path_of(bench, look_up(store, prompt(1))), (1.5, 1.5))
     expiry = Expiry(0)
 
@@ -165,8 +172,7 @@ def test_where_no_age_can_be_set_it_begins_anew(
 ) -> None:
     files = FaultyFileSystem()
     store = bench.open(files=files)
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     with files.faults.injected(Rule("EPERM", "date")):
         reorder(store)
     assert store.reorders.summary()["segments"] == 1 and store.health.state == "ok"
@@ -175,8 +181,7 @@ def test_where_no_age_can_be_set_it_begins_anew(
 
 def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PrefixStore) -> None:
     tokens = prompt(1, 20)
-    bench.put(store, tokens)
-    select(store, tokens, 3, 17)
+    put_selected(bench, store, tokens, 3, 17)
     select(store, tokens, 3, 11)
     average = next(store.tree.segments()).history.average  # type: ignore[union-attr]
     reorder(store)
@@ -213,8 +218,7 @@ def test_a_store_that_is_left_changes_nothing_that_is_awaited(bench: Workbench, 
     """Its second half closes on another thread, and the next store has the queue by then."""
     lookahead = LookAhead()
     store = bench.open(lookahead=lookahead)
-    bench.put(store, prompt(1, 40))
-    select(store, prompt(1, 40), 7, 3)
+    put_selected(bench, store, prompt(1, 40), 7, 3)
     (segment,) = store.tree.segments()
     old_id = segment.segment_id
     held.begin(store)
@@ -248,8 +252,7 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
 
 
 def test_only_what_was_selected_from_is_reordered(bench: Workbench, store: PrefixStore) -> None:
-    for number in (1, 2, 3):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2, 3)
     use(store, prompt(1))
     select(store, prompt(2), 4)
 
@@ -277,8 +280,7 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
     """There is room for the values of one layer, and the reordered ones were read more often."""
     room = sum(8 * row_size(bench.shape, column) for column in bench.shape.value_columns)
     store = bench.open(device_gb=room / 1e9)
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     for _ in range(5):
         select(store, prompt(1), *range(8))
     reorder(store)
@@ -295,9 +297,8 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
 def test_a_segment_that_is_lost_meanwhile_stays_lost(
     bench: Workbench, store: PrefixStore, held: Held
 ) -> None:
-    bench.put(store, prompt(1, 20))
+    put_selected(bench, store, prompt(1, 20), 3, 17)
     bench.put(store, prompt(2))
-    select(store, prompt(1, 20), 3, 17)
     held.begin(store)
 
     lose(bench, store, name_of(store, prompt(1, 20)))
@@ -317,8 +318,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     bench: Workbench, store: PrefixStore, held: Held
 ) -> None:
     """Else a server that is killed before it looks again would find it at its next start."""
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     held.begin(store)
 
     assert Purge().step(store).tokens == 8
@@ -336,8 +336,7 @@ def test_a_new_file_that_nobody_has_seen_yet_is_purged(
     bench: Workbench, store: PrefixStore
 ) -> None:
     """As where no batch comes after it."""
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     store.reorders.enqueue(force=True)
     store.poll()
     assert store.reorders._job is not None
@@ -354,8 +353,7 @@ def test_a_purged_file_that_cannot_be_removed_is_tried_again(bench: Workbench, h
     """It had no name yet."""
     files = FaultyFileSystem()
     store = bench.open(files=files)
-    bench.put(store, prompt(1, 1000))
-    select(store, prompt(1, 1000), 3)
+    put_selected(bench, store, prompt(1, 1000), 3)
     (segment,) = store.tree.segments()
     held.begin(store)
     (old,) = bench.files()
@@ -372,9 +370,8 @@ def test_a_purged_file_that_cannot_be_removed_is_tried_again(bench: Workbench, h
 def test_a_rewrite_waits_for_removals_that_make_room(bench: Workbench, room: int) -> None:
     """The two are not in order."""
     store = bench.open(ssd_gb=gb(room * bench.one))
-    bench.put(store, prompt(1))
+    put_selected(bench, store, prompt(1), 3)
     bench.put(store, prompt(2))
-    select(store, prompt(1), 3)
     stuck = threading.Event()
     store._keeper._submit(stuck.wait, 30)
     try:
@@ -394,15 +391,12 @@ def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
 ) -> None:
     store = bench.open(ssd_gb=gb(4 * bench.one))
     for number in (1, 2):
-        bench.put(store, prompt(number))
-        select(store, prompt(number), 3)
+        put_selected(bench, store, prompt(number), 3)
     held.begin(store)
     assert store.reorders.summary()["pending"] == 2
     use(store, prompt(1))
-    bench.put(store, prompt(3))
-
-    bench.put(store, prompt(4))
-    assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [8, 0, 8, 8], "1 is being read"
+    bench.put_all(store, 3, 4)
+    assert lengths(store, 1, 2, 3, 4) == [8, 0, 8, 8], "1 is being read"
     held.end(store)
 
     assert store.reorders.summary()["segments"] == 1
@@ -413,8 +407,7 @@ def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
 def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held, limit: str) -> None:
     files = Room()
     store = bench.open(files=files, ssd_gb=gb(2 * bench.one) if limit == "quota" else 1.0)
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     if limit == "free space":
         files.leave(store, 2 * bench.one - 1)
     held.begin(store)
@@ -431,8 +424,7 @@ def test_a_new_file_whose_folder_cannot_be_synced_is_not_left_behind(bench: Work
     """It has its name already."""
     files = FaultyFileSystem()
     store = bench.open(files=files)
-    bench.put(store, prompt(1, 20))
-    select(store, prompt(1, 20), 3)
+    put_selected(bench, store, prompt(1, 20), 3)
     with files.faults.injected(Rule("EIO", "sync_directory", "*/segments/??")):
         store.reorders.enqueue(force=True)
         until(store, lambda: store.reorders.summary()["failed"])
@@ -449,8 +441,7 @@ def test_a_new_file_whose_folder_cannot_be_synced_is_not_left_behind(bench: Work
 @pytest.mark.parametrize("reason", ["quota", "free space"])
 def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
     store = bench.open(ssd_gb=gb(2 * bench.one - 4096))
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     name = bench.files()
     if reason == "free space":
         bench.close(store)
@@ -467,9 +458,8 @@ def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
 
 
 def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 20))
+    put_selected(bench, store, prompt(1, 20), 3, 17)
     bench.put(store, prompt(2))
-    select(store, prompt(1, 20), 3, 17)
     path = path_of(bench, look_up(store, prompt(1, 20)))
     flip_byte(path, path.stat().st_size - 4096)
 
@@ -605,8 +595,7 @@ def test_reordering_begins_at_each_interval(
 def test_closing_finishes_the_rewrite_in_work_and_forgets_the_others(bench: Workbench) -> None:
     store = bench.open()
     for number in (1, 2):
-        bench.put(store, prompt(number))
-        select(store, prompt(number), 3)
+        put_selected(bench, store, prompt(number), 3)
     store.reorders.enqueue(force=True)
     store.poll()
 
