@@ -129,7 +129,8 @@ def test_what_is_stored_is_not_stored_again(file: Path, target: Workbench, capsy
 
 def test_some_of_it(source: Workbench, target: Workbench, capsys: Said, tmp_path: Path) -> None:
     """One prefix by its tokens or its last segment, or another namespace."""
-    rows = json.loads(_ls(source, capsys))
+    assert main(["ls", "--dir", str(source.root), "--json"]) == DONE
+    rows = json.loads(capsys.readouterr().out)
     (last,) = (row["segment"] for row in rows if row["tokens"] == 3)
     ids = ",".join(map(str, LONG))
     for path, option, own, wanted in (
@@ -147,11 +148,6 @@ def test_some_of_it(source: Workbench, target: Workbench, capsys: Said, tmp_path
     check_rows(store, prompt(2, 70), namespace=TENANT)
     check_rows(store, EARLY, namespace=NONE)
     assert b"tenant" not in path.read_bytes()
-
-
-def _ls(bench: Workbench, said: Said) -> str:
-    assert main(["ls", "--dir", str(bench.root), "--json"]) == DONE
-    return said.readouterr().out
 
 
 def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: Said) -> None:

@@ -216,11 +216,8 @@ def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
 
     noted, first = [], 0
     for span, part in zip(several.spans, several.parts, strict=True):
-        own, average, key = (
-            slice(part.start, part.stop),
-            span.history.average,
-            span.history.order_key,
-        )
+        own, average = slice(part.start, part.stop), span.history.average
+        key = span.history.order_key
         assert average.shape == key.shape == (2, head_groups, part.num_tokens)
         for found in (average, key):
             assert not found[0].any(), "another layer"
