@@ -268,11 +268,7 @@ def test_an_order_that_was_learnt_stays_behind(tmp_path: Path) -> None:
     keys, values = random_kvs(shape, len(LONG), 1)
     written = write_kvs(tmp_path, info, keys, values, mapping=random_mapping(info, 2))
     own = Contents.of(IDENTITY, shape, [Prefix(len(LONG), 0, -1, info.quality, 0)], NONE)
-    write_file(
-        FileSystem(),
-        tmp_path / "file",
-        own,
-        [lambda: OpenSegment(written, FileSystem(), direct=False)],
-    )
+    opened = [lambda: OpenSegment(written, FileSystem(), direct=False)]
+    write_file(FileSystem(), tmp_path / "file", own, opened)
     tensors = load_file(tmp_path / "file")
     assert torch.equal(tensors["0.keys"], keys) and torch.equal(tensors["0.values"], values)

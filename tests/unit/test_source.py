@@ -195,10 +195,6 @@ def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
         case.close()
 
 
-def test_source_names_its_segments_in_order(several: sources.Case) -> None:
-    assert several.segment_source.segment_ids == [f"segment{n}" for n in range(5)]
-
-
 def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
     """In logical order, whatever the order on disk, and each head group apart; their scores too."""
     head_groups = head_groups_of(several.shape)
@@ -211,6 +207,7 @@ def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
     ]
 
     several.check(1, ["values"], selected)
+    assert several.segment_source.segment_ids == [f"segment{n}" for n in range(5)]
     scores = torch.rand(several.shape.num_query_heads, several.num_tokens)
     several.source.note_selection(1, selected, scores)
 
