@@ -219,10 +219,8 @@ class Case:
             found["probe"] = self.source.read_probe(layer)
         keys, values = "keys" in kinds, "values" in kinds
         if keys or values:
-            rows = read_rows(self.source, layer, tokens, keys=keys, values=values)
-            assert (rows.keys is None, rows.values is None) == (not keys, not values)
-            found |= {"keys": rows.keys} if rows.keys is not None else {}
-            found |= {"values": rows.values} if rows.values is not None else {}
+            rows = vars(read_rows(self.source, layer, tokens, keys=keys, values=values))
+            found |= {kind: own for kind, own in rows.items() if own is not None}
         return found
 
     def _there(self, kinds: Collection[str]) -> set[str]:

@@ -65,13 +65,10 @@ def expected_rows(
     path = above + own
     tokens = tuple(token for token, _ in path)
     kvs = {q: kv.SequenceKVs(shape, namespace, tokens, q) for q in {q for _, q in path}}
-    keys = {quality: own.keys(layer) for quality, own in kvs.items()}
-    values = {quality: own.values(layer) for quality, own in kvs.items()}
-    places = range(len(above), len(path))
-    return (
-        torch.stack([keys[path[place][1]][place] for place in places]),
-        torch.stack([values[path[place][1]][place] for place in places]),
-    )
+    rows = {quality: (own.keys(layer), own.values(layer)) for quality, own in kvs.items()}
+    places = [(rows[path[place][1]], place) for place in range(len(above), len(path))]
+    keys, values = (torch.stack([both[kind][place] for both, place in places]) for kind in (0, 1))
+    return keys, values
 
 
 class StoreHistory(RuleBasedStateMachine):

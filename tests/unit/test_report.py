@@ -86,11 +86,6 @@ def test_totals_are_sums_of_reports() -> None:
 PROMPT = [*range(100, 400)]
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def note(
     recent: RecentRequests, prompt: list[int] = PROMPT, namespace: str = "n", **report: Any
 ) -> None:
@@ -98,7 +93,8 @@ def note(
     recent.note("r" * 500, namespace, prompt, report, waited=0.25, prefill=0.1)
 
 
-def test_it_is_split_where_the_tokens_of_a_prompt_came_from(clock: Clock) -> None:
+def test_it_is_split_where_the_tokens_of_a_prompt_came_from() -> None:
+    clock = Clock()
     recent = RecentRequests(clock=clock)
     tokens = split_tokens(300, resident=64, shared=32, loaded=60, blended=40, unused=7)
     note(recent, tokens=tokens, load_ms=30.0, probe_ms=10.0)
@@ -113,7 +109,8 @@ def test_it_is_split_where_the_tokens_of_a_prompt_came_from(clock: Clock) -> Non
     assert recent.periods() == [[clock.now, 69, 32, 60, 40, 7, 102]]
 
 
-def test_memory_is_bounded(clock: Clock) -> None:
+def test_memory_is_bounded() -> None:
+    clock = Clock()
     recent = RecentRequests(clock=clock)
     for _ in range(MOST_REQUESTS + MOST_PERIODS + 7):
         clock.now += PERIOD_SECONDS

@@ -152,12 +152,17 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"), [(0.7, 0.7), (1, 1.0), (0.3, 0.3), (0.1, 0.1), (0.099, 0.1), (1e-9, 0.1)]
+    ("floor", "asked", "given"),
+    [
+        *((0.1, own, own) for own in (0.7, 1, 0.3, 0.1)),
+        *((0.1, own, 0.1) for own in (0.099, 1e-9)),
+        (0.0, 1e-6, 1e-6),
+    ],
 )
 def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
-    asked: float, given: float
+    floor: float, asked: float, given: float
 ) -> None:
-    config = ImpressConfig(retention=0.3, min_retention=0.1)
+    config = ImpressConfig(retention=0.3, min_retention=floor)
     params = SimpleNamespace(custom_params={RETENTION_KEY: asked})
 
     found = load_options_of(params, config)
@@ -182,9 +187,3 @@ def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: flo
     assert load_options_of(both, ImpressConfig(retention=0.3)) == LoadOptions(
         1.0, given, chosen=True, bits_chosen=True
     )
-
-
-def test_without_a_floor_any_share_is_given() -> None:
-    params = SimpleNamespace(custom_params={RETENTION_KEY: 1e-6})
-
-    assert load_options_of(params, ImpressConfig(min_retention=0.0)).retention == 1e-6

@@ -251,10 +251,8 @@ class SharingInPages(Sharing):
         if start == stop:
             return
         trunk, branch = self.segments
-        match = StoredMatch((StoredSpan(trunk, 0, LENGTH),))
-        if number:
-            spans = StoredSpan(trunk, 0, self.FORK), StoredSpan(branch, 0, LENGTH - self.FORK)
-            match = StoredMatch(spans)
+        forked = StoredSpan(trunk, 0, self.FORK), StoredSpan(branch, 0, LENGTH - self.FORK)
+        match = StoredMatch(forked if number else (StoredSpan(trunk, 0, LENGTH),))
         self.residents.parts.cut_idle(match.slice(start, stop), start)
         uses = self.residents.admit(match.slice(start, stop), start)
         slots = torch.cat([use.slots for use in uses])

@@ -65,6 +65,11 @@ def scores(rule: ReplacementRule) -> Floats:
     return np.where(exponents > 0, np.ldexp(0.5 + below / 2**33, exponents - 1100), 0.0)
 
 
+def order(worths: Sequence[float] | np.ndarray) -> list[int]:
+    """Chunks by their worth, equal ones by their number."""
+    return np.argsort(worths, kind="stable").tolist()
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_scores_have_the_order_of_priorities(name: str) -> None:
     rule = sized(RULES[name]())
@@ -73,9 +78,7 @@ def test_scores_have_the_order_of_priorities(name: str) -> None:
         record(rule, number % 3, share=1.0 - number / 80)
         record(rule, 3 + number % 7 % 2, share=0.5)
     own = [rule.score(chunk) for chunk in range(5)]
-    assert np.array_equal(
-        np.argsort(own, kind="stable"), np.argsort(priorities(rule)[:5], kind="stable")
-    )
+    assert order(own) == order(priorities(rule)[:5])
 
 
 def test_a_score_says_what_a_chunk_is_worth_now() -> None:
@@ -264,10 +267,6 @@ def test_more_half_lives_than_a_float_has_exponents_keep_order_and_ratios() -> N
     assert ratios / ratios[0] == pytest.approx(naive.counts / naive.counts[0], rel=1e-9)
 
 
-def order(worths: np.ndarray) -> list[int]:
-    return np.argsort(worths, kind="stable").tolist()
-
-
 @pytest.mark.parametrize("doublings", [0, 1, 500, 1100, 100_000, 2**29])
 @given(worths=st.lists(st.floats(1e-300, 1e300), min_size=SIZE, max_size=SIZE))
 def test_scores_have_the_order_of_their_numbers(doublings: int, worths: list[float]) -> None:
@@ -311,9 +310,7 @@ def test_what_is_awaited_is_worth_more_than_all_else(
 
     awaited, others = rule.priorities[ids], rule.priorities[SIZE // 2 :]
     assert (awaited > others.max()).all() and (awaited >= 2**62).all()
-    assert np.array_equal(
-        np.argsort(-awaited, kind="stable"), np.argsort(turns[: len(ids)], kind="stable")
-    )
+    assert order(-awaited) == order(turns[: len(ids)])
     assert np.array_equal(others, priorities(plain)[SIZE // 2 :])
     rule.expect(ids, np.full(len(ids), NOBODY))
     assert np.array_equal(rule.priorities, priorities(plain))

@@ -174,17 +174,6 @@ def test_a_description_that_asks_for_more_costs_no_memory(tmp_path: Path) -> Non
     check_costs_no_memory(path, content.replace(b'"num_layers": 2', b'"num_layers":99'))
 
 
-@given(junk=st.binary(max_size=200))
-def test_any_other_file_is_unreadable(
-    tmp_path_factory: pytest.TempPathFactory, junk: bytes
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "ab12.kv"
-    path.write_bytes(junk)
-
-    with pytest.raises(SegmentUnreadable):
-        read_header(path, FILES)
-
-
 def resealed(header: bytes, body: bytes) -> bytes:
     """A header with another body, and the checksum that belongs to it."""
     magic, size, text_size, _ = struct.unpack_from("<8sQQQ", header)

@@ -208,11 +208,6 @@ class FakeEvidence:
         return self.exact
 
 
-@pytest.fixture(params=RULES)
-def rule(request: pytest.FixtureRequest) -> TokenSelector:
-    return RULES[request.param]
-
-
 def check_sets(found: Tensor, evidence: FakeEvidence, k: int) -> None:
     assert found.dtype == torch.int64
     heads = evidence.exact.shape[0] // evidence.group_size
@@ -235,6 +230,7 @@ def test_gives_k_distinct_ascending_tokens_in_range(
     check_sets(RULES[name].select(evidence, k), evidence, k)
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_is_pure(rule: TokenSelector) -> None:
     generator = torch.Generator().manual_seed(3)
     evidence = FakeEvidence(torch.rand(4, 50, generator=generator), 2)

@@ -129,7 +129,8 @@ def test_what_is_stored_is_not_stored_again(file: Path, target: Workbench, capsy
 
 def test_some_of_it(source: Workbench, target: Workbench, capsys: Said, tmp_path: Path) -> None:
     """One prefix by its tokens or its last segment, or another namespace."""
-    rows = json.loads(_ls(source, capsys))
+    assert main(["ls", "--dir", str(source.root), "--json"]) == DONE
+    rows = json.loads(capsys.readouterr().out)
     (last,) = (row["segment"] for row in rows if row["tokens"] == 3)
     ids = ",".join(map(str, LONG))
     for path, option, own, wanted in (
@@ -147,11 +148,6 @@ def test_some_of_it(source: Workbench, target: Workbench, capsys: Said, tmp_path
     check_rows(store, prompt(2, 70), namespace=TENANT)
     check_rows(store, EARLY, namespace=NONE)
     assert b"tenant" not in path.read_bytes()
-
-
-def _ls(bench: Workbench, said: Said) -> str:
-    assert main(["ls", "--dir", str(bench.root), "--json"]) == DONE
-    return said.readouterr().out
 
 
 def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: Said) -> None:
@@ -272,11 +268,7 @@ def test_an_order_that_was_learnt_stays_behind(tmp_path: Path) -> None:
     keys, values = random_kvs(shape, len(LONG), 1)
     written = write_kvs(tmp_path, info, keys, values, mapping=random_mapping(info, 2))
     own = Contents.of(IDENTITY, shape, [Prefix(len(LONG), 0, -1, info.quality, 0)], NONE)
-    write_file(
-        FileSystem(),
-        tmp_path / "file",
-        own,
-        [lambda: OpenSegment(written, FileSystem(), direct=False)],
-    )
+    opened = [lambda: OpenSegment(written, FileSystem(), direct=False)]
+    write_file(FileSystem(), tmp_path / "file", own, opened)
     tensors = load_file(tmp_path / "file")
     assert torch.equal(tensors["0.keys"], keys) and torch.equal(tensors["0.values"], values)

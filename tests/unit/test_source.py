@@ -195,10 +195,6 @@ def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
         case.close()
 
 
-def test_source_names_its_segments_in_order(several: sources.Case) -> None:
-    assert several.segment_source.segment_ids == [f"segment{n}" for n in range(5)]
-
-
 def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
     """In logical order, whatever the order on disk, and each head group apart; their scores too."""
     head_groups = head_groups_of(several.shape)
@@ -211,16 +207,14 @@ def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
     ]
 
     several.check(1, ["values"], selected)
+    assert several.segment_source.segment_ids == [f"segment{n}" for n in range(5)]
     scores = torch.rand(several.shape.num_query_heads, several.num_tokens)
     several.source.note_selection(1, selected, scores)
 
     noted, first = [], 0
     for span, part in zip(several.spans, several.parts, strict=True):
-        own, average, key = (
-            slice(part.start, part.stop),
-            span.history.average,
-            span.history.order_key,
-        )
+        own, average = slice(part.start, part.stop), span.history.average
+        key = span.history.order_key
         assert average.shape == key.shape == (2, head_groups, part.num_tokens)
         for found in (average, key):
             assert not found[0].any(), "another layer"

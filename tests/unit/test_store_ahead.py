@@ -15,12 +15,13 @@ from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.reading import read_rows, wait_for_reads
+from tests.unit.store_factory import Workbench, look_up, prompt
 
-TOKENS = stores.prompt(1, 40)
+TOKENS = prompt(1, 40)
 CHUNK_TOKENS = 8
 
 
-def disk_bytes(bench: stores.Workbench, *columns: int, num_tokens: int = len(TOKENS)) -> int:
+def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -> int:
     """Bytes of columns of all layers of a segment."""
     shape = bench.shape
     sizes = [
@@ -32,12 +33,12 @@ def disk_bytes(bench: stores.Workbench, *columns: int, num_tokens: int = len(TOK
 
 
 def bytes_of(store: PrefixStore, *, start: int = 0) -> StoredBytes:
-    return store.forecast.stored_bytes(stores.look_up(store, TOKENS).slice(start, len(TOKENS)))
+    return store.forecast.stored_bytes(look_up(store, TOKENS).slice(start, len(TOKENS)))
 
 
 def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) -> SegmentSource:
     """A request that reads all of the stored prefix, and is done."""
-    source = stores.open_source(store, stores.look_up(store, TOKENS))
+    source = stores.open_source(store, look_up(store, TOKENS))
     for layer in range(source.num_layers):
         if probe and source._shape.probe_kv_heads:
             source.read_probe(layer)
@@ -46,9 +47,7 @@ def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) ->
     return source
 
 
-def test_before_the_first_read_all_is_on_the_ssd(
-    bench: stores.Workbench, store: PrefixStore
-) -> None:
+def test_before_the_first_read_all_is_on_the_ssd(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, TOKENS)
 
     found = bytes_of(store)
@@ -59,7 +58,7 @@ def test_before_the_first_read_all_is_on_the_ssd(
     assert found.probe_bytes < found.expected(0.25) <= found.expected(0.5) <= found.expected(1.0)
 
 
-def test_a_part_counts_by_its_share_and_segments_are_added(bench: stores.Workbench) -> None:
+def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> None:
     store = stores.three_prefixes(bench)
     everything = kv.columns_of(bench.shape)
     first, second = (disk_bytes(bench, *everything, num_tokens=n) for n in (13, 27))
@@ -72,7 +71,7 @@ def test_a_part_counts_by_its_share_and_segments_are_added(bench: stores.Workben
 
 
 @pytest.mark.parametrize("cache", ["device_gb", "host_gb"])
-def test_what_is_cached_need_not_come_from_the_ssd(bench: stores.Workbench, cache: str) -> None:
+def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str) -> None:
     store = bench.open(**{cache: 0.001})
     bench.put(store, TOKENS)
     values = [column for column in kv.kv_of(bench.shape) if kv.holds_values(bench.shape, column)]
@@ -89,7 +88,7 @@ def test_what_is_cached_need_not_come_from_the_ssd(bench: stores.Workbench, cach
     assert read_layers(store).stats.ssd_bytes == 0, "which is so"
 
 
-def test_what_requests_wanted_is_expected_of_the_next_one(bench: stores.Workbench) -> None:
+def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> None:
     """Only with reading ahead: what nobody asks for is not counted."""
     for readahead in (0.0, 0.2):
         store = bench.open(readahead=readahead)
@@ -98,7 +97,7 @@ def test_what_requests_wanted_is_expected_of_the_next_one(bench: stores.Workbenc
         before = bytes_of(store)
         selected = torch.tensor([0, 3]).expand(kv.head_groups_of(bench.shape), -1)
         for _ in range(2):
-            source = stores.open_source(store, stores.look_up(store, TOKENS))
+            source = stores.open_source(store, look_up(store, TOKENS))
             for layer in range(source.num_layers):
                 read_rows(source, layer, selected)
             store.close_source(source)
@@ -116,11 +115,9 @@ def test_what_requests_wanted_is_expected_of_the_next_one(bench: stores.Workbenc
         bench.close(store)
 
 
-def test_measuring_reads_a_little_and_gives_all_back(
-    bench: stores.Workbench, store: PrefixStore
-) -> None:
+def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, TOKENS)
-    match = stores.look_up(store, TOKENS)
+    match = look_up(store, TOKENS)
     observed = store._reader.cost.observations
 
     store.measure_reading(match)
@@ -145,15 +142,15 @@ def test_measuring_reads_a_little_and_gives_all_back(
     assert store._measuring is not None, "and again"
 
 
-def test_measuring_teaches_what_a_slow_ssd_takes(bench: stores.Workbench) -> None:
+def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
     files = SlowFileSystem()
     store = bench.open(files=files)
-    bench.put(store, stores.prompt(1, 400))
+    bench.put(store, prompt(1, 400))
     files.set_rate(20.0)
     before = store.forecast.seconds_to_read(1e6)
 
     for _ in range(3):
-        store.measure_reading(stores.look_up(store, stores.prompt(1, 400)))
+        store.measure_reading(look_up(store, prompt(1, 400)))
         assert store._measuring is not None
         wait_for_reads(store._measuring)
         store.poll()
@@ -163,9 +160,9 @@ def test_measuring_teaches_what_a_slow_ssd_takes(bench: stores.Workbench) -> Non
 
 
 @pytest.mark.parametrize("damage", ["lost", "gone", "damaged header", "damaged block"])
-def test_measuring_never_fails(bench: stores.Workbench, store: PrefixStore, damage: str) -> None:
+def test_measuring_never_fails(bench: Workbench, store: PrefixStore, damage: str) -> None:
     bench.put(store, TOKENS)
-    match = stores.look_up(store, TOKENS)
+    match = look_up(store, TOKENS)
     path = stores.path_of(bench, match)
     if damage == "lost":
         stores.lose(bench, store, path.stem)
@@ -186,16 +183,16 @@ def test_measuring_never_fails(bench: stores.Workbench, store: PrefixStore, dama
         assert store.stats.segments_unreadable == 1
 
 
-def slow_store(bench: stores.Workbench) -> PrefixStore:
+def slow_store(bench: Workbench) -> PrefixStore:
     """Reads take some tenths of a second, and begin without delay."""
     store = bench.open(files=SlowFileSystem(1.0), readahead=0.5)
-    bench.put(store, stores.prompt(1, 200))
+    bench.put(store, prompt(1, 200))
     return store
 
 
-def test_a_store_that_measures_is_closed_cleanly(bench: stores.Workbench) -> None:
+def test_a_store_that_measures_is_closed_cleanly(bench: Workbench) -> None:
     store = slow_store(bench)
-    store.measure_reading(stores.look_up(store, stores.prompt(1, 200)))
+    store.measure_reading(look_up(store, prompt(1, 200)))
     measured = store._measuring
     assert measured is not None and measured.is_reading
 
@@ -207,11 +204,11 @@ def test_a_store_that_measures_is_closed_cleanly(bench: stores.Workbench) -> Non
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
-    bench: stores.Workbench, waits: bool
+    bench: Workbench, waits: bool
 ) -> None:
     """A server that ends closes its sources first, whatever they are doing."""
     store = slow_store(bench)
-    match = stores.look_up(store, stores.prompt(1, 200))
+    match = look_up(store, prompt(1, 200))
     source = store.open_source(match, 0, 200, ReadNeeds(whole=True))
     if waits:
         store.ahead.wait(source, 1e9)
@@ -229,10 +226,10 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
     assert store.stats.bytes_read_ahead < whole
 
 
-def test_what_was_read_ahead_is_used_and_counted(bench: stores.Workbench, no_gaps: None) -> None:
+def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None) -> None:
     store = bench.open(readahead=0.5)
     bench.put(store, TOKENS)
-    source = store.open_source(stores.look_up(store, TOKENS), 0, 40, ReadNeeds(whole=True))
+    source = store.open_source(look_up(store, TOKENS), 0, 40, ReadNeeds(whole=True))
     store.ahead.join(source)
     assert source.next_ahead == source.num_layers
     wait_for_reads(source)
@@ -246,7 +243,7 @@ def test_what_was_read_ahead_is_used_and_counted(bench: stores.Workbench, no_gap
     assert stats.bytes_read == stats.bytes_read_ahead == stats.bytes_read_ahead_used == whole
 
 
-def test_memory_for_reads_is_apart_from_the_host_cache(bench: stores.Workbench) -> None:
+def test_memory_for_reads_is_apart_from_the_host_cache(bench: Workbench) -> None:
     small = bench.open(host_gb=0.02, buffer_gb=0.005)
     capacity = small.cache.placement.capacity
     assert small.summary()["buffer_bytes"] == 5_000_000
@@ -257,11 +254,11 @@ def test_memory_for_reads_is_apart_from_the_host_cache(bench: stores.Workbench) 
 
 
 def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
-    bench: stores.Workbench, caplog: pytest.LogCaptureFixture
+    bench: Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = bench.open(buffer_gb=0.0011)
     bench.put(store, TOKENS)
-    spans = stores.look_up(store, TOKENS).slice(0, 40)
+    spans = look_up(store, TOKENS).slice(0, 40)
     assert store.forecast.can_read(spans, in_codes=False)
     bench.close(store)
     store = bench.open(buffer_gb=0.0001)
@@ -270,11 +267,11 @@ def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     assert caplog.text.count("raise --impress-buffer-gb") == 1
 
 
-def test_each_span_has_a_buffer_of_its_own(bench: stores.Workbench) -> None:
+def test_each_span_has_a_buffer_of_its_own(bench: Workbench) -> None:
     """Also where two are of one segment: what can be read is what a source then takes."""
     store = bench.open(buffer_gb=0.0011)
     bench.put(store, TOKENS)
-    (whole,) = stores.look_up(store, TOKENS).slice(0, 40)
+    (whole,) = look_up(store, TOKENS).slice(0, 40)
     halves = [dataclasses.replace(whole, stop=20), dataclasses.replace(whole, start=20)]
     assert store.forecast.can_read([whole], in_codes=False)
     assert not store.forecast.can_read(halves, in_codes=False)

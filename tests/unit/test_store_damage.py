@@ -14,21 +14,8 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
 from tests.damage import flip_data_bit, flip_header_bit
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    lengths,
-    look_again,
-    look_up,
-    lose,
-    name_of,
-    open_source,
-    path_of,
-    prompt,
-    three_prefixes,
-)
+from tests.unit import store_factory as stores
+from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 
 LOOKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "good": (lambda path: None, "segments_cleared"),
@@ -42,16 +29,16 @@ LOOKS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", LOOKS)
 def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, kind: str) -> None:
     damage, counter = LOOKS[kind]
-    store = three_prefixes(bench)
+    store = stores.three_prefixes(bench)
     used = store.summary()["used_bytes"]
-    path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
+    path = stores.path_of(bench, look_up(store, prompt(2, 8), "salt"))
     damage(path)
 
     store.report(SegmentUnreadable(path.stem, "a test"))
 
     assert store.summary()["segments_suspect"] == 1
     assert length(store, prompt(2, 8), namespace="salt") == 0, "not before it is found good"
-    look_again(store)
+    stores.look_again(store)
     found = {name: getattr(store.stats, name) for _, name in LOOKS.values()}
     assert found == {name: int(name == counter) for name in found}
     assert store.stats.segments_unreadable == 1
@@ -75,8 +62,8 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
 def test_a_short_part_of_a_hole_is_not_worth_a_file(
     bench: Workbench, least: int, expected: StoreOutcome
 ) -> None:
-    store = three_prefixes(bench)
-    lose(bench, store, name_of(store, prompt(1, 40)))
+    store = stores.three_prefixes(bench)
+    stores.lose(bench, store, stores.name_of(store, prompt(1, 40)))
 
     assert bench.offer(store, prompt(1, 12), min_tokens=least) is expected
 
@@ -85,7 +72,7 @@ def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> Non
     store = bench.open()
     for count in (13, 40, 60):
         bench.put(store, prompt(1, count))
-    lose(bench, store, name_of(store, prompt(1, 60), 1))
+    stores.lose(bench, store, stores.name_of(store, prompt(1, 60), 1))
     assert length(store, prompt(1, 60)) == 13
 
     assert bench.offer(store, prompt(1, 60), available_from=14) is StoreOutcome.UNREACHABLE
@@ -96,13 +83,13 @@ def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> Non
 
 def test_a_hole_is_filled_although_what_builds_on_it_goes_for_that(bench: Workbench) -> None:
     """There is no other room for its file."""
-    store = bench.open(ssd_gb=gb(2 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(2 * bench.one))
     bench.put(store, prompt(1, 8))
     bench.put(store, prompt(1, 16))
     # The quarantine counts as well.
-    lose(bench, store, name_of(store, prompt(1, 16)), gone=True)
+    stores.lose(bench, store, stores.name_of(store, prompt(1, 16)), gone=True)
     bench.put(store, prompt(2, 8))
-    source = open_source(store, look_up(store, prompt(2, 8)))
+    source = stores.open_source(store, look_up(store, prompt(2, 8)))
 
     bench.put(store, prompt(1, 8))
 
@@ -112,8 +99,8 @@ def test_a_hole_is_filled_although_what_builds_on_it_goes_for_that(bench: Workbe
 
 
 def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
-    store = three_prefixes(bench)
-    name = name_of(store, prompt(2, 8), namespace="salt")
+    store = stores.three_prefixes(bench)
+    name = stores.name_of(store, prompt(2, 8), namespace="salt")
     gate = bench.begin(store, prompt(3))
     (pending,) = [s for s in store.tree.segments() if s.state is SegmentState.PENDING]
 
@@ -124,20 +111,20 @@ def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
     assert store.stats.segments_unreadable == store.summary()["segments_suspect"] == 1
     gate.opened.set()
     store.writes.drain()
-    look_again(store)
+    stores.look_again(store)
     check_rows(store, prompt(3))
     check_rows(store, prompt(2, 8), namespace="salt")
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_file_that_is_gone_is_unreadable(bench: Workbench, number: int) -> None:
-    store = three_prefixes(bench)
+    store = stores.three_prefixes(bench)
     match = look_up(store, prompt(1, 40))
-    path_of(bench, match, number).unlink()
+    stores.path_of(bench, match, number).unlink()
     descriptors = len(os.listdir("/proc/self/fd"))
 
     with pytest.raises(SegmentUnreadable) as caught:
-        open_source(store, match, 0, 40)
+        stores.open_source(store, match, 0, 40)
 
     assert caught.value.segment_id == match.spans[number].segment.segment_id
     assert len(os.listdir("/proc/self/fd")) == descriptors, "the other file is closed again"
@@ -145,15 +132,15 @@ def test_a_file_that_is_gone_is_unreadable(bench: Workbench, number: int) -> Non
 
 
 def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(7 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(7 * bench.one))
     names = []
     for number in range(6):
         bench.put(store, prompt(number))
-        names.append(name_of(store, prompt(number)))
+        names.append(stores.name_of(store, prompt(number)))
     for number, name in enumerate(names):
         # Clocks of file systems are coarse.
         time.sleep(0.02)
-        lose(bench, store, name)
+        stores.lose(bench, store, name)
         (path,) = bench.root.glob(f"*/quarantine/{name}.kv")
         os.utime(path, (100 - number, 100 - number))
 
@@ -161,7 +148,7 @@ def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
     assert kept == sorted(names[-4:]), "those set aside last, whenever they were written"
     assert store.summary()["quarantined_bytes"] == 4 * bench.one
     bench.put_all(store, *range(3))
-    store = bench.reopen(store, ssd_gb=gb(7 * bench.one))
+    store = bench.reopen(store, ssd_gb=stores.gb(7 * bench.one))
     assert store.summary()["quarantined_bytes"] == 4 * bench.one
     bench.put(store, prompt(3))
     assert lengths(store, *range(4)) == [8] * 4, "they leave for room"
@@ -175,14 +162,14 @@ def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) 
     store.report(SegmentUnreadable(match.spans[0].segment.segment_id, "a test"))
 
     with pytest.raises(SegmentUnreadable) as caught:
-        open_source(store, match)
+        stores.open_source(store, match)
     store.report(caught.value)
 
     assert store.stats.segments_unreadable == 1
-    look_again(store)
-    store.close_source(open_source(store, match))
-    lose(bench, store, match.spans[0].segment.segment_id)
+    stores.look_again(store)
+    store.close_source(stores.open_source(store, match))
+    stores.lose(bench, store, match.spans[0].segment.segment_id)
     with pytest.raises(SegmentUnreadable) as caught:
-        open_source(store, match)
+        stores.open_source(store, match)
     store.report(caught.value)
     store.check_integrity()

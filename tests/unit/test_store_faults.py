@@ -22,25 +22,11 @@ from impress_sglang.management.writing import StoreOutcome
 from tests import damage
 from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
 from tests.unit import failing_store
+from tests.unit import store_factory as stores
 from tests.unit.failing_store import read, until_well
 from tests.unit.kv_factory import as_tokens
 from tests.unit.reading import read_rows
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    index_of,
-    length,
-    lengths,
-    look_again,
-    look_up,
-    lose,
-    name_of,
-    open_source,
-    path_of,
-    prompt,
-    recover,
-    until,
-)
+from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 from tests.unit.waiting import wait_until
 
 faults, bench, store = failing_store.faults, failing_store.bench, failing_store.store
@@ -132,7 +118,7 @@ def test_writes_that_hang_are_given_up_and_their_slots_with_them(
     assert bench.abandoned == bench.done == [prompt(1)]
     assert store.health.state == "read-only"
     faults.clear()
-    until(store, lambda: not store.writes)
+    stores.until(store, lambda: not store.writes)
     until_well(store)
 
 
@@ -157,17 +143,17 @@ def test_the_index_has_all_once_the_disk_is_well(
 ) -> None:
     """Not only with the next change: until then a kill would cost a start that reads headers."""
     bench.put(store, prompt(1))
-    (old,) = index_of(bench)
+    (old,) = stores.index_of(bench)
     with faults.injected(Rule(fault, SQL)):
         bench.offer(store, prompt(2))
         store.writes.drain()
         store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
         # Whatever the writing thread has to do, for it does it in order.
         store.writes.written_before(0.0).result()
-    assert not store._keeper.undeleted and set(index_of(bench)) == {old}
+    assert not store._keeper.undeleted and set(stores.index_of(bench)) == {old}
     until_well(store)
     store.writes.written_before(0.0).result()
-    assert set(index_of(bench)) == {own.segment_id for own in store.tree.segments()} != {old}
+    assert set(stores.index_of(bench)) == {own.segment_id for own in store.tree.segments()} != {old}
 
 
 def test_a_directory_that_goes_and_comes_back(
@@ -181,7 +167,7 @@ def test_a_directory_that_goes_and_comes_back(
     own.write_text("what stands there now is not ours")
     with pytest.raises(PrefixUnreadable):
         read(store, prompt(1, 40))
-    until(store, lambda: store.health.state == "degraded")
+    stores.until(store, lambda: store.health.state == "degraded")
 
     assert length(store, prompt(1, 40)) == 0
     assert bench.offer(store, prompt(2)) is StoreOutcome.UNAVAILABLE
@@ -201,10 +187,10 @@ def test_what_is_purged_while_the_directory_is_away_does_not_come_back(
     shutil.move(bench.root, tmp_path / "away")
     store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
     store.writes.written_before(0.0)
-    until(store, lambda: bool(store._keeper.undeleted))
+    stores.until(store, lambda: bool(store._keeper.undeleted))
     shutil.move(tmp_path / "away", bench.root)
     until_well(store)
-    until(store, lambda: not store._keeper.undeleted)
+    stores.until(store, lambda: not store._keeper.undeleted)
 
     assert len(bench.files()) == 1
     bench.close(store)
@@ -217,7 +203,7 @@ def test_what_is_purged_while_the_disk_refuses_leaves_later(
 ) -> None:
     """Also from quarantine, and from the file of the pins, where its tokens stand."""
     bench.put_all(store, 1, 2)
-    lose(bench, store, name_of(store, prompt(1)))
+    stores.lose(bench, store, stores.name_of(store, prompt(1)))
     assert store.pins.pin(store.namespace(""), as_tokens(prompt(2))) is None
     store.writes.written_before(0.0).result()
     (pins,) = bench.root.glob("*/pins.json")
@@ -242,7 +228,7 @@ def test_a_directory_that_was_removed_begins_anew(
     shutil.rmtree(bench.root)
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
-    until(store, lambda: store.health.state == "degraded")
+    stores.until(store, lambda: store.health.state == "degraded")
     until_well(store)
 
     assert "was removed; it begins anew" in caplog.text
@@ -272,7 +258,7 @@ def test_nothing_is_made_in_the_place_of_a_disk_that_is_not_mounted(bench: Workb
     bench.root.mkdir()
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
-    until(store, lambda: "not mounted" in store.health.summary()["last_failure"])
+    stores.until(store, lambda: "not mounted" in store.health.summary()["last_failure"])
 
     assert store.health.state == "degraded"
     assert list(bench.root.iterdir()) == []
@@ -303,7 +289,7 @@ def test_the_free_space_may_not_be_known(
     """`statvfs` of a directory that is gone once killed the server."""
     monkeypatch.setattr("impress_sglang.management.monitor.MEASURE_SECONDS", 0.0)
     with faults.injected(Rule("EIO", "free_bytes")):
-        until(store, lambda: store.health.state == "degraded")
+        stores.until(store, lambda: store.health.state == "degraded")
     until_well(store)
 
 
@@ -312,13 +298,13 @@ def test_a_folder_of_the_store_that_was_removed_is_made_anew(
     bench: Workbench, store: PrefixStore, folder: str
 ) -> None:
     bench.put(store, prompt(1, 40))
-    path = path_of(bench, look_up(store, prompt(1, 40)))
+    path = stores.path_of(bench, look_up(store, prompt(1, 40)))
     shutil.rmtree(next(bench.root.glob(f"*/{folder}")))
     if path.exists():
         damage.flip_data_bit(path)
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
-    until(store, lambda: store.stats.segments_gone + store.stats.segments_quarantined == 1)
+    stores.until(store, lambda: store.stats.segments_gone + store.stats.segments_quarantined == 1)
     bench.offer(store, prompt(2, 40))
     store.writes.drain()
     until_well(store)
@@ -339,7 +325,7 @@ def test_a_long_chain_of_segments_can_lose_its_head(
         assert bench.offer(store, tokens[: turn + 1]) is StoreOutcome.ACCEPTED
     store.writes.drain()
     first = next(store.tree.segments())
-    lose(bench, store, first.segment_id, gone=True)
+    stores.lose(bench, store, first.segment_id, gone=True)
     assert first.state is SegmentState.LOST
 
     assert length(store, tokens) == 0
@@ -388,16 +374,16 @@ def test_what_is_written_while_a_failed_disk_is_asked_is_not_lost(
 ) -> None:
     bench.put(store, prompt(1))
     gate = bench.begin(store, prompt(2))
-    name = name_of(store, prompt(1))
+    name = stores.name_of(store, prompt(1))
     hang = Rule("hang", "open-write", "*/probe")
     faults.add(hang)
     store.report(StoreUnavailable(name, "a test"))
-    until(store, lambda: hang.hits)
+    stores.until(store, lambda: hang.hits)
     gate.opened.set()
     store.writes.drain()
     faults.clear()
-    recover(store)
-    look_again(store)
+    stores.recover(store)
+    stores.look_again(store)
     store.check_integrity()
     assert lengths(store, 1, 2) == [8, 8]
     assert len(bench.files()) == 2
@@ -407,7 +393,7 @@ def test_a_file_that_cannot_be_closed_hurts_nobody(
     bench: Workbench, store: PrefixStore, faults: Faults
 ) -> None:
     bench.put(store, prompt(1))
-    source = open_source(store, look_up(store, prompt(1)))
+    source = stores.open_source(store, look_up(store, prompt(1)))
     with faults.injected(Rule("EIO", "close", "*.kv")):
         store.close_source(source)
     store.check_integrity()
@@ -417,12 +403,12 @@ def test_an_engine_that_cannot_be_made_again_is_asked_for_later(
     bench: Workbench, store: PrefixStore, faults: Faults
 ) -> None:
     bench.put(store, prompt(1))
-    source = open_source(store, look_up(store, prompt(1)))
+    source = stores.open_source(store, look_up(store, prompt(1)))
     faults.add(Rule("raise", "start", count=1), Rule("EMFILE", "engine", count=2))
     with pytest.raises(StoreUnavailable) as caught:
         read_rows(source, 0, None)
     store.report(caught.value)
     store.close_source(source)
-    recover(store)
-    look_again(store)
+    stores.recover(store)
+    stores.look_again(store)
     check_rows(store, prompt(1))

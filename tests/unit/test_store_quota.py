@@ -15,42 +15,26 @@ from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import store_factory
+from tests.unit import store_factory as stores
 from tests.unit.kv_factory import stored_segment
-from tests.unit.store_factory import (
-    QUARTER,
-    Room,
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    lengths,
-    look_up,
-    lose,
-    name_of,
-    open_source,
-    path_of,
-    prompt,
-    recover,
-    use,
-)
+from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 from tests.unit.waiting import wait_until
 
-bench = store_factory.bench_of_one_shape
+bench = stores.bench_of_one_shape
 
 
 def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
     """Only reading is use: a look-up happens for every waiting request, again and again."""
-    store = bench.open(ssd_gb=gb(3 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(3 * bench.one))
     bench.put_all(store, 1, 2, 3)
-    use(store, prompt(1))
+    stores.use(store, prompt(1))
     look_up(store, prompt(2))
 
     bench.put(store, prompt(4))
 
     assert lengths(store, 1, 2, 3, 4) == [8, 0, 8, 8]
     assert store.stats.segments_evicted == 1
-    use(store, prompt(3))
+    stores.use(store, prompt(3))
     bench.put(store, prompt(5))
     assert lengths(store, 1, 3, 4, 5) == [0, 8, 8, 8]
     bench.close(store)
@@ -59,7 +43,7 @@ def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
 
 def test_an_offer_that_does_not_fit_in_the_end_evicts_nothing(bench: Workbench) -> None:
     """What is being written stays, and so does what it builds on."""
-    store = bench.open(ssd_gb=gb(4 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(4 * bench.one))
     bench.put(store, prompt(1))
     bench.put(store, prompt(2, 8))
     gate = bench.begin(store, prompt(2, 16))
@@ -74,7 +58,7 @@ def test_an_offer_that_does_not_fit_in_the_end_evicts_nothing(bench: Workbench) 
 
 
 def test_the_free_space_floor_is_kept(bench: Workbench) -> None:
-    files = Room(1_000_000 + bench.one - 1)
+    files = stores.Room(1_000_000 + bench.one - 1)
     store = bench.open(min_free_gb=0.001, files=files)
     assert bench.offer(store, prompt(1)) is StoreOutcome.NO_SPACE
 
@@ -85,7 +69,7 @@ def test_the_free_space_floor_is_kept(bench: Workbench) -> None:
 
 
 def test_bytes_that_are_still_written_are_not_free(bench: Workbench) -> None:
-    store = bench.open(files=Room(2 * bench.one))
+    store = bench.open(files=stores.Room(2 * bench.one))
     gates = [bench.begin(store, prompt(n)) for n in (1, 2)]
 
     assert bench.offer(store, prompt(3)) is StoreOutcome.NO_SPACE
@@ -94,7 +78,7 @@ def test_bytes_that_are_still_written_are_not_free(bench: Workbench) -> None:
 
 
 def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
-    files = Room()
+    files = stores.Room()
     store = bench.open(files=files)
     bench.put_all(store, 1, 2)
     files.leave(store, 100)
@@ -119,7 +103,7 @@ def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
 
 def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Workbench) -> None:
     lookahead = LookAhead()
-    store = bench.open(ssd_gb=gb(2 * bench.one), lookahead=lookahead)
+    store = bench.open(ssd_gb=stores.gb(2 * bench.one), lookahead=lookahead)
     bench.put_all(store, 1, 2)
     lookahead.wait("waits", look_up(store, prompt(1)).spans)
     bench.put(store, prompt(3))
@@ -134,10 +118,10 @@ def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Work
 
 
 def test_quarantine_leaves_before_anything_else(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(3 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(3 * bench.one))
     bench.put_all(store, 1, 2, 3)
     for number in (1, 2):
-        lose(bench, store, name_of(store, prompt(number)))
+        stores.lose(bench, store, stores.name_of(store, prompt(number)))
     assert store.summary()["quarantined_bytes"] == 2 * bench.one
 
     bench.put_all(store, 4, 5)
@@ -155,11 +139,11 @@ def test_without_the_room_that_was_made_nothing_is_written(
 ) -> None:
     """Also where the disk takes writes: what should have gone is still there."""
     files = FaultyFileSystem()
-    store = bench.open(ssd_gb=gb(2 * bench.one), files=files)
+    store = bench.open(ssd_gb=stores.gb(2 * bench.one), files=files)
     bench.put_all(store, 1, 2)
     if what == "quarantine":
-        lose(bench, store, name_of(store, prompt(1)))
-    name = name_of(store, prompt(1)) if what == "a segment" else "quarantine"
+        stores.lose(bench, store, stores.name_of(store, prompt(1)))
+    name = stores.name_of(store, prompt(1)) if what == "a segment" else "quarantine"
     stays = {own.name for own in bench.root.rglob("*.kv")}
 
     with files.faults.injected(Rule("EIO", "unlink", path="*.kv")):
@@ -174,7 +158,7 @@ def test_without_the_room_that_was_made_nothing_is_written(
         assert store._quota.missing(0) == pytest.approx(bench.one, abs=1000)
 
     assert name in caplog.text
-    recover(store)
+    stores.recover(store)
     store.check_index()
     bench.put_all(store, 3, 4)
     wait_until(lambda: len(list(bench.root.rglob("*.kv*"))) == 2)
@@ -186,13 +170,13 @@ def test_what_was_offered_before_a_file_stayed_is_not_written(bench: Workbench) 
     files, store = FaultyFileSystem(), bench.open()
     bench.put(store, prompt(1, 64))
     (long,) = store.tree.segments()
-    store = bench.reopen(store, files=files, ssd_gb=gb(long.file_bytes + bench.one))
+    store = bench.reopen(store, files=files, ssd_gb=stores.gb(long.file_bytes + bench.one))
     gate = bench.begin(store, prompt(2))
     with files.faults.injected(Rule("EIO", "unlink", path="*.kv")):
         assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
         assert length(store, prompt(1, 64)) == 0
         store.health.failed("something else", OSError("a test"), reading=False)
-        recover(store)
+        stores.recover(store)
         assert bench.offer(store, prompt(4)) is StoreOutcome.ACCEPTED
         gate.opened.set()
         store.writes.drain()
@@ -205,16 +189,16 @@ def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
 ) -> None:
     """It is tried again now and then."""
     files = FaultyFileSystem()
-    store = bench.open(ssd_gb=gb(4 * bench.one), files=files)
+    store = bench.open(ssd_gb=stores.gb(4 * bench.one), files=files)
     bench.put_all(store, *range(4))
-    name = path_of(bench, look_up(store, prompt(0))).name
+    name = stores.path_of(bench, look_up(store, prompt(0))).name
     if what == "quarantine":
-        lose(bench, store, name_of(store, prompt(0)))
+        stores.lose(bench, store, stores.name_of(store, prompt(0)))
     with files.faults.injected(Rule("EPERM", "unlink", path=f"*{name}")):
         assert bench.offer(store, prompt(4)) is StoreOutcome.ACCEPTED
         store.writes.drain()
         assert length(store, prompt(4)) == 0
-        recover(store)
+        stores.recover(store)
         for number in range(5, 9):
             store._keeper.indexed().result()
             bench.put(store, prompt(number))
@@ -227,7 +211,7 @@ def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
 
 def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
     """Its least recently used prefix goes, not what nobody has used for longer elsewhere."""
-    store = bench.open(ssd_gb=gb(9 * bench.one), namespace_gb=gb(2 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(9 * bench.one), namespace_gb=stores.gb(2 * bench.one))
     bench.put(store, prompt(1), namespace="other")
     bench.put_all(store, 2, 3, namespace="own")
     store.tree.touch(look_up(store, prompt(2), "own"))
@@ -239,7 +223,7 @@ def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
     assert bench.offer(store, prompt(5, 40), namespace="own") is StoreOutcome.NO_SPACE
     assert lengths(store, 2, 4, namespace="own") == [8, 8]
     bench.put(store, prompt(5), namespace="third")
-    source = open_source(store, look_up(store, prompt(2), "own"))
+    source = stores.open_source(store, look_up(store, prompt(2), "own"))
     bench.put(store, prompt(6), namespace="own")
     assert lengths(store, 2, 4, 6, namespace="own") == [8, 0, 8]
     store.close_source(source)
@@ -247,10 +231,10 @@ def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
 
 def test_who_has_more_than_it_may_goes_first(bench: Workbench) -> None:
     """As after a restart with less for each; nobody is asked for more than is too much."""
-    store = bench.open(ssd_gb=gb(4 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(4 * bench.one))
     bench.put(store, prompt(1), namespace="other")
     bench.put_all(store, 2, 3, 4, namespace="own")
-    small = {"ssd_gb": gb(4 * bench.one), "namespace_gb": gb(2 * bench.one)}
+    small = {"ssd_gb": stores.gb(4 * bench.one), "namespace_gb": stores.gb(2 * bench.one)}
     store = bench.reopen(store, **small)
 
     bench.put(store, prompt(5), namespace="third")
@@ -264,7 +248,7 @@ def test_who_has_more_than_it_may_goes_first(bench: Workbench) -> None:
 
 def test_a_prefix_may_take_the_place_of_its_own_tail(bench: Workbench) -> None:
     """As without namespaces: what shares little with it goes, and what both begin with stays."""
-    store = bench.open(namespace_gb=gb(2 * bench.one))
+    store = bench.open(namespace_gb=stores.gb(2 * bench.one))
     bench.put(store, prompt(1))
     bench.put(store, (*prompt(1), *prompt(7)))
     bench.put(store, (*prompt(1), 700, *prompt(8)[1:]))
@@ -274,14 +258,14 @@ def test_a_prefix_may_take_the_place_of_its_own_tail(bench: Workbench) -> None:
 
 def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Workbench) -> None:
     """Beside the last segment of the match there is a worse version of the same tokens."""
-    store = bench.open(ssd_gb=gb(2 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(2 * bench.one))
     worse, best, offered = ((1, *prompt(number, 7)) for number in (2, 3, 4))
-    bench.put(store, worse, quality=QUARTER)
+    bench.put(store, worse, quality=stores.QUARTER)
     (read,) = store.tree.segments()
     bench.put(store, best)
     store._readers.acquire(read)
 
-    assert bench.offer(store, offered, quality=QUARTER) is StoreOutcome.NO_SPACE
+    assert bench.offer(store, offered, quality=stores.QUARTER) is StoreOutcome.NO_SPACE
 
     store._readers.release(read.segment_id)
     check_rows(store, best)
@@ -291,7 +275,7 @@ def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Wor
 def test_prompts_that_begin_alike_replace_each_other(bench: Workbench) -> None:
     """With room for one, each further prompt was refused for ever."""
     prompts = [(1, *prompt(number, 7)) for number in range(2, 6)]
-    store = bench.open(ssd_gb=gb(bench.one))
+    store = bench.open(ssd_gb=stores.gb(bench.one))
     for tokens in prompts:
         bench.put(store, tokens)
         assert length(store, tokens) == 8
@@ -299,7 +283,7 @@ def test_prompts_that_begin_alike_replace_each_other(bench: Workbench) -> None:
 
 
 def test_a_prompt_that_shares_most_of_another_does_not_replace_it(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(bench.one))
+    store = bench.open(ssd_gb=stores.gb(bench.one))
     bench.put(store, prompt(1))
 
     assert bench.offer(store, (*prompt(1)[:6], 1, 2)) is StoreOutcome.NO_SPACE
@@ -335,7 +319,7 @@ def test_without_a_limit_nothing_is_ever_spent() -> None:
 
 def test_what_is_over_the_budget_is_not_stored(bench: Workbench) -> None:
     """What was given up costs nothing; what is there stays there, and the next store goes on."""
-    store = bench.open(write_gb_per_day=gb(1.9 * bench.one))
+    store = bench.open(write_gb_per_day=stores.gb(1.9 * bench.one))
     bench.begin(store, prompt(9))
     store.writes.abandon()
     store.writes.drain()

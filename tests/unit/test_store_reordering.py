@@ -25,33 +25,18 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from tests.faults import FaultyFileSystem, Rule
+from tests.unit import store_factory as stores
 from tests.unit.kv_factory import flip_byte, head_groups_of, kv_of, row_size
 from tests.unit.reading import read_rows
-from tests.unit.store_factory import (
-    Room,
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    look_again,
-    look_up,
-    lose,
-    name_of,
-    open_source,
-    path_of,
-    prompt,
-    recover,
-    until,
-    use,
-)
+from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 from tests.unit.waiting import wait_until
 
 
-def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options: Any) -> None:
+def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int) -> None:
     """A request whose layers all select the same tokens of a stored prefix."""
-    match = look_up(store, tokens, **options)
+    match = look_up(store, tokens)
     assert match.num_tokens == len(tokens)
-    source = open_source(store, match)
+    source = stores.open_source(store, match)
     shape = store._shape
     selected = torch.tensor(sorted(chosen)).expand(head_groups_of(shape), -1)
     for layer in range(shape.num_layers):
@@ -61,15 +46,23 @@ def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options:
     store.close_source(source)
 
 
+def put_selected(
+    bench: Workbench, store: PrefixStore, tokens: tuple[int, ...], *chosen: int
+) -> None:
+    """A prefix is stored, and a request selects some of its tokens."""
+    bench.put(store, tokens)
+    select(store, tokens, *chosen)
+
+
 def finish(store: PrefixStore) -> None:
     """Poll until nothing is left to reorder, and old files are removed."""
-    until(store, lambda: not store.reorders.summary()["pending"])
+    stores.until(store, lambda: not store.reorders.summary()["pending"])
     store._keeper.indexed().result()
 
 
 def mapping_of(bench: Workbench, store: PrefixStore, tokens: Sequence[int]) -> np.ndarray:
     """Mapping lists of the file that holds the first of the tokens."""
-    mapping = read_header(path_of(bench, look_up(store, tokens)), FileSystem()).mapping
+    mapping = read_header(stores.path_of(bench, look_up(store, tokens)), FileSystem()).mapping
     assert mapping is not None
     return mapping
 
@@ -107,16 +100,15 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 
 
 def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 40))
-    select(store, prompt(1, 40), 3, 17, 39)
-    old = path_of(bench, look_up(store, prompt(1, 40)))
+    put_selected(bench, store, prompt(1, 40), 3, 17, 39)
+    old = stores.path_of(bench, look_up(store, prompt(1, 40)))
     used = store.summary()["used_bytes"]
 
     assert store.reorders.enqueue(force=True) == 1
     assert store.reorders.summary()["pending"] == 1
     finish(store)
 
-    new = path_of(bench, look_up(store, prompt(1, 40)))
+    new = stores.path_of(bench, look_up(store, prompt(1, 40)))
     assert new != old and bench.files() == {new.name}
     (segment,) = store.tree.segments()
     assert segment.segment_id == new.stem and segment.info.generation == 1
@@ -136,16 +128,16 @@ def test_mapping_lists_count(bench: Workbench, store: PrefixStore) -> None:
     before = segment.file_bytes
     select(store, tokens, 3, 17)
     reorder(store)
-    assert before < segment.file_bytes == path_of(bench, look_up(store, tokens)).stat().st_size
+    path = stores.path_of(bench, look_up(store, tokens))
+    assert before < segment.file_bytes == path.stat().st_size
     assert store.summary()["used_bytes"] == segment.file_bytes
     check_rows(bench.reopen(store), tokens)
 
 
 def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PrefixStore) -> None:
     """And who removes what is old is told that it has another name."""
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
-    os.utime(path_of(bench, look_up(store, prompt(1))), (1.5, 1.5))
+    put_selected(bench, store, prompt(1), 3)
+    os.utime(stores.path_of(bench, look_up(store, prompt(1))), (1.5, 1.5))
     expiry = Expiry(0)
 
     def old() -> list[str]:
@@ -155,7 +147,7 @@ def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PrefixStore)
     (first,) = old()
     reorder(store)
     assert expiry.end_asking(store, 3600.0)
-    assert path_of(bench, look_up(store, prompt(1))).stat().st_mtime == 1.5
+    assert stores.path_of(bench, look_up(store, prompt(1))).stat().st_mtime == 1.5
     (second,) = old()
     assert second != first and not expiry.end_asking(store, 3600.0)
 
@@ -165,8 +157,7 @@ def test_where_no_age_can_be_set_it_begins_anew(
 ) -> None:
     files = FaultyFileSystem()
     store = bench.open(files=files)
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     with files.faults.injected(Rule("EPERM", "date")):
         reorder(store)
     assert store.reorders.summary()["segments"] == 1 and store.health.state == "ok"
@@ -175,8 +166,7 @@ def test_where_no_age_can_be_set_it_begins_anew(
 
 def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PrefixStore) -> None:
     tokens = prompt(1, 20)
-    bench.put(store, tokens)
-    select(store, tokens, 3, 17)
+    put_selected(bench, store, tokens, 3, 17)
     select(store, tokens, 3, 11)
     average = next(store.tree.segments()).history.average  # type: ignore[union-attr]
     reorder(store)
@@ -198,7 +188,7 @@ def test_the_key_decides_what_the_order_is_by(
     """All tokens are selected, but one has more of the attention."""
     store, tokens = bench.open(reorder_key=key), prompt(1)
     bench.put(store, tokens)
-    source = open_source(store, look_up(store, tokens))
+    source = stores.open_source(store, look_up(store, tokens))
     importance = torch.ones(4, 8)
     importance[:, 5] = 7.0
     head_groups = head_groups_of(bench.shape)
@@ -213,8 +203,7 @@ def test_a_store_that_is_left_changes_nothing_that_is_awaited(bench: Workbench, 
     """Its second half closes on another thread, and the next store has the queue by then."""
     lookahead = LookAhead()
     store = bench.open(lookahead=lookahead)
-    bench.put(store, prompt(1, 40))
-    select(store, prompt(1, 40), 7, 3)
+    put_selected(bench, store, prompt(1, 40), 7, 3)
     (segment,) = store.tree.segments()
     old_id = segment.segment_id
     held.begin(store)
@@ -238,7 +227,7 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
 
     reorder(store)
 
-    use(store, left)
+    stores.use(store, left)
     mapping = mapping_of(bench, store, left)
     for own in mapping.reshape(-1, 40):
         assert sorted(own[:21].tolist()) == list(range(21))
@@ -248,9 +237,8 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
 
 
 def test_only_what_was_selected_from_is_reordered(bench: Workbench, store: PrefixStore) -> None:
-    for number in (1, 2, 3):
-        bench.put(store, prompt(number))
-    use(store, prompt(1))
+    bench.put_all(store, 1, 2, 3)
+    stores.use(store, prompt(1))
     select(store, prompt(2), 4)
 
     reorder(store)
@@ -277,14 +265,13 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
     """There is room for the values of one layer, and the reordered ones were read more often."""
     room = sum(8 * row_size(bench.shape, column) for column in bench.shape.value_columns)
     store = bench.open(device_gb=room / 1e9)
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     for _ in range(5):
         select(store, prompt(1), *range(8))
     reorder(store)
 
     for number in (2, 1, 1):
-        source = open_source(store, look_up(store, prompt(number)))
+        source = stores.open_source(store, look_up(store, prompt(number)))
         read_rows(source, 0, None, keys=False)
         store.close_source(source)
 
@@ -295,12 +282,11 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
 def test_a_segment_that_is_lost_meanwhile_stays_lost(
     bench: Workbench, store: PrefixStore, held: Held
 ) -> None:
-    bench.put(store, prompt(1, 20))
+    put_selected(bench, store, prompt(1, 20), 3, 17)
     bench.put(store, prompt(2))
-    select(store, prompt(1, 20), 3, 17)
     held.begin(store)
 
-    lose(bench, store, name_of(store, prompt(1, 20)))
+    stores.lose(bench, store, stores.name_of(store, prompt(1, 20)))
     assert bench.offer(store, prompt(1, 20)) is StoreOutcome.ACCEPTED
     store.writes.drain()
     held.end(store)
@@ -317,8 +303,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     bench: Workbench, store: PrefixStore, held: Held
 ) -> None:
     """Else a server that is killed before it looks again would find it at its next start."""
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     held.begin(store)
 
     assert Purge().step(store).tokens == 8
@@ -336,8 +321,7 @@ def test_a_new_file_that_nobody_has_seen_yet_is_purged(
     bench: Workbench, store: PrefixStore
 ) -> None:
     """As where no batch comes after it."""
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    put_selected(bench, store, prompt(1), 3)
     store.reorders.enqueue(force=True)
     store.poll()
     assert store.reorders._job is not None
@@ -354,8 +338,7 @@ def test_a_purged_file_that_cannot_be_removed_is_tried_again(bench: Workbench, h
     """It had no name yet."""
     files = FaultyFileSystem()
     store = bench.open(files=files)
-    bench.put(store, prompt(1, 1000))
-    select(store, prompt(1, 1000), 3)
+    put_selected(bench, store, prompt(1, 1000), 3)
     (segment,) = store.tree.segments()
     held.begin(store)
     (old,) = bench.files()
@@ -364,17 +347,16 @@ def test_a_purged_file_that_cannot_be_removed_is_tried_again(bench: Workbench, h
         held.end(store)
     assert len(bench.files()) == 1 and old not in bench.files()
     assert max(store._keeper.undeleted.values()) > segment.file_bytes, "it has mapping lists"
-    recover(store)
+    stores.recover(store)
     wait_until(lambda: not bench.files())
 
 
 @pytest.mark.parametrize("room", [2, 4])
 def test_a_rewrite_waits_for_removals_that_make_room(bench: Workbench, room: int) -> None:
     """The two are not in order."""
-    store = bench.open(ssd_gb=gb(room * bench.one))
-    bench.put(store, prompt(1))
+    store = bench.open(ssd_gb=stores.gb(room * bench.one))
+    put_selected(bench, store, prompt(1), 3)
     bench.put(store, prompt(2))
-    select(store, prompt(1), 3)
     stuck = threading.Event()
     store._keeper._submit(stuck.wait, 30)
     try:
@@ -392,17 +374,14 @@ def test_a_rewrite_waits_for_removals_that_make_room(bench: Workbench, room: int
 def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
     bench: Workbench, held: Held
 ) -> None:
-    store = bench.open(ssd_gb=gb(4 * bench.one))
+    store = bench.open(ssd_gb=stores.gb(4 * bench.one))
     for number in (1, 2):
-        bench.put(store, prompt(number))
-        select(store, prompt(number), 3)
+        put_selected(bench, store, prompt(number), 3)
     held.begin(store)
     assert store.reorders.summary()["pending"] == 2
-    use(store, prompt(1))
-    bench.put(store, prompt(3))
-
-    bench.put(store, prompt(4))
-    assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [8, 0, 8, 8], "1 is being read"
+    stores.use(store, prompt(1))
+    bench.put_all(store, 3, 4)
+    assert lengths(store, 1, 2, 3, 4) == [8, 0, 8, 8], "1 is being read"
     held.end(store)
 
     assert store.reorders.summary()["segments"] == 1
@@ -411,10 +390,9 @@ def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
 
 @pytest.mark.parametrize("limit", ["quota", "free space"])
 def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held, limit: str) -> None:
-    files = Room()
-    store = bench.open(files=files, ssd_gb=gb(2 * bench.one) if limit == "quota" else 1.0)
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    files = stores.Room()
+    store = bench.open(files=files, ssd_gb=stores.gb(2 * bench.one) if limit == "quota" else 1.0)
+    put_selected(bench, store, prompt(1), 3)
     if limit == "free space":
         files.leave(store, 2 * bench.one - 1)
     held.begin(store)
@@ -431,12 +409,11 @@ def test_a_new_file_whose_folder_cannot_be_synced_is_not_left_behind(bench: Work
     """It has its name already."""
     files = FaultyFileSystem()
     store = bench.open(files=files)
-    bench.put(store, prompt(1, 20))
-    select(store, prompt(1, 20), 3)
+    put_selected(bench, store, prompt(1, 20), 3)
     with files.faults.injected(Rule("EIO", "sync_directory", "*/segments/??")):
         store.reorders.enqueue(force=True)
-        until(store, lambda: store.reorders.summary()["failed"])
-    recover(store)
+        stores.until(store, lambda: store.reorders.summary()["failed"])
+    stores.recover(store)
     store.writes.drain()
 
     wait_until(lambda: len(bench.files()) == 1)
@@ -448,13 +425,12 @@ def test_a_new_file_whose_folder_cannot_be_synced_is_not_left_behind(bench: Work
 
 @pytest.mark.parametrize("reason", ["quota", "free space"])
 def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
-    store = bench.open(ssd_gb=gb(2 * bench.one - 4096))
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    store = bench.open(ssd_gb=stores.gb(2 * bench.one - 4096))
+    put_selected(bench, store, prompt(1), 3)
     name = bench.files()
     if reason == "free space":
         bench.close(store)
-        store = bench.open(min_free_gb=1e-9, files=Room(bench.one))
+        store = bench.open(min_free_gb=1e-9, files=stores.Room(bench.one))
         select(store, prompt(1), 3)
 
     reorder(store)
@@ -467,14 +443,13 @@ def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
 
 
 def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 20))
+    put_selected(bench, store, prompt(1, 20), 3, 17)
     bench.put(store, prompt(2))
-    select(store, prompt(1, 20), 3, 17)
-    path = path_of(bench, look_up(store, prompt(1, 20)))
+    path = stores.path_of(bench, look_up(store, prompt(1, 20)))
     flip_byte(path, path.stat().st_size - 4096)
 
     reorder(store)
-    look_again(store)
+    stores.look_again(store)
 
     store.check_integrity()
     assert store.reorders.summary()["failed"] == 1
@@ -504,9 +479,10 @@ def spread_store(bench: Workbench, **options: Any) -> PrefixStore:
     return store
 
 
-def select_spread(store: PrefixStore, first: int = 0) -> None:
+def select_spread(store: PrefixStore, first: int = 0, *, times: int = 1) -> None:
     tokens = spread_prompt(store._shape)
-    select(store, tokens, *range(first, len(tokens), 16))
+    for _ in range(times):
+        select(store, tokens, *range(first, len(tokens), 16))
 
 
 def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) -> None:
@@ -531,8 +507,7 @@ def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) 
 
 def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_gaps: None) -> None:
     store = spread_store(bench)
-    for _ in range(2):
-        select_spread(store)
+    select_spread(store, times=2)
 
     assert store.reorders.enqueue() == 1
     finish(store)
@@ -544,8 +519,7 @@ def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_g
     assert store.stats.bytes_read - before == together
     (segment,) = store.tree.segments()
     assert segment.history is not None and segment.history.ssd_bytes == together
-    for _ in range(60):
-        select_spread(store)
+    select_spread(store, times=60)
     assert segment.history.ssd_bytes > segment.file_bytes
     store.reorders.enqueue()
     finish(store)
@@ -555,8 +529,7 @@ def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_g
 
 def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
     store = spread_store(bench, device_gb=0.001)
-    for _ in range(20):
-        select_spread(store)
+    select_spread(store, times=20)
 
     assert store.reorders.enqueue() == 0
 
@@ -565,8 +538,7 @@ def test_a_segment_that_is_being_rewritten_is_not_queued_again(
     bench: Workbench, held: Held
 ) -> None:
     store = spread_store(bench)
-    for _ in range(2):
-        select_spread(store)
+    select_spread(store, times=2)
     held.begin(store)
 
     store.reorders.enqueue()
@@ -581,8 +553,7 @@ def test_reordering_begins_at_each_interval(
     now = [1000.0]
     monkeypatch.setattr(reorder_queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store = spread_store(bench, reorder_interval=600.0)
-    for _ in range(2):
-        select_spread(store)
+    select_spread(store, times=2)
     now[0] += 599
     store.poll()
     assert store.reorders.summary()["pending"] == 0
@@ -592,8 +563,7 @@ def test_reordering_begins_at_each_interval(
     assert store.reorders.summary()["pending"] == 1
     finish(store)
 
-    for _ in range(4):
-        select_spread(store, 5)
+    select_spread(store, 5, times=4)
     now[0] += 590
     store.poll()
     assert store.reorders.summary()["not_worth"] == 0, "not looked at again"
@@ -605,8 +575,7 @@ def test_reordering_begins_at_each_interval(
 def test_closing_finishes_the_rewrite_in_work_and_forgets_the_others(bench: Workbench) -> None:
     store = bench.open()
     for number in (1, 2):
-        bench.put(store, prompt(number))
-        select(store, prompt(number), 3)
+        put_selected(bench, store, prompt(number), 3)
     store.reorders.enqueue(force=True)
     store.poll()
 

@@ -15,6 +15,7 @@ from impress_sglang.storage.quality import EXACT
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
+from tests.unit.store_factory import Workbench, check_rows, check_three_prefixes, look_up, prompt
 
 
 def overwrite(path: Path, start: int, stop: int) -> None:
@@ -39,19 +40,19 @@ CATALOG_DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", CATALOG_DAMAGE)
-def test_everything_is_found_without_the_index(bench: stores.Workbench, damage: str) -> None:
+def test_everything_is_found_without_the_index(bench: Workbench, damage: str) -> None:
     bench.close(stores.three_prefixes(bench))
     (catalog,) = bench.root.glob("*/catalog.sqlite")
 
     CATALOG_DAMAGE[damage](catalog)
 
     store = bench.open()
-    stores.check_three_prefixes(store)
-    stores.check_three_prefixes(bench.reopen(store))
+    check_three_prefixes(store)
+    check_three_prefixes(bench.reopen(store))
 
 
 def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") -> bool:
-    match = stores.look_up(store, tokens, namespace)
+    match = look_up(store, tokens, namespace)
     if not match.num_tokens:
         return False
     try:
@@ -67,18 +68,18 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
 @pytest.mark.parametrize(
     ("column", "value", "asked"),
     [
-        ("tokens", kv.as_tokens(stores.prompt(7, 13)).tobytes(), stores.prompt(7, 13)),
-        ("namespace", None, stores.prompt(1, 13)),
-        ("quality", "[0, 1.0, 16.0, 1.0]", stores.prompt(1, 13)),
+        ("tokens", kv.as_tokens(prompt(7, 13)).tobytes(), prompt(7, 13)),
+        ("namespace", None, prompt(1, 13)),
+        ("quality", "[0, 1.0, 16.0, 1.0]", prompt(1, 13)),
     ],
 )
 def test_a_row_that_says_other_things_than_its_file_is_not_believed(
-    bench: stores.Workbench, store: PrefixStore, column: str, value: object, asked: tuple[int, ...]
+    bench: Workbench, store: PrefixStore, column: str, value: object, asked: tuple[int, ...]
 ) -> None:
     """A bit that flips must not lend KVs to other tokens or tenants, nor make them exact."""
     quality = stores.QUARTER if column == "quality" else EXACT
-    bench.put(store, stores.prompt(1, 13), quality=quality)
-    assert is_served(store, stores.prompt(1, 13)) == (quality == EXACT), "guards this test"
+    bench.put(store, prompt(1, 13), quality=quality)
+    assert is_served(store, prompt(1, 13)) == (quality == EXACT), "guards this test"
     salted = store.namespace("salt")
     bench.close(store)
     assert (
@@ -104,7 +105,7 @@ ROW_DAMAGE = {
 
 @pytest.mark.parametrize("statement", ROW_DAMAGE.values(), ids=ROW_DAMAGE)
 def test_a_wrong_row_costs_nothing_that_is_right_on_the_disk(
-    bench: stores.Workbench, statement: str
+    bench: Workbench, statement: str
 ) -> None:
     """SQLite has no checksums: a bit that flips in a row cost the file, or the start."""
     bench.close(stores.three_prefixes(bench))
@@ -112,16 +113,16 @@ def test_a_wrong_row_costs_nothing_that_is_right_on_the_disk(
 
     store = bench.open()
 
-    stores.check_three_prefixes(store)
-    stores.check_three_prefixes(bench.reopen(store))
+    check_three_prefixes(store)
+    check_three_prefixes(bench.reopen(store))
     assert not list(bench.root.glob("*/quarantine/*"))
 
 
 def test_a_row_without_a_file_is_dropped(
-    bench: stores.Workbench, caplog: pytest.LogCaptureFixture
+    bench: Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = stores.three_prefixes(bench)
-    path = stores.path_of(bench, stores.look_up(store, stores.prompt(2, 8), "salt"))
+    path = stores.path_of(bench, look_up(store, prompt(2, 8), "salt"))
     bench.close(store)
     path.unlink()
 
@@ -130,8 +131,8 @@ def test_a_row_without_a_file_is_dropped(
     store.check_integrity()
     assert path.stem in caplog.text
     assert len(store.tree) == 2
-    assert stores.length(store, stores.prompt(2, 8), namespace="salt") == 0
-    stores.check_rows(store, stores.prompt(1, 40))
+    assert stores.length(store, prompt(2, 8), namespace="salt") == 0
+    check_rows(store, prompt(1, 40))
     caplog.clear()
     bench.reopen(store)
     assert path.stem not in caplog.text, "said once"
@@ -139,11 +140,9 @@ def test_a_row_without_a_file_is_dropped(
 
 @pytest.mark.parametrize("change", [-1, -4096, 1, 4096])
 @pytest.mark.parametrize("with_row", [True, False])
-def test_a_file_of_a_wrong_size_is_set_aside(
-    bench: stores.Workbench, change: int, with_row: bool
-) -> None:
+def test_a_file_of_a_wrong_size_is_set_aside(bench: Workbench, change: int, with_row: bool) -> None:
     store = stores.three_prefixes(bench)
-    path = stores.path_of(bench, stores.look_up(store, stores.prompt(2, 8), "salt"))
+    path = stores.path_of(bench, look_up(store, prompt(2, 8), "salt"))
     bench.close(store)
     os.truncate(path, path.stat().st_size + change)
     if not with_row:
@@ -152,18 +151,18 @@ def test_a_file_of_a_wrong_size_is_set_aside(
     store = bench.open()
 
     store.check_integrity()
-    assert stores.length(store, stores.prompt(2, 8), namespace="salt") == 0
+    assert stores.length(store, prompt(2, 8), namespace="salt") == 0
     assert not path.exists()
     assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
-    stores.check_rows(store, stores.prompt(1, 40))
+    check_rows(store, prompt(1, 40))
 
 
-def test_a_file_of_another_model_is_not_adopted(bench: stores.Workbench) -> None:
+def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
     store = bench.open()
-    bench.put(store, stores.prompt(1))
-    folder = stores.path_of(bench, stores.look_up(store, stores.prompt(1))).parent
+    bench.put(store, prompt(1))
+    folder = stores.path_of(bench, look_up(store, prompt(1))).parent
     place = {"segment_id": folder.name + "0" * 30, "identity": stores.OTHER_IDENTITY}
-    info = kv.make_info(bench.shape, stores.prompt(5), **place)
+    info = kv.make_info(bench.shape, prompt(5), **place)
     bench.close(store)
     kv.write_kvs(folder, info, *kv.random_kvs(bench.shape, 8, seed=1))
 
@@ -175,10 +174,10 @@ def test_a_file_of_another_model_is_not_adopted(bench: stores.Workbench) -> None
 
 @pytest.mark.parametrize("with_rows", [True, False])
 def test_a_copy_of_a_segment_under_another_name_does_no_harm(
-    bench: stores.Workbench, store: PrefixStore, with_rows: bool
+    bench: Workbench, store: PrefixStore, with_rows: bool
 ) -> None:
-    bench.put(store, stores.prompt(1))
-    path = stores.path_of(bench, stores.look_up(store, stores.prompt(1)))
+    bench.put(store, prompt(1))
+    path = stores.path_of(bench, look_up(store, prompt(1)))
     bench.close(store)
     for digit in ("0", "f"):
         path.with_name(f"{path.name[:2]}{digit * 30}.kv").write_bytes(path.read_bytes())
@@ -187,7 +186,7 @@ def test_a_copy_of_a_segment_under_another_name_does_no_harm(
 
     store = bench.reopen(bench.open())
 
-    stores.check_rows(store, stores.prompt(1))
+    check_rows(store, prompt(1))
     assert store.summary()["used_bytes"] == bench.one
     assert len(bench.files()) == 1
 
@@ -195,21 +194,21 @@ def test_a_copy_of_a_segment_under_another_name_does_no_harm(
 @pytest.mark.parametrize("digits", ["07", "70"])
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_of_two_files_in_one_place_the_newer_is_kept(
-    bench: stores.Workbench, monkeypatch: pytest.MonkeyPatch, digits: str, unreadable: bool
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, digits: str, unreadable: bool
 ) -> None:
     """A power loss has brought one back that was removed, without its row."""
     names = [uuid.UUID(digit * 31 + "1") for digit in digits] + [uuid.uuid4() for _ in range(9)]
     monkeypatch.setattr("uuid.uuid4", lambda: names.pop(0))
     store = bench.open()
-    bench.put(store, stores.prompt(1, 13))
-    older = stores.path_of(bench, stores.look_up(store, stores.prompt(1, 13)))
+    bench.put(store, prompt(1, 13))
+    older = stores.path_of(bench, look_up(store, prompt(1, 13)))
     content = older.read_bytes()
     stores.lose(bench, store, older.stem, gone=True)
-    bench.put(store, stores.prompt(1, 13))
-    bench.put(store, stores.prompt(1, 40))
-    bench.put(store, stores.prompt(2))
-    newer = stores.path_of(bench, stores.look_up(store, stores.prompt(1, 13)))
-    other = stores.path_of(bench, stores.look_up(store, stores.prompt(2)))
+    bench.put(store, prompt(1, 13))
+    bench.put(store, prompt(1, 40))
+    bench.put(store, prompt(2))
+    newer = stores.path_of(bench, look_up(store, prompt(1, 13)))
+    other = stores.path_of(bench, look_up(store, prompt(2)))
     bench.close(store)
     older.write_bytes(content)
     files = FaultyFileSystem()
@@ -221,48 +220,46 @@ def test_of_two_files_in_one_place_the_newer_is_kept(
 
     store = bench.open(files=files)
 
-    stores.check_rows(store, stores.prompt(1, 40))
+    check_rows(store, prompt(1, 40))
     bench.close(store)
     assert bench.files() >= {newer.name, other.name} and len(bench.files()) == 3
-    stores.check_rows(bench.open(), stores.prompt(1, 40))
+    check_rows(bench.open(), prompt(1, 40))
 
 
-def test_what_an_exact_sibling_hides_outlives_a_restart(bench: stores.Workbench) -> None:
+def test_what_an_exact_sibling_hides_outlives_a_restart(bench: Workbench) -> None:
     """An approximate chat; then an exact prompt that begins like it and goes on otherwise."""
     store = bench.open()
-    chat, exact = stores.prompt(1, 40), (*stores.prompt(1, 13), *stores.prompt(5, 9))
-    bench.put(store, stores.prompt(1, 24), quality=stores.QUARTER)
+    chat, exact = prompt(1, 40), (*prompt(1, 13), *prompt(5, 9))
+    bench.put(store, prompt(1, 24), quality=stores.QUARTER)
     bench.put(store, chat, quality=stores.QUARTER)
     bench.put(store, exact)
-    hider = stores.path_of(bench, stores.look_up(store, exact))
+    hider = stores.path_of(bench, look_up(store, exact))
 
     store = bench.reopen(store)
 
     assert len(store.tree) == len(bench.files()) == 3
     assert stores.length(store, chat, quality=stores.QUARTER) == 13
     stores.lose(bench, store, hider.stem)
-    stores.check_rows(store, chat, quality=stores.QUARTER, rows_of=stores.QUARTER)
+    check_rows(store, chat, quality=stores.QUARTER, rows_of=stores.QUARTER)
 
 
 @pytest.mark.parametrize("caches", [{}, {"device_gb": 0.01}, {"host_gb": 0.01}])
-def test_another_chunk_size_after_a_restart(
-    bench: stores.Workbench, caches: dict[str, float]
-) -> None:
+def test_another_chunk_size_after_a_restart(bench: Workbench, caches: dict[str, float]) -> None:
     """Each segment keeps the chunks that it was written with."""
     store = stores.three_prefixes(bench, **caches)
 
     store = bench.reopen(store, chunk_tokens=24, **caches)
 
     for _ in range(2):
-        stores.check_three_prefixes(store)
-    bench.put(store, stores.prompt(1, 100))
-    stores.check_rows(store, stores.prompt(1, 100))
+        check_three_prefixes(store)
+    bench.put(store, prompt(1, 100))
+    check_rows(store, prompt(1, 100))
 
 
-def test_no_file_stays_open_after_closing(bench: stores.Workbench) -> None:
+def test_no_file_stays_open_after_closing(bench: Workbench) -> None:
     before = len(os.listdir("/proc/self/fd"))
     store = stores.three_prefixes(bench)
-    stores.check_three_prefixes(store)
+    check_three_prefixes(store)
 
     bench.close(store)
 

@@ -14,17 +14,9 @@ from impress_sglang.management.writing import StoreOutcome
 from tests import damage
 from tests.faults import Faults, FaultyFileSystem, Rule, read_only
 from tests.unit import failing_store
+from tests.unit import store_factory as stores
 from tests.unit.failing_store import read, shared_prefix, until_well
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    look_up,
-    path_of,
-    prompt,
-    until,
-)
+from tests.unit.store_factory import Workbench, check_rows, length, look_up, prompt
 
 faults, bench, store = failing_store.faults, failing_store.bench, failing_store.store
 
@@ -35,32 +27,31 @@ def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
     """It cannot be set aside there; what else is stored is served all the same."""
     bench.put(store, prompt(1, 40))
     bench.put(store, prompt(2, 40))
-    path = path_of(bench, look_up(store, prompt(1, 40)))
+    path = stores.path_of(bench, look_up(store, prompt(1, 40)))
     faults.add(*read_only())
     damage.flip_data_bit(path)
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
-    until(store, lambda: store.health.state != "ok")
-    deadline = time.monotonic() + 0.5
-    while time.monotonic() < deadline:
+    stores.until(store, lambda: store.health.state != "ok")
+    for _ in range(50):
         store.poll()
         assert store.health.readable
         time.sleep(0.01)
     check_rows(store, prompt(2, 40))
     assert length(store, prompt(1, 40)) == 0
     faults.clear()
-    until(store, lambda: store.stats.segments_quarantined == 1)
+    stores.until(store, lambda: store.stats.segments_quarantined == 1)
 
 
 def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: Faults) -> None:
     """As behind a bad sector, before looks have decided."""
-    store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(bench.one))
+    store = bench.open(files=FaultyFileSystem(faults), ssd_gb=stores.gb(bench.one))
     bench.put(store, prompt(1))
-    path = path_of(bench, look_up(store, prompt(1)))
+    path = stores.path_of(bench, look_up(store, prompt(1)))
     with faults.injected(Rule("EIO", "read|block", f"*{path.name}")):
         with pytest.raises(StoreUnavailable):
             read(store, prompt(1))
-        until(store, lambda: store.health.state == "ok")
+        stores.until(store, lambda: store.health.state == "ok")
         bench.put(store, prompt(2))
         check_rows(store, prompt(2))
     assert len(bench.files()) == 1
@@ -76,7 +67,7 @@ def frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def looks_at(faults: Faults, store: PrefixStore, rule: Rule, count: int) -> None:
     """Until so many looks have found the fault."""
     before = faults.hits[rule.name]
-    until(store, lambda: faults.hits[rule.name] >= before + count)
+    stores.until(store, lambda: faults.hits[rule.name] >= before + count)
 
 
 def test_a_segment_behind_a_bad_sector_is_set_aside(
@@ -89,7 +80,7 @@ def test_a_segment_behind_a_bad_sector_is_set_aside(
         with pytest.raises(StoreUnavailable):
             read(store, chats[0])
         assert length(store, chats[0]) == 0, "it is not used before it is known to be good"
-        until(store, lambda: store.stats.segments_quarantined == 1)
+        stores.until(store, lambda: store.stats.segments_quarantined == 1)
 
         assert store.health.state == "ok" and store.summary()["segments_suspect"] == 0
         assert not path.exists()
@@ -134,9 +125,9 @@ def test_a_look_that_was_under_way_when_the_disk_came_back_does_not_count(
         store.report(SegmentUnreadable(path.stem, "a test"))
         looks_at(faults, store, sector, MOST_LOOKS - 1)
         (suspect,) = store._looks._suspects.values()
-        until(store, lambda: suspect.look is not None)
+        stores.until(store, lambda: suspect.look is not None)
         store._looks.hurry()
-        until(store, lambda: suspect.look is None)
+        stores.until(store, lambda: suspect.look is None)
         assert suspect.looks <= 0 and path.exists()
     until_well(store)
     check_rows(store, chats[0])
@@ -151,7 +142,7 @@ def test_what_was_set_aside_does_not_come_back_with_a_power_loss(
     damage.flip_data_bit(path)
     with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
-    until(store, lambda: store.stats.segments_quarantined == 1)
+    stores.until(store, lambda: store.stats.segments_quarantined == 1)
     files.power_loss(database="lost")
     bench.forget(store)
 
@@ -170,7 +161,7 @@ def test_at_a_start_what_cannot_be_read_is_left_where_it_is(
     for index in bench.root.glob("*/catalog.sqlite*"):
         index.unlink()
     with faults.injected(Rule("EMFILE", "open", f"*{path.name}")):
-        store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(used))
+        store = bench.open(files=FaultyFileSystem(faults), ssd_gb=stores.gb(used))
         assert length(store, chats[0]) == 0
     assert bench.offer(store, prompt(3)) is StoreOutcome.NO_SPACE
     assert len(bench.files()) == 3

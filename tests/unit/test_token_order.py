@@ -23,6 +23,8 @@ from tests.unit.kv_factory import PROBE, head_group_of, kv_of, make_shape, row_s
 SHAPE = make_shape(layers=2, kv_heads=2, query_heads=2, key_dim=256, value_dim=256)
 # A row of keys takes a quarter of a block, a row of values half of one, of each of two heads.
 HEAD_GROUPS = make_shape(layers=2, kv_heads=2, query_heads=4, key_dim=256, value_dim=512, probe=())
+# There are no other keys, and a row of values takes three blocks.
+LONG_ROWS = make_shape(layers=2, kv_heads=1, query_heads=1, value_dim=3072)
 BLOCK = 4096
 
 
@@ -70,7 +72,9 @@ def brute_force(
     total = 0.0
     for column in kv_of(where.shape):
         row_bytes, head_group = row_size(where.shape, column), head_group_of(where.shape, column)
-        # The larger of a block and a gap, but a gap is inside one chunk.
+        if not row_bytes:
+            continue
+        # The largest of a block, a row and a gap, but a gap is inside one chunk.
         unit = max(BLOCK, min(gap_bytes, where.chunk_tokens * row_bytes))
         rows = max(1, round(unit / row_bytes))
         for layer, chosen in itertools.product(
@@ -87,7 +91,7 @@ def brute_force(
     return total
 
 
-@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "no probe heads"])
+@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS, LONG_ROWS])
 @pytest.mark.parametrize("gap_bytes", [0, 6000, 1 << 20])
 def test_expected_bytes_are_those_of_all_selections(gap_bytes: int, shape: KVShape) -> None:
     pick = np.random.default_rng(5)
@@ -99,19 +103,6 @@ def test_expected_bytes_are_those_of_all_selections(gap_bytes: int, shape: KVSha
         for order in (None, mapping):
             expected = brute_force(average, order, where, gap_bytes)
             assert expected_bytes(average, order, where, gap_bytes) == pytest.approx(expected)
-
-
-def test_probe_keys_do_not_count_and_a_column_without_heads_takes_nothing() -> None:
-    shape = make_shape(layers=1, kv_heads=1, query_heads=1, key_dim=1024, value_dim=1024)
-    certain = averages([1.0] * 8)
-
-    assert expected_bytes(certain, None, layout(8, shape), 0) == 8 * BLOCK, "the values alone"
-
-
-def test_a_row_larger_than_a_block_is_its_own_unit() -> None:
-    shape = make_shape(layers=1, kv_heads=1, query_heads=1, key_dim=8, value_dim=3072)
-
-    assert expected_bytes(averages([1.0, 0.5]), None, layout(2, shape), 0) == 1.5 * 3 * BLOCK
 
 
 @given(first=SOME, gap=st.sampled_from([0, 6000, 2 * BLOCK]))

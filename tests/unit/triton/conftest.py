@@ -112,10 +112,15 @@ def _method(function: Any) -> Any:
 
 
 @pytest.fixture
-def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that a GPU would do with kernels is done with them, on CPU tensors."""
+def interpreted(device: str) -> None:
+    """Kernels run on CPU tensors."""
     if device == "cuda":
         pytest.skip("stores, caches and pools of these tests are on the CPU")
+
+
+@pytest.fixture
+def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that a GPU would do with kernels is done with them."""
     use_kernels(monkeypatch)
 
 

@@ -34,12 +34,7 @@ KERNELS = (codes, gather, scores)
 CPU = torch.device("cpu")
 FRAMES = 7
 
-
-@pytest.fixture(autouse=True)
-def interpreted(device: str) -> None:
-    """Kernels run on CPU tensors."""
-    if device == "cuda":
-        pytest.skip("caches and pools of these tests are on the CPU")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 class Frames:
@@ -164,14 +159,8 @@ def test_a_layer_is_loaded_alike(
         folder.mkdir()
         if kernels:
             use_kernels(monkeypatch)
-        device_pages, host_pages = pages
         case = CodedCase(
-            folder,
-            PREFIXES[name],
-            reader,
-            shape=shape,
-            device_pages=device_pages,
-            host_pages=host_pages,
+            folder, PREFIXES[name], reader, shape=shape, device_pages=pages[0], host_pages=pages[1]
         )
         # The same slots in both, whichever was made first.
         case.slots = torch.arange(case.num_tokens).flip(0) + 2

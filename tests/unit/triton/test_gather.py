@@ -115,11 +115,10 @@ def check_gather(
 ) -> None:
     """All of the pools' memory is as the oracle leaves it."""
     wanted, found = pools.on("cpu"), pools.on(device)
-    both = len(wish.addresses) == 2
-    gather.gather_reference(
-        wish.targets([wanted.keys, wanted.values][: 1 + both], "cpu"), wish.unit, memories
-    )
-    targets = wish.targets([found.keys, found.values][: 1 + both], device)
+    count = len(wish.addresses)
+    targets = wish.targets([wanted.keys, wanted.values][:count], "cpu")
+    gather.gather_reference(targets, wish.unit, memories)
+    targets = wish.targets([found.keys, found.values][:count], device)
     size = pools.memory.element_size()
     gather.gather(targets, wish.unit, grain_bytes=grain or wish.unit * size)
     assert not torch.equal(bits(wanted.memory), bits(pools.memory))
@@ -138,28 +137,19 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("unit", "dims", "heads", "k"), SHAPES)
-def test_rows_of_all_heads(
+def test_rows_of_all_heads_and_of_head_groups_in_any_order(
     device: str, dtype: torch.dtype, unit: int, dims: tuple[int, int], heads: int, k: int
 ) -> None:
-    """One head group: a row has the vectors of all heads."""
     memories, pools = make_memories(unit, dtype, device), Pools.make(64, heads, dims, dtype)
+    slots, heads_of = torch.randperm(64)[:k], [tuple(range(heads))] * 2
+    # One head group: a row has the vectors of all heads.
     addresses = [random_addresses(memories, (k, heads * dim // unit)) for dim in dims]
-    wish = Wish(unit, addresses, [tuple(range(heads))] * 2, torch.randperm(64)[:k])
-    check_gather(pools, wish, memories, device)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("unit", "dims", "heads", "k"), SHAPES)
-def test_rows_of_head_groups_in_any_order(
-    device: str, dtype: torch.dtype, unit: int, dims: tuple[int, int], heads: int, k: int
-) -> None:
-    """A head group per head: two spans have some of the positions each, none has the rest."""
-    memories, pools = make_memories(unit, dtype, device), Pools.make(64, heads, dims, dtype)
+    check_gather(pools, Wish(unit, addresses, heads_of, slots), memories, device)
+    # A head group per head: two spans have some of the positions each, none has the rest.
     positions = torch.randperm(k * heads)[: max(1, k * heads - 3)]
     addresses = [random_addresses(memories, (len(positions), dim // unit)) for dim in dims]
-    heads_of = [tuple(range(heads))] * 2
-    for slots in (torch.randperm(64)[:k], None):
-        wish = Wish(unit, addresses, heads_of, slots, positions, head_groups=heads)
+    for own in (slots, None):
+        wish = Wish(unit, addresses, heads_of, own, positions, head_groups=heads)
         check_gather(pools, wish, memories, device)
 
 

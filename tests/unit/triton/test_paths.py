@@ -22,7 +22,6 @@ from tests.unit.triton.conftest import use_kernels
 # Kernels are interpreted only in modules that were imported before.
 KERNELS = (gather_kernels, score_module)
 
-
 CASES = [
     "several-segments, tiny, reordered: cut-rows-float32",
     "several-segments, tiny score, logical: tiny-float16",
@@ -54,6 +53,7 @@ def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
     return layers
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -64,7 +64,6 @@ def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
     ],
 )
 def test_a_layer_is_loaded_alike(
-    device: str,
     name: str,
     rule: PaperSelector | H2OSelector,
     tmp_path: Path,
@@ -72,8 +71,6 @@ def test_a_layer_is_loaded_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Probing, choosing and loading; what is cached meanwhile is the same."""
-    if device == "cuda":
-        pytest.skip("the stores of these tests are on the CPU")
     # What is read through is measured, and differs from run to run.
     monkeypatch.setattr(ReadCost, "gap_bytes", 0)
     folders = [tmp_path / "torch", tmp_path / "kernels"]

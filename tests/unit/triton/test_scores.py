@@ -140,15 +140,17 @@ def test_more_parts_than_are_added_up_at_once(device: str, monkeypatch: pytest.M
     Request(device, 100, 33 * 64 - 7, 0, 1, 1).check()
 
 
-def test_keys_may_stand_in_other_heads_of_a_pool(device: str) -> None:
+def test_keys_and_queries_may_be_views_of_larger_memory(device: str) -> None:
     request = Request(device, 7, 70, 66, 6, 2, dtype=BRAIN)
     heads = (1, 4)
+    wide = torch.full((7, 12, 100), math.nan, dtype=BRAIN, device=device)
+    queries = wide[:, ::2, 3:67].copy_(request.queries)
     pools = {
         "prefix_keys": in_pool(request.prefix, (0, 1), 3)[:, :2],
         "resident_keys": in_pool(request.resident, heads, 5),
         "new_keys": in_pool(request.new, heads, 5),
     }
-    request.check(**pools, heads=heads)
+    request.check(queries=queries, **pools, heads=heads)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +184,6 @@ def test_the_last_queries_see_all_new_tokens_before_them(device: str, n: int, la
     # To them the others are what is resident.
     before = torch.cat([request.resident, request.new[:-last]])
     assert_same(found, oracle(queries, request.prefix, before, request.new[-last:], SCALING))
-
-
-def test_queries_may_be_a_view(device: str) -> None:
-    request = Request(device, 9, 40, 2, 4, 2, dtype=BRAIN)
-    wide = torch.full((9, 8, 100), math.nan, dtype=BRAIN, device=device)
-    view = wide[:, ::2, 3:67]
-    view.copy_(request.queries)
-    request.check(queries=view)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])

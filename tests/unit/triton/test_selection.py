@@ -61,11 +61,11 @@ def assert_sets(tokens: Tensor, rows: int, k: int, m: int) -> None:
     assert tokens.min() >= 0 and tokens.max() < m
 
 
-def assert_best(tokens: Tensor, summed: Tensor, k: int) -> None:
+def assert_best(tokens: Tensor, summed: Tensor, k: int, rtol: float = 0) -> None:
     """The tokens' scores are the k best, whichever of equal ones were taken."""
     assert_sets(tokens, len(summed), k, summed.shape[1])
     found = summed.gather(1, tokens.long()).sort(descending=True).values
-    torch.testing.assert_close(found, summed.topk(k).values, rtol=0, atol=0)
+    torch.testing.assert_close(found, summed.topk(k).values, rtol=rtol, atol=0)
 
 
 def distinct_sums(rows: int, group_size: int, m: int) -> Tensor:
@@ -129,11 +129,8 @@ def test_importance_of_many_tokens(device: str) -> None:
     """Sums are rounded in another order than the oracle's."""
     m, k, group_size = 100_000, 25_000, 4
     scores = (4 * torch.randn(2 * group_size, m)).softmax(1)
-    tokens = selection.top_tokens_per_head(scores.to(device), group_size, k).cpu().long()
-    assert_sets(tokens.int(), 2, k, m)
-    summed = summed_groups(scores, group_size)
-    found = summed.gather(1, tokens).sort(descending=True).values
-    torch.testing.assert_close(found, summed.topk(k).values, rtol=1e-6, atol=0)
+    tokens = selection.top_tokens_per_head(scores.to(device), group_size, k).cpu()
+    assert_best(tokens, summed_groups(scores, group_size), k, rtol=1e-6)
 
 
 def test_rows_may_be_apart(device: str) -> None:
@@ -192,13 +189,6 @@ def test_decision_where_similarity_and_threshold_differ_by_rounding(device: str)
         choice = run_choice(scores, 4, threshold, device)
         assert choice.similarity == similarity
         assert choice.alike == (similarity > threshold)
-
-
-def test_all_tokens_are_alike_only_below_one(device: str) -> None:
-    scores = importance(3, 50, 0.5)
-    assert not run_choice(scores, 50, 1.0, device).alike
-    choice = run_choice(scores, 50, 0.99, device)
-    assert choice.alike and choice.tokens.tolist() == list(range(50))
 
 
 @pytest.mark.parametrize("k", [16, 700])

@@ -37,7 +37,6 @@ from impress_sglang.triton import scores as score_module
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.reading import ScatteredSlots, layer_inputs
 from tests.unit.source_factory import Case, opened
-from tests.unit.triton.conftest import use_kernels
 
 Action = Callable[[], None]
 
@@ -118,10 +117,8 @@ class FakeFence:
 
 
 @pytest.fixture(params=[True, False], ids=["late copies", "early copies"])
-def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+def fake(kernels: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
     """What kernels do is done on it; the host waits for it before it looks at scores."""
-    if device == "cuda":
-        pytest.skip("there streams are real")
     fake = Device(late_copies=request.param)
     stream = type("OwnStream", (FakeCopyStream,), {"device": fake})
     fence = type("OwnFence", (FakeFence,), {"device": fake})
@@ -145,7 +142,6 @@ def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cache_module, "CopyStream", stream)
     for own in (moves_module, gather_module, frames_module):
         monkeypatch.setattr(own, "Fence", fence)
-    use_kernels(monkeypatch)
     return fake
 
 

@@ -42,7 +42,6 @@ from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape, random_kvs
 from tests.unit.reading import load_layer
 from tests.unit.source_factory import SEVERAL, CacheKind, Case, Part, open_case
-from tests.unit.triton.conftest import use_kernels
 
 CPU = torch.device("cpu")
 CHUNK = 8
@@ -95,10 +94,8 @@ class Launches:
 
 
 @pytest.fixture
-def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """What a GPU would do with kernels is done with them, on CPU tensors."""
-    if device == "cuda":
-        pytest.skip("the stores of these tests are on the CPU")
+def launches(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What a GPU would do with kernels is done with them."""
     launches, run, begin = Launches(), InterpretedFunction.run, SegmentSource.__init__
 
     def noted(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -111,7 +108,6 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     monkeypatch.setattr(InterpretedFunction, "run", noted)
     monkeypatch.setattr(SegmentSource, "__init__", on_accelerator)
-    use_kernels(monkeypatch)
     return launches
 
 
