@@ -73,16 +73,20 @@ def reorder(store: PrefixStore) -> None:
 
 
 class Held:
-    """Holds every rewrite before it publishes its file."""
+    """Holds every rewrite before it publishes its file, or when it has `published` it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.published = False
         self.entered, self.go_on = threading.Event(), threading.Event()
         monkeypatch.setattr(segment_rewriter, "write_segment", self._write)
 
     def _write(self, *args: Any, **kwargs: Any) -> None:
+        if self.published:
+            write_segment(*args, **kwargs)
         self.entered.set()
         assert self.go_on.wait(30)
-        write_segment(*args, **kwargs)
+        if not self.published:
+            write_segment(*args, **kwargs)
 
     def begin(self, store: PrefixStore) -> None:
         store.reorders.enqueue(force=True)
@@ -279,11 +283,14 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
     assert source.stats.chunks_accessed == head_groups_of(bench.shape)
 
 
+@pytest.mark.parametrize("published", [False, True])
 def test_a_segment_that_is_lost_meanwhile_stays_lost(
-    bench: Workbench, store: PrefixStore, held: Held
+    bench: Workbench, store: PrefixStore, held: Held, published: bool
 ) -> None:
+    """Also if its new file is there already."""
     put_selected(bench, store, prompt(1, 20), 3, 17)
     bench.put(store, prompt(2))
+    held.published = published
     held.begin(store)
 
     stores.lose(bench, store, stores.name_of(store, prompt(1, 20)))
