@@ -322,18 +322,25 @@ class World:
 
     def prefill(self, rid: str, first: int, fork: int = TOKENS) -> Save:
         """A pass begins that completes a prompt; its write waits for the layers."""
-        req, (row, _) = self.request(rid, prompt_of(first, fork)), self._row(TOKENS)
+        return self._begin_save(rid, prompt_of(first, fork))
+
+    def _begin_save(self, rid: str, tokens: Sequence[int]) -> Save:
+        req, (row, _) = self.request(rid, tokens), self._row(len(tokens))
         req.kv = SimpleNamespace(req_pool_idx=row)
         self.cache._known.note(req)
-        (save,) = self.cache.passes.begin_saves([rid], [TOKENS]).values()
+        (save,) = self.cache.passes.begin_saves([rid], [len(tokens)]).values()
         return save
 
-    def store_prompt(self, first: int, fork: int = TOKENS) -> None:
+    def store(self, tokens: Sequence[int]) -> None:
         """A prompt is in the store, and nothing is resident."""
-        self.prefill("stored", first, fork).open(SHAPE.num_layers)
+        self._begin_save("stored", tokens).open(SHAPE.num_layers)
         self.runtime.store.writes.drain()
         del self.cache._saves._begun["stored"]
-        assert self.flush() and self.stored(first) == TOKENS
+        assert self.flush()
+
+    def store_prompt(self, first: int, fork: int = TOKENS) -> None:
+        self.store(prompt_of(first, fork))
+        assert self.stored(first) == TOKENS
         assert self.files() == (1 if fork == TOKENS else 2)
 
     def make_resident(self, tokens: Sequence[int], namespace: str | None = None) -> None:
