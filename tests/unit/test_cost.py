@@ -130,14 +130,6 @@ def test_a_guess_that_is_far_too_slow_is_left_behind(wrong: float) -> None:
     assert cost.solve() == pytest.approx((1.0, 0.01), rel=0.15)
 
 
-def test_the_first_guess_stands_until_something_was_seen() -> None:
-    cost = TwoTermCost(3e-3, 5e-9)
-
-    assert cost.observations == 0
-    assert cost.solve() == pytest.approx((3e-3, 5e-9))
-    assert cost.seconds(2, 1e6) == pytest.approx(6e-3 + 5e-3)
-
-
 def test_short_ones_count_as_much_as_long_ones() -> None:
     """The cost of x shows in short ones only, of which there are as many."""
     cost = TwoTermCost(1.0, 1.0)
