@@ -151,16 +151,7 @@ def test_the_probe_column_is_of_no_head_group() -> None:
 
 def test_sizes_of_a_known_model_with_codes() -> None:
     """The same model: 16 groups of tokens in the base, and a unit has 64 tokens of a head."""
-    shape = kv.make_shape(
-        layers=32,
-        query_heads=32,
-        kv_heads=8,
-        key_dim=128,
-        value_dim=128,
-        dtype=torch.bfloat16,
-        probe=(),
-        coded=True,
-    )
+    shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True)
     layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
     codes = layout.codes
 
