@@ -28,6 +28,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Priority, read_header
 from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
+from tests.unit.spying import calls_of
 from tests.unit.waiting import wait_until
 
 
@@ -241,9 +242,7 @@ def test_a_long_purge_by_age_looks_up_ages_once(
     world.compute("a", 2000)
     world.compute("b", 2000, prompt=OTHER)
     make_old(world)
-    asked, writes = list[float](), world.runtime.store.writes
-    look = writes.written_before
-    monkeypatch.setattr(writes, "written_before", lambda s: asked.append(s) or look(s))
+    asked = calls_of(monkeypatch, world.runtime.store.writes, "written_before")
     answers = purged_by_age(world, input_ids=STORED)
     assert sorted(own["segments"] for own in answers) == [0, 1]
     assert len(asked) == 1 and not len(world.runtime.served.purges)
