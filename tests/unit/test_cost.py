@@ -144,10 +144,6 @@ def test_short_ones_count_as_much_as_long_ones() -> None:
 FACTORS = st.floats(-4, 4)
 
 
-def took(x: float, y: float, power: float) -> float:
-    return (x * 1e-3 + y * 1e-6) * 10**power
-
-
 @pytest.mark.parametrize(("count", "seconds"), [(300, 1e-3), (300, 0.1), (300, 20.0), (1, 0.7)])
 def test_identical_observations_are_explained(count: int, seconds: float) -> None:
     """They cannot tell the terms apart, but say what both make together: one more than a guess."""
@@ -169,7 +165,7 @@ def test_any_observations_leave_both_terms_finite_and_positive(
     """Also where they are the same again and again."""
     cost = TwoTermCost(1e-3, 1e-6)
     for x, y, power in observations * times:
-        cost.observe(x, y, took(x, y, power))
+        cost.observe(x, y, (x * 1e-3 + y * 1e-6) * 10**power)
 
         for term in cost.solve():
             assert math.isfinite(term) and term > 0

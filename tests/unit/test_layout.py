@@ -45,20 +45,22 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
     )
 
 
+def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
+    """Bytes on disk of each chunk of a column."""
+    count = -(-layout.num_tokens // layout.chunk_tokens)
+    own = layout.shape, column, layout.chunk_tokens, layout.num_tokens
+    return [kv.chunk_disk_bytes(*own, chunk) for chunk in range(count)]
+
+
 def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
     """(offset, bytes with padding) of every chunk that has bytes, and of codes, in file order."""
     extents = []
     for layer in range(layout.shape.num_layers):
         extents += [
-            (
-                layout.column_offset(layer, column) + chunk * layout.chunk_stride(column),
-                kv.chunk_disk_bytes(
-                    layout.shape, column, layout.chunk_tokens, layout.num_tokens, chunk
-                ),
-            )
+            (layout.column_offset(layer, column) + chunk * layout.chunk_stride(column), size)
             for column in layout.shape.columns
             if layout.column_bytes(column)
-            for chunk in range(layout.num_chunks)
+            for chunk, size in enumerate(chunks_of(layout, column))
         ]
         if layout.codes is not None:
             extents.append((layout.codes_offset(layer), layout.codes.layer_bytes))
@@ -187,13 +189,6 @@ def group_of(geometry: LayerGeometry, layout: SegmentLayout, column: Column) -> 
     if column == kv.PROBE:
         return geometry.probe
     return geometry.values if kv.holds_values(layout.shape, column) else geometry.keys
-
-
-def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
-    """Bytes on disk of each chunk of a column."""
-    count = -(-layout.num_tokens // layout.chunk_tokens)
-    own = layout.shape, column, layout.chunk_tokens, layout.num_tokens
-    return [kv.chunk_disk_bytes(*own, chunk) for chunk in range(count)]
 
 
 def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
