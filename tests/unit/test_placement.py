@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -78,6 +79,30 @@ class Bench:
     @property
     def stand(self) -> tuple[set[int], set[int]]:
         return self.on(DEVICE), self.on(HOST)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One of the moves of an access."""
+
+    chunk: int
+    source: Tier
+    source_pages: tuple[int, ...]
+    target: Tier
+    target_pages: tuple[int, ...]
+
+
+def each_move(access: Access) -> list[Move]:
+    moves = access.moves
+    columns = (moves.chunks, moves.counts, moves.sources, moves.targets)
+    found = []
+    for row, (chunk, count, source, target) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        before = tuple(moves.source_pages[row, :count].tolist()) if source else ()
+        now = tuple(moves.target_pages[row, :count].tolist())
+        found.append(Move(chunk, Tier(source), before, Tier(target), now))
+    return found
 
 
 def equal_chunks(device: int, host: int, count: int = 8) -> Bench:

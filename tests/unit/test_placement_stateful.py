@@ -12,25 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from impress_sglang.loops import heaps
 from impress_sglang.loops.heaps import Heaps
 from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
-from tests.unit.test_placement import GivenPriorities
+from tests.unit.test_placement import GivenPriorities, each_move
 
 WIDTH = 3
 SIZES = st.lists(st.integers(1, WIDTH + 1), min_size=1, max_size=6)
-
-
-# The tier of a chunk, and its pages there.
-Place = tuple[Tier, tuple[int, ...]]
-
-
-def moves_of(access: Access) -> dict[int, tuple[Place, Place]]:
-    """By chunk: from where, and to where."""
-    moves, found = access.moves, dict[int, tuple[Place, Place]]()
-    for row, (chunk, count) in enumerate(zip(moves.chunks, moves.counts, strict=True)):
-        source, target = Tier(moves.sources[row]), Tier(moves.targets[row])
-        before = moves.source_pages[row, : count if source else 0].tolist()
-        now = moves.target_pages[row, :count].tolist()
-        found[int(chunk)] = (source, tuple(before)), (target, tuple(now))
-    return found
 
 
 class SortedModel:
@@ -100,7 +85,7 @@ class PlacementMachine(RuleBasedStateMachine):
         self.model = SortedModel(device, host)
         self.segments: dict[str, tuple[int, int]] = {}
         self.ids: dict[str, int] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, tuple[Tier, tuple[int, ...]]] = {}
         self.worth_count = 0
         self.attach([1, 2, 1])
 
@@ -149,7 +134,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     def check_access(self, names: list[str], before: dict[str, Tier], found: Access) -> None:
         by_id = {chunk: name for name, chunk in self.ids.items()}
-        moved = {by_id[chunk]: places for chunk, places in moves_of(found).items()}
+        moved = {by_id[move.chunk]: move for move in each_move(found)}
         assert len(moved) == len(found.moves), "one move for a chunk"
         for number, name in enumerate(names):
             assert found.tiers[number] == before[name]
@@ -163,12 +148,13 @@ class PlacementMachine(RuleBasedStateMachine):
         for name in self.ids:
             now = self.model.tier(name)
             if name in moved:
-                old, new = moved[name]
-                assert (old[0], new[0]) == (before[name], now) and now != Tier.SSD
+                move = moved[name]
+                assert (move.source, move.target) == (before[name], now) and now != Tier.SSD
                 assert now != Tier.DEVICE or before[name] != Tier.DEVICE
-                assert old == self.places.get(name, (Tier.SSD, ()))
-                assert len(new[1]) == self.model.sizes[name]
-                self.places[name] = new
+                if move.source != Tier.SSD:
+                    assert (move.source, tuple(move.source_pages)) == self.places[name]
+                assert len(move.target_pages) == self.model.sizes[name]
+                self.places[name] = (now, tuple(move.target_pages))
             elif now == Tier.SSD:
                 self.places.pop(name, None)
             else:
