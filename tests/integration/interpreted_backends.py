@@ -46,11 +46,6 @@ def world(configured: tuple[Any, Any]) -> World:
 
 
 @pytest.fixture
-def torch_native_backend(world: World) -> Any:
-    return world.adopted(TorchNativeAttnBackend(world.runner))
-
-
-@pytest.fixture
 def triton_backend(world: World) -> Any:
     return world.adopted(TritonAttnBackend(world.runner))
 
@@ -89,11 +84,9 @@ def test_decoding_rows_in_a_batch_of_prefill(world: World, triton_backend: Any) 
     extend(triton_backend, world, (stored, 7), (world.row(6), 3), (decoding, 1))
 
 
-@pytest.mark.parametrize("kind", ["triton_backend", "torch_native_backend"])
-def test_beams_on_rows_that_started_late(
-    request: pytest.FixtureRequest, world: World, kind: str
-) -> None:
-    backend = request.getfixturevalue(kind)
+@pytest.mark.parametrize("kind", [TritonAttnBackend, TorchNativeAttnBackend])
+def test_beams_on_rows_that_started_late(world: World, kind: type[Any]) -> None:
+    backend = world.adopted(kind(world.runner))
     rows = beams_on_rows_of(world, backend, [(4, 30), (6, 50)])
     decode(backend, world, rows)
 

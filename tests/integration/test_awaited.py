@@ -104,12 +104,18 @@ def queue(world: World, order: str) -> Queue:
 
 @pytest.mark.parametrize("order", ["fcfs", "lpm"])
 @pytest.mark.parametrize("options", [{"policy": "as"}, {"policy": "impress"}])
-def test_what_somebody_waits_for_outlasts_what_is_popular(queue: Queue) -> None:
-    """Policy `as` evicts as SGLang does."""
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_somebody_waits_for_outlasts_what_is_popular(queue: Queue, halves: bool) -> None:
+    """Policy `as` evicts as SGLang does.
+
+    Another prompt may leave the prefix half-way, after it was matched.
+    """
     queue.resident(WANTED)
     queue.resident(POPULAR, times=3)
     queue.add("waits", WANTED)
     queue.schedule()
+    if halves:
+        queue.resident(WANTED, length=40)
     queue.evict()
 
     assert queue.left(WANTED) == TOKENS and not queue.left(POPULAR)
@@ -193,18 +199,6 @@ def test_what_is_left_of_an_awaited_prefix_is_awaited(queue: Queue) -> None:
     queue.evict(1)
 
     assert queue.left(WANTED) == 40 and not queue.left(POPULAR)
-
-
-def test_both_halves_of_an_awaited_node_are_awaited(queue: Queue) -> None:
-    """Another prompt leaves the prefix half-way, after it was matched."""
-    queue.resident(WANTED)
-    queue.resident(POPULAR, times=3)
-    queue.add("waits", WANTED)
-    queue.schedule()
-    queue.resident(WANTED, length=40)
-    queue.evict(1)
-
-    assert queue.left(WANTED) == TOKENS and not queue.left(POPULAR)
 
 
 def test_no_more_of_a_prefix_is_awaited_than_a_request_has(queue: Queue) -> None:

@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.attention import PrefixAttention, adopt_backend
 from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS
@@ -37,9 +36,9 @@ from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
 from impress_sglang.serving.pool_reader import reading_stream
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
-from tests.unit.kv_factory import IDENTITY, make_shape
+from tests.integration.worlds import make_runtime
+from tests.unit.kv_factory import make_shape
 from tests.unit.request_factory import stored_request
-from tests.unit.store_factory import DEFAULTS
 
 
 def test_backends_of_offset_rows_ask_the_translator() -> None:
@@ -368,9 +367,7 @@ class Serving(PrefixAttention, Stock):
 
 @pytest.fixture
 def serving(clock: Clock, device: Device, tmp_path: Path) -> Iterator[Serving]:
-    config = ImpressConfig(ssd_dir=str(tmp_path), **(DEFAULTS | {"policy": "impress"}))
-    shape, cpu = make_shape(layers=LAYERS), torch.device("cpu")
-    runtime = ServingRuntime(config, shape, IDENTITY, cpu, hidden_size=64, free=lambda slots: None)
+    runtime = make_runtime(tmp_path, make_shape(layers=LAYERS))
     yield Serving(device, clock, runtime)
     runtime.close()
 

@@ -281,14 +281,10 @@ CANNOT: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "another class": (lambda: torch.nn.ModuleList([]), "with ModuleList, only with Llama"),
     "another rotation": (lambda: llama_with(AnotherRotary), "AnotherRotary"),
     # Rows that are added to their tables have other factors than the first ones.
-    "dynamic scaling": (
-        lambda: llama_with(DynamicNTKScalingRotaryEmbedding, 2.0),
-        "DynamicNTKScalingRotaryEmbedding",
-    ),
-    "dynamic alpha": (
-        lambda: llama_with(DynamicNTKAlphaRotaryEmbedding, 2.0),
-        "DynamicNTKAlphaRotaryEmbedding",
-    ),
+    **{
+        own.__name__: (lambda own=own: llama_with(own, 2.0), own.__name__)
+        for own in (DynamicNTKScalingRotaryEmbedding, DynamicNTKAlphaRotaryEmbedding)
+    },
 }
 
 

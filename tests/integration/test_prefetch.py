@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,18 +181,18 @@ def test_auto_is_in_codes_where_a_layer_of_exact_kvs_fits_no_buffer(
     assert planned(world, "r").estimate.bits == 8.0
 
 
+def asking(world: World, rid: str, tokens: Sequence[int]) -> Any:
+    req = world.request(rid, [*tokens, *range(5000, 5008)], bits="exact")
+    world.cache.prefetch(req)
+    world.match(req)
+    return req
+
+
 def test_an_exact_prefix_is_brought_once(world: World) -> None:
     """Others wait for the pass of the first, and read nothing for that."""
-
-    def asking(rid: str) -> Any:
-        req = world.request(rid, [*STORED, *range(5000, 5008)], bits="exact")
-        world.cache.prefetch(req)
-        world.match(req)
-        return req
-
-    first = world.admit(asking("first"))
+    first = world.admit(asking(world, "first", STORED))
     assert first is not None
-    second, coded = asking("second"), world.ask("coded")
+    second, coded = asking(world, "second", STORED), world.ask("coded")
     assert world.admit(second) is None and "second" not in world.runtime.prefetches
     assert world.admit(coded) is not None, "codes are never in the tree"
     first.fail()
@@ -207,34 +206,15 @@ def test_of_those_who_wait_for_an_exact_prefix_one_reads_it(world: World) -> Non
     assert "first" in world.runtime.prefetches and "second" not in world.runtime.prefetches
 
 
-def store(world: World, tokens: Sequence[int]) -> None:
-    """A prompt is in the store, and nothing is resident."""
-    req, (row, _) = world.request("stored", tokens), world._row(len(tokens))
-    req.kv = SimpleNamespace(req_pool_idx=row)
-    world.cache._known.note(req)
-    (save,) = world.cache.passes.begin_saves(["stored"], [len(tokens)]).values()
-    save.open(SHAPE.num_layers)
-    world.runtime.store.writes.drain()
-    del world.cache._saves._begun["stored"]
-    assert world.flush()
-
-
 def documents(shared: int) -> list[list[int]]:
     """Prompts that begin with as many tokens of the stored one, and go on in their own way."""
     return [[*STORED[:shared], *range(own, own + TOKENS - shared)] for own in (20000, 21000)]
 
 
-def asking(world: World, rid: str, tokens: Sequence[int]) -> Any:
-    req = world.request(rid, [*tokens, *range(5000, 5008)], bits="exact")
-    world.cache.prefetch(req)
-    world.match(req)
-    return req
-
-
 def test_nobody_waits_for_the_little_that_it_shares(world: World) -> None:
     """A system prompt before other documents: reading it again is less than a pass."""
     for own in documents(16):
-        store(world, own)
+        world.store(own)
     first, second = documents(16)
     assert world.admit(asking(world, "first", first)) is not None
     assert world.admit(asking(world, "second", second)) is not None
@@ -244,7 +224,7 @@ def test_nobody_waits_for_the_little_that_it_shares(world: World) -> None:
 
 def test_who_shares_little_is_read_ahead(world: World) -> None:
     for own in documents(16):
-        store(world, own)
+        world.store(own)
     for rid, own in zip(("first", "second"), documents(16), strict=True):
         world.cache.prefetch(world.request(rid, [*own, 7], bits="exact"))
     assert "first" in world.runtime.prefetches and "second" in world.runtime.prefetches
@@ -261,22 +241,14 @@ def test_who_is_placed_before_others_goes_on_with_what_was_read_for_these(world:
     assert "first" not in world.runtime.prefetches
 
 
-class TestPages:
-    """A page that belongs to two segments is never shared in the tree."""
-
-    @pytest.fixture
-    def world(self, tmp_path: Any) -> Any:
-        own = World(tmp_path, 16, readahead=0.2, retention=1.0)
-        own.store_prompt(1000)
-        yield own
-        own.settle()
-
-    def test_nobody_waits_for_a_page_that_is_not_shared(self, world: World) -> None:
-        for own in documents(40):
-            store(world, own)
-        world.make_resident(STORED[:32])
-        first, second = documents(40)
-        assert world.admit(asking(world, "first", first)) is not None
-        waits = asking(world, "second", second)
-        assert waits.host_hit_length == 32
-        assert world.admit(waits) is not None
+@pytest.mark.parametrize("page_size", [16])
+def test_nobody_waits_for_a_page_that_is_not_shared(world: World) -> None:
+    """No page of the tree belongs to two segments; without it less than half is shared."""
+    for own in documents(40):
+        world.store(own)
+    world.make_resident(STORED[:16])
+    first, second = documents(40)
+    assert world.admit(asking(world, "first", first)) is not None
+    waits = asking(world, "second", second)
+    assert waits.host_hit_length == 48
+    assert world.admit(waits) is not None

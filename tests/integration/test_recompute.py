@@ -23,7 +23,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.integration import attention, recompute
 from impress_sglang.integration.attention import PrefixAttention
@@ -36,9 +35,9 @@ from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE
 from tests.integration.tiny_model import HIDDEN, Model, Pool, layer_of, tokens_of
-from tests.unit.kv_factory import IDENTITY, make_shape
+from tests.integration.worlds import make_runtime
+from tests.unit.kv_factory import make_shape
 from tests.unit.request_factory import stored_request
-from tests.unit.store_factory import DEFAULTS
 
 
 def request_of(
@@ -270,10 +269,7 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving
     monkeypatch.setattr(attention, "block_tokens", lambda: 16)
     monkeypatch.setattr(attention, "pass_seconds", lambda: 100.0)
     shape = make_shape(layers=3, probe=())
-    config = ImpressConfig(ssd_dir=str(tmp_path), **(DEFAULTS | {"policy": "impress"}))
-    runtime = ServingRuntime(
-        config, shape, IDENTITY, torch.device("cpu"), hidden_size=HIDDEN, free=lambda slots: None
-    )
+    runtime = make_runtime(tmp_path, shape, hidden_size=HIDDEN)
     aborted: list[tuple[str, str]] = []
     model, pool = Model(shape), Pool(shape, 512, 7.0)
     backend = Backend(runtime, model, pool, lambda rid, why: aborted.append((rid, why)))

@@ -67,12 +67,17 @@ def opens(world: World, identity: str) -> bool:
     return True
 
 
-def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults) -> None:
-    """All that the scheduler does goes on without the store, and then with it."""
-    faults.add(hang(NEW))
+def begin_update(world: World, faults: Faults, rule: Rule) -> None:
+    """Other weights come, and the disk hangs."""
+    faults.add(rule)
     assert world.call("update_weights_from_disk").success
     wait_until(lambda: faults.hits)
     assert world.runtime.served.suspended == "opening"
+
+
+def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults) -> None:
+    """All that the scheduler does goes on without the store, and then with it."""
+    begin_update(world, faults, hang(NEW))
     summary = world.cache.summary()
     assert (summary["suspended"], summary["integrity"]) == ("opening", "unchecked")
     assert summary["store"] is summary["cache"] is summary["reorder"] is None
@@ -99,19 +104,14 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
 
 
 def test_a_disk_that_hangs_while_a_store_is_closed(world: World, faults: Faults) -> None:
-    faults.add(hang(OLD, "close|sql.*"))
-    assert world.call("update_weights_from_disk").success
-    wait_until(lambda: faults.hits)
-    assert world.runtime.served.suspended == "opening"
+    begin_update(world, faults, hang(OLD, "close|sql.*"))
     faults.clear()
     assert world.used() and world.runtime.served.identity == NEW and opens(world, OLD)
 
 
 def test_weights_that_change_while_a_store_is_opened(world: World, faults: Faults) -> None:
     """What nobody wants any more is closed when it comes, and what has not begun never does."""
-    faults.add(hang(NEW))
-    assert world.call("update_weights_from_disk").success
-    wait_until(lambda: faults.hits)
+    begin_update(world, faults, hang(NEW))
     assert world.call("update_weights_from_disk", model_path=OTHER).success
     assert world.call("update_weights_from_disk", model_path=OLD).success
     assert world.runtime.served.suspended == "opening" and world.runtime.served.identity == OLD
@@ -127,8 +127,7 @@ def test_weights_that_change_without_a_flush_while_a_store_is_opened(
     world: World, faults: Faults
 ) -> None:
     """It comes, and is not used: KVs of its weights are in the pool, and weights are others."""
-    faults.add(hang(NEW))
-    assert world.call("update_weights_from_disk").success
+    begin_update(world, faults, hang(NEW))
     world.allocator.alloc(3)
     assert world.call("update_weights_from_disk", model_path=OTHER, flush_cache=False).success
     assert world.runtime.served.suspended == "update_weights_from_disk"
@@ -146,8 +145,7 @@ def test_an_update_that_changes_nothing_while_a_store_is_opened(
     world: World, faults: Faults
 ) -> None:
     """What is resident is right, and the store that comes is, too."""
-    faults.add(hang(NEW))
-    assert world.call("update_weights_from_disk").success
+    begin_update(world, faults, hang(NEW))
     world.allocator.alloc(3)
     assert not world.call("update_weights_from_disk", model_path="missing").success
     assert world.runtime.served.suspended == "opening"
@@ -193,9 +191,7 @@ def test_the_next_store_has_the_memory_of_the_last(
 def test_the_end_of_a_server_does_not_wait_for_a_store_that_is_opened(
     world: World, faults: Faults
 ) -> None:
-    faults.add(hang(NEW))
-    assert world.call("update_weights_from_disk").success
-    wait_until(lambda: faults.hits)
+    begin_update(world, faults, hang(NEW))
     began = time.monotonic()
     world.runtime.close()
     assert time.monotonic() - began < PATIENCE / 2

@@ -60,11 +60,6 @@ def test_update_that_leaves_kvs(world: World) -> None:
     assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
 
 
-def test_update_of_an_empty_pool_needs_no_flush(world: World) -> None:
-    assert world.call("update_weights_from_disk", flush_cache=False).success
-    assert world.used() and world.runtime.served.identity == NEW
-
-
 def test_flush_that_is_refused(world: World) -> None:
     world.prefill("running", 5)
     world.idle = False
@@ -89,15 +84,6 @@ def test_session(world: World) -> None:
     assert world.call("end_weight_update").success
     assert world.asked == 0, "KVs of the session are resident"
     assert world.flush() and world.runtime.served.suspended is None
-
-
-def test_session_that_ends_with_an_empty_pool(world: World) -> None:
-    world.prefill("before", 5)
-    world.call("begin_weight_update")
-    world.weights = NEW
-    assert world.flush() and world.asked == 0
-    assert world.call("end_weight_update").success
-    assert world.used() and world.runtime.served.identity == NEW
 
 
 @pytest.mark.parametrize("action", ["snapshot", "compare", "checksum"])

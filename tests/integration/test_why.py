@@ -9,7 +9,7 @@ import pytest
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.integration import radix_cache
-from impress_sglang.integration.passes import REPORT_KEY
+from impress_sglang.integration.passes import REPORT_KEY, KnownRequest
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.serving.report import RequestTotals, new_report
@@ -157,15 +157,8 @@ def test_a_disk_that_does_not_answer(world: World) -> None:
 
 
 @pytest.mark.usefixtures("stored")
-def test_what_could_not_be_opened(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = world.cache._known.note
-
-    def declined(req: Any) -> Any:
-        request = known(req)
-        request.declined = True
-        return request
-
-    monkeypatch.setattr(world.cache._known, "note", declined)
+def test_what_could_not_be_opened(world: World) -> None:
+    world.cache._known["asks"] = KnownRequest(None, declined=True)
     assert admitted(world)["reason"] == Reason.NOT_OPENED
 
 

@@ -11,7 +11,7 @@ import json
 import random
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +45,7 @@ from impress_sglang.management import prefix_hashes
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.saving import Save
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_shape
@@ -101,6 +102,20 @@ def prompt_of(first: int, fork: int = TOKENS) -> list[int]:
     return [*range(first, first + fork), *range(first + 500, first + 500 + TOKENS - fork)]
 
 
+def make_runtime(
+    root: Path,
+    shape: KVShape,
+    *,
+    hidden_size: int = 64,
+    free: Callable[[Tensor], object] = lambda slots: None,
+    page_size: int = 1,
+    **options: Any,
+) -> ServingRuntime:
+    config = ImpressConfig(ssd_dir=str(root), **(DEFAULTS | {"policy": "impress"} | options))
+    own: dict[str, Any] = {"hidden_size": hidden_size, "free": free, "page_size": page_size}
+    return ServingRuntime(config, shape, OLD, torch.device("cpu"), **own)
+
+
 class World:
     """A tree cache with a store, and SGLang's updater of weights that flushes it."""
 
@@ -117,17 +132,8 @@ class World:
             else PagedTokenToKVPoolAllocator(size, page_size, *rest)
         )
         self.weights, self.asked, self.idle = OLD, 0, True
-        own = DEFAULTS | {"policy": "impress", "min_prefix_tokens": 16} | options
-        config = ImpressConfig(ssd_dir=str(root), **own)
-        self.runtime = ServingRuntime(
-            config,
-            SHAPE,
-            OLD,
-            torch.device("cpu"),
-            hidden_size=64,
-            free=self.allocator.free,
-            page_size=page_size,
-        )
+        options = {"min_prefix_tokens": 16, "page_size": page_size} | options
+        self.runtime = make_runtime(root, SHAPE, free=self.allocator.free, **options)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,
@@ -322,18 +328,25 @@ class World:
 
     def prefill(self, rid: str, first: int, fork: int = TOKENS) -> Save:
         """A pass begins that completes a prompt; its write waits for the layers."""
-        req, (row, _) = self.request(rid, prompt_of(first, fork)), self._row(TOKENS)
+        return self._begin_save(rid, prompt_of(first, fork))
+
+    def _begin_save(self, rid: str, tokens: Sequence[int]) -> Save:
+        req, (row, _) = self.request(rid, tokens), self._row(len(tokens))
         req.kv = SimpleNamespace(req_pool_idx=row)
         self.cache._known.note(req)
-        (save,) = self.cache.passes.begin_saves([rid], [TOKENS]).values()
+        (save,) = self.cache.passes.begin_saves([rid], [len(tokens)]).values()
         return save
 
-    def store_prompt(self, first: int, fork: int = TOKENS) -> None:
+    def store(self, tokens: Sequence[int]) -> None:
         """A prompt is in the store, and nothing is resident."""
-        self.prefill("stored", first, fork).open(SHAPE.num_layers)
+        self._begin_save("stored", tokens).open(SHAPE.num_layers)
         self.runtime.store.writes.drain()
         del self.cache._saves._begun["stored"]
-        assert self.flush() and self.stored(first) == TOKENS
+        assert self.flush()
+
+    def store_prompt(self, first: int, fork: int = TOKENS) -> None:
+        self.store(prompt_of(first, fork))
+        assert self.stored(first) == TOKENS
         assert self.files() == (1 if fork == TOKENS else 2)
 
     def make_resident(self, tokens: Sequence[int], namespace: str | None = None) -> None:

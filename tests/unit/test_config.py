@@ -161,13 +161,6 @@ def test_every_field_has_an_option_with_its_name_as_the_flag() -> None:
         assert option.help.endswith(".")
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
-def test_default_written_on_a_command_line_is_parsed_back(option: Any) -> None:
-    default = getattr(ImpressConfig(), option.field)
-
-    assert option.parse(str(default)) == default
-
-
 # Options, what follows from them, and its value.
 FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     *(({"retention": own}, "usual_retention", float(own)) for own in (0.05, 0.3, 1)),
@@ -202,9 +195,10 @@ def test_what_follows_from_options(options: dict[str, Any], name: str, value: ob
         ("bits", "5", 5.0),
         ("bits", "exact", EXACTLY),
         *((field, AUTO, AUTO) for field in ("retention", "bits")),
+        *((own, str(value), value) for own, value in dataclasses.asdict(ImpressConfig()).items()),
     ],
 )
-def test_numbers_and_words_on_a_command_line(field: str, text: str, value: float | str) -> None:
+def test_numbers_words_and_defaults_on_a_command_line(field: str, text: str, value: object) -> None:
     parse = next(option.parse for option in OPTIONS if option.field == field)
     assert parse(text) == value
     assert type(parse(text)) is type(value)

@@ -130,14 +130,6 @@ def test_a_guess_that_is_far_too_slow_is_left_behind(wrong: float) -> None:
     assert cost.solve() == pytest.approx((1.0, 0.01), rel=0.15)
 
 
-def test_the_first_guess_stands_until_something_was_seen() -> None:
-    cost = TwoTermCost(3e-3, 5e-9)
-
-    assert cost.observations == 0
-    assert cost.solve() == pytest.approx((3e-3, 5e-9))
-    assert cost.seconds(2, 1e6) == pytest.approx(6e-3 + 5e-3)
-
-
 def test_short_ones_count_as_much_as_long_ones() -> None:
     """The cost of x shows in short ones only, of which there are as many."""
     cost = TwoTermCost(1.0, 1.0)
@@ -150,10 +142,6 @@ def test_short_ones_count_as_much_as_long_ones() -> None:
 
 # How many times longer something took than the first guess says, as a power of ten.
 FACTORS = st.floats(-4, 4)
-
-
-def took(x: float, y: float, power: float) -> float:
-    return (x * 1e-3 + y * 1e-6) * 10**power
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(300, 1e-3), (300, 0.1), (300, 20.0), (1, 0.7)])
@@ -177,7 +165,7 @@ def test_any_observations_leave_both_terms_finite_and_positive(
     """Also where they are the same again and again."""
     cost = TwoTermCost(1e-3, 1e-6)
     for x, y, power in observations * times:
-        cost.observe(x, y, took(x, y, power))
+        cost.observe(x, y, (x * 1e-3 + y * 1e-6) * 10**power)
 
         for term in cost.solve():
             assert math.isfinite(term) and term > 0

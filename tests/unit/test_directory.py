@@ -44,14 +44,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def make_store(
-    root: Path, identity: str = OTHER, *, segments: tuple[str, ...] = (SEGMENT,)
+    root: Path, identity: str = OTHER, *, segments: tuple[str, ...] = (SEGMENT,), size: int = 100
 ) -> Path:
-    """A store that nobody serves, with segments of 100 bytes."""
+    """A store that nobody serves, with segments of so many bytes."""
     directory = StoreDirectory(FILES, root, identity)
     for name in segments:
         path = directory.segment_path(name)
         FILES.make_directory(path.parent)
-        path.write_bytes(bytes(100))
+        path.write_bytes(bytes(size))
     directory.close()
     return directory.path
 
@@ -336,17 +336,13 @@ def old_model(
     bench: Workbench, identity: str, num_bytes: int, age: int, *, format_named: bool = True
 ) -> Path:
     """The store of a model that is not served; older formats are not named in markers."""
-    directory = StoreDirectory(FileSystem(), bench.root, identity)
-    segment = directory.segment_path("ab" + "0" * 30)
-    segment.parent.mkdir()
-    segment.write_bytes(bytes(num_bytes))
-    directory.close()
+    folder = make_store(bench.root, identity, size=num_bytes)
     if not format_named:
-        fields = json.loads((directory.path / MARKER).read_text())
+        fields = json.loads((folder / MARKER).read_text())
         del fields["format"]
-        (directory.path / MARKER).write_text(json.dumps(fields))
-    os.utime(directory.path, (1_700_000_000 - age, 1_700_000_000 - age))
-    return directory.path
+        (folder / MARKER).write_text(json.dumps(fields))
+    os.utime(folder, (1_700_000_000 - age, 1_700_000_000 - age))
+    return folder
 
 
 def put_at_last(bench: Workbench, store: PrefixStore, tokens: tuple[int, ...]) -> None:

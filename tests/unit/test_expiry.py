@@ -17,7 +17,7 @@ from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
-from tests.unit.store_factory import Workbench, gb, length, lengths, look_up, lose, path_of, prompt
+from tests.unit.store_factory import Workbench, length, lengths, look_up, lose, path_of, prompt
 from tests.unit.waiting import Clock, wait_until
 
 bench = store_factory.bench_of_one_shape
@@ -91,14 +91,6 @@ def test_without_a_limit_nothing_is_looked_at(bench: Workbench, store: PrefixSto
     expiry = Expiry(0)
     expiry.poll(store)
     assert expiry._look is None and length(store, prompt(1)) == 8
-
-
-def test_a_prefix_says_that_it_has_expired(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 80))
-    os.utime(path_of(bench, look_up(store, prompt(1, 80))), (0, 0))
-    settle(Expiry(HOUR), store)
-    found = store.losses.find(store.namespace(""), as_tokens(prompt(1, 80)), 0)
-    assert found is not None and found.cause is Cause.EXPIRED
 
 
 def test_who_asks_for_ages_gets_them_later(bench: Workbench) -> None:
@@ -269,14 +261,3 @@ def test_what_the_store_removes_is_noted(bench: Workbench, store: PrefixStore) -
     found = store.losses.find(name, as_tokens(second), LENGTH)
     assert found is not None and (found.cause, found.num_tokens) == (Cause.DAMAGED, LENGTH)
     assert store.losses.find(store.namespace(""), as_tokens(second), LENGTH) is None
-
-
-def test_what_makes_room_is_noted(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 200))
-    room = store.summary()["used_bytes"]
-    store = bench.reopen(store, ssd_gb=gb(room))
-
-    bench.put(store, prompt(9, 200))
-
-    found = store.losses.find(store.namespace(""), as_tokens(prompt(1, 200)), 0)
-    assert found is not None and (found.cause, found.num_tokens) == (Cause.EVICTED, 192)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.precision import floors as measuring
 from impress_sglang.precision.allocation import allocate_planes
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
@@ -27,7 +25,8 @@ from impress_sglang.precision.floors import (
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.precise import PreciseLoader
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedPart
-from tests.unit.kv_factory import IDENTITY, as_tokens, make_shape
+from tests.unit.kv_factory import make_shape
+from tests.unit.store_factory import Workbench, look_up
 from tests.unit.test_precise import FLOORS, PREFIXES, Coded, inputs, least_planes, load, load_all
 
 HEADS, DIM, GROUP = 3, 32, 2
@@ -198,47 +197,39 @@ def test_a_resident_part_has_its_floors_already(coded: Coded) -> None:
     assert case.source.stats.ssd_bytes == 0
 
 
-def test_a_store_raises_what_must_be_raised_and_finds_it_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_raises_what_must_be_raised_and_finds_it_again(tmp_path: Path) -> None:
     """From the offer with queries to the header, and from there to what is read and estimated."""
-    caplog.set_level(logging.INFO)
     shape = make_shape(
         layers=2, query_heads=6, kv_heads=3, key_dim=DIM, value_dim=DIM, probe=(), coded=True
     )
     kvs = {0: some_layer(400, (0.0, 0.0, 3000.0)), 1: some_layer(401, (0.0, 0.0, 0.0))}
-    config = ImpressConfig(ssd_dir=str(tmp_path), device_gb=0.0, host_gb=0.0, min_free_gb=0.0)
+    bench, options = Workbench(tmp_path, shape), {"policy": "impress", "base_error": 0.33}
 
-    def offer(store: PrefixStore, tokens: range, *, queries: bool) -> None:
-        def read_layers(start: int) -> object:
+    def put(tokens: range, queries: Any = no_queries) -> None:
+        def read_layers(start: int) -> Any:
             return lambda layer: tuple(own[start : len(tokens)] for own in kvs[layer][:2])
 
-        source = (lambda layer: LayerQueries(kvs[layer][2], DIM**-0.5)) if queries else no_queries
-        given = Offer(as_tokens(tokens), read_layers, lambda: None, lambda: None, 1, queries=source)
-        assert store.writes.offer("", given) is StoreOutcome.ACCEPTED
-        store.writes.drain()
+        bench.put(store, tokens, read_layers=read_layers, queries=queries)
 
     def floors_in(store: PrefixStore) -> list[list[list[int]]]:
-        match = store.match("", as_tokens(range(400)))
         found = []
-        for span in match.spans:
+        for span in look_up(store, range(400)).spans:
             segment = store._readers.acquire(span.segment)
             found.append(segment.floors.tolist())
             store._readers.release(segment.segment_id)
         return found
 
-    store = PrefixStore(config, IDENTITY, shape)
-    offer(store, range(200), queries=True)
+    store = bench.open(**options)
+    put(range(200), lambda layer: LayerQueries(kvs[layer][2], DIM**-0.5))
     assert floors_in(store) == [[[0, 0, 2], [0, 0, 0]]]
-    offer(store, range(300), queries=False)
+    put(range(300))
     assert floors_in(store)[1] == [[0, 0, 2], [0, 0, 0]]
-    stored = store.forecast.coded_bytes(store.match("", as_tokens(range(400))).spans)
+    stored = store.forecast.coded_bytes(look_up(store, range(400)).spans)
     assert 0 < stored.base == stored.expected(4) < stored.expected(6) < stored.expected(8)
     assert stored.expected(8) == stored.base + stored.planes
-    store.close()
     # Nothing is measured here, but headers say what was.
-    store = PrefixStore(config, IDENTITY, shape)
+    store = bench.reopen(store, **options)
     assert floors_in(store) == [[[0, 0, 2], [0, 0, 0]]] * 2
-    offer(store, range(400), queries=False)
+    put(range(400))
     assert floors_in(store)[2] == [[0, 0, 2], [0, 0, 0]]
-    store.close()
+    bench.close(store)

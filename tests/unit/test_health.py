@@ -19,9 +19,12 @@ def short_pauses() -> None:
     """Pauses of a clock that a test moves are as long as they are."""
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+@pytest.fixture(params=[10_000.0, 0.0])
+def clock(request: pytest.FixtureRequest) -> Clock:
+    """That of a machine that has just started begins at 0."""
+    clock = Clock()
+    clock.now = request.param
+    return clock
 
 
 @pytest.fixture
@@ -187,13 +190,3 @@ def test_a_probe_that_cannot_read_does_not_take_reading_away(health: Health, clo
     health.probed(ERROR, readable=False)
 
     assert health.state == "read-only"
-
-
-def test_a_clock_that_begins_at_zero(clock: Clock) -> None:
-    """A machine that has just started."""
-    clock.now = 0.0
-    health = Health(clock)
-
-    read_failed(health)
-
-    assert recover(health, clock) == pytest.approx(FIRST_PAUSE_S, abs=0.05)

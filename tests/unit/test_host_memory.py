@@ -30,10 +30,6 @@ def group(folder: Path, limit: object, usage: int, cache: int, version: int) -> 
     (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
 
 
-def test_without_control_groups_the_machine_decides(tmp_path: Path) -> None:
-    assert available_bytes(machine(tmp_path, 10 * GIB, "0::/\n")) == 10 * GIB - MARGIN_BYTES
-
-
 def test_nothing_is_left_within_the_margin(tmp_path: Path) -> None:
     assert available_bytes(machine(tmp_path, MARGIN_BYTES // 2, "")) == 0
 

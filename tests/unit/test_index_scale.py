@@ -319,20 +319,18 @@ def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
     assert lengths(store, 1, 2, 3, 4, 5) == [8, 0, 0, 8, 8]
 
 
-def test_who_looks_for_segments_to_reorder_looks_at_those_read(bench: Workbench) -> None:
-    store = bench.open()
+def test_who_looks_for_segments_to_reorder_looks_at_those_read(
+    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.put_all(store, 1, 2)
     use(store, prompt(1))
-    looked: list[str] = []
-    get = store.tree.get
-    store.tree.get = lambda name: looked.append(name) or get(name)  # type: ignore
-    store.tree.segments = lambda: pytest.fail("a look at all")  # type: ignore
+    looked = calls_of(monkeypatch, store.tree, "get")
+    monkeypatch.setattr(store.tree, "segments", lambda: pytest.fail("a look at all"))
 
     for _ in range(2):
         assert store.reorders.enqueue() == 0
 
-    del store.tree.segments, store.tree.get  # type: ignore
-    assert looked == [name_of(store, prompt(1))]
+    assert [args for args, _ in looked] == [(name_of(store, prompt(1)),)]
 
 
 def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: PrefixStore) -> None:

@@ -45,20 +45,22 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
     )
 
 
+def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
+    """Bytes on disk of each chunk of a column."""
+    count = -(-layout.num_tokens // layout.chunk_tokens)
+    own = layout.shape, column, layout.chunk_tokens, layout.num_tokens
+    return [kv.chunk_disk_bytes(*own, chunk) for chunk in range(count)]
+
+
 def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
     """(offset, bytes with padding) of every chunk that has bytes, and of codes, in file order."""
     extents = []
     for layer in range(layout.shape.num_layers):
         extents += [
-            (
-                layout.column_offset(layer, column) + chunk * layout.chunk_stride(column),
-                kv.chunk_disk_bytes(
-                    layout.shape, column, layout.chunk_tokens, layout.num_tokens, chunk
-                ),
-            )
+            (layout.column_offset(layer, column) + chunk * layout.chunk_stride(column), size)
             for column in layout.shape.columns
             if layout.column_bytes(column)
-            for chunk in range(layout.num_chunks)
+            for chunk, size in enumerate(chunks_of(layout, column))
         ]
         if layout.codes is not None:
             extents.append((layout.codes_offset(layer), layout.codes.layer_bytes))
@@ -151,16 +153,7 @@ def test_the_probe_column_is_of_no_head_group() -> None:
 
 def test_sizes_of_a_known_model_with_codes() -> None:
     """The same model: 16 groups of tokens in the base, and a unit has 64 tokens of a head."""
-    shape = kv.make_shape(
-        layers=32,
-        query_heads=32,
-        kv_heads=8,
-        key_dim=128,
-        value_dim=128,
-        dtype=torch.bfloat16,
-        probe=(),
-        coded=True,
-    )
+    shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True)
     layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
     codes = layout.codes
 
@@ -196,13 +189,6 @@ def group_of(geometry: LayerGeometry, layout: SegmentLayout, column: Column) -> 
     if column == kv.PROBE:
         return geometry.probe
     return geometry.values if kv.holds_values(layout.shape, column) else geometry.keys
-
-
-def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
-    """Bytes on disk of each chunk of a column."""
-    count = -(-layout.num_tokens // layout.chunk_tokens)
-    own = layout.shape, column, layout.chunk_tokens, layout.num_tokens
-    return [kv.chunk_disk_bytes(*own, chunk) for chunk in range(count)]
 
 
 def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:

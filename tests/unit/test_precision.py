@@ -100,12 +100,9 @@ def test_packed_codes_are_found_again(bits: int) -> None:
     assert torch.equal(unpack(packed, bits), codes)
 
 
-def test_the_first_element_is_in_the_lowest_bits() -> None:
+def test_the_first_element_is_in_the_lowest_bits_and_neighbours_in_neighbouring_bytes() -> None:
     assert pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [0x21]
     assert pack(torch.tensor([1, 2, 3, 0], dtype=torch.uint8), 2).tolist() == [0b00111001]
-
-
-def test_neighbours_are_in_neighbouring_bytes() -> None:
     assert pack(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), 4).tolist() == [0x31, 0x42]
 
 
