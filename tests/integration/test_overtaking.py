@@ -15,25 +15,14 @@ NEW = 8
 
 
 @pytest.fixture
-def options() -> dict[str, float]:
-    return {"retention": 1.0}
-
-
-@pytest.fixture
 def waiting(world: World) -> list[Any]:
     """Two requests that are held back, because a third one brings their prefix."""
     world.store_prompt(1000)
-
-    def asking(rid: str) -> Any:
-        sampling = {"max_new_tokens": NEW}
-        req = world.request(rid, [*STORED, 7, 8], bits="exact", sampling=sampling)
-        world.match(req)
-        return req
-
-    assert world.admit(asking("first")) is not None
-    reqs = [asking(rid) for rid in ("second", "third")]
-    assert [world.admit(req) for req in reqs] == [None, None]
-    return reqs
+    sampling, wanted = {"max_new_tokens": NEW}, {"retention": 1.0, "bits": "exact"}
+    reqs = [world.request(rid, [*STORED, 7, 8], sampling=sampling, **wanted) for rid in "abc"]
+    admitted = [world.match(req) and world.admit(req) for req in reqs]
+    assert admitted[0] is not None and admitted[1:] == [None, None]
+    return reqs[1:]
 
 
 def make_adder(tree_cache: Any, limit: int | None = None, running: int = 1) -> Any:

@@ -413,9 +413,7 @@ def shuffled(*order: int) -> list[int]:
 
 
 def choose_same_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which windows of a text are counted is chosen by chance, and few are in documents as short
-    as those of tests.
-    """
+    """Which windows of a text are counted is chosen by chance, and short documents have few."""
     chance = random.Random(1)
     fixed = SimpleNamespace(token_bytes=chance.randbytes, randbits=chance.getrandbits)
     monkeypatch.setattr(prefix_hashes, "secrets", fixed)

@@ -96,3 +96,13 @@ def roomy(serve: Serve) -> Iterator[Server]:
     """Exact KVs, and all else as it is by default."""
     with serve("roomy", "--impress-bits=exact") as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _stays_whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test that has it, the server that its module names is idle and holds nothing."""
+    name = getattr(request.module, "STAYS_WHOLE", None)
+    server = request.getfixturevalue(name) if name in request.fixturenames else None
+    yield
+    if server is not None:
+        server.assert_whole()

@@ -23,6 +23,7 @@ from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
 EXACT = {"impress_bits": "exact"}
+STAYS_WHOLE = "impress"
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +31,6 @@ def impress(serve: Serve) -> Iterator[Server]:
     flags = ("--max-total-tokens=9000", "--impress-host-gb=0", "--impress-device-gb=0")
     with serve("bits", *flags) as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def _stays_whole(impress: Server) -> Iterator[None]:
-    yield
-    impress.assert_whole()
 
 
 def add_key_bias(folder: Path, layer: int) -> None:

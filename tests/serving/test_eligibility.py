@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,7 @@ OVERRIDE = {
     "query_embed_overrides": [[3.0 * (-1) ** j for j in range(HIDDEN)]] * 300,
     "embed_override_token_id": PLACEHOLDER,
 }
-
-
-@pytest.fixture
-def exact(roomy: Server) -> Iterator[Server]:
-    yield roomy
-    roomy.assert_whole()
+STAYS_WHOLE = "roomy"
 
 
 def score(server: Server, query: list[int], **fields: Any) -> list[float]:
@@ -49,35 +43,35 @@ def segments(server: Server) -> int:
     return len(list(Path(server.stats()["store"]["directory"]).glob("segments/*/*.kv")))
 
 
-def test_embedding_overrides_do_not_poison_the_store(stock: Server, exact: Server) -> None:
+def test_embedding_overrides_do_not_poison_the_store(stock: Server, roomy: Server) -> None:
     """The same token ids with other embeddings: nothing is stored for those who come later."""
     queries = [with_placeholders(7000 + i) for i in range(5)]
-    before = segments(exact)
+    before = segments(roomy)
     for query in queries:
         plain = score(stock, query)
         overridden = score(stock, query, **OVERRIDE)
         assert plain != pytest.approx(overridden, abs=1e-3), "the control: overrides matter"
-        assert score(exact, query, **OVERRIDE) == pytest.approx(overridden, abs=TOLERANCE)
-    left = segments(exact)
+        assert score(roomy, query, **OVERRIDE) == pytest.approx(overridden, abs=TOLERANCE)
+    left = segments(roomy)
     expected = [stock.generate(query, 16, return_logprob=True) for query in queries]
-    actual = [exact.generate(query, 16, return_logprob=True) for query in queries]
+    actual = [roomy.generate(query, 16, return_logprob=True) for query in queries]
     assert_same(expected, actual, TOLERANCE)
     assert left == before
     assert paths(actual) == ["computed"] * 5
-    assert segments(exact) == before + 5, "the control: plain requests are stored"
-    again = [exact.generate(query, 16, return_logprob=True) for query in queries]
+    assert segments(roomy) == before + 5, "the control: plain requests are stored"
+    again = [roomy.generate(query, 16, return_logprob=True) for query in queries]
     assert_same(expected, again, TOLERANCE)
     assert paths(again) == ["ssd"] * 5
 
 
-def test_stored_prefixes_are_not_served_to_overrides(stock: Server, exact: Server) -> None:
+def test_stored_prefixes_are_not_served_to_overrides(stock: Server, roomy: Server) -> None:
     query = with_placeholders(7010)
-    exact.generate(query, 1)
-    exact.flush()
-    before = exact.stats()["totals"]
+    roomy.generate(query, 1)
+    roomy.flush()
+    before = roomy.stats()["totals"]
     expected = score(stock, query, **OVERRIDE)
-    assert score(exact, query, **OVERRIDE) == pytest.approx(expected, abs=TOLERANCE)
-    totals = exact.stats()["totals"]
+    assert score(roomy, query, **OVERRIDE) == pytest.approx(expected, abs=TOLERANCE)
+    totals = roomy.stats()["totals"]
     assert totals["requests_ssd"] == before["requests_ssd"]
     for use in ("requests_not_served", "requests_not_stored"):
         refused = totals[use]["positional_embed_overrides"]
@@ -102,25 +96,25 @@ def answers(answer: Answer | list[Answer]) -> list[Answer]:
     ids=["n", "top-logprobs", "start-len", "penalties", "bias", "prefill-only", "routing"],
 )
 def test_harmless_fields_keep_the_store(
-    stock: Server, exact: Server, fields: dict[str, Any], request: pytest.FixtureRequest
+    stock: Server, roomy: Server, fields: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     prompt = random_tokens(500, seed=len(request.node.name) + 7040)
-    exact.generate(prompt, 1)
-    exact.flush()
-    before = exact.stats()["totals"]
+    roomy.generate(prompt, 1)
+    roomy.flush()
+    before = roomy.stats()["totals"]
     expected = answers(stock.generate(prompt, 8, **fields))
-    actual = answers(exact.generate(prompt, 8, **fields))
+    actual = answers(roomy.generate(prompt, 8, **fields))
     assert [a.get("output_ids") for a in actual] == [a.get("output_ids") for a in expected]
     # Of several samples the first brings the prefix back, and it has no answer of its own.
-    totals = exact.stats()["totals"]
+    totals = roomy.stats()["totals"]
     assert totals["requests_ssd"] == before["requests_ssd"] + 1
     assert totals["requests_computed"] == before["requests_computed"]
     assert totals["requests_not_served"] == before["requests_not_served"]
     assert totals["requests_not_stored"] == before["requests_not_stored"]
 
 
-def test_ordinary_requests_are_all_judged(exact: Server) -> None:
+def test_ordinary_requests_are_all_judged(roomy: Server) -> None:
     """No request of this file carried an attribute that nobody judged."""
-    totals = exact.stats()["totals"]
+    totals = roomy.stats()["totals"]
     for use in ("requests_not_served", "requests_not_stored"):
         assert not [reason for reason in totals[use] if reason.startswith("unjudged")]

@@ -16,6 +16,7 @@ TOLERANCE = 1e-4
 POOL = 9024
 # All planes, so that nothing depends on who asked before.
 EIGHT_BITS: dict[str, Any] = {"return_logprob": True, "impress_bits": 8}
+STAYS_WHOLE = "paged"
 
 
 @pytest.fixture(scope="module", params=[16, 64], ids="pages-of-{}".format)
@@ -36,12 +37,6 @@ def paged(page: int, serve: Serve) -> Iterator[Server]:
     )
     with serve(f"pages-{page}", *flags) as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def _stays_whole(paged: Server) -> Iterator[None]:
-    yield
-    paged.assert_whole()
 
 
 def branches(seed: int, page: int) -> list[list[int]]:

@@ -10,7 +10,8 @@ import pytest
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.store import PrefixStore
 from tests.faults import Faults, FaultyFileSystem
-from tests.unit.store_factory import SHAPES, Workbench, check_rows, look_up, path_of, prompt, until
+from tests.unit import store_factory
+from tests.unit.store_factory import Workbench, check_rows, look_up, path_of, prompt, until
 
 
 @pytest.fixture
@@ -20,11 +21,7 @@ def faults() -> Iterator[Faults]:
     faults.clear()
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Workbench]:
-    bench = Workbench(tmp_path / "kv", SHAPES["head groups float32"])
-    yield bench
-    bench.close_all()
+bench = store_factory.bench_of_one_shape
 
 
 @pytest.fixture

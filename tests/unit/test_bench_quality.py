@@ -158,7 +158,7 @@ def test_choices_are_per_byte_where_options_have_any_length() -> None:
     assert centred_shift([[-5.0, -6.0]], [[-1.0, -2.0]]) == 0.0
 
 
-def rows_of(**options: Any) -> list[Row]:
+def rows_of() -> list[Row]:
     reference = Asked(REFERENCE, None, approximate=False)
     exact = [[-1.0, -2.0]] * 8
     found = [

@@ -321,39 +321,37 @@ def test_nothing_is_taken_away_for_its_owner() -> None:
     assert not Renter(pool, "c", log).take(4 * MIB), "more than there is"
 
 
-def test_memory_that_is_still_filled_is_waited_for(stored: Stored, step: Step) -> None:
-    reader, engine = step
+def closed_while_it_is_filled(stored: Stored, step: Step) -> LayerBuffer:
     buffer = stored.buffer()
-    size = len(buffer.memory)
-    stored.pool.limit_bytes = size
-    buffer.read(these(1, 2), 0, reader)
-    engine.wait_started(2)
-    buffer.close(reader)
+    stored.pool.limit_bytes = len(buffer.memory)
+    buffer.read(these(1, 2), 0, step[0])
+    step[1].wait_started(2)
+    buffer.close(step[0])
+    return buffer
+
+
+def test_memory_that_is_still_filled_is_waited_for(stored: Stored, step: Step) -> None:
+    buffer = closed_while_it_is_filled(stored, step)
     assert not stored.pool.has_room(1), "it is not there before the reads have ended"
-    waiting = threading.Timer(0.2, engine.allow)
+    waiting = threading.Timer(0.2, step[1].allow)
     waiting.start()
 
-    assert take(stored.pool, size) is buffer.memory
+    assert take(stored.pool, len(buffer.memory)) is buffer.memory
 
     assert is_quiet(buffer)
     waiting.join()
 
 
 def test_memory_that_a_stopped_device_fills_is_not_waited_for(stored: Stored) -> None:
-    with stepping(4, patience=0.2) as (reader, engine):
-        buffer = stored.buffer()
-        size = len(buffer.memory)
-        stored.pool.limit_bytes = size
-        buffer.read(these(1, 2), 0, reader)
-        engine.wait_started(2)
-        buffer.close(reader)
+    with stepping(4, patience=0.2) as step:
+        buffer = closed_while_it_is_filled(stored, step)
 
         with pytest.raises(StoreUnavailable, match="wait for the device"):
             stored.buffer()
 
-        engine.allow()
+        step[1].allow()
         wait_until(lambda: is_quiet(buffer))
-        assert take(stored.pool, size) is buffer.memory
+        assert take(stored.pool, len(buffer.memory)) is buffer.memory
 
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 5 * MIB)), max_size=60)

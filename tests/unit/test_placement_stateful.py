@@ -15,6 +15,8 @@ from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
 from tests.unit.test_placement import GivenPriorities, each_move
 
 WIDTH = 3
+# Rarely none, for nothing moves there.
+CAPACITIES = st.sampled_from([8, 6, 5, 3, 0])
 SIZES = st.lists(st.integers(1, WIDTH + 1), min_size=1, max_size=6)
 
 
@@ -76,7 +78,7 @@ class SortedModel:
 
 
 class PlacementMachine(RuleBasedStateMachine):
-    @initialize(device=st.integers(0, 8), host=st.integers(0, 8))
+    @initialize(device=CAPACITIES, host=CAPACITIES)
     def start(self, device: int, host: int) -> None:
         self.rule = GivenPriorities()
         self.placement = Placement(
@@ -116,7 +118,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ids)
     @rule(data=st.data())
     def access(self, data: st.DataObject) -> None:
-        names = data.draw(st.lists(st.sampled_from(sorted(self.ids)), unique=True))
+        names = data.draw(st.lists(st.sampled_from(sorted(self.ids)), min_size=1, unique=True))
         worths = {name: self.draw_worth(data) for name in names}
         before = {name: self.model.tier(name) for name in self.ids}
 
