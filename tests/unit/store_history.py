@@ -20,6 +20,7 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.keeper import Verdict
+from impress_sglang.management.segment_rewriter import Rewrite, Shares
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -131,6 +132,10 @@ class StoreHistory(RuleBasedStateMachine):
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.take_look = self.store._keeper.look
         mock.patch.object(self.store._keeper, "look", self.hold_look).start()
+        self.held_rewrite: tuple[Rewrite, Future[Shares | None]] | None = None
+        rewriter = self.store.reorders._rewriter
+        self.run_rewrite = rewriter.submit
+        mock.patch.object(rewriter, "submit", self.hold_rewrite).start()
         self.store._memory.pool.limit_bytes = ROOM_BYTES
         self.waiting: list[SegmentSource] = []
         self.learn_names()
@@ -140,6 +145,11 @@ class StoreHistory(RuleBasedStateMachine):
         look: Future[Verdict] = Future()
         self.looks.append((info, look))
         return look
+
+    def hold_rewrite(self, rewrite: Rewrite) -> Future[Shares | None]:
+        assert self.held_rewrite is None, "one at a time"
+        self.held_rewrite = rewrite, Future()
+        return self.held_rewrite[1]
 
     def learn_names(self) -> set[str]:
         """Names of the segments in the tree, without holes; a new one has that of its file."""
@@ -159,17 +169,20 @@ class StoreHistory(RuleBasedStateMachine):
         if known.state is SegmentState.SUSPECT:
             known.state = SegmentState.READY
 
-    def wait_for_rewrite(self) -> None:
-        job = self.store.reorders._job
-        if job is not None:
-            job.future.exception()
+    def finish_rewrite(self) -> None:
+        """Its file is there then, and the store does not know until it polls."""
+        if self.held_rewrite is not None:
+            (rewrite, future), self.held_rewrite = self.held_rewrite, None
+            done = self.run_rewrite(rewrite)
+            error = done.exception()
+            future.set_result(done.result()) if error is None else future.set_exception(error)
 
     def wait_for_removals(self) -> None:
         """But not for those behind a write that waits at the gate."""
         wait_until(lambda: not self.store._keeper.removals.num_bytes or self.blocked.is_set())
 
     def poll(self) -> None:
-        self.wait_for_rewrite()
+        self.finish_rewrite()
         self.wait_for_removals()
         self.store.poll()
         self.wait_for_removals()
@@ -210,6 +223,7 @@ class StoreHistory(RuleBasedStateMachine):
         if hasattr(self, "store"):
             self.close_sources()
             self.let_writes_through()
+            self.finish_rewrite()
             self.store.close()
             self.same_ids.stop()
             self.no_pause.stop()
@@ -290,7 +304,6 @@ class StoreHistory(RuleBasedStateMachine):
         stored = self.model.follow(namespace, tokens, least)
         path = self.model.ready_part(namespace, stored)
 
-        self.wait_for_rewrite()
         match = self.store.match(namespace, kv.as_tokens(tokens), least=least)
         self.learn_names()
 

@@ -1,7 +1,7 @@
 """The store on SSD, its caches and its reordering against a plain model, over random histories.
 
-Writes wait at a gate until a step lets them through, and steps wait for a rewrite, so that a
-history is the same each time; second looks are taken when a step takes them. Every match is read
+Writes wait at a gate until a step lets them through; rewrites and second looks are done when a step
+does them: a history is the same each time. Every match is read
 back, whole or in part, some of it ahead, and its rows compared with those that belong to its
 tokens.
 """
@@ -142,6 +142,11 @@ class StoreMachine(StoreHistory):
     def go_on_reordering(self) -> None:
         self.poll()
 
+    @precondition(lambda self: self.held_rewrite)
+    @rule()
+    def write_anew(self) -> None:
+        self.finish_rewrite()
+
     @precondition(lambda self: self.ready())
     @rule(data=st.data(), damage=DAMAGES)
     def report(self, data: st.DataObject, damage: str) -> None:
@@ -214,7 +219,6 @@ class StoreMachine(StoreHistory):
             return
         known = self.model.segments[data.draw(st.sampled_from(self.ready()))]
         tokens = kv.as_tokens([token for token, _ in known.path])
-        self.wait_for_rewrite()
         match = self.store.match(known.namespace, tokens, least=known.quality)
         self.learn_names()
         if not match.num_tokens:
@@ -238,10 +242,11 @@ class StoreMachine(StoreHistory):
         self.close_sources()
         self.take_second_looks()
         self.store.check_index()
+        self.finish_rewrite()
+        self.store.close()
         on_disk = {
             own.segment_id: own.file_bytes for own in self.store.tree.segments() if own.on_disk
         }
-        self.store.close()
         files = self.directory.glob("*/segments/*/*")
         assert {path.stem: path.stat().st_size for path in files} == on_disk
         self.done.clear()
