@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import Depends
+from fastapi.responses import JSONResponse
 
 from impress_sglang.integration.checking import CHECK, GO_ON, RUNNING
 from impress_sglang.integration.page import LOOK, add_page, look
@@ -17,6 +18,7 @@ from impress_sglang.integration.steering import (
     PAUSE_S,
     STEER,
     add_steering,
+    no_store,
     obey,
     refuse_foreign,
     send,
@@ -148,8 +150,11 @@ def add_routes(*_: Any, **__: Any) -> None:
 
     @app.post(REORDER_ROUTE, dependencies=ours)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def impress_reorder() -> dict[str, Any]:
-        return (await give_order(REORDER_ORDER))["reorder"]
+    async def impress_reorder() -> Any:
+        told = await give_order(REORDER_ORDER)
+        if told["reorder"] is None:
+            return JSONResponse({"error": no_store(told["suspended"])}, status_code=400)
+        return told["reorder"]
 
     @app.post(CHECK_ROUTE, dependencies=ours)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)

@@ -75,7 +75,7 @@ def obey(cache: ImpressRadixCache, text: str | None) -> str:
 def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
     store = cache.runtime.served.opened
     if store is None or not cache.runtime.served.in_use:
-        return {"error": f"no store is in use: {cache.runtime.served.suspended or 'by policy'}"}
+        return {"error": no_store(cache.runtime.served.suspended)}
     name = None if order.everything else store.namespace(namespace_of(order))
     tokens = None
     if order.verb == "why":
@@ -100,6 +100,11 @@ def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
     return {key: value for key, value in done.items() if value is not None} | {
         "pins": store.pins.summary()
     }
+
+
+def no_store(suspended: str | None) -> str:
+    """Why an order about the store is refused while none is in use."""
+    return f"no store is in use: {suspended or 'by policy'}"
 
 
 def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:

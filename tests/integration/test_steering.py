@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import FastAPI
@@ -18,7 +19,7 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.integration import pool_sweeps, steering
+from impress_sglang.integration import pool_sweeps, reporting, steering
 from impress_sglang.integration.page import look
 from impress_sglang.integration.reporting import add_routes
 from impress_sglang.integration.steering import Order, carry_out, obey, order_of
@@ -572,6 +573,11 @@ def test_pages_of_other_sites_neither_see_nor_order_anything(
     # An order of our own page, or of no page, is taken, and this one is wrong.
     for headers in ({"Origin": "http://testserver"}, {}):
         assert client.post("/impress/pin", headers=headers, json={"a": 1}).status_code == 400
+    # Nothing can be reordered before a store is open.
+    told = {"reorder": None, "suspended": "opening"}
+    monkeypatch.setattr(reporting, "give_order", AsyncMock(return_value=told))
+    refused = client.post("/impress/reorder")
+    assert refused.status_code == 400 and "no store is in use: opening" in refused.text
     # With a key the key decides.
     arguments.api_key = "secret"
     for headers in foreign:

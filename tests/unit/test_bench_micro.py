@@ -18,7 +18,7 @@ def test_each_chunk_of_each_segment_is_read() -> None:
 def test_every_state_has_a_row() -> None:
     given = ["--prefixes", "1000", "--shapes", "Llama-3-8B", "--repeat", "1"]
     rows = planning.run(parse("planning", "", planning.OPTIONS, given)).figures["rows"]
-    states = ["no cache", "first read", "in the cache", "a cache of 30%"]
+    states = ["no cache", "first read", "read again", "in the cache", "a cache of 30%"]
     assert [row["state"] for row in rows] == states
     for row in rows:
         assert row["chunks"] == 32 * (8 + 2 * 8 * 16)
