@@ -10,6 +10,7 @@ hides the one behind the other, CacheBlend chooses how much to compute so that n
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from impress_sglang.cost import TwoTermCost
@@ -23,8 +24,11 @@ ATTENDED_PER_HIDDEN = 6
 START_SECONDS_PER_LOADED = 1e-5
 START_SECONDS_PER_SCORED = 1e-8
 # Shorter passes, such as a question after a stored prefix, say more about overheads than about the
-# model; until a longer one was seen, prefixes are loaded.
+# model: they only bound what computing takes.
 LEAST_OBSERVED_TOKENS = 64
+# Until a longer one was seen, a prefix is computed if that takes at most so many times as long as
+# reading it: then it is known what computing takes.
+MOST_TO_LEARN = 2.0
 # Retentions and bits that auto chooses from, besides its floors.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
 BITS = (8.0, 7.0, 6.0)
@@ -43,7 +47,8 @@ class RequestLengths:
 class Estimate:
     """Seconds that a request would take; None before any pass of the model was seen.
 
-    `io` and `compute` are the parts of loading, which run at the same time if `overlapped`.
+    `io` and `compute` are the parts of loading, which run at the same time if `overlapped`. Before
+    any long pass was seen, `compute` is None, and `recompute` what computing takes at most.
     """
 
     retention: float
@@ -63,7 +68,10 @@ class Estimate:
 
         `unread`: the share of the reads that is left to do.
         """
-        return self.load is None or self.recompute is None or self.seconds(unread) <= self.recompute
+        if self.recompute is None:
+            return True
+        most = MOST_TO_LEARN if self.compute is None else 1.0
+        return most * self.seconds(unread) <= self.recompute
 
     @property
     def hidden(self) -> bool:
@@ -104,6 +112,8 @@ class Estimator:
         self._overlapped = overlapped
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
         self.computing = TwoTermCost(START_SECONDS_PER_TOKEN, per_pair)
+        # How many times as long as guessed computing takes at most, judging by short passes.
+        self._most = math.inf
         # For a part of a prefix or codes; and for a whole exact prefix, where nothing is scored.
         self.loading = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
         self.copying = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
@@ -115,6 +125,8 @@ class Estimator:
         """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
         if new >= LEAST_OBSERVED_TOKENS:
             self.computing.observe(new, pairs, seconds)
+        elif not self.computing.observations:
+            self._most = min(self._most, seconds / self.computing.seconds(new, pairs))
 
     def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
         """Learn that identification and copying took `seconds`, reading excluded."""
@@ -131,14 +143,15 @@ class Estimator:
         self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
     ) -> Estimate:
         """Estimate a request with this retention and bits; `io_seconds` is what reading takes."""
+        miss = self._compute_seconds(work.resident, work.stored + work.new)
         if not self.computing.observations:
-            return Estimate(retention, io_seconds, None, None, self._overlapped, bits)
+            most = miss * self._most if self._most < math.inf else None
+            return Estimate(retention, io_seconds, None, most, self._overlapped, bits)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
         if retention >= 1.0 and bits == EXACT_BITS:
             hit += self.copying.seconds(work.stored, work.stored)
         else:
             hit += self.loading.seconds(work.stored, work.stored * work.new)
-        miss = self._compute_seconds(work.resident, work.stored + work.new)
         return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
 
     def estimate_blend(

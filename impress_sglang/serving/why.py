@@ -44,6 +44,7 @@ class Reason(enum.StrEnum):
     EXPIRED = enum.auto()
     TOO_SHORT = enum.auto()
     COMPUTED_FASTER = enum.auto()
+    COMPUTED_TO_LEARN = enum.auto()
     BLEND_TOO_SHORT = enum.auto()
     BLEND_SLOWER = enum.auto()
     BLEND_TOO_LONG = enum.auto()
@@ -74,6 +75,7 @@ MEANINGS = {
     Reason.EXPIRED: "it was stored for as long as --impress-ttl or its request allows, and removed",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
     Reason.COMPUTED_FASTER: "loading it was estimated to be slower than computing it",
+    Reason.COMPUTED_TO_LEARN: "reading is slow here, so this server learns how long computing takes",
     Reason.BLEND_TOO_SHORT: "too little of it is stored elsewhere (--impress-blend-min-tokens)",
     Reason.BLEND_SLOWER: "blending it was estimated to be slower than what is done without",
     Reason.BLEND_TOO_LONG: "blending it would have kept others waiting for too long",
@@ -165,6 +167,8 @@ class Explainer:
             return Reason.TOO_SHORT, f"{len(tokens)} of {least} tokens"
         if report["decision"] == "recompute":
             load, compute = report["estimated_load_ms"], report["estimated_recompute_ms"]
+            if load is None:
+                return Reason.COMPUTED_TO_LEARN, f"{compute:.1f} ms at most"
             return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
         # Not `store.match`, which also does work that is due.
         name, quality = store.namespace(asked.namespace), self._admission.least(asked.wanted)

@@ -164,10 +164,15 @@ def test_what_could_not_be_opened(world: World) -> None:
 
 @pytest.mark.usefixtures("stored")
 @pytest.mark.parametrize("options", [{"load": "faster"}])
-def test_what_is_computed_faster(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.runtime.estimator.note_forward(1000, 1e6, 1e-9)
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [(1000, Reason.COMPUTED_FASTER), (9, Reason.COMPUTED_TO_LEARN)]
+)
+def test_what_is_computed_faster(
+    world: World, monkeypatch: pytest.MonkeyPatch, tokens: int, reason: Reason
+) -> None:
+    world.runtime.estimator.note_forward(tokens, 1e6, 1e-9)
     monkeypatch.setattr(type(world.runtime.store.forecast), "seconds_to_read", lambda *_: 9.0)
-    assert admitted(world)["reason"] == Reason.COMPUTED_FASTER
+    assert admitted(world)["reason"] == reason
 
 
 @pytest.mark.parametrize("options", [{"policy": "recompute"}])
