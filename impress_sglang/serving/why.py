@@ -75,7 +75,7 @@ MEANINGS = {
     Reason.EXPIRED: "it was stored for as long as --impress-ttl or its request allows, and removed",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
     Reason.COMPUTED_FASTER: "loading it was estimated to be slower than computing it",
-    Reason.COMPUTED_TO_LEARN: "reading is slow here, so this server learns how long computing takes",
+    Reason.COMPUTED_TO_LEARN: "reading is slow here, so this server learns what computing takes",
     Reason.BLEND_TOO_SHORT: "too little of it is stored elsewhere (--impress-blend-min-tokens)",
     Reason.BLEND_SLOWER: "blending it was estimated to be slower than what is done without",
     Reason.BLEND_TOO_LONG: "blending it would have kept others waiting for too long",

@@ -573,7 +573,6 @@ def test_pages_of_other_sites_neither_see_nor_order_anything(
     # An order of our own page, or of no page, is taken, and this one is wrong.
     for headers in ({"Origin": "http://testserver"}, {}):
         assert client.post("/impress/pin", headers=headers, json={"a": 1}).status_code == 400
-    # Nothing can be reordered before a store is open.
     told = {"reorder": None, "suspended": "opening"}
     monkeypatch.setattr(reporting, "give_order", AsyncMock(return_value=told))
     refused = client.post("/impress/reorder")

@@ -133,9 +133,8 @@ class StoreHistory(RuleBasedStateMachine):
         self.take_look = self.store._keeper.look
         mock.patch.object(self.store._keeper, "look", self.hold_look).start()
         self.held_rewrite: tuple[Rewrite, Future[Shares | None]] | None = None
-        rewriter = self.store.reorders._rewriter
-        self.run_rewrite = rewriter.submit
-        mock.patch.object(rewriter, "submit", self.hold_rewrite).start()
+        self.run_rewrite = self.store.reorders._rewriter.submit
+        mock.patch.object(self.store.reorders._rewriter, "submit", self.hold_rewrite).start()
         self.store._memory.pool.limit_bytes = ROOM_BYTES
         self.waiting: list[SegmentSource] = []
         self.learn_names()
@@ -173,8 +172,7 @@ class StoreHistory(RuleBasedStateMachine):
         """Its file is there then, and the store does not know until it polls."""
         if self.held_rewrite is not None:
             (rewrite, future), self.held_rewrite = self.held_rewrite, None
-            done = self.run_rewrite(rewrite)
-            error = done.exception()
+            error = (done := self.run_rewrite(rewrite)).exception()
             future.set_result(done.result()) if error is None else future.set_exception(error)
 
     def wait_for_removals(self) -> None:

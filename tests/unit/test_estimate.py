@@ -132,8 +132,7 @@ def test_passes_of_a_few_tokens_bound_what_computing_takes(name: str) -> None:
     """They are mostly overhead. Where reading is slow, one prefix is computed to learn the rest."""
     machine, estimator, work = MACHINES[name], Estimator(HIDDEN_SIZE), RequestLengths(0, 3000, 20)
     for new in (8, LEAST_OBSERVED_TOKENS - 1, 20):
-        seconds = 0.02 + machine.forward(3000, new)
-        estimator.note_forward(new, pairs_of(3000, new), seconds)
+        estimator.note_forward(new, pairs_of(3000, new), 0.02 + machine.forward(3000, new))
     most, real = estimator.estimate(work, 1.0, 0.0).recompute, machine.forward(0, 3020)
     assert most is not None and most > 0.9 * real, "guesses how much is spent on pairs"
 

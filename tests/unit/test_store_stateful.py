@@ -1,9 +1,8 @@
 """The store on SSD, its caches and its reordering against a plain model, over random histories.
 
 Writes wait at a gate until a step lets them through; rewrites and second looks are done when a step
-does them: a history is the same each time. Every match is read
-back, whole or in part, some of it ahead, and its rows compared with those that belong to its
-tokens.
+does them: a history is the same each time. Every match is read back, whole or in part, some of it
+ahead, and its rows compared with those that belong to its tokens.
 """
 
 from __future__ import annotations
