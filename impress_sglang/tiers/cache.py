@@ -18,7 +18,14 @@ import torch
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.fence import CopyStream, Fence
 from impress_sglang.tiers.moves import LoadedChunks, make_mover
-from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier, check_members
+from impress_sglang.tiers.placement import (
+    CACHES,
+    Access,
+    Placement,
+    Tier,
+    check_members,
+    touch_tables,
+)
 from impress_sglang.tiers.rules import Ids, ReplacementRule
 from impress_sglang.tiers.slab import PageShape, Slab
 
@@ -60,6 +67,7 @@ class ChunkCache:
             host_pages=host_pages,
             max_chunk_pages=max_chunk_pages,
         )
+        touch_tables(self.placement)
         pin = device.type == "cuda"
         device_slab = Slab(self.page, device_pages, device, option="--impress-device-gb", pin=False)
         cpu = torch.device("cpu")

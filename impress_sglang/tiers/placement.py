@@ -147,7 +147,7 @@ class Placement:
         self._touched = Touched(displaced[:0], sources, pages, none, displaced, dropped)
         self._make_touched(_FIRST_TOUCHED)
         self._ids = IdRanges()
-        self._grow(_FIRST_CHUNKS)
+        self._grow(max(_FIRST_CHUNKS, host_pages + device_pages))
 
     @property
     def stats(self) -> PlacementStats:
@@ -338,6 +338,21 @@ class Placement:
         owned = self._ids.owned(len(caches.tiers))
         assert not caches.tiers[~owned].any(), "a chunk without an owner is cached"
         assert not priorities[~owned].any()
+
+
+def touch_tables(placement: Placement) -> None:
+    """Write to all of an empty placement once, so that no request waits for its memory later.
+
+    There are entries for as many chunks as can be cached; the lowest ids are used first.
+    """
+    caches, heaps, size = placement._caches, placement._caches.heaps, len(placement._caches.tiers)
+    placement._rule.forget(0, size)
+    marks = placement._touched.marks
+    for table in (caches.tiers, caches.num_pages, caches.first, heaps.places, marks):
+        table[:] = 0
+    for row, own in enumerate(caches.capacity.tolist()):
+        for places in (caches.following, heaps.members, heaps.noted):
+            places[row, : 1 + own] = 0
 
 
 def check_members(placement: Placement, tier: int, first: int, most: int) -> bool:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from impress_sglang.loops.types import Floats
-from impress_sglang.tiers.placement import Access, Placement, PlacementStats, Tier
+from impress_sglang.tiers.placement import (
+    Access,
+    Placement,
+    PlacementStats,
+    Tier,
+    touch_tables,
+)
 from impress_sglang.tiers.rules import NOBODY, Ids, ImportanceScore
 from impress_sglang.tiers.tables import IdRanges
 
@@ -246,6 +253,21 @@ def test_more_chunks_copy_nothing() -> None:
         assert len(own) > len(before[name])
         assert own.ctypes.data == before[name].ctypes.data, name
     assert after["tiers"][[7, base]].tolist() == [DEVICE, DEVICE]
+    placement.check_integrity()
+
+
+def test_a_first_read_waits_for_no_memory_of_the_system() -> None:
+    """Tables of 50,000 chunks take 700 pages of memory, each of which would interrupt the read."""
+    ids = np.arange(50_000)
+    placement = Placement(
+        ImportanceScore(0), device_pages=len(ids), host_pages=0, max_chunk_pages=1
+    )
+    touch_tables(placement)
+    placement.attach(np.ones(len(ids), np.uint16))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for own in np.split(ids, 50):
+        assert placement.access(own, np.ones(len(own))).kept.all()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
     placement.check_integrity()
 
 
