@@ -1,14 +1,12 @@
-"""What something costs, learnt from measured times: time = a * x + b * y, or with more terms.
+"""What something costs, learnt from measured times: time = a * x + b * y.
 
-The unknowns follow from a least squares fit of relative errors over recent observations, so that
-short times count as much as long ones.
+The two unknowns follow from a least squares fit of relative errors over recent observations, so
+that short times count as much as long ones.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Sequence
 
 # Observations that the fit remembers, as the time constant of an exponential.
 MEMORY = 200
@@ -28,52 +26,50 @@ CHANGED_AFTER = 16
 LEAST = 1e-6
 
 
-class LinearCost:
+class TwoTermCost:
     """Running fit; one thread observes at a time.
 
-    With relative rows, sizes / T, the unknowns z solve A z = w, where A sums the rows' outer
-    products and w the rows. They are kept in units of the first guess: numbers are near one.
+    With relative rows (x, y) / T the unknowns z solve A z = w, where A sums the rows' outer
+    products and w the rows. They are kept in units of the first guess, so that numbers are near
+    one.
     """
 
-    def __init__(self, *first: float) -> None:
-        """The first guess of each unknown, in seconds per unit of its size."""
+    def __init__(self, first_x: float, first_y: float) -> None:
+        """The first guess of a and of b, in seconds per unit of x and of y."""
         self.observations = 0
-        self._first = first
+        self._first_x, self._first_y = first_x, first_y
         # The first guess is a faint observation of each unknown, and fades like any other.
-        terms = range(len(first))
-        self._products = [[GUESS_WEIGHT * (own == other) for other in terms] for own in terms]
-        self._rows = [GUESS_WEIGHT] * len(first)
+        self._xx = self._yy = self._x = self._y = GUESS_WEIGHT
+        self._xy = 0.0
         # Logarithm of how much longer things took than expected: mean, and mean deviation from it.
         self._drift = self._deviation = 0.0
-        self._solution: list[float] | None = None
+        self._solution: tuple[float, float] | None = None
 
-    def observe(self, sizes: Sequence[float], seconds: float) -> None:
-        """Learn from something of these sizes, the last of which is not 0, and its seconds."""
-        if sizes[-1] <= 0 or seconds <= 0.0:
+    def observe(self, x: float, y: float, seconds: float) -> None:
+        """Learn from something of the size (x, y), y > 0, that took this many seconds."""
+        if y <= 0 or seconds <= 0.0:
             return
-        self._follow(math.log(seconds / self.seconds(*sizes)))
+        self._follow(math.log(seconds / self.seconds(x, y)))
         self.observations += 1
         keep = 1.0 - 1.0 / MEMORY
-        # Plain numbers: for so few of them NumPy takes three times as long.
-        row = [guess * size / seconds for guess, size in zip(self._first, sizes, strict=True)]
-        self._products = [
-            [keep * old + own * other for old, other in zip(products, row, strict=True)]
-            for own, products in zip(row, self._products, strict=True)
-        ]
-        self._rows = [keep * old + own for old, own in zip(self._rows, row, strict=True)]
+        own_x, own_y = x * self._first_x / seconds, y * self._first_y / seconds
+        self._xx = keep * self._xx + own_x * own_x
+        self._yy = keep * self._yy + own_y * own_y
+        self._xy = keep * self._xy + own_x * own_y
+        self._x = keep * self._x + own_x
+        self._y = keep * self._y + own_y
         self._solution = None
 
-    def seconds(self, *sizes: float) -> float:
-        """Seconds that something of these sizes will take."""
-        return sum(map(operator.mul, self.solve(), sizes))
+    def seconds(self, x: float, y: float) -> float:
+        """Seconds that something of the size (x, y) will take."""
+        per_x, per_y = self.solve()
+        return x * per_x + y * per_y
 
-    def solve(self) -> list[float]:
-        """The unknowns, in seconds per unit."""
-        # Another thread may observe meanwhile.
-        solution = self._solution
-        if solution is None:
-            self._solution = solution = list(map(operator.mul, self._first, self._fit()))
-        return solution
+    def solve(self) -> tuple[float, float]:
+        """a and b, in seconds per unit."""
+        if self._solution is None:
+            self._solution = self._fit()
+        return self._solution[0] * self._first_x, self._solution[1] * self._first_y
 
     def _follow(self, error: float) -> None:
         """Scale what was learnt, if everything takes longer or shorter now.
@@ -95,48 +91,25 @@ class LinearCost:
 
     def _scale(self, factor: float, weight: float) -> None:
         """Treat all observations as if they had taken `factor` times as long, with this weight."""
-        square = weight / factor**2
-        self._products = [[square * own for own in row] for row in self._products]
-        self._rows = [weight * own / factor for own in self._rows]
+        self._xx, self._yy, self._xy = (
+            weight * own / factor**2 for own in (self._xx, self._yy, self._xy)
+        )
+        self._x, self._y = weight * self._x / factor, weight * self._y / factor
         self._solution = None
 
-    def _fit(self) -> list[float]:
-        # With one scale for all unknowns the fit is always defined. From there, each is fitted as
+    def _fit(self) -> tuple[float, float]:
+        # With one scale for both unknowns the fit is always defined. From there, each is fitted as
         # far as observations determine it, and otherwise keeps the ratio of the first guess.
-        products, rows = self._products, self._rows
-        terms = range(len(rows))
-        scale = sum(rows) / sum(map(sum, products))
-        ridge = RIDGE * sum(products[own][own] for own in terms)
-        free, found = list(terms), [LEAST] * len(terms)
-        # One that is below its bound is set to it, and the others to the best values with that.
-        while free:
-            bound = [own for own in terms if own not in free]
-            solved = _solve(
-                [[products[own][other] + ridge * (own == other) for other in free] for own in free],
-                [
-                    rows[own] + ridge * scale - LEAST * sum(products[own][at] for at in bound)
-                    for own in free
-                ],
-            )
-            lowest = min(range(len(free)), key=solved.__getitem__)
-            if solved[lowest] >= LEAST:
-                for own, value in zip(free, solved, strict=True):
-                    found[own] = value
-                break
-            del free[lowest]
-        return found
-
-
-def _solve(products: list[list[float]], rows: list[float]) -> list[float]:
-    """Solve a symmetric positive definite system by elimination, in place."""
-    terms = range(len(rows))
-    for done in terms:
-        for own in terms[done + 1 :]:
-            factor = products[own][done] / products[done][done]
-            for other in terms[done:]:
-                products[own][other] -= factor * products[done][other]
-            rows[own] -= factor * rows[done]
-    for own in reversed(terms):
-        rest = sum(products[own][other] * rows[other] for other in terms[own + 1 :])
-        rows[own] = (rows[own] - rest) / products[own][own]
-    return rows
+        scale = (self._x + self._y) / (self._xx + 2 * self._xy + self._yy)
+        ridge = RIDGE * (self._xx + self._yy)
+        xx, yy = self._xx + ridge, self._yy + ridge
+        x, y = self._x + ridge * scale, self._y + ridge * scale
+        determinant = xx * yy - self._xy * self._xy
+        per_x = (x * yy - y * self._xy) / determinant
+        per_y = (y * xx - x * self._xy) / determinant
+        # An unknown below its bound is set to it, and the other to the best value with that.
+        if per_x < LEAST:
+            return LEAST, max((y - self._xy * LEAST) / yy, LEAST)
+        if per_y < LEAST:
+            return max((x - self._xy * LEAST) / xx, LEAST), LEAST
+        return per_x, per_y

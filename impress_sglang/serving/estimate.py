@@ -1,11 +1,10 @@
 """Estimates what loading and computing a stored prefix would take, to choose between them.
 
-Stage: admit. Computing is estimated from the forward passes of this server: a constant for what is
-launched, however short a pass is, + a * new tokens + b * pairs of a new token and one that it
-attends to. Loading is estimated from the bytes that must come from SSD, the speed of recent reads,
-and what identification and copying took per token of a prefix. Reading and computing overlap, so a
-hit takes as long as the longer of them: AttentionStore (3.2.1) hides the one behind the other,
-CacheBlend chooses how much to compute so that nothing waits.
+Stage: admit. Computing is estimated from the forward passes of this server: a * new tokens + b *
+pairs of a new token and one that it attends to. Loading is estimated from the bytes that must come
+from SSD, the speed of recent reads, and what identification and copying took per token of a prefix.
+Reading and computing overlap, so a hit takes as long as the longer of them: AttentionStore (3.2.1)
+hides the one behind the other, CacheBlend chooses how much to compute so that nothing waits.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from impress_sglang.cost import LinearCost
+from impress_sglang.cost import TwoTermCost
 from impress_sglang.options import EXACT_BITS
 
 # First guess: 1 ms per token; a model with hidden size d spends as much on a token's weights as on
 # 6 d attended tokens (24 L d^2 against 4 L d operations).
 START_SECONDS_PER_TOKEN = 1e-3
-START_SECONDS_PER_PASS = 16 * START_SECONDS_PER_TOKEN
 ATTENDED_PER_HIDDEN = 6
 # First guess for identification and copying, per token of the prefix and per pair.
 START_SECONDS_PER_LOADED = 1e-5
 START_SECONDS_PER_SCORED = 1e-8
-# Shorter passes, such as a question after a stored prefix, say more about the constant than about
-# the rest: alone, they only bound what computing takes.
+# Shorter passes, such as a question after a stored prefix, say more about overheads than about the
+# model: they only bound what computing takes.
 LEAST_OBSERVED_TOKENS = 64
 # Until a longer one was seen, a prefix is computed if that takes at most so many times as long as
 # reading it: then it is known what computing takes.
@@ -112,48 +110,43 @@ class Estimator:
         `overlapped`: layers are read while other layers are computed.
         """
         self._overlapped = overlapped
-        guess = (
-            START_SECONDS_PER_TOKEN,
-            START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size),
-        )
-        self.computing = LinearCost(START_SECONDS_PER_PASS, *guess)
-        # Whether a long pass was seen; until then, how many times as long as this guess, which has
-        # no constant, computing takes at most.
-        self._knows = False
-        self._guess, self._most = LinearCost(*guess), math.inf
+        per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
+        self.computing = TwoTermCost(START_SECONDS_PER_TOKEN, per_pair)
+        # How many times as long as guessed computing takes at most, judging by short passes.
+        self._most = math.inf
         # For a part of a prefix or codes; and for a whole exact prefix, where nothing is scored.
-        self.loading = LinearCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
-        self.copying = LinearCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
+        self.loading = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
+        self.copying = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
         # For a blend: per token that is loaded, and by what factor computing takes longer there
         # than in a pass of SGLang's.
-        self.blending = LinearCost(START_SECONDS_PER_LOADED, 1.0)
+        self.blending = TwoTermCost(START_SECONDS_PER_LOADED, 1.0)
 
     def note_forward(self, new: int, pairs: float, seconds: float) -> None:
         """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
-        self.computing.observe((1.0, new, pairs), seconds)
-        self._knows |= new >= LEAST_OBSERVED_TOKENS
-        self._most = min(self._most, seconds / self._guess.seconds(new, pairs))
+        if new >= LEAST_OBSERVED_TOKENS:
+            self.computing.observe(new, pairs, seconds)
+        elif not self.computing.observations:
+            self._most = min(self._most, seconds / self.computing.seconds(new, pairs))
 
     def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
         """Learn that identification and copying took `seconds`, reading excluded."""
         if whole:
-            self.copying.observe((work.stored, work.stored), seconds)
+            self.copying.observe(work.stored, work.stored, seconds)
         else:
-            self.loading.observe((work.stored, work.stored * work.new), seconds)
+            self.loading.observe(work.stored, work.stored * work.new, seconds)
 
     def note_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
         """Learn that a blend took `seconds`, reading excluded; see `estimate_blend`."""
-        self.blending.observe((work.stored, self._blended_seconds(work, computed)), seconds)
+        self.blending.observe(work.stored, self._blended_seconds(work, computed), seconds)
 
     def estimate(
         self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
     ) -> Estimate:
         """Estimate a request with this retention and bits; `io_seconds` is what reading takes."""
-        if not self._knows:
-            return Estimate(
-                retention, io_seconds, None, self._at_most(work), self._overlapped, bits
-            )
         miss = self._compute_seconds(work.resident, work.stored + work.new)
+        if not self.computing.observations:
+            most = miss * self._most if self._most < math.inf else None
+            return Estimate(retention, io_seconds, None, most, self._overlapped, bits)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
         if retention >= 1.0 and bits == EXACT_BITS:
             hit += self.copying.seconds(work.stored, work.stored)
@@ -169,7 +162,7 @@ class Estimator:
         `computed` is an average over the layers. `measured`: False ignores what earlier blends
         took, and says how fast one might be.
         """
-        if not self._knows:
+        if not self.computing.observations:
             return Estimate(1.0, io_seconds, None, None, self._overlapped)
         hit = self._blended_seconds(work, computed)
         if measured and self.blending.observations:
@@ -186,16 +179,10 @@ class Estimator:
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
         """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""
-        return self.computing.seconds(1.0, computed, computed * (work.resident + work.stored / 2))
+        return self.computing.seconds(computed, computed * (work.resident + work.stored / 2))
 
     def _compute_seconds(self, before: float, new: float) -> float:
-        return self.computing.seconds(1.0, new, pairs_of(before, new))
-
-    def _at_most(self, work: RequestLengths) -> float | None:
-        """What computing takes at most, judging by short passes; None before the first one."""
-        new = work.stored + work.new
-        guess = self._guess.seconds(new, pairs_of(work.resident, new))
-        return None if self._most == math.inf else self._most * guess
+        return self.computing.seconds(new, pairs_of(before, new))
 
 
 def pairs_of(before: float, new: float) -> float:

@@ -6,9 +6,7 @@ below which it is cheaper to read through than to start a new piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from impress_sglang.cost import MEMORY, LinearCost
+from impress_sglang.cost import MEMORY, TwoTermCost
 
 # A fast NVMe drive with many reads in flight.
 START_SECONDS_PER_PIECE = 4e-6
@@ -18,7 +16,7 @@ START_SECONDS_PER_BYTE = 1 / 2e9
 MAX_GAP_BYTES = 64 << 10
 
 
-class ReadCost(LinearCost):
+class ReadCost(TwoTermCost):
     """Running fit of the time of reads; one thread observes at a time."""
 
     def __init__(self) -> None:
@@ -26,12 +24,11 @@ class ReadCost(LinearCost):
         self._pieces = 0.0
         self._bytes = 0.0
 
-    def observe(self, sizes: Sequence[float], seconds: float) -> None:
-        """Learn from one read of so many pieces and bytes."""
-        pieces, num_bytes = sizes
+    def observe(self, pieces: float, num_bytes: float, seconds: float) -> None:
+        """Learn from one read of `num_bytes` in `pieces` pieces."""
         if num_bytes <= 0 or seconds <= 0.0:
             return
-        super().observe(sizes, seconds)
+        super().observe(pieces, num_bytes, seconds)
         keep = 1.0 - 1.0 / MEMORY
         self._pieces = keep * self._pieces + pieces
         self._bytes = keep * self._bytes + num_bytes

@@ -323,7 +323,7 @@ class _Watch:
         # Pieces still in flight count with the next observation.
         share = 1.0 - self._open / self._pieces
         arrived = round(self._bytes * share)
-        self._cost.observe((self._pieces - self._open, arrived), now - self._since)
+        self._cost.observe(self._pieces - self._open, arrived, now - self._since)
         self._since = now if self._open else 0.0
         self._bytes -= arrived
         self._pieces = self._open

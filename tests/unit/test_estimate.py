@@ -29,9 +29,8 @@ CODES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Seconds per pass, token and pair of the model, and per token and pair of identification."""
+    """Seconds per unit: tokens and pairs of the model, tokens and pairs of identification."""
 
-    per_pass: float
     per_token: float
     per_pair: float
     per_loaded: float
@@ -39,8 +38,7 @@ class Machine:
     per_copied: float
 
     def forward(self, before: float, new: int) -> float:
-        pairs = new * (before + (new + 1) / 2)
-        return self.per_pass + self.per_token * new + self.per_pair * pairs
+        return self.per_token * new + self.per_pair * new * (before + (new + 1) / 2)
 
     def load(self, work: RequestLengths, *, whole: bool) -> float:
         if whole:
@@ -49,11 +47,11 @@ class Machine:
 
 
 MACHINES = {
-    "two cores": Machine(4e-3, 2e-3, 3e-7, 2e-6, 2e-8, 1e-6),
-    "a small GPU": Machine(8e-3, 2e-4, 1e-8, 4e-6, 1e-9, 4e-7),
-    "a large GPU": Machine(2e-2, 4e-5, 1.5e-9, 1e-6, 2e-10, 1e-7),
-    "a tiny model on a large GPU": Machine(5e-3, 2e-6, 1e-10, 1e-6, 2e-10, 1e-7),
-    "far slower": Machine(5e-2, 3e-2, 1e-6, 5e-5, 1e-7, 5e-5),
+    "two cores": Machine(2e-3, 3e-7, 2e-6, 2e-8, 1e-6),
+    "a small GPU": Machine(2e-4, 1e-8, 4e-6, 1e-9, 4e-7),
+    "a large GPU": Machine(4e-5, 1.5e-9, 1e-6, 2e-10, 1e-7),
+    "a tiny model on a large GPU": Machine(2e-6, 1e-10, 1e-6, 2e-10, 1e-7),
+    "far slower": Machine(3e-2, 1e-6, 5e-5, 1e-7, 5e-5),
 }
 
 
@@ -99,20 +97,6 @@ def test_what_requests_take_is_learnt_within_a_tenth(
         assert (found.retention, found.io) == (retention, 1.25)
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_what_a_prompt_takes_is_learnt_where_most_passes_are_questions(name: str) -> None:
-    machine, estimator, pick = MACHINES[name], Estimator(HIDDEN_SIZE), random.Random(3)
-    for number in range(300):
-        before, new = (
-            (0, 9000) if number == 5 else (pick.randint(2000, 20_000), pick.randint(20, 200))
-        )
-        seconds = machine.forward(before, new) * pick.uniform(0.95, 1.05)
-        estimator.note_forward(new, pairs_of(before, new), seconds)
-    for work in WORKS:
-        miss = machine.forward(work.resident, work.stored + work.new)
-        assert estimator.estimate(work, 1.0, 0.0).recompute == pytest.approx(miss, rel=0.1)
-
-
 @pytest.mark.parametrize("bits", [4.0, 5.0, 8.0])
 def test_a_whole_prefix_in_codes_is_scored_like_a_part(bits: float) -> None:
     machine = MACHINES["a small GPU"]
@@ -148,7 +132,7 @@ def test_passes_of_a_few_tokens_bound_what_computing_takes(name: str) -> None:
     """They are mostly overhead. Where reading is slow, one prefix is computed to learn the rest."""
     machine, estimator, work = MACHINES[name], Estimator(HIDDEN_SIZE), RequestLengths(0, 3000, 20)
     for new in (8, LEAST_OBSERVED_TOKENS - 1, 20):
-        estimator.note_forward(new, pairs_of(3000, new), machine.forward(3000, new))
+        estimator.note_forward(new, pairs_of(3000, new), 0.02 + machine.forward(3000, new))
     most, real = estimator.estimate(work, 1.0, 0.0).recompute, machine.forward(0, 3020)
     assert most is not None and most > 0.9 * real, "guesses how much is spent on pairs"
 
@@ -157,7 +141,7 @@ def test_passes_of_a_few_tokens_bound_what_computing_takes(name: str) -> None:
     assert fast.loads_faster(1.0) and slow.loads_faster(0.9) and not slow.loads_faster(1.0)
 
     estimator.note_forward(3020, pairs_of(0, 3020), real)
-    assert estimator.estimate(work, 1.0, 0.0).recompute == pytest.approx(real, rel=0.05)
+    assert estimator.estimate(work, 1.0, 0.0).recompute == pytest.approx(real)
 
 
 def test_loading_is_guessed_before_any_was_seen() -> None:
