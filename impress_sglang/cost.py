@@ -67,9 +67,11 @@ class TwoTermCost:
 
     def solve(self) -> tuple[float, float]:
         """a and b, in seconds per unit."""
-        if self._solution is None:
-            self._solution = self._fit()
-        return self._solution[0] * self._first_x, self._solution[1] * self._first_y
+        # Another thread may observe meanwhile.
+        solution = self._solution
+        if solution is None:
+            self._solution = solution = self._fit()
+        return solution[0] * self._first_x, solution[1] * self._first_y
 
     def _follow(self, error: float) -> None:
         """Scale what was learnt, if everything takes longer or shorter now.

@@ -35,9 +35,9 @@ Order = Callable[[ImpressRadixCache, float], None]
 
 
 def _reorder(cache: ImpressRadixCache, _: float) -> None:
-    if (store := cache.runtime.served.opened) is not None:
-        store.reorders.enqueue()
-        store.poll()
+    if cache.runtime.served.in_use:
+        cache.runtime.store.reorders.enqueue()
+        cache.runtime.store.poll()
 
 
 def _check(cache: ImpressRadixCache, text: str | None) -> str:
@@ -152,7 +152,7 @@ def add_routes(*_: Any, **__: Any) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_reorder() -> Any:
         told = await give_order(REORDER_ORDER)
-        if told["reorder"] is None:
+        if told["suspended"] is not None:
             return JSONResponse({"error": no_store(told["suspended"])}, status_code=400)
         return told["reorder"]
 

@@ -156,8 +156,9 @@ function requestRow(own) {
 }
 
 function requestDetail(own, split) {
-  const estimates = own.estimated_load_ms === null ? "none" :
-    `load ${duration(own.estimated_load_ms)}, compute ${own.estimated_recompute_ms === null ? "unknown" : duration(own.estimated_recompute_ms)}`;
+  const [load, compute] = [own.estimated_load_ms, own.estimated_recompute_ms];
+  const estimates = compute === null ? "none" :
+    load === null ? `compute at most ${duration(compute)}` : `load ${duration(load)}, compute ${duration(compute)}`;
   const rows = [["Request", own.rid], ["Reason", own.why ? [own.why.reason, own.why.rest].filter(Boolean).join(", ") : "none"],
     ["Decision", own.decision], ["Estimates", estimates], ["Waited in the queue", duration(own.waited_ms)],
     ["Loading", `${duration(own.loading_ms)}, of it ${duration(own.wait_ms)} for the drive`], ["Computing", duration(own.computing_ms)],

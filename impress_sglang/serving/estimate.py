@@ -20,7 +20,8 @@ from impress_sglang.options import EXACT_BITS
 # 6 d attended tokens (24 L d^2 against 4 L d operations).
 START_SECONDS_PER_TOKEN = 1e-3
 ATTENDED_PER_HIDDEN = 6
-# First guess for identification and copying, per token of the prefix and per pair.
+# First guess for identification and copying, per token of the prefix and per pair; not used before
+# they were seen: a guess that is too slow would never be tried.
 START_SECONDS_PER_LOADED = 1e-5
 START_SECONDS_PER_SCORED = 1e-8
 # Shorter passes, such as a question after a stored prefix, say more about overheads than about the
@@ -45,10 +46,11 @@ class RequestLengths:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds that a request would take; None before any pass of the model was seen.
+    """Seconds that a request would take.
 
     `io` and `compute` are the parts of loading, which run at the same time if `overlapped`. Before
-    any long pass was seen, `compute` is None, and `recompute` what computing takes at most.
+    any long pass was seen, `compute` is None, and `recompute` what computing takes at most, None
+    before any pass.
     """
 
     retention: float
@@ -123,6 +125,9 @@ class Estimator:
 
     def note_forward(self, new: int, pairs: float, seconds: float) -> None:
         """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
+        # A difference of times, which clocks of a device may get wrong.
+        if seconds <= 0.0:
+            return
         if new >= LEAST_OBSERVED_TOKENS:
             self.computing.observe(new, pairs, seconds)
         elif not self.computing.observations:
@@ -149,8 +154,9 @@ class Estimator:
             return Estimate(retention, io_seconds, None, most, self._overlapped, bits)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
         if retention >= 1.0 and bits == EXACT_BITS:
-            hit += self.copying.seconds(work.stored, work.stored)
-        else:
+            if self.copying.observations:
+                hit += self.copying.seconds(work.stored, work.stored)
+        elif self.loading.observations:
             hit += self.loading.seconds(work.stored, work.stored * work.new)
         return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
 
@@ -167,7 +173,7 @@ class Estimator:
         hit = self._blended_seconds(work, computed)
         if measured and self.blending.observations:
             hit = self.blending.seconds(work.stored, hit)
-        else:
+        elif self.copying.observations:
             hit += self.copying.seconds(work.stored, work.stored)
         hit += self._compute_seconds(work.resident + work.stored, work.new)
         miss = self._compute_seconds(work.resident, work.stored + work.new)

@@ -94,7 +94,8 @@ def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
     """The fields of a report about the decision between loading and computing.
 
     `loads`: what was decided. The estimates are of all reads, also those that were done while the
-    request waited, and None before the server has seen how fast it computes.
+    request waited. Before the server has seen a long pass, that of loading is None, and that of
+    computing an upper bound.
     """
 
     def milliseconds(seconds: float | None) -> float | None:

@@ -144,8 +144,7 @@ def test_passes_of_a_few_tokens_bound_what_computing_takes(name: str) -> None:
     assert estimator.estimate(work, 1.0, 0.0).recompute == pytest.approx(real)
 
 
-def test_loading_is_guessed_before_any_was_seen() -> None:
-    """One pass of the model is enough to choose by."""
+def test_one_pass_of_the_model_is_enough_to_choose_by() -> None:
     estimator = Estimator(HIDDEN_SIZE)
     estimator.note_forward(1000, pairs_of(0, 1000), 1.0)
 
@@ -153,6 +152,16 @@ def test_loading_is_guessed_before_any_was_seen() -> None:
 
     assert found.compute is not None and found.recompute is not None
     assert 0.1 < found.compute < 1.0 < 8.0 < found.recompute
+
+
+@pytest.mark.parametrize("bits", [EXACT_BITS, 5.0])
+def test_loading_that_was_never_seen_is_tried_by_a_model_that_computes_fast(bits: float) -> None:
+    machine, estimator = MACHINES["a tiny model on a large GPU"], Estimator(HIDDEN_SIZE)
+    real = machine.forward(0, 8050)
+    estimator.note_forward(8050, pairs_of(0, 8050), real)
+    estimator.note_forward(10, 1e5, 0.0)
+
+    assert estimator.estimate(RequestLengths(0, 8000, 50), 1.0, 0.9 * real, bits).loads_faster(1.0)
 
 
 @pytest.mark.parametrize("name", MACHINES)
