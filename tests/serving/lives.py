@@ -186,7 +186,7 @@ class Life:
         self._lives, self._world = lives, lives.world
         self._server, self._setting, self._chance = server, setting, chance
         self._weights = setting.weights
-        self._raised_on_purpose = False
+        self._raised_on_purpose = self._wrote_short_files = False
 
     def run(self, seconds: float, seed: str) -> None:
         """Traffic for so long, then the end."""
@@ -341,6 +341,7 @@ class Life:
             return
         rules = [dataclasses.replace(rule, name=f"{name}: {rule.name}") for rule in FAULTS[name]]
         self._raised_on_purpose |= any(rule.fault == "raise" for rule in rules)
+        self._wrote_short_files |= any(rule.fault == "torn-silent" for rule in rules)
         before = self._lives.control.hits()
         self._lives.control.set(*rules)
         time.sleep(seconds)
@@ -401,8 +402,8 @@ class Life:
         self._world.count("accounts checked")
 
     def _check_disk(self) -> None:
-        """The server counts what the disk has, to the byte."""
-        if self._lives.watch.current.returned:
+        """The server counts what the disk has, to the byte, unless the disk has lied."""
+        if self._lives.watch.current.returned or self._wrote_short_files:
             return
         deadline = time.monotonic() + 30
         while (counted := self._stored_bytes()) and time.monotonic() < deadline:
