@@ -19,7 +19,6 @@ from tests.integration.worlds import (
     SHAPE,
     World,
     blending_world,
-    choose_same_windows,
     install_hooks,
     shuffled,
 )
@@ -47,7 +46,6 @@ def world(
 ) -> Iterator[World]:
     """Documents 1, 2 and 3 are stored, in this order."""
     install_hooks(monkeypatch)
-    choose_same_windows(monkeypatch)
     world = blending_world(tmp_path, page_size, size=4096, write_after=least, load="always")
     for rid in "xy"[:least]:
         # With its question, whole pages.

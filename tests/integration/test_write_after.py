@@ -73,7 +73,6 @@ def test_without_counting_all_is_stored_at_once(world: worlds.World) -> None:
 def blends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[worlds.World]:
     """With room for longer prompts, whose text may be reused where it is no prefix."""
     worlds.install_hooks(monkeypatch)
-    worlds.choose_same_windows(monkeypatch)
     world = worlds.blending_world(tmp_path, size=2048, write_after=2)
     yield world
     world.close()

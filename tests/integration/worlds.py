@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.integration.passes import KnownRequest
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.reporting import take_order
-from impress_sglang.management import prefix_hashes
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.saving import Save
@@ -410,13 +408,6 @@ def blending_world(root: Path, page_size: int = 1, **options: Any) -> World:
 def shuffled(*order: int) -> list[int]:
     """Documents in some order."""
     return [own for n in order for own in range(10_000 * n, 10_000 * n + 300)]
-
-
-def choose_same_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which windows of a text are counted is chosen by chance, and short documents have few."""
-    chance = random.Random(1)
-    fixed = SimpleNamespace(token_bytes=chance.randbytes, randbits=chance.getrandbits)
-    monkeypatch.setattr(prefix_hashes, "secrets", fixed)
 
 
 def install_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
