@@ -12,9 +12,9 @@ Milliseconds of a whole request, best of `--repeat`, on one thread:
     layers          all of them
 
 `no cache`: all comes from SSD, every time. `first read`: all comes from SSD, and enters a cache
-that has room, whose tables take memory of the system for that. `read again`: the same after all
-chunks have left, in memory that is there. `in the cache`: all is found there. `a cache of 30%`:
-chunks displace each other.
+that has room; what is not there from the start takes its memory of the system. `read again`: the
+same after all chunks have left, in memory that is there. `in the cache`: all is found there.
+`a cache of 30%`: chunks displace each other.
 """
 
 from __future__ import annotations

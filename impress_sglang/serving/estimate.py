@@ -20,8 +20,7 @@ from impress_sglang.options import EXACT_BITS
 # 6 d attended tokens (24 L d^2 against 4 L d operations).
 START_SECONDS_PER_TOKEN = 1e-3
 ATTENDED_PER_HIDDEN = 6
-# First guess for identification and copying, per token of the prefix and per pair; not used before
-# they were seen: a guess that is too slow would never be tried.
+# First guess for identification and copying, per token of the prefix and per pair.
 START_SECONDS_PER_LOADED = 1e-5
 START_SECONDS_PER_SCORED = 1e-8
 # Shorter passes, such as a question after a stored prefix, say more about overheads than about the
@@ -154,10 +153,9 @@ class Estimator:
             return Estimate(retention, io_seconds, None, most, self._overlapped, bits)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
         if retention >= 1.0 and bits == EXACT_BITS:
-            if self.copying.observations:
-                hit += self.copying.seconds(work.stored, work.stored)
-        elif self.loading.observations:
-            hit += self.loading.seconds(work.stored, work.stored * work.new)
+            hit += _seconds_seen(self.copying, work.stored, work.stored)
+        else:
+            hit += _seconds_seen(self.loading, work.stored, work.stored * work.new)
         return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
 
     def estimate_blend(
@@ -173,8 +171,8 @@ class Estimator:
         hit = self._blended_seconds(work, computed)
         if measured and self.blending.observations:
             hit = self.blending.seconds(work.stored, hit)
-        elif self.copying.observations:
-            hit += self.copying.seconds(work.stored, work.stored)
+        else:
+            hit += _seconds_seen(self.copying, work.stored, work.stored)
         hit += self._compute_seconds(work.resident + work.stored, work.new)
         miss = self._compute_seconds(work.resident, work.stored + work.new)
         return Estimate(1.0, io_seconds, hit, miss, self._overlapped)
@@ -189,6 +187,11 @@ class Estimator:
 
     def _compute_seconds(self, before: float, new: float) -> float:
         return self.computing.seconds(new, pairs_of(before, new))
+
+
+def _seconds_seen(cost: TwoTermCost, x: float, y: float) -> float:
+    """What this costs; 0.0 until any was seen, because a guess that is too slow is never tried."""
+    return cost.seconds(x, y) if cost.observations else 0.0
 
 
 def pairs_of(before: float, new: float) -> float:
