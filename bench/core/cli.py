@@ -22,7 +22,7 @@ ROOMS = {
     "policies": ("serving",),
     "quality": ("accuracy", "blend", "truncation"),
     "engine": ("engine", "controller"),
-    "micro": ("overhead", "memory", "planning", "content", "kernels", "index"),
+    "micro": ("overhead", "memory", "planning", "content", "passes", "kernels", "index"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}
 

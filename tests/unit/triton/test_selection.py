@@ -18,13 +18,14 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 # Poisoned words behind each tensor, more than a block of tokens.
 GUARD = 10_000
+POISON = 0x7FFFFFFF
 NAN, INF, TINY = float("nan"), float("inf"), 2.0**-149
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Outputs and scratch begin as NaN, high numbers, set flags; what is behind them stays."""
-    poison = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.uint8)
+    poison = torch.tensor([POISON], dtype=torch.int32).view(torch.uint8)
     behind: list[Tensor] = []
     new_empty: Callable[..., Tensor] = Tensor.new_empty
 
@@ -36,7 +37,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return new_empty(self, shape, **more)
         shape = (shape,) if isinstance(shape, int) else shape
         size = math.prod(shape) * dtype.itemsize
-        raw = poison.repeat(-(-size // len(poison)) + GUARD).to(self.device)
+        words = -(-size // len(poison)) + GUARD
+        raw = torch.full((words,), POISON, dtype=torch.int32, device=self.device).view(torch.uint8)
         behind.append(raw[size:])
         return raw[:size].view(dtype).view(shape)
 
