@@ -1,31 +1,21 @@
-"""What a pass of a model takes by new tokens and by tokens before them, and which form that has.
+"""What a pass of a model takes by new tokens and by tokens before them, and what is learnt of it.
 
-The server estimates computing as a * new tokens + b * attended pairs (`serving/estimate.py`). A
-pass over few tokens takes longer than that: weights are read and kernels started in any case. Which
-form the whole has decides what short passes say of long ones. A model with random weights, all its
-layers its own, runs passes without SGLang; times are the host's from an idle device to an idle
-device, medians. Three forms are fitted to all of them by relative errors:
-
-    proportional    a n + b p
-    added           c + a n + b p
-    longer          max(c, a n + b p)
-
-For each: the unknowns, and how many times too long or too short the worst estimate is, over all
-passes and over those of at least `serving.estimate.LEAST_OBSERVED_TOKENS`.
+A model with random weights, all its layers its own, runs passes without SGLang; times are the
+host's from an idle device to an idle device, medians. Then the product's
+estimate is given `--passes` of them at random: of all kinds alike (`by all`), and fifty times as
+often those of at most 64 new tokens (`by questions`). Shown is what it estimates, a dash where it
+does not know, in ms.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import math
+import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,7 +23,7 @@ from bench.core.options import SEED, Option, one_of
 from bench.core.report import Result, Row, Table, plain
 from bench.engine.model import Model, attention
 from bench.engine.workload import MODELS
-from impress_sglang.serving.estimate import LEAST_OBSERVED_TOKENS, pairs_of
+from impress_sglang.serving.estimate import Estimator, pairs_of
 
 CUDA = torch.cuda.is_available()
 OPTIONS = (
@@ -45,9 +35,10 @@ OPTIONS = (
     Option("new", (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), "tokens", quick=(1, 64)),
     Option("before", (0, 4096, 16384, 65536), "tokens", quick=(0, 256)),
     Option("repeat", 7, "passes of each kind", quick=2),
+    Option("passes", 200, "that are learnt from"),
     SEED,
 )
-Times = npt.NDArray[np.float64]
+QUESTION_TOKENS = 64
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -66,14 +57,15 @@ def run(args: argparse.Namespace) -> Result:
         seconds = statistics.median(times)
         pairs = pairs_of(before, new)
         rows.append({"before": before, "new": new, "pairs": pairs, "ms": round(seconds * 1e3, 3)})
-    sizes = np.array([[row["new"], row["pairs"]] for row in rows], np.float64)
-    measured = np.array([row["ms"] for row in rows])
-    forms = [_fit(name, form, sizes, measured) for name, form in FORMS.items()]
-    tables = [
-        Table(plain("before", "new", "ms"), rows, f"{shape.name}, {args.dtype} on {args.device}"),
-        Table(plain(*forms[0]), forms),
-    ]
-    return Result({"passes": rows, "forms": forms}, tables)
+    by_all = _estimates(args, shape.hidden, rows, lambda row: 1)
+    by_questions = _estimates(
+        args, shape.hidden, rows, lambda row: 50 if row["new"] <= QUESTION_TOKENS else 1
+    )
+    for row, *found in zip(rows, by_all, by_questions, strict=True):
+        row["by all"], row["by questions"] = found
+    caption = f"{shape.name}, {args.dtype} on {args.device}"
+    table = Table(plain("before", "new", "ms", "by all", "by questions"), rows, caption)
+    return Result({"passes": rows}, [table])
 
 
 def _seconds(model: Model, pools: list[list[Tensor]], before: int, new: int) -> float:
@@ -93,39 +85,12 @@ def _seconds(model: Model, pools: list[list[Tensor]], before: int, new: int) -> 
     return time.perf_counter() - began
 
 
-def _proportional(unknowns: Times, sizes: Times) -> Times:
-    found: Times = sizes @ unknowns[1:]
-    return found
-
-
-def _added(unknowns: Times, sizes: Times) -> Times:
-    return unknowns[0] + _proportional(unknowns, sizes)
-
-
-def _longer(unknowns: Times, sizes: Times) -> Times:
-    return np.maximum(unknowns[0], _proportional(unknowns, sizes))
-
-
-FORMS: dict[str, Callable[[Times, Times], Times]] = {
-    "proportional": _proportional,
-    "added": _added,
-    "longer": _longer,
-}
-
-
-def _fit(name: str, form: Callable[[Times, Times], Times], sizes: Times, measured: Times) -> Row:
-    """Unknowns >= 0 with the least squares of log(estimate / measured)."""
-    from scipy.optimize import least_squares
-
-    largest = np.argmax(measured)
-    start = np.log([measured.min(), *(measured[largest] / sizes[largest] / 2)])
-    found = least_squares(lambda x: np.log(form(np.exp(x), sizes) / measured), start)
-    unknowns = np.exp(found.x)
-    errors = np.log(form(unknowns, sizes) / measured)
-    long = errors[sizes[:, 0] >= LEAST_OBSERVED_TOKENS]
-    row: dict[str, Any] = {"form": name, "c ms": None if name == "proportional" else unknowns[0]}
-    row.update({"a us": unknowns[1] * 1e3, "b ns": unknowns[2] * 1e6})
-    for key, part in (("all", errors), ("long", long)):
-        row[f"{key}: too long"] = math.exp(max(part.max(), 0.0))
-        row[f"{key}: too short"] = math.exp(max(-part.min(), 0.0))
-    return {key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}
+def _estimates(
+    args: argparse.Namespace, hidden: int, rows: Sequence[Row], weight: Callable[[Row], float]
+) -> list[float | None]:
+    """What is estimated for each pass after `--passes` of these, by their weights."""
+    pick, estimator = random.Random(args.seed), Estimator(hidden)
+    for row in pick.choices(rows, [weight(row) for row in rows], k=args.passes):
+        estimator.note_forward(row["new"], row["pairs"], row["ms"] / 1e3)
+    found = [estimator.computing.seconds(row["new"], row["pairs"]) for row in rows]
+    return [None if seconds is None else round(seconds * 1e3, 3) for seconds in found]

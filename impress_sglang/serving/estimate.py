@@ -1,8 +1,9 @@
 """Estimates what loading and computing a stored prefix would take, to choose between them.
 
-Stage: admit. Computing is estimated from the forward passes of this server: a * new tokens + b *
-pairs of a new token and one that it attends to. Loading is estimated from the bytes that must come
-from SSD, the speed of recent reads, and what identification and copying took per token of a prefix.
+Stage: admit. Computing is estimated from the forward passes of this server: the longer of a
+constant and a * new tokens + b * pairs of a new token and one that it attends to. Loading is
+estimated from the bytes that must come from SSD, the speed of recent reads, and what identification
+and copying took, likewise by a constant, tokens of the prefix, and pairs.
 Reading and computing overlap, so a hit takes as long as the longer of them: AttentionStore (3.2.1)
 hides the one behind the other, CacheBlend chooses how much to compute so that nothing waits.
 """
@@ -10,10 +11,9 @@ hides the one behind the other, CacheBlend chooses how much to compute so that n
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
-from impress_sglang.cost import TwoTermCost
+from impress_sglang.cost import FlooredCost, TwoTermCost
 from impress_sglang.options import EXACT_BITS
 
 # First guess: 1 ms per token; a model with hidden size d spends as much on a token's weights as on
@@ -23,11 +23,8 @@ ATTENDED_PER_HIDDEN = 6
 # First guess for identification and copying, per token of the prefix and per pair.
 START_SECONDS_PER_LOADED = 1e-5
 START_SECONDS_PER_SCORED = 1e-8
-# Shorter passes, such as a question after a stored prefix, say more about overheads than about the
-# model: they only bound what computing takes.
-LEAST_OBSERVED_TOKENS = 64
-# Until a longer one was seen, a prefix is computed if that takes at most so many times as long as
-# reading it: then it is known what computing takes.
+# Short passes, such as those of questions, only bound what longer ones take. Until it is known, a
+# prefix is computed if that takes at most so many times as long as reading it.
 MOST_TO_LEARN = 2.0
 # Retentions and bits that auto chooses from, besides its floors.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
@@ -48,8 +45,8 @@ class Estimate:
     """Seconds that a request would take.
 
     `io` and `compute` are the parts of loading, which run at the same time if `overlapped`. Before
-    any long pass was seen, `compute` is None, and `recompute` what computing takes at most, None
-    before any pass.
+    it is known what passes as long take, `compute` is None, and `recompute` what computing takes at
+    most, None before any pass.
     """
 
     retention: float
@@ -112,25 +109,18 @@ class Estimator:
         """
         self._overlapped = overlapped
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
-        self.computing = TwoTermCost(START_SECONDS_PER_TOKEN, per_pair)
-        # How many times as long as guessed computing takes at most, judging by short passes.
-        self._most = math.inf
+        self.computing = FlooredCost(START_SECONDS_PER_TOKEN, per_pair)
         # For a part of a prefix or codes; and for a whole exact prefix, where nothing is scored.
-        self.loading = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
-        self.copying = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
+        # What was not seen costs nothing: a guess that is too slow would never be tried.
+        self.loading = FlooredCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
+        self.copying = FlooredCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
         # For a blend: per token that is loaded, and by what factor computing takes longer there
         # than in a pass of SGLang's.
         self.blending = TwoTermCost(START_SECONDS_PER_LOADED, 1.0)
 
     def note_forward(self, new: int, pairs: float, seconds: float) -> None:
         """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
-        # A difference of times, which clocks of a device may get wrong.
-        if seconds <= 0.0:
-            return
-        if new >= LEAST_OBSERVED_TOKENS:
-            self.computing.observe(new, pairs, seconds)
-        elif not self.computing.observations:
-            self._most = min(self._most, seconds / self.computing.seconds(new, pairs))
+        self.computing.observe(new, pairs, seconds)
 
     def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
         """Learn that identification and copying took `seconds`, reading excluded."""
@@ -147,15 +137,16 @@ class Estimator:
         self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
     ) -> Estimate:
         """Estimate a request with this retention and bits; `io_seconds` is what reading takes."""
-        miss = self._compute_seconds(work.resident, work.stored + work.new)
-        if not self.computing.observations:
-            most = miss * self._most if self._most < math.inf else None
+        whole = work.stored + work.new, pairs_of(work.resident, work.stored + work.new)
+        miss = self.computing.seconds(*whole)
+        if miss is None:
+            most = self.computing.most(*whole)
             return Estimate(retention, io_seconds, None, most, self._overlapped, bits)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
         if retention >= 1.0 and bits == EXACT_BITS:
-            hit += _seconds_seen(self.copying, work.stored, work.stored)
+            hit += self.copying.least(work.stored, work.stored)
         else:
-            hit += _seconds_seen(self.loading, work.stored, work.stored * work.new)
+            hit += self.loading.least(work.stored, work.stored * work.new)
         return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
 
     def estimate_blend(
@@ -166,15 +157,17 @@ class Estimator:
         `computed` is an average over the layers. `measured`: False ignores what earlier blends
         took, and says how fast one might be.
         """
-        if not self.computing.observations:
-            return Estimate(1.0, io_seconds, None, None, self._overlapped)
+        whole = work.stored + work.new, pairs_of(work.resident, work.stored + work.new)
+        miss = self.computing.seconds(*whole)
+        if miss is None:
+            most = self.computing.most(*whole)
+            return Estimate(1.0, io_seconds, None, most, self._overlapped)
         hit = self._blended_seconds(work, computed)
         if measured and self.blending.observations:
             hit = self.blending.seconds(work.stored, hit)
         else:
-            hit += _seconds_seen(self.copying, work.stored, work.stored)
+            hit += self.copying.least(work.stored, work.stored)
         hit += self._compute_seconds(work.resident + work.stored, work.new)
-        miss = self._compute_seconds(work.resident, work.stored + work.new)
         return Estimate(1.0, io_seconds, hit, miss, self._overlapped)
 
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
@@ -183,15 +176,11 @@ class Estimator:
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
         """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""
-        return self.computing.seconds(computed, computed * (work.resident + work.stored / 2))
+        return self.computing.share(computed, computed * (work.resident + work.stored / 2))
 
     def _compute_seconds(self, before: float, new: float) -> float:
-        return self.computing.seconds(new, pairs_of(before, new))
-
-
-def _seconds_seen(cost: TwoTermCost, x: float, y: float) -> float:
-    """What this costs; 0.0 until any was seen, because a guess that is too slow is never tried."""
-    return cost.seconds(x, y) if cost.observations else 0.0
+        """What a pass takes that is shorter than one of which it is known."""
+        return self.computing.least(new, pairs_of(before, new))
 
 
 def pairs_of(before: float, new: float) -> float:

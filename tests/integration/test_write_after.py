@@ -179,6 +179,7 @@ def test_what_a_blend_takes_is_learnt(blends: worlds.World) -> None:
     req = matched(blends, worlds.shuffled(2, 1))
     runtime, request = blends.runtime, blends.admit(req)
     assert request is not None and isinstance(request.loading, BlendedLoading)
+    runtime.estimator.note_forward(100, 5050.0, 0.01)
     request.loading.blended, request.computed = True, 50.0
     request.time_loading(clock_for(torch.device("cpu")).stopwatch())
     with request.stopwatch or pytest.fail():

@@ -1,6 +1,7 @@
 """The cost of reads: latency and bandwidth are learnt from what reads took.
 
-The two terms of what something costs are learnt from what it took, whatever their scale.
+The two terms of what something costs are learnt from what it took, whatever their scale, and a
+constant below them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.cost import LEAST, MEMORY, TwoTermCost
+from impress_sglang.cost import LEAST, MEMORY, FlooredCost, TwoTermCost
 from impress_sglang.storage.read_cost import (
     MAX_GAP_BYTES,
     START_SECONDS_PER_BYTE,
@@ -214,3 +215,94 @@ def test_what_says_nothing_changes_nothing(y: float, seconds: float) -> None:
     cost.observe(3.0, y, seconds)
 
     assert (cost.solve(), cost.observations) == (before, count)
+
+
+# Seconds at least, per x and per y.
+FLOORED = (0.01, 2.5e-5, 1.7e-9)
+
+
+def take(x: float, y: float, times: float = 1.0) -> float:
+    constant, per_x, per_y = FLOORED
+    return max(constant, x * per_x + y * per_y) * times
+
+
+def learn(cost: FlooredCost, seed: int, times: float = 1.0, largest: float = 4.0) -> None:
+    pick = random.Random(seed)
+    for _ in range(200):
+        x = 10 ** pick.uniform(0, largest)
+        y = x * 10 ** pick.uniform(2, 4)
+        cost.observe(x, y, take(x, y, times) * pick.uniform(0.9, 1.1))
+
+
+SIZES = [(1, 500), (200, 1e5), (300, 1e6), (3000, 4e6), (9000, 5e7)]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0])
+@pytest.mark.parametrize("wrong", [0.3, 1.0, 3.0])
+def test_a_constant_is_learnt_beside_both_rates(scale: float, wrong: float) -> None:
+    cost = FlooredCost(scale * wrong, scale * 7e-5 / wrong)
+    # Something is compiled meanwhile.
+    cost.observe(8, 4000, 3.0)
+    learn(cost, 1)
+
+    for x, y in SIZES:
+        assert cost.seconds(x, y) == pytest.approx(take(x, y), rel=0.15)
+        assert cost.least(x, y) == cost.seconds(x, y)
+
+
+def test_what_was_seen_to_be_short_bounds_what_is_longer() -> None:
+    cost = FlooredCost(1e-3, 1e-7)
+    assert cost.least(9, 9) == 0.0 and cost.most(9, 9) is None is cost.seconds(9, 9)
+    learn(cost, 1, largest=2.0)
+
+    assert cost.seconds(40, 400) == pytest.approx(0.01, rel=0.1)
+    assert cost.seconds(4000, 4e6) is None
+    assert cost.least(4000, 4e6) == pytest.approx(0.01, rel=0.1)
+    assert take(4000, 4e6) < (cost.most(4000, 4e6) or 0.0) < 10 * take(4000, 4e6)
+
+
+def test_of_one_size_less_takes_its_share() -> None:
+    """Else nothing would be tried that is less."""
+    cost = FlooredCost(1.0, 1.0)
+    for _ in range(50):
+        cost.observe(1000, 1000, 0.5)
+
+    assert cost.least(100, 100) == pytest.approx(0.05)
+    assert cost.seconds(1000, 1000) == pytest.approx(0.5) == pytest.approx(cost.least(2e3, 2e3))
+    assert cost.most(2e3, 2e3) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("times", [0.2, 5.0])
+def test_a_device_that_changes_is_followed_at_once(times: float) -> None:
+    cost, pick = FlooredCost(1e-3, 1e-7), random.Random(4)
+    learn(cost, 1)
+    for _ in range(20):
+        x = pick.uniform(1, 50)
+        cost.observe(x, 1e3 * x, take(x, 1e3 * x, times))
+
+    assert cost.seconds(9000, 5e7) == pytest.approx(take(9000, 5e7, times), rel=0.25)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1e6), st.floats(1e-3, 1e9), FACTORS), max_size=30),
+    st.floats(1e-3, 1e6),
+    st.floats(1e-3, 1e9),
+)
+def test_whatever_was_seen_more_takes_no_less(
+    observations: list[tuple[float, float, float]], x: float, y: float
+) -> None:
+    cost = FlooredCost(1e-3, 1e-6)
+    for own_x, own_y, power in observations:
+        cost.observe(own_x, own_y, (own_x * 1e-3 + own_y * 1e-6) * 10**power)
+
+    least, more = cost.least(x, y), cost.least(2 * x, 1.5 * y)
+    assert 0.0 <= least <= more < math.inf
+    assert (cost.most(x, y) is None) == (not observations)
+    assert cost.seconds(x, y) in (None, least)
+
+
+@pytest.mark.parametrize("size", [(0.0, 5.0, 1.0), (5.0, 0.0, 1.0), (5.0, 5.0, 0.0), (5, 5, -1.0)])
+def test_what_cannot_be_changes_nothing(size: tuple[float, float, float]) -> None:
+    cost = FlooredCost(1.0, 1.0)
+    cost.observe(*size)
+    assert cost.observations == 0 and cost.least(5, 5) == 0.0
