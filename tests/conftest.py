@@ -57,6 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-matrix", action="store_true", help="all combinations of parameters, not just pairs"
     )
+    group = parser.getgroup("servers", "the servers that tests/serving starts")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where they run")
+    group.addoption("--attention-backend", help="default: torch_native on a CPU, triton with CUDA")
     group = parser.getgroup("random", "the randomised run of tests/serving/test_random.py")
     group.addoption("--random-minutes", type=float, default=0.6, help="how long its traffic lasts")
     group.addoption("--random-seed", type=int, default=1, help="what is drawn in it")
@@ -66,6 +69,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    device = config.getoption("--device")
+    usual = "triton" if device == "cuda" else "torch_native"
+    os.environ["TESTS_DEVICE"] = device
+    os.environ["TESTS_ATTENTION"] = config.getoption("--attention-backend") or usual
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Checkout())
 

@@ -1,4 +1,4 @@
-"""Stock SGLang on a CPU, with the rectangular attention that all compared servers share.
+"""Stock SGLang, on a CPU with the rectangular attention that all compared servers share.
 
 Its radix cache, scheduler and models are SGLang's own, and so is any other attention backend than
 torch_native; IMPRESS is installed but not enabled. The module level code runs in the main process
@@ -22,10 +22,11 @@ def _use_rectangular_attention(backend: Any, runner: Any, *_: Any) -> Any:
     return backend
 
 
-def _use_native_rope(*_: Any, **__: Any) -> None:
-    from sglang.srt.layers.rotary_embedding import base
+def _use_native_rope(runner: Any, *_: Any, **__: Any) -> None:
+    if runner.device == "cpu":
+        from sglang.srt.layers.rotary_embedding import base
 
-    base._is_cpu = True
+        base._is_cpu = True
 
 
 HookRegistry.register(

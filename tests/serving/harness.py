@@ -43,17 +43,35 @@ SCRIPT_TIMEOUT_S = 300
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
-CPU_FLAGS = (
+USUAL_FLAGS = (
     # Unless a test says otherwise: SGLang would take most of the machine's memory for its pool.
     "--max-total-tokens=60000",
-    "--device=cpu",
-    "--attention-backend=torch_native",
     "--host=127.0.0.1",
     "--random-seed=1",
     "--log-level=info",
     # Without it an idle server keeps a core busy.
     "--sleep-on-idle",
 )
+
+
+# Several servers have room on one GPU, and do not capture graphs of many batch sizes.
+CUDA_FLAGS = (
+    "--mem-fraction-static=0.6",
+    "--sampling-backend=pytorch",
+    "--cuda-graph-max-bs-decode=8",
+)
+
+
+def on_cuda() -> bool:
+    """Whether servers run on a GPU: `pytest --device cuda`."""
+    return os.environ["TESTS_DEVICE"] == "cuda"
+
+
+def place_flags() -> tuple[str, ...]:
+    """Where servers run, and how they attend."""
+    attention = os.environ["TESTS_ATTENTION"]
+    flags = (f"--device={os.environ['TESTS_DEVICE']}", f"--attention-backend={attention}")
+    return (*flags, *CUDA_FLAGS) if on_cuda() else flags
 
 
 class Process(Protocol):
@@ -81,8 +99,10 @@ class Zygote(ZygoteProcess):
     def __init__(self) -> None:
         # Compiling the penalties of a sampler takes longer than most tests, and changes no answer.
         # Triton decides when it is imported whether it interprets; torch_native does not use it.
-        on_cpu = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        super().__init__(server_environment(on_cpu))
+        on_cpu = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # Tensor cores round float32 to ten bits, unless Triton is told not to.
+        own = {"TRITON_F32_DEFAULT": "ieee"} if on_cuda() else on_cpu
+        super().__init__(server_environment({"TORCHDYNAMO_DISABLE": "1", **own}))
 
     def run(self, script: Path, log: Path, *arguments: str) -> str:
         """Run a Python file in a fork, where SGLang is imported; it has to end well.
@@ -275,7 +295,7 @@ def launch(
     """
     assert not (stock and faults), "stock has no store"
     port = free_port()
-    argv = [f"--model-path={model}", f"--port={port}", *CPU_FLAGS, *flags]
+    argv = [f"--model-path={model}", f"--port={port}", *USUAL_FLAGS, *place_flags(), *flags]
     preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else None
     own = dict(RETRACT) if retracts else {}
     if faults is not None:
