@@ -81,7 +81,7 @@ class PrefixAttention(AttentionBackend):
 
     A mixin: it stands before one of SGLang's backends among the bases of a class. It subclasses
     `AttentionBackend` because Python lets an object change only to a class with the same layout.
-    Prefixes are loaded in eager passes only: prefill must run without CUDA graphs.
+    Prefixes are loaded in eager passes only.
     """
 
     offset_rows = False
@@ -119,6 +119,16 @@ class PrefixAttention(AttentionBackend):
         """Connect the backend to the runtime; until then no row has a stored prefix."""
         self._runtime = runtime
         self._passes = passes
+
+    def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
+        """Whether a batch loads nothing; SGLang asks before it runs one in a graph.
+
+        What is computed again or blended while a layer is loaded runs layers of the model, which
+        take part in a graph as long as one runs.
+        """
+        live = {} if self._runtime is None else self._runtime.live
+        requests = (live.get(rid) for rid in forward_batch.rids or ())
+        return all(request is None or request.adopted for request in requests)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note which requests have a stored prefix, and where their rows start, then plan."""

@@ -101,7 +101,7 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
     previous(server_args)
     chosen = attention_of(resolved_view(server_args))
     _or_exit_if_cli(server_args, lambda: check_attention(*chosen))
-    _or_exit_if_cli(server_args, lambda: _keep_prefill_eager(server_args))
+    _or_exit_if_cli(server_args, lambda: _refuse_whole_graphs(server_args))
 
 
 def _usual_attention(server_args: Any) -> str:
@@ -119,27 +119,23 @@ def _usual_attention(server_args: Any) -> str:
     return usual
 
 
-# Reasons against CUDA graphs of prefill, by SGLang's name of their kind; for others as for "full".
-_AGAINST_GRAPHS = {
-    "full": "a graph of the whole pass would skip that",
-    "breakable": "nobody has tried that on a GPU with graphs that are left for attention",
-}
+def _refuse_whole_graphs(server_args: Any) -> None:
+    """Turn off CUDA graphs of a whole prefill, and log it; refuse them if the user asks for them.
 
-
-def _keep_prefill_eager(server_args: Any) -> None:
-    """Turn off CUDA graphs of prefill, and log it; refuse them if the user asks for them."""
+    Breakable ones leave attention out, and only batches that load nothing run in them
+    (`PrefixAttention.can_run_prefill_cuda_graph`).
+    """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     graphs = resolved_view(server_args).cuda_graph_config
-    if graphs is None or graphs.prefill.backend == Backend.DISABLED:
+    if graphs is None or graphs.prefill.backend in (Backend.DISABLED, Backend.BREAKABLE):
         return
     kind = graphs.prefill.backend
-    against = _AGAINST_GRAPHS.get(kind, _AGAINST_GRAPHS[Backend.FULL])
-    why = f"IMPRESS loads a prefix between the layers of prefill, and {against}"
+    why = "IMPRESS works between the layers of prefill, and a graph of the whole pass skips that"
     if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
         raise UnsupportedError(f"{why}: drop --cuda-graph-backend-prefill {kind}")
-    logger.info("%s CUDA graphs of prefill, SGLang's default, are switched off: %s", kind, why)
+    logger.info("%s CUDA graphs of prefill are switched off: %s", kind, why)
     declare_resolution(
         server_args,
         BACKEND_NAME,

@@ -20,6 +20,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as prefill_runner
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.attention import PrefixAttention, adopt_backend
@@ -398,6 +399,19 @@ def test_passes_are_noted_without_what_they_load(serving: Serving, device: Devic
     serving.catch_up()
     passes += [(64, pairs_of(100, 64), COMPUTING), (70, pairs_of(80, 70), COMPUTING)]
     assert serving.notes.passes == passes and serving.notes.loads == loads
+
+
+def test_passes_that_load_are_no_graphs(serving: Serving) -> None:
+    """The runner of SGLang's graphs asks the backend, by this name, before each pass."""
+    assert '.attn_backend, "can_run_prefill_cuda_graph"' in inspect.getsource(prefill_runner)
+    batch = serving.batch(ForwardMode.EXTEND, ["other", "own"], [9, 9], [9, 9])
+    assert serving.can_run_prefill_cuda_graph(batch)
+    request = serving.admit("own", m=4, k=4, new=5, loading=1.0)
+    assert not serving.can_run_prefill_cuda_graph(batch)
+    request.adopted = True
+    assert serving.can_run_prefill_cuda_graph(batch)
+    batch.rids = None
+    assert serving.can_run_prefill_cuda_graph(batch), "a pass of SGLang's warm-up"
 
 
 def test_a_pass_with_a_recompute_is_not_noted(serving: Serving) -> None:

@@ -74,23 +74,28 @@ def test_accepted(llama: Path) -> None:
     assert view.attention_backend == "torch_native"
 
 
+@pytest.mark.parametrize(("usual", "kept"), [("breakable", "breakable"), ("full", "disabled")])
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
 def test_backends_of_accelerators(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    usual: str,
+    kept: str,
 ) -> None:
-    """They run with CUDA graphs for decode only, whatever SGLang's default for prefill is."""
-    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
+    """They run with CUDA graphs for decode, and for prefill with such as leave attention out."""
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: usual)
     flag = f"--attention-backend={name}"
     graphs = resolve(llama, flag, enabled=False).cuda_graph_config
-    assert graphs.prefill.backend == "breakable", "the control: without us it stays"
-    assert "CUDA graphs" not in capsys.readouterr().err
+    assert graphs.prefill.backend == usual, "the control: without us it stays"
+    assert "switched off" not in capsys.readouterr().err
     view = resolve(llama, flag)
     assert view.attention_backend == name
-    assert view.cuda_graph_config.prefill.backend == "disabled"
+    assert view.cuda_graph_config.prefill.backend == kept
     assert view.cuda_graph_config.decode.backend == "full"
     log = capsys.readouterr().err
-    assert "breakable CUDA graphs of prefill, SGLang's default, are switched off" in log
-    assert "nobody has tried that on a GPU" in log
+    assert ("full CUDA graphs of prefill are switched off" in log) == (kept != usual)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_backend_where_none_is_asked_for(
     monkeypatch.setattr(overrides, "use_mla_backend", lambda _: False)
     monkeypatch.setattr(overrides, "resolved_view", lambda _: chosen)
     monkeypatch.setattr(overrides, "declare_resolution", declared)
-    monkeypatch.setattr(plugin, "_keep_prefill_eager", lambda _: None)
+    monkeypatch.setattr(plugin, "_refuse_whole_graphs", lambda _: None)
     monkeypatch.setattr(plugin, "_model_config", lambda _: None)
     monkeypatch.setattr(plugin, "config_of", lambda _: ours)
 
@@ -200,13 +205,8 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--attention-backend=wave"], "wave, because nobody has judged its kernels"),
         (["--attention-backend=triton", "--prefill-attention-backend=aiter"], "aiter, because"),
         (
-            ["--attention-backend=triton", "--cuda-graph-backend-prefill=breakable"],
-            "nobody has tried that on a GPU with graphs that are left for attention: drop "
-            "--cuda-graph-backend-prefill breakable",
-        ),
-        (
             ["--attention-backend=fa3", "--cuda-graph-backend-prefill=full"],
-            "a graph of the whole pass would skip that: drop --cuda-graph-backend-prefill full",
+            "a graph of the whole pass skips that: drop --cuda-graph-backend-prefill full",
         ),
         (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
         (["--cpu-offload-gb=4"], "--cpu-offload-gb"),
