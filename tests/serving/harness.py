@@ -56,7 +56,7 @@ USUAL_FLAGS = (
 
 # Several servers have room on one GPU, and do not capture graphs of many batch sizes.
 CUDA_FLAGS = (
-    "--mem-fraction-static=0.6",
+    "--mem-fraction-static=0.85",
     "--sampling-backend=pytorch",
     "--cuda-graph-max-bs-decode=8",
 )
