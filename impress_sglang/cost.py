@@ -26,6 +26,9 @@ FLOORED_RIDGE = 1e-3
 # If so many recent times were longer or shorter than expected by this factor, the device has
 # changed: what was learnt is scaled, and becomes a faint guess.
 CHANGED_FACTOR = 1.5
+# More where times of one octave differ with what the size does not say: as many new tokens may
+# attend to few tokens or to many.
+FLOORED_CHANGED_FACTOR = 2.0
 CHANGED_MEMORY = 8
 SCALED_WEIGHT = 0.05
 # How alike errors must be for that: their median divided by their mean deviation from it.
@@ -54,7 +57,7 @@ class TwoTermCost:
         self._first_x, self._first_y = first_x, first_y
         # The first guess is a faint observation of each unknown, and fades like any other.
         self._rows = _Rows(GUESS_WEIGHT, 0.0, GUESS_WEIGHT, GUESS_WEIGHT, GUESS_WEIGHT)
-        self._drift = _Drift()
+        self._drift = _Drift(CHANGED_FACTOR)
         self._solution: tuple[float, float] | None = None
 
     def observe(self, x: float, y: float, seconds: float) -> None:
@@ -100,7 +103,7 @@ class FlooredCost:
         self.observations = 0
         self._first_x, self._first_y = first_x, first_y
         self._octaves: dict[int, _Octave] = {}
-        self._drift = _Drift()
+        self._drift = _Drift(FLOORED_CHANGED_FACTOR)
         self._fit: _Floored | None = None
 
     def observe(self, x: float, y: float, seconds: float) -> None:
@@ -109,8 +112,10 @@ class FlooredCost:
             return
         own_x, own_y = x * self._first_x, y * self._first_y
         octave = self._octaves.setdefault(math.frexp(own_x + own_y)[1], _Octave())
-        if octave.weight and self.observations >= CHANGED_AFTER:
-            factor = self._drift.follow(math.log(seconds) - octave.log_seconds)
+        if octave.count and self.observations >= CHANGED_AFTER:
+            fit = self._solve()
+            larger = fit.seconds(own_x, own_y) / fit.seconds(octave.mean_x, octave.mean_y)
+            factor = self._drift.follow(math.log(seconds / (octave.seconds * larger)))
             if factor:
                 for own in self._octaves.values():
                     own.scale(factor)
@@ -157,15 +162,19 @@ class FlooredCost:
     def _solve_octaves(self) -> _Floored:
         octaves = [octave for _, octave in sorted(self._octaves.items(), reverse=True)]
         times = list(itertools.accumulate((own.seconds for own in octaves), min))
-        shortest, smallest, largest = times[-1], octaves[-1], octaves[0].size
+        shortest, largest = times[-1], octaves[0].size
         rows = _Rows()
         for octave, seconds in zip(octaves, times, strict=True):
             if seconds >= LONGER * shortest:
                 rows.join(octave.rows, min(octave.weight, OCTAVE_WEIGHT) / octave.weight)
         known = rows.x > 0.0
         rates = rows.solve(FLOORED_RIDGE) if known else (shortest / largest,) * 2
-        # Where even the smallest sizes take what the rates say, the constant was not seen.
-        is_seen = shortest > SHOWN * (smallest.mean_x * rates[0] + smallest.mean_y * rates[1])
+        # Where even the smallest sizes take what the rates say, the constant was not seen. One
+        # observation shows none: if something disturbed it, its like might never be tried again.
+        often = [own for own in octaves if own.count > 1] or octaves[1:]
+        is_seen = not often or shortest > SHOWN * (
+            often[-1].mean_x * rates[0] + often[-1].mean_y * rates[1]
+        )
         return _Floored(shortest if is_seen else 0.0, rates, known, shortest, largest)
 
 
@@ -181,6 +190,10 @@ class _Floored:
     known: bool
     shortest: float
     largest: float
+
+    def seconds(self, x: float, y: float) -> float:
+        """The longer of both."""
+        return max(self.constant, x * self.rates[0] + y * self.rates[1])
 
 
 _NOTHING = _Floored(0.0, (0.0, 0.0), known=False, shortest=0.0, largest=0.0)
@@ -242,6 +255,7 @@ class _Octave:
 
     def __init__(self) -> None:
         self.rows = _Rows()
+        self.count = 0
         # Of observations, faded like their rows; the means belong to it.
         self.weight = 0.0
         self.mean_x = self.mean_y = self.log_seconds = 0.0
@@ -257,7 +271,10 @@ class _Octave:
         return self.mean_x + self.mean_y
 
     def add(self, x: float, y: float, seconds: float) -> None:
-        """Note an observation."""
+        """Note an observation; the first one, which may have compiled something, is faint then."""
+        if self.count == 1:
+            self._fade(SCALED_WEIGHT)
+        self.count += 1
         self.rows.add(x / seconds, y / seconds)
         self.weight = _KEEP * self.weight + 1.0
         self.mean_x += (x - self.mean_x) / self.weight
@@ -265,10 +282,14 @@ class _Octave:
         self.log_seconds += (math.log(seconds) - self.log_seconds) / self.weight
 
     def scale(self, factor: float) -> None:
-        """Treat all as if it had taken `factor` times as long, and as a faint guess."""
-        self.rows.scale(factor, SCALED_WEIGHT)
-        self.weight *= SCALED_WEIGHT
+        """Treat all as if it had taken `factor` times as long, and as no more than a few."""
+        self.rows.scale(factor, 1.0)
+        self._fade(min(1.0, OCTAVE_WEIGHT / self.weight))
         self.log_seconds += math.log(factor)
+
+    def _fade(self, weight: float) -> None:
+        self.rows.scale(1.0, weight)
+        self.weight *= weight
 
 
 class _Drift:
@@ -278,13 +299,15 @@ class _Drift:
     slower only after the fast times are forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: float) -> None:
+        """`least`: the factor from which on things have changed."""
+        self._least = math.log(least)
         self._errors: deque[float] = deque(maxlen=CHANGED_MEMORY)
 
     def follow(self, error: float) -> float | None:
         """Note the logarithm of measured / expected; the factor by which all has changed, or None.
 
-        `ALIKE` errors are one change; it is told once.
+        `ALIKE` errors are one change, if none of them speaks against it; it is told once.
         """
         errors = self._errors
         errors.append(error)
@@ -292,7 +315,8 @@ class _Drift:
             return None
         middle = statistics.median(errors)
         deviation = statistics.fmean(abs(own - middle) for own in errors)
-        if abs(middle) < max(math.log(CHANGED_FACTOR), ALIKE * deviation):
+        against = min(math.copysign(1.0, middle) * own for own in errors)
+        if abs(middle) < max(self._least, ALIKE * deviation) or against < self._least / 2:
             return None
         errors.clear()
         return math.exp(middle)

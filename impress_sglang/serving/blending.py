@@ -204,12 +204,12 @@ class Blending:
 
     def _too_slow(self, estimate: Estimate, usual: AdmissionPlan | None) -> Detail | None:
         """Why a blend that takes as long as estimated is refused; None if it is not."""
-        if estimate.compute is None or estimate.load is None or estimate.recompute is None:
-            return None
-        most = self._config.blend_seconds
-        too_long = Reason.BLEND_TOO_LONG, f"{estimate.load:.1f} of {most:g} s"
-        if estimate.compute > most:
+        most, load = self._config.blend_seconds, estimate.load or estimate.least
+        too_long = Reason.BLEND_TOO_LONG, f"{load:.1f} of {most:g} s"
+        if estimate.least > most:
             return too_long
+        if estimate.load is None or estimate.recompute is None:
+            return None
         other = estimate.recompute
         if usual is not None and usual.estimate.load is not None:
             other = min(other, usual.estimate.load)

@@ -46,7 +46,7 @@ class Estimate:
 
     `io` and `compute` are the parts of loading, which run at the same time if `overlapped`. Before
     it is known what passes as long take, `compute` is None, and `recompute` what computing takes at
-    most, None before any pass.
+    most, None before any pass. `least`: what loading takes besides reading, as far as known.
     """
 
     retention: float
@@ -55,6 +55,7 @@ class Estimate:
     recompute: float | None
     overlapped: bool = True
     bits: float = EXACT_BITS
+    least: float = 0.0
 
     @property
     def load(self) -> float | None:
@@ -69,7 +70,7 @@ class Estimate:
         if self.recompute is None:
             return True
         most = MOST_TO_LEARN if self.compute is None else 1.0
-        return most * self.seconds(unread) <= self.recompute
+        return max(most * self.seconds(unread), self.least) <= self.recompute
 
     @property
     def hidden(self) -> bool:
@@ -138,16 +139,12 @@ class Estimator:
     ) -> Estimate:
         """Estimate a request with this retention and bits; `io_seconds` is what reading takes."""
         whole = work.stored + work.new, pairs_of(work.resident, work.stored + work.new)
-        miss = self.computing.seconds(*whole)
-        if miss is None:
-            most = self.computing.most(*whole)
-            return Estimate(retention, io_seconds, None, most, self._overlapped, bits)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
         if retention >= 1.0 and bits == EXACT_BITS:
             hit += self.copying.least(work.stored, work.stored)
         else:
             hit += self.loading.least(work.stored, work.stored * work.new)
-        return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
+        return self._estimate(retention, io_seconds, hit, whole, bits)
 
     def estimate_blend(
         self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
@@ -158,21 +155,33 @@ class Estimator:
         took, and says how fast one might be.
         """
         whole = work.stored + work.new, pairs_of(work.resident, work.stored + work.new)
-        miss = self.computing.seconds(*whole)
-        if miss is None:
-            most = self.computing.most(*whole)
-            return Estimate(1.0, io_seconds, None, most, self._overlapped)
         hit = self._blended_seconds(work, computed)
         if measured and self.blending.observations:
             hit = self.blending.seconds(work.stored, hit)
         else:
             hit += self.copying.least(work.stored, work.stored)
         hit += self._compute_seconds(work.resident + work.stored, work.new)
-        return Estimate(1.0, io_seconds, hit, miss, self._overlapped)
+        return self._estimate(1.0, io_seconds, hit, whole, EXACT_BITS)
 
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
         """The first estimate whose reading is hidden, else the last; largest loads come first."""
         return next((own for own in estimates if own.hidden), estimates[-1])
+
+    def _estimate(
+        self, retention: float, io: float, hit: float, whole: tuple[float, float], bits: float
+    ) -> Estimate:
+        """`hit`: seconds besides reading; `whole`: the size of the pass that computes all."""
+        miss = self.computing.seconds(*whole)
+        known = miss is not None
+        return Estimate(
+            retention,
+            io,
+            hit if known else None,
+            miss if known else self.computing.most(*whole),
+            self._overlapped,
+            bits,
+            hit,
+        )
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
         """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""

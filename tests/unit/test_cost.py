@@ -283,6 +283,28 @@ def test_a_device_that_changes_is_followed_at_once(times: float) -> None:
     assert cost.seconds(9000, 5e7) == pytest.approx(take(9000, 5e7, times), rel=0.25)
 
 
+def test_a_device_that_changes_to_and_fro_leaves_numbers() -> None:
+    """What is not seen meanwhile does not fade to nothing, and stays about right."""
+    cost, pick = FlooredCost(1e-3, 1e-7), random.Random(4)
+    learn(cost, 1)
+    for _ in range(150):
+        for times in (2.5, 1.0):
+            for _ in range(16):
+                cost.observe(20, 2e4, take(20, 2e4, times) * pick.uniform(0.95, 1.05))
+
+    assert 0.3 < (cost.seconds(9000, 5e7) or 0.0) / take(9000, 5e7) < 3.0
+
+
+def test_sizes_that_take_turns_are_no_change() -> None:
+    cost, pick = FlooredCost(1e-3, 1e-7), random.Random(4)
+    learn(cost, 1)
+    for new, count in ((1050, 100), (1900, 9), (1050, 40), (1900, 9)) * 5:
+        for _ in range(count):
+            cost.observe(new, 1e3 * new, take(new, 1e3 * new) * pick.uniform(0.9, 1.1))
+
+    assert cost.seconds(9000, 5e7) == pytest.approx(take(9000, 5e7), rel=0.15)
+
+
 @given(
     st.lists(st.tuples(st.floats(1e-3, 1e6), st.floats(1e-3, 1e9), FACTORS), max_size=30),
     st.floats(1e-3, 1e6),

@@ -168,6 +168,27 @@ def test_where_most_passes_are_questions_prompts_are_estimated_as_well(
             assert found.recompute is not None and 0.9 * real < found.recompute < 2 * real
 
 
+def test_one_disturbed_question_is_not_what_every_pass_takes() -> None:
+    """Else nothing would be loaded, and no other question be seen."""
+    machine, estimator = MACHINES["two cores"], Estimator(HIDDEN_SIZE)
+    for new in (3000, 3010, 2990):
+        estimator.note_forward(new, pairs_of(0, new), machine.forward(0, new))
+    estimator.note_forward(20, pairs_of(3000, 20), 5.0)
+
+    assert estimator.estimate(RequestLengths(0, 3000, 20), 1.0, 0.1).loads_faster(1.0)
+
+
+def test_what_loads_are_known_to_take_counts_before_computing_is_known() -> None:
+    machine, estimator = MACHINES["a large GPU"], Estimator(HIDDEN_SIZE)
+    for new in (20, 40, 100):
+        estimator.note_forward(new, pairs_of(0, new), machine.forward(0, new))
+        estimator.note_load(RequestLengths(0, 300, 20), 0.13, whole=False)
+    found = estimator.estimate(RequestLengths(0, 300, 20), 1.0, 1e-3, 5.0)
+
+    assert found.compute is None and found.recompute is not None
+    assert 1e-3 < found.recompute < found.least and not found.loads_faster(0.0)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_every_load_takes_is_not_given_to_each_token(whole: bool) -> None:
     estimator, bits = Estimator(HIDDEN_SIZE), EXACT_BITS if whole else 5.0
