@@ -353,3 +353,51 @@ def sum_up(
             moving += 1
             width = max(width, pages)
     return moving, width
+
+
+@compiled(
+    "(uint16[::1], uint8[::1], int32[:, ::1], int64[::1], uint8[::1], int32[:, ::1], int64[::1], "
+    "int64)"
+)
+def page_moves(
+    counts: Uint16s,
+    sources: Uint8s,
+    source_pages: Int32s,
+    starts: Indices,
+    targets: Uint8s,
+    target_pages: Int32s,
+    begins: Indices,
+    page_bytes: int,
+) -> tuple[Indices, Indices, Indices]:
+    """Addresses of pages that are moved, and of where they go, int64 [pages], chunk after chunk.
+
+    Args:
+        counts: uint16 [n], pages of each chunk.
+        sources: uint8 [n], tiers.
+        source_pages: int32 [n, width], for chunks that are in a cache.
+        starts: int64 [n], where the first page of other chunks is; the others follow it.
+        targets: uint8 [n], tiers.
+        target_pages: int32 [n, width].
+        begins: int64 [tiers], where the pages of each tier begin.
+        page_bytes: bytes of a page.
+
+    Returns:
+        Also the places of those that come from a cache.
+    """
+    total = 0
+    for place in range(len(counts)):
+        total += int(counts[place])
+    found, wanted = np.empty(total, np.int64), np.empty(total, np.int64)
+    cached, at, held = np.empty(total, np.int64), 0, 0
+    for place in range(len(counts)):
+        source, target = sources[place], targets[place]
+        for number in range(int(counts[place])):
+            if source == _SSD:
+                found[at] = starts[place] + number * page_bytes
+            else:
+                found[at] = begins[source] + np.int64(source_pages[place, number]) * page_bytes
+                cached[held] = at
+                held += 1
+            wanted[at] = begins[target] + np.int64(target_pages[place, number]) * page_bytes
+            at += 1
+    return found, wanted, cached[:held].copy()

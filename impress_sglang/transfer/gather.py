@@ -177,18 +177,13 @@ class KernelGatherer:
         from impress_sglang.triton import gather
 
         self._kernels = gather
-        self._upload = page_copies.upload
-        self._copier = page_copies.PageCopier(cache.page, cache.device)
+        self._copier = page_copies.PageCopier(cache.page, cache.device, cache.staging)
         self._cache = cache
-        page, first = cache.page, np.zeros(1, np.int64)
-        size = page.dtype.itemsize
+        page, size = cache.page, cache.page.dtype.itemsize
         # Elements of the kernel's vectors: the largest of which rows, pages and blocks are made.
         self._unit = math.gcd(page.unit * size, BLOCK_BYTES) // size
-        self._bases = np.zeros(len(Tier), np.int64)
-        for tier in CACHES:
-            self._bases[tier] = cache.slabs[tier].page_addresses(first)[0]
         # Layer buffers begin at memory pages, so they do not limit the alignment.
-        self._grain = math.gcd(self._unit * size, *self._bases[1:].tolist())
+        self._grain = math.gcd(self._unit * size, *cache.begins().tolist())
 
     def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
         """See `RowGatherer`; nothing is waited for: see `Fence`."""
@@ -208,14 +203,13 @@ class KernelGatherer:
             if read.rows is not None and read.rows.positions is not None
         ]
         joined = [np.concatenate(positions)] if positions else []
-        uploaded = self._upload([*indices, *joined], self._device)
+        left = self._cache.staging.leave([*indices, *joined])
         targets = [
-            self._target(slots, addresses, uploaded[-1] if joined else None)
-            for slots, addresses in zip(wanted, uploaded, strict=False)
+            self._target(slots, addresses, left[-1] if joined else None)
+            for slots, addresses in zip(wanted, left, strict=False)
         ]
         self._cache.copy_stream.join()
-        self._kernels.gather(targets, self._unit, grain_bytes=self._grain)
-        self._note_reading([memory for _, memory in reads])
+        self._launch(targets, [memory for _, memory in reads])
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
         """See `RowGatherer`; nothing is waited for."""
@@ -226,10 +220,10 @@ class KernelGatherer:
         self._cache.copy_stream.join()
         if group.chunk_rows == page.page_vectors:
             addresses = self._page_addresses(part, memory)
-            self._copier.copy([(rows.view(-1, page.elements), None, addresses)])
+            targets = np.arange(len(addresses)) * page.page_bytes + rows.data_ptr()
+            self._note_reading(self._copier.copy(addresses, targets), [memory])
         else:
             self._gather_all_rows(part, memory, rows)
-        self._note_reading([memory])
         return rows
 
     @property
@@ -276,28 +270,24 @@ class KernelGatherer:
             group.start,
             group.column_bytes,
             group.stride,
-            self._bases_with(memory),
+            self._begins(memory),
         )
         return flat.reshape(len(rows), vectors)
 
-    def _bases_with(self, memory: PooledMemory | None) -> Indices:
-        """Where each tier begins in memory, int64 [tiers]."""
-        bases = self._bases.copy()
-        if memory is not None:
-            bases[Tier.SSD] = memory.address
-        return bases
+    def _begins(self, memory: PooledMemory | None) -> Indices:
+        return self._cache.begins(0 if memory is None else memory.address)
 
     def _page_addresses(self, part: GroupPart, memory: PooledMemory | None) -> Indices:
         """Addresses of the pages of whole chunks of one column, int64, chunk after chunk."""
         group, page = part.group, self._cache.page
-        vectors, bases = page.row_vectors_of(group.heads * group.head_dim), self._bases_with(memory)
-        begin = bases[Tier.SSD] + group.start + part.chunks * group.stride
+        vectors, begins = page.row_vectors_of(group.heads * group.head_dim), self._begins(memory)
+        begin = begins[Tier.SSD] + group.start + part.chunks * group.stride
         addresses = begin[:, None] + np.arange(vectors) * page.page_bytes
         for tier in CACHES:
             if part.chunks_by_tier[tier]:
                 place = np.flatnonzero(part.tiers == tier)
                 pages = _owned_pages(part, place, vectors, page.page_vectors)
-                addresses[place] = self._cache.slabs[tier].page_addresses(pages)
+                addresses[place] = begins[tier] + pages.astype(np.int64) * page.page_bytes
         return addresses.reshape(-1)
 
     def _gather_all_rows(self, part: GroupPart, memory: PooledMemory | None, rows: Tensor) -> None:
@@ -307,15 +297,20 @@ class KernelGatherer:
         inside = np.tile(np.arange(group.chunk_rows), len(part.chunks))
         number = np.minimum(chunks * group.chunk_rows + inside, group.rows - 1)
         found = self._row_addresses(part, memory, np.zeros_like(number), number)
-        (addresses,) = self._upload([found], self._device)
+        (addresses,) = self._cache.staging.leave([found])
         columns = self._kernels.even_columns(addresses.shape[1], self._unit, self._device)
         target = self._kernels.Target(rows, columns, addresses)
-        self._kernels.gather([target], self._unit, grain_bytes=self._grain)
+        self._launch([target], [memory])
 
-    def _note_reading(self, memories: Sequence[PooledMemory | None]) -> None:
-        """Protect caches and layer buffers from changes until what was launched is done."""
-        self._cache.copy_stream.note_reading()
+    def _launch(self, targets: Sequence[Any], memories: Sequence[PooledMemory | None]) -> None:
+        self._kernels.gather(targets, self._unit, grain_bytes=self._grain)
         fence = Fence(self._device)
+        self._cache.staging.protect(fence)
+        self._note_reading(fence, memories)
+
+    def _note_reading(self, fence: Fence, memories: Sequence[PooledMemory | None]) -> None:
+        """Protect caches and layer buffers from changes until what was launched is done."""
+        self._cache.copy_stream.note_reading(fence)
         for memory in memories:
             if memory is not None:
                 memory.fence = fence

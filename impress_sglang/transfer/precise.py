@@ -43,13 +43,13 @@ class Allocation(Protocol):
 
         Args:
             layer: from 0.
-            weights: float32 [G, units] of squared attention; zeros unless `weighs`.
+            weights: float32 [G, units] of squared attention, on the CPU; zeros unless `weighs`.
             num_planes: how many to allocate above the floors; floor and planes of a unit are at
                 most `NUM_PLANES`.
             floors: int64 [G, units] on the CPU, planes that belong to the base; None for none.
 
         Returns:
-            int64 [G, units] on the device of the weights, floors included.
+            int64 [G, units] on the CPU, floors included.
         """
         ...
 
@@ -75,7 +75,7 @@ class Evenly:
         # In proportion to the room that each unit has above its floor.
         below = torch.nn.functional.pad((NUM_PLANES - own).flatten().cumsum(0), (1, 0))
         number = below * num_planes // max(1, int(below[-1]))
-        return (number.diff().view_as(own) + own).to(weights.device)
+        return number.diff().view_as(own) + own
 
 
 class AtRandom:
@@ -87,7 +87,7 @@ class AtRandom:
         """See `Allocation`."""
         generator = torch.Generator().manual_seed(layer * 1_000_003 + weights.numel())
         dice = 10 ** (4 * torch.rand(weights.shape, generator=generator))
-        return allocate_planes(dice.to(weights.device), num_planes, floors)
+        return allocate_planes(dice, num_planes, floors)
 
 
 ALLOCATIONS: dict[str, Allocation] = {"query": ByQuery(), "even": Evenly(), "random": AtRandom()}
@@ -218,11 +218,11 @@ class PreciseLoader:
                 by_token = self._weights(inputs, slots)
                 weights = units.weights(by_token if chosen is None else by_token * chosen)
         with timeline.span(SELECT, layer):
-            planes = self._allocation.planes(layer, weights, count, floors)
+            # The only point of a layer where the host waits for the device.
+            planes = self._allocation.planes(layer, weights.cpu(), count, floors)
             if chosen is not None:
-                used = units.weights(chosen.float()) > 0
-                planes = planes * used.to(planes.device)
-            return planes.to(torch.uint8).cpu().numpy()
+                planes = planes * (units.weights(chosen.float()) > 0).cpu()
+            return planes.numpy().astype(np.uint8)
 
     def _raise(
         self,

@@ -260,7 +260,7 @@ def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
         part = ResidentPart("warm-up", layout, 1, 0, SEGMENT_TOKENS, slots.keys.rows)
         PartLoad(source, [part])
         units = UsedUnits([PartUse(part, 0, SEGMENT_TOKENS)], device)
-        loader = PreciseLoader(shape, Evenly(), kernel_scorer(), KernelCodeWriter())
+        loader = PreciseLoader(shape, Evenly(), kernel_scorer(), KernelCodeWriter(device))
         loader.load(0, units, _inputs(shape, device), slots, LEVELS[-1], LoadStats())
 
 

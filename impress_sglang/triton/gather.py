@@ -66,12 +66,14 @@ class Target:
     Entry i fills, in the row `slots[p // head_groups]` of the pool, the vectors of head group
     `p % head_groups`, where p is `positions[i]`. No vector is filled twice.
 
+    All of them are on the device, or pinned, but for the columns.
+
     Attributes:
-        pool: [rows, ...] on the device, or pinned; any strides but the last, which is 1.
+        pool: [rows, ...]; any strides but the last, which is 1.
         columns: the columns of a row of the pool, head group by head group: head_groups * v.
-        addresses: int64 [n, v] on the device, the address of the first byte of each vector.
-        slots: int64 [rows that are filled] on the device; None: row j is row j of the pool.
-        positions: int64 [n] on the device; None: entry i has position i.
+        addresses: int64 [n, v], the address of the first byte of each vector.
+        slots: int64 [rows that are filled]; None: row j is row j of the pool.
+        positions: int64 [n]; None: entry i has position i.
         head_groups: head groups per row.
     """
 
@@ -95,9 +97,9 @@ class Target:
         return [index for index in every if index is not None]
 
     def check_readable(self) -> None:
-        """Check that all tensors can be reached from the device of the addresses."""
+        """Check that all tensors can be reached from the device of the columns."""
         for tensor in (self.pool, *self._indices):
-            assert_readable(tensor, self.addresses.device)
+            assert_readable(tensor, self.columns.offsets.device)
 
     def grain_bytes(self, width: int) -> int:
         """Bytes of which every vector's place in memory is a multiple; at most `WORD_BYTES`."""

@@ -36,6 +36,7 @@ from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
+from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import score_kernels
 from impress_sglang.triton import selection as selection_kernels
 from tests.unit.coded_factory import CodedCase, CodedPart
@@ -48,7 +49,7 @@ CHUNK = 8
 # As they were decorated, before the interpreter takes their place.
 COMPILED = {
     (value.fn.__module__, name): value
-    for module in (code_kernels, gather_kernels, score_kernels, selection_kernels)
+    for module in (code_kernels, gather_kernels, page_kernels, score_kernels, selection_kernels)
     for name, value in vars(module).items()
     if isinstance(value, triton.JITFunction)
 }
@@ -208,7 +209,7 @@ def make_coded_requests(
     shape = server.shape
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
-    loader = PreciseLoader(shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter())
+    loader = PreciseLoader(shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter(CPU))
     for new, resident in zip(prefix.new, RESIDENT, strict=False):
         for bits in BITS:
             case.request()
@@ -225,7 +226,9 @@ def make_coded_requests(
 def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> None:
     case.source.close()
     case.source = case.open(case.spans)
-    loader = SelectiveLoader(case.shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter())
+    loader = SelectiveLoader(
+        case.shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter(CPU)
+    )
     units = loader.begin(case.source, CPU)
     for layer in range(case.shape.num_layers):
         slots = LayerSlots.fresh(k, case.shape, CPU)
