@@ -290,24 +290,28 @@ def find_candidates(
         How many there are, and whether their priorities never rise in this order.
     """
     priorities = caches.heaps.priorities
-    beaten = np.iinfo(np.int64).max
-    for row in range(2):
-        low = lowest(caches.heaps, row)
-        if low >= 0:
-            beaten = min(beaten, priorities[low])
-    any_chance, descending, before = False, True, np.iinfo(np.int64).max
-    room, count = max(caches.free[0], caches.free[1]), 0
+    descending, before = True, np.iinfo(np.int64).max
+    highest, smallest, count = np.int64(0), width + 1, 0
     for place in range(len(ids)):
         chunk = ids[place]
         pages, priority = int(caches.num_pages[chunk]), priorities[chunk]
         if tiers[place] == _DEVICE or not 0 < pages <= width:
             continue
-        any_chance = any_chance or priority > beaten or pages <= room
+        if tiers[place] == _HOST and pages > caches.capacity[_DEVICE - 1]:
+            continue
+        highest, smallest = max(highest, priority), min(smallest, pages)
         descending = descending and priority <= before
         before = priority
         found[count] = chunk
         count += 1
-    return count if any_chance else 0, descending
+    if not count or smallest <= max(caches.free[0], caches.free[1]):
+        return count, descending
+    # Only now, because it may put heaps in order.
+    for row in range(2):
+        low = lowest(caches.heaps, row)
+        if low >= 0 and priorities[low] < highest:
+            return count, descending
+    return 0, descending
 
 
 @compiled((CACHES, TOUCHED, "int64"), makes_arrays=False)

@@ -20,7 +20,7 @@ from impress_sglang.loops.types import Indices
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import Fence
-from impress_sglang.tiers.placement import CACHES, Tier
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.read_planner import GroupPart, SpanRead
 from impress_sglang.transfer.slots import Slots
@@ -174,9 +174,10 @@ class KernelGatherer:
     def __init__(self, cache: ChunkCache) -> None:
         # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.tiers import page_copies
-        from impress_sglang.triton import gather
+        from impress_sglang.triton import chunk_rows, gather
 
         self._kernels = gather
+        self._chunk_rows = chunk_rows
         self._copier = page_copies.PageCopier(cache.page, cache.device, cache.staging)
         self._cache = cache
         page, size = cache.page, cache.page.dtype.itemsize
@@ -189,6 +190,11 @@ class KernelGatherer:
         """See `RowGatherer`; nothing is waited for: see `Fence`."""
         if not any(read.parts for read, _ in reads):
             # As for keys where all heads are probe heads.
+            return
+        self._cache.copy_stream.join()
+        if all(self._are_whole(read) for read, _ in reads):
+            for read in reads:
+                self._gather_whole(read, keys, values)
             return
         wanted, indices = [], []
         for slots, is_values in ((keys, False), (values, True)):
@@ -208,7 +214,6 @@ class KernelGatherer:
             self._target(slots, addresses, left[-1] if joined else None)
             for slots, addresses in zip(wanted, left, strict=False)
         ]
-        self._cache.copy_stream.join()
         self._launch(targets, [memory for _, memory in reads])
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
@@ -278,17 +283,50 @@ class KernelGatherer:
         return self._cache.begins(0 if memory is None else memory.address)
 
     def _page_addresses(self, part: GroupPart, memory: PooledMemory | None) -> Indices:
-        """Addresses of the pages of whole chunks of one column, int64, chunk after chunk."""
+        """Addresses of the pages of whole chunks, int64 [pages], chunk after chunk."""
         group, page = part.group, self._cache.page
-        vectors, begins = page.row_vectors_of(group.heads * group.head_dim), self._begins(memory)
-        begin = begins[Tier.SSD] + group.start + part.chunks * group.stride
-        addresses = begin[:, None] + np.arange(vectors) * page.page_bytes
-        for tier in CACHES:
-            if part.chunks_by_tier[tier]:
-                place = np.flatnonzero(part.tiers == tier)
-                pages = _owned_pages(part, place, vectors, page.page_vectors)
-                addresses[place] = begins[tier] + pages.astype(np.int64) * page.page_bytes
-        return addresses.reshape(-1)
+        vectors = page.row_vectors_of(group.heads * group.head_dim)
+        last_rows = group.rows - (group.chunks - 1) * group.chunk_rows
+        return loops.chunk_pages(
+            part.chunks,
+            part.tiers,
+            part.pages,
+            self._begins(memory),
+            group.chunks,
+            group.column_bytes,
+            group.start,
+            group.stride,
+            vectors,
+            -(-last_rows * vectors // page.page_vectors),
+            page.page_bytes,
+        )
+
+    def _are_whole(self, read: SpanRead) -> bool:
+        """Whether a read wants neighbouring rows of chunks of the cache's size."""
+        same = (part.group.chunk_rows == self._cache.page.page_vectors for part in read.parts)
+        return read.rows is not None and read.rows.start is not None and all(same)
+
+    def _gather_whole(self, read: SpanMemory, keys: Slots | None, values: Slots | None) -> None:
+        """Put all rows of a span into slots: the kernel finds them in their chunks."""
+        (own, memory), staging = read, self._cache.staging
+        assert own.rows is not None and own.rows.start is not None
+        start, stop = own.first, own.first + len(own.span)
+        found, chosen = [self._page_addresses(part, memory) for part in own.parts], []
+        # Many programs look at each: too many for the bus.
+        pages = staging.upload(np.concatenate(found)).split([len(pages) for pages in found])
+        for part, addresses in zip(own.parts, pages, strict=True):
+            slots = values if part.is_values(own.span) else keys
+            assert slots is not None and slots.pool.dtype == self._cache.page.dtype
+            slots, groups = slots.part(start, stop), part.group.head_groups
+            columns = self._kernels.head_columns(slots.pool, slots.heads, self._unit)
+            by_chunk = addresses.view(groups, len(part.chunks) // groups, -1)
+            chosen.append(self._chunk_rows.ChunkRows(slots.pool, columns, by_chunk, slots.rows))
+        group = own.parts[0].group
+        rows = own.rows.start - int(own.parts[0].chunks[0]) * group.chunk_rows, len(own.span)
+        self._chunk_rows.gather_chunks(
+            chosen, rows, group.chunk_rows, self._unit, grain_bytes=self._grain
+        )
+        self._note_reading(Fence(self._device), [memory])
 
     def _gather_all_rows(self, part: GroupPart, memory: PooledMemory | None, rows: Tensor) -> None:
         """Gather row by row, for a store with another chunk size: pages do not end with chunks."""

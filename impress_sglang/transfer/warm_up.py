@@ -229,7 +229,8 @@ def _load(
         # A store may have segments that were written with another size of chunks.
         spans = [_span(shape, own, cache, at_end) for own in (chunk_tokens, 2 * chunk_tokens)]
         reader, pool = _reading(cache, at_end)
-        for prefix in (spans[:1], spans):
+        # Rows of the second one are never found in chunks by kernels.
+        for prefix in (spans[:1], spans[1:], spans):
             num_tokens = sum(map(len, prefix))
             branches = [] if rule is None else _branches(rule)
             wanted = [(branch, num_tokens // 2 + 1) for branch in branches]

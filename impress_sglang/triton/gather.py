@@ -25,7 +25,7 @@ MAX_TILE_ROWS = 128
 WORD_BYTES = 16
 
 # Vectors are moved as integers, so that no bit of them changes.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _at(memories: Sequence[Tensor], address: int, width: int) -> Tensor:
 
 
 def _arguments(target: Target) -> tuple[object, ...]:
-    integer = _INTEGERS[target.pool.element_size()]
+    integer = INTEGERS[target.pool.element_size()]
     return (
         target.pool.view(integer),
         target.pool.stride(0),
@@ -239,7 +239,7 @@ def _gather_kernel(
     vectors = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     if tl.program_id(1) == 0:
         inside = vectors < first_count
-        place = _place(
+        place = place_vectors(
             vectors,
             inside,
             first_stride,
@@ -250,10 +250,10 @@ def _gather_kernel(
             FIRST_VECTORS,
         )
         source = tl.load(first_addresses + vectors, mask=inside, other=0)
-        _move(source, first_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
+        move_vectors(source, first_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
     else:
         inside = vectors < last_count
-        place = _place(
+        place = place_vectors(
             vectors,
             inside,
             last_stride,
@@ -264,11 +264,11 @@ def _gather_kernel(
             LAST_VECTORS,
         )
         source = tl.load(last_addresses + vectors, mask=inside, other=0)
-        _move(source, last_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
+        move_vectors(source, last_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
 
 
 @triton.jit
-def _place(
+def place_vectors(
     vectors: tl.tensor,
     inside: tl.tensor,
     stride: tl.tensor,
@@ -290,7 +290,7 @@ def _place(
 
 
 @triton.jit
-def _move(
+def move_vectors(
     source: tl.tensor,
     pool: tl.tensor,
     place: tl.tensor,

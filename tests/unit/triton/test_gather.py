@@ -12,7 +12,7 @@ from torch import Tensor
 from impress_sglang.tiers.page_copies import PageCopier
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.tiers.staging import Staging
-from impress_sglang.triton import gather, pages
+from impress_sglang.triton import chunk_rows, gather, pages
 from tests.unit.triton.conftest import compiled
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -298,6 +298,21 @@ def test_threads_move_16_bytes_at_once(case: tuple[int, int, int], words: tuple[
     assert all(word in ptx for word in words)
     narrow = {"ld.global.b16", "st.global.b16"} - set(words)
     assert not any(word in ptx for word in narrow)
+
+
+def test_rows_of_chunks_are_moved_in_words_of_16_bytes() -> None:
+    kernel, both = chunk_rows._chunks_kernel, ("FIRST", "LAST")
+    constants = {f"{own}_{name}": 1 for own in both for name in ("VECTORS", "PAGES")}
+    constants |= {"HEAD_GROUPS": 8, "CHUNK_ROWS": 64, "WIDTH": 128, "PADDED": 128}
+    constants |= {"VECTOR_BYTES": 256, "FROM_GRAIN": 16, "TO_GRAIN": 16, "TILE_ROWS": 32}
+    kinds = {name: "*i64" for name in kernel.arg_names if name not in constants}
+    kinds |= dict.fromkeys(("start", "count", "chunks"), "i32")
+    for own in ("first", "last"):
+        kinds |= {f"{own}_pool": "*i16", f"{own}_stride": "i64"}
+    aligned = [f"{own}_{name}" for own in ("first", "last") for name in ("pool", "stride")]
+    ptx = compiled(kernel, kinds, constants, aligned).asm["ptx"]
+    assert all(word in ptx for word in ("ld.global.v4.b32", "st.global.v4.b32"))
+    assert not any(word in ptx for word in ("ld.global.b16", "st.global.b16"))
 
 
 @needs_cuda

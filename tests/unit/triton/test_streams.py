@@ -33,6 +33,7 @@ from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.resident import ResidentPart
 from impress_sglang.transfer.scoring import TorchScorer, kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.triton import chunk_rows as chunk_kernels
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import pages as page_kernels
@@ -143,6 +144,7 @@ def fake(kernels: None, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
     for module, name in (
         (gather_kernels, "gather"),
+        (chunk_kernels, "gather_chunks"),
         (page_kernels, "copy_pages"),
         (code_kernels, "restore_base"),
         (code_kernels, "raise_units"),
@@ -175,6 +177,8 @@ def new_slots(case: Case, k: int) -> tuple[ScatteredSlots, ScatteredSlots]:
 
 def chosen(case: Case, layer: int, inputs: LayerInputs, k: int) -> Tensor:
     """What the rule chooses, by the references."""
+    if k == case.num_tokens:
+        return torch.arange(k).expand(case.shape.num_head_groups, -1)
     heads, size = case.shape.probe_kv_heads, case.shape.group_size
     sums = TorchScorer().column_sums(
         torch.cat([inputs.queries[:, head * size : (head + 1) * size] for head in heads], 1),
@@ -219,20 +223,27 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
         own.close()
     overwrite_free_memory(case)
     fake.computing.run()
-    for layer, (tokens,), (own_keys, own_values), heads in found:
+    for layer, (tokens, *_), (own_keys, own_values), heads in found:
         for head in heads:
             assert torch.equal(own_keys.rows()[:, head], case.keys[layer][tokens, head])
         assert torch.equal(own_values.rows(), case.values[layer][tokens])
 
 
-@pytest.mark.parametrize("caches", ["tiny score", "room on both"])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        ("tiny score, reordered: gqa-float32", 20),
+        ("room on both, reordered: gqa-float32", 20),
+        ("tiny score, logical: no-probe-float32", 77),
+    ],
+)
 def test_each_layer_has_its_tokens(
-    fake: Device, caches: str, tmp_path: Path, reader: BlockReader
+    fake: Device, name: str, k: int, tmp_path: Path, reader: BlockReader
 ) -> None:
     """Chunks move through the same pages from request to request, behind what reads them."""
-    case = opened(f"one-segment, {caches}, reordered: gqa-float32", tmp_path, reader)
+    case = opened(f"one-segment, {name}", tmp_path, reader)
     for n in range(4):
-        load_request(case, fake, 20, 10 * n, neighbour=n % 2 == 1)
+        load_request(case, fake, k, 10 * n, neighbour=n % 2 == 1)
     assert fake.copies.launched
     case.close()
 

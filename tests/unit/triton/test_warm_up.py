@@ -34,6 +34,7 @@ from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
+from impress_sglang.triton import chunk_rows as chunk_kernels
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import pages as page_kernels
@@ -49,7 +50,14 @@ CHUNK = 8
 # As they were decorated, before the interpreter takes their place.
 COMPILED = {
     (value.fn.__module__, name): value
-    for module in (code_kernels, gather_kernels, page_kernels, score_kernels, selection_kernels)
+    for module in (
+        chunk_kernels,
+        code_kernels,
+        gather_kernels,
+        page_kernels,
+        score_kernels,
+        selection_kernels,
+    )
     for name, value in vars(module).items()
     if isinstance(value, triton.JITFunction)
 }
@@ -154,6 +162,7 @@ class Prefix:
     parts: list[Part]
     used: tuple[int, ...]
     new: tuple[int, ...]
+    reordered: bool = True
 
 
 # Lengths with and without a factor of 16, that need one tile or block and several.
@@ -161,6 +170,7 @@ NEW, RESIDENT = (1, 2, 12, 16, 40, 150), (0, 1, 6, 0, 16, 3)
 SHORT, LONG = Part(77, CHUNK, 13, 77), Part(2100, CHUNK, 0, 2100)
 PREFIXES = {
     "short": Prefix([SHORT], (64, 20, 16, 1), NEW),
+    "as it was": Prefix([SHORT], (64, 20), NEW[:2], reordered=False),
     "even": Prefix([Part(64, CHUNK, 0, 64)], (16,), (16, 5)),
     "several segments": Prefix(SEVERAL, (77, 20), NEW),
     "long": Prefix([LONG], (40,), NEW),
@@ -191,7 +201,9 @@ def make_requests(server: Server, directory: Path, reader: BlockReader) -> None:
     for number, prefix in enumerate(PREFIXES.values()):
         folder = directory / str(number)
         folder.mkdir()
-        case = open_case(folder, server.shape, prefix.parts, reader, cache=cache, reordered=True)
+        case = open_case(
+            folder, server.shape, prefix.parts, reader, cache=cache, reordered=prefix.reordered
+        )
         for new, resident in zip(prefix.new, RESIDENT, strict=False):
             inputs = layer_inputs(server.shape, new, resident)
             for k in prefix.used:
