@@ -207,11 +207,13 @@ class PreciseLoader:
         timeline: Timeline,
     ) -> npt.NDArray[np.uint8]:
         """Decide how many planes, uint8 [G, units], the request wants."""
-        # If no weights are computed, the host allocates without waiting for the device.
-        weights = torch.zeros(self._shape.num_kv_heads, len(units))
+        size = self._shape.num_kv_heads, len(units)
+        num_units = size[0] * size[1]
+        weights: Tensor | None = None
         floors = _floors(layer, units)
-        room = NUM_PLANES * weights.numel() - (0 if floors is None else int(floors.sum()))
-        count = min(planes_of(bits, weights.numel()), room)
+        room = NUM_PLANES * num_units - (0 if floors is None else int(floors.sum()))
+        count = min(planes_of(bits, num_units), room)
+        # If no weights are computed, the host allocates without waiting for the device.
         if self._allocation.weighs and 0 < count < room:
             assert inputs is not None, "nobody knows what the request looks at"
             with timeline.span(PROBE_COMPUTE, layer):
@@ -219,7 +221,8 @@ class PreciseLoader:
                 weights = units.weights(by_token if chosen is None else by_token * chosen)
         with timeline.span(SELECT, layer):
             # The only point of a layer where the host waits for the device.
-            planes = self._allocation.planes(layer, weights.cpu(), count, floors)
+            on_host = torch.zeros(size) if weights is None else weights.cpu()
+            planes = self._allocation.planes(layer, on_host, count, floors)
             if chosen is not None:
                 planes = planes * (units.weights(chosen.float()) > 0).cpu()
             return planes.numpy().astype(np.uint8)

@@ -25,6 +25,7 @@ from impress_sglang.triton.gather import (
     move_vectors,
     place_vectors,
 )
+from impress_sglang.triton.sizes import power_of_two
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def gather_chunks(
         assert_readable(own.pool, own.pages.device)
         steps = math.gcd(own.pool.stride(0), own.columns.grain, width)
         grains.append(math.gcd(own.pool.data_ptr(), steps * size, WORD_BYTES))
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     tile_rows = min(MAX_TILE_ROWS, max(1, TILE_BYTES // (padded * size)))
     most = count * head_groups * max(own.vectors for own in targets)
     pointers = [
@@ -98,7 +99,7 @@ def gather_chunks(
         )
         for own in (first, last)
     ]
-    _chunks_kernel[(triton.cdiv(most, tile_rows), len(targets))](
+    _chunks_kernel[(-(-most // tile_rows), len(targets))](
         *pointers[0],
         *pointers[1],
         start,

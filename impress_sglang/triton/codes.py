@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from impress_sglang.triton.sizes import power_of_two
+
 # Tokens of one head that one program handles.
 TILE_TOKENS = 16
 
@@ -58,7 +60,7 @@ def restore_base(groups: CodedGroups, keys: Tensor, values: Tensor) -> None:
     if not count:
         return
     _check_pools(keys, values)
-    _restore_kernel[(triton.cdiv(count, TILE_TOKENS), keys.shape[1], 2)](
+    _restore_kernel[(-(-count // TILE_TOKENS), keys.shape[1], 2)](
         groups.groups,
         groups.groups.stride(0),
         groups.slots,
@@ -125,8 +127,8 @@ def _constants(groups: CodedGroups, keys: Tensor, values: Tensor) -> dict[str, i
         "HEADS": keys.shape[1],
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
-        "KEY_PADDED": triton.next_power_of_2(key_dim),
-        "VALUE_PADDED": triton.next_power_of_2(value_dim),
+        "KEY_PADDED": power_of_two(key_dim),
+        "VALUE_PADDED": power_of_two(value_dim),
         "TILE_TOKENS": TILE_TOKENS,
         "num_warps": 4,
     }

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from impress_sglang.triton.sizes import power_of_two
+
 # Bytes that one program moves: each thread has several loads of 16 bytes in flight.
 TILE_BYTES = 8192
 MAX_TILE_ROWS = 128
@@ -126,9 +128,9 @@ def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
     assert last.pool.element_size() == size
     for target in targets:
         target.check_readable()
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     tile_rows = min(MAX_TILE_ROWS, max(1, TILE_BYTES // (padded * size)))
-    _gather_kernel[(triton.cdiv(most, tile_rows), len(targets))](
+    _gather_kernel[(-(-most // tile_rows), len(targets))](
         *_arguments(first),
         *_arguments(last),
         FIRST_HEAD_GROUPS=first.head_groups,

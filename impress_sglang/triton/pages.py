@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from impress_sglang.triton.sizes import power_of_two
+
 # What one program moves at most: each thread has several loads of 16 bytes in flight.
 PIECE_BYTES = 4096
 # The most bytes that a thread moves at once.
@@ -35,8 +37,8 @@ def copy_pages(table: Tensor, page_bytes: int, grain: int) -> None:
     word = _WORDS[grain]
     size = word.primitive_bitwidth // 8
     words = min(page_bytes, PIECE_BYTES) // size
-    block = triton.next_power_of_2(words)
-    _copy_kernel[(count, triton.cdiv(page_bytes // size, block))](
+    block = power_of_two(words)
+    _copy_kernel[(count, -(-(page_bytes // size) // block))](
         table,
         count,
         WORD=word,
