@@ -65,6 +65,21 @@ def find_blocks(
     return sources, frames, wanted[:asked].copy(), sums
 
 
+@compiled("(uint8[::1], int64[::1], int64[::1], int64, int64, int64[::1])")
+def block_copies(
+    tiers: Uint8s, frames: Indices, begins: Indices, target: int, block_bytes: int, table: Indices
+) -> None:
+    """Addresses of blocks, and after these where they go, one after another from `target` on.
+
+    `tiers` uint8 [n] and `frames` int64 [n] are those of `find_blocks`, `begins` int64 [tiers] is
+    where the frames of each tier begin; `table` int64 [2 * n] receives the addresses.
+    """
+    count = len(frames)
+    for place in range(count):
+        table[place] = begins[tiers[place]] + frames[place] * block_bytes
+        table[count + place] = target + place * block_bytes
+
+
 @compiled("(int64[::1], int64[::1], int64[::1], uint8[::1], boolean[::1])")
 def uncached_blocks(
     chunks: Indices, first: Indices, count: Indices, tiers: Uint8s, spared: Flags

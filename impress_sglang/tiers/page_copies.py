@@ -19,6 +19,7 @@ class PageCopier:
         self._page_bytes = page.page_bytes
         self._device = device
         self._staging = staging
+        self._table, self._numbers = staging.take(0)
 
     def copy(self, sources: Indices, targets: Indices) -> Fence:
         """Copy pages between addresses, int64 [n] each; no page that is read is written.
@@ -26,13 +27,22 @@ class PageCopier:
         Returns:
             A fence after which all is copied.
         """
-        count = len(sources)
-        table, numbers = self._staging.take(2 * count)
-        numbers[:count] = sources
-        numbers[count:] = targets
+        numbers = self.begin(len(sources))
+        numbers[: len(sources)] = sources
+        numbers[len(sources) :] = targets
+        return self.launch()
+
+    def begin(self, count: int) -> Indices:
+        """Begin to copy pages: int64 [2 * count], for the addresses of sources, then of targets."""
+        self._table, self._numbers = self._staging.take(2 * count)
+        return self._numbers
+
+    def launch(self) -> Fence:
+        """Copy what was begun; see `copy`."""
         # The largest power of two that divides them all.
-        bits = int(np.bitwise_or.reduce(numbers, initial=self._page_bytes | pages.WORD_BYTES))
-        pages.copy_pages(table, self._page_bytes, bits & -bits)
+        most = self._page_bytes | pages.WORD_BYTES
+        bits = int(np.bitwise_or.reduce(self._numbers, initial=most))
+        pages.copy_pages(self._table, self._page_bytes, bits & -bits)
         fence = Fence(self._device)
         self._staging.protect(fence)
         return fence

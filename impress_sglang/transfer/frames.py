@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.loops import areas
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.tiers.cache import ChunkCache
@@ -97,9 +98,10 @@ class KernelTaker:
         cache = self._cache
         begins = cache.begins(0 if memory is None else memory.address)
         blocks = torch.empty(len(frames), BLOCK_BYTES, dtype=torch.uint8, device=cache.device)
-        targets = np.arange(len(frames)) * BLOCK_BYTES + blocks.data_ptr()
+        table = self._copier.begin(len(frames))
+        areas.block_copies(tiers, frames, begins, blocks.data_ptr(), BLOCK_BYTES, table)
         cache.copy_stream.join()
-        fence = self._copier.copy(begins.take(tiers) + frames * BLOCK_BYTES, targets)
+        fence = self._copier.launch()
         cache.copy_stream.note_reading(fence)
         if memory is not None:
             memory.fence = fence
