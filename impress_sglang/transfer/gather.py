@@ -25,6 +25,9 @@ from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.read_planner import GroupPart, SpanRead
 from impress_sglang.transfer.slots import Slots
 
+# The host prepares a launch for a span in the time that it takes for rows of so many tokens.
+LAUNCH_TOKENS = 512
+
 SpanMemory = tuple[SpanRead, PooledMemory | None]
 """A read of a span, and the memory of its layer buffer; None if nothing is taken from SSD."""
 
@@ -192,7 +195,7 @@ class KernelGatherer:
             # As for keys where all heads are probe heads.
             return
         self._cache.copy_stream.join()
-        if all(self._are_whole(read) for read, _ in reads):
+        if self._are_whole([read for read, _ in reads]):
             for read in reads:
                 self._gather_whole(read, keys, values)
             return
@@ -301,10 +304,15 @@ class KernelGatherer:
             page.page_bytes,
         )
 
-    def _are_whole(self, read: SpanRead) -> bool:
-        """Whether a read wants neighbouring rows of chunks of the cache's size."""
-        same = (part.group.chunk_rows == self._cache.page.page_vectors for part in read.parts)
-        return read.rows is not None and read.rows.start is not None and all(same)
+    def _are_whole(self, reads: Sequence[SpanRead]) -> bool:
+        """Whether all want neighbouring rows of chunks of the cache's size, each for a launch."""
+        if len(reads) > 1 and sum(len(own.span) for own in reads) < LAUNCH_TOKENS * len(reads):
+            return False
+        starts = (None if own.rows is None else own.rows.start for own in reads)
+        if any(start is None for start in starts):
+            return False
+        parts = (part for own in reads for part in own.parts)
+        return all(part.group.chunk_rows == self._cache.page.page_vectors for part in parts)
 
     def _gather_whole(self, read: SpanMemory, keys: Slots | None, values: Slots | None) -> None:
         """Put all rows of a span into slots: the kernel finds them in their chunks."""

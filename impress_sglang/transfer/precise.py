@@ -265,7 +265,7 @@ class PreciseLoader:
             prefix_rows=slots.keys.rows,
             resident_rows=inputs.resident_rows,
         )
-        return sums.unflatten(0, (len(heads), -1)).sum(1)
+        return sums.reshape(len(heads), -1, sums.shape[1]).sum(1)
 
 
 def _floors(layer: int, units: UsedUnits) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.transfer import gather as gather_module
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LoadStats, PrefixLoader
 from impress_sglang.transfer.scoring import kernel_scorer
@@ -39,9 +40,10 @@ CASES = [
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_gathers_what_indexing_does(
-    name: str, tmp_path: Path, reader: BlockReader
+    name: str, tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers, all tokens and some, from SSD first and then from the caches, several times."""
+    monkeypatch.setattr(gather_module, "LAUNCH_TOKENS", 1)
     case = opened(name, tmp_path, reader)
     for _ in range(3):
         case.request()
