@@ -38,7 +38,6 @@ from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.tiers.page_copies import upload
 from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.transfer.precise import SCORED_QUERIES
 from impress_sglang.triton import codes, gather, scores, selection
@@ -200,7 +199,7 @@ def _gather(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> 
     for name, memory in (("host", host), ("device", host.cuda())):
         rows = [tokens + (np.arange(heads) + part * heads) * m for part in (0, 1)]
         found = [places.reshape(-1, 1) * dim * 2 + memory.data_ptr() for places in rows]
-        addresses = upload(found, torch.device("cuda"))
+        addresses = [torch.from_numpy(own).cuda() for own in found]
         targets = _targets(pools, addresses, slots)
         run = functools.partial(gather.gather, targets, dim, grain_bytes=gather.WORD_BYTES)
         run()
@@ -233,13 +232,10 @@ def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> d
     tokens = CodedTokens(layout, coded.groups, 0, slots)
 
     base, bytes_of_planes = coded.groups.cuda(), contents.cuda()
-    ranges = base.data_ptr() + torch.arange(len(base), device="cuda") * base.stride(0)
-    groups = codes.CodedGroups(
-        ranges + layout.group_range_bytes, ranges, slots.cuda(), 0, GROUP_TOKENS
-    )
-    entries = planes_by_unit(raised, layout, 0)
-    entries[:, 2:] = bytes_of_planes.data_ptr() + entries[:, 2:] * bytes_of_planes.stride(0)
-    uploaded = entries.cuda()
+    groups = codes.CodedGroups(base, layout.group_range_bytes, slots.cuda(), 0, GROUP_TOKENS)
+    begin, step = bytes_of_planes.data_ptr(), bytes_of_planes.stride(0)
+    entries = planes_by_unit(raised, layout, 0, begin=begin, step=step, none=0)
+    uploaded = torch.from_numpy(entries).cuda()
 
     def restore() -> None:
         codes.restore_base(groups, *pools)

@@ -15,15 +15,20 @@ Milliseconds of a whole request, best of `--repeat`, on one thread:
 that has room; what is not there from the start takes its memory of the system. `read again`: the
 same after all chunks have left, in memory that is there. `in the cache`: all is found there.
 `a cache of 30%`: chunks displace each other.
+
+With `--kernels` kernels are prepared as for a GPU, which needs Triton but no GPU, and not launched:
+addresses are computed, but neither the driver's part of launches and events nor allocation counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Self, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -46,14 +51,15 @@ from impress_sglang.storage.pending_read import BlockRuns
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.moves import LoadedChunks
+from impress_sglang.tiers.moves import KernelMover, LoadedChunks
 from impress_sglang.tiers.placement import Access
 from impress_sglang.tiers.rules import ImportanceScore
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource, CodedSpan, most_pages
-from impress_sglang.transfer.frames import CODE_PAGE
+from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.frames import CODE_PAGE, KernelTaker
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
@@ -75,18 +81,20 @@ OPTIONS = (
     Option("shapes", tuple(SHAPES), "of models", quick=("Llama-3-8B",), parse=one_of(SHAPES)),
     Option("bits", 5.0, "on average"),
     Option("repeat", 5, "requests after the first one", quick=1),
+    Option("kernels", False, "prepare kernels, as with a GPU"),
 )
 
 
 def run(args: argparse.Namespace) -> Result:
     """Measure all shapes and lengths."""
     torch.set_num_threads(1)
-    rows = [
-        row
-        for name in args.shapes
-        for tokens in args.prefixes
-        for row in _measure(args, name, SHAPES[name], tokens)
-    ]
+    with _no_launches() if args.kernels else contextlib.nullcontext():
+        rows = [
+            row
+            for name in args.shapes
+            for tokens in args.prefixes
+            for row in _measure(args, name, SHAPES[name], tokens)
+        ]
     return Result({"bits": args.bits, "rows": rows}, [Table(plain(*rows[0]), rows)])
 
 
@@ -96,7 +104,7 @@ def _measure(
     drawn = _Drawn(shape, tokens, args.bits)
     rows = []
     for cache, share in CACHES.items():
-        case = _Case(shape, tokens, share, drawn)
+        case = _Case(shape, tokens, share, drawn, kernels=args.kernels)
         times = [case.request(args.bits) for _ in range(1 + args.repeat)]
         first, again = times[0], _best(times[1:])
         found = {"shape": name, "tokens": tokens, "chunks": case.chunks}
@@ -141,7 +149,9 @@ class _Drawn:
 class _Case:
     """A stored prefix without a file, above it a cache for a share of its codes."""
 
-    def __init__(self, shape: KVShape, tokens: int, share: float, drawn: _Drawn) -> None:
+    def __init__(
+        self, shape: KVShape, tokens: int, share: float, drawn: _Drawn, *, kernels: bool
+    ) -> None:
         info, layout = _info(shape, tokens), _layout(shape, tokens)
         self._shape, self._file = shape, _NoFile(info)
         self._tokens = np.arange(tokens, dtype=np.int32)
@@ -150,7 +160,7 @@ class _Case:
         columns = PageShape.of(shape, CHUNK_TOKENS)
         self._memory = StoreMemory(
             _cache(shape, columns, columns.max_chunk_pages(shape), 0.0),
-            _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes),
+            _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes, kernels),
             BufferPool(1 << 62),
         )
         self._versions = SegmentVersions(
@@ -165,8 +175,10 @@ class _Case:
         self._forecast = ReadForecast(
             shape, self._reader, self._versions, self._memory, FloorMeter(0.0), retention=1.0
         )
-        self._loader = PreciseLoader(shape, drawn, writer=_NoWriter())
-        self._taker = _NoTaker(layout.layer_bytes // BLOCK_BYTES)
+        writer = KernelCodeWriter(CPU) if kernels else _NoWriter()
+        self._loader = PreciseLoader(shape, drawn, writer=writer)
+        self._kernels = kernels
+        self._no_taker = _NoTaker(layout.layer_bytes // BLOCK_BYTES)
         self.chunks = shape.num_layers * (layout.num_pages + layout.total_units)
 
     def request(self, bits: float) -> tuple[float, float, float]:
@@ -179,7 +191,7 @@ class _Case:
         ahead = ReadAhead(self._memory.pool, READAHEAD)
         ahead.join(source)
         opened = time.perf_counter()
-        rows = torch.zeros(1, self._shape.num_kv_heads, self._shape.key_dim)
+        rows = torch.zeros(1, self._shape.num_kv_heads, self._shape.key_dim, dtype=torch.bfloat16)
         inputs, slots = LayerInputs(rows, rows, rows, 1.0), LayerSlots.of(rows, rows, places)
         for layer in range(self._shape.num_layers):
             ahead.top_up()
@@ -199,7 +211,8 @@ class _Case:
         codes.placement.advance()
         base = self._versions.codes(self._versions.of(stored.segment))
         span = CodedSpan(self._file, stored.start, stored.stop, base)
-        source = CodedSource([span], self._reader, self._memory.pool, codes, taker=self._taker)
+        taker = KernelTaker(codes) if self._kernels else self._no_taker
+        source = CodedSource([span], self._reader, self._memory.pool, codes, taker=taker)
         slots = torch.arange(len(self._tokens))
         own, layers = stored.segment.segment_id, self._shape.num_layers
         part = _NoRanges(own, span.layout, layers, span.start, span.stop, slots)
@@ -217,10 +230,29 @@ def _layout(shape: KVShape, tokens: int) -> Any:
     return _info(shape, tokens).layout().codes
 
 
-def _cache(shape: KVShape, page: PageShape, most: int, layer_bytes: float) -> ChunkCache:
-    size = int(layer_bytes * shape.num_layers)
+def _cache(
+    shape: KVShape, page: PageShape, most: int, layer_bytes: float, kernels: bool = False
+) -> ChunkCache:
+    size, kind = int(layer_bytes * shape.num_layers), _Prepared if kernels else _Undisturbed
     rule = ImportanceScore(200.0)
-    return _Undisturbed(page, most, rule, device=CPU, device_bytes=size, host_bytes=0)
+    return kind(page, most, rule, device=CPU, device_bytes=size, host_bytes=0)
+
+
+@contextlib.contextmanager
+def _no_launches() -> Iterator[None]:
+    """All is prepared for kernels, and none is launched."""
+    from impress_sglang.triton import codes, pages
+
+    kernels = ((pages, "_copy_kernel"), (codes, "_restore_kernel"), (codes, "_raise_kernel"))
+    with contextlib.ExitStack() as stack:
+        for module, name in kernels:
+            stack.enter_context(mock.patch.object(module, name, _NoKernel()))
+        yield
+
+
+class _NoKernel:
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *arguments, **constants: None
 
 
 class _Undisturbed(ChunkCache):
@@ -228,6 +260,14 @@ class _Undisturbed(ChunkCache):
 
     def settle(self, access: Access, loaded: Sequence[LoadedChunks]) -> None:
         """Nothing moves."""
+
+
+class _Prepared(ChunkCache):
+    """A cache that moves by kernels."""
+
+    def __init__(self, *arguments: Any, **sizes: Any) -> None:
+        super().__init__(*arguments, **sizes)
+        self._mover = KernelMover(self.page, self.slabs, self.copy_stream, self.staging)
 
 
 class _NoFile(OpenSegment):
@@ -286,4 +326,5 @@ class _NoRanges(ResidentPart):
 
     def tokens(self, layer: int) -> CodedTokens:
         count = -(-self.stop // GROUP_TOKENS)
-        return CodedTokens(self.layout, torch.empty(count, 0), self.start, self.slots)
+        ranges = torch.empty(count, 2, dtype=torch.uint8)
+        return CodedTokens(self.layout, ranges, self.start, self.slots)

@@ -6,6 +6,7 @@ from impress_sglang.loops.chances import likely_flags, move_averages, move_codes
 from impress_sglang.loops.planning import (
     add_cached_blocks,
     chunk_hits,
+    chunk_pages,
     locate_rows,
     missing_blocks,
     tally,
@@ -17,6 +18,7 @@ from impress_sglang.loops.scores import record_scores, scores_of, update_scores
 __all__ = [
     "add_cached_blocks",
     "chunk_hits",
+    "chunk_pages",
     "likely_flags",
     "locate_rows",
     "missing_blocks",

@@ -65,6 +65,21 @@ def find_blocks(
     return sources, frames, wanted[:asked].copy(), sums
 
 
+@compiled("(uint8[::1], int64[::1], int64[::1], int64, int64, int64[::1])")
+def block_copies(
+    tiers: Uint8s, frames: Indices, begins: Indices, target: int, block_bytes: int, table: Indices
+) -> None:
+    """Addresses of blocks, and after these where they go, one after another from `target` on.
+
+    `tiers` uint8 [n] and `frames` int64 [n] are those of `find_blocks`, `begins` int64 [tiers] is
+    where the frames of each tier begin; `table` int64 [2 * n] receives the addresses.
+    """
+    count = len(frames)
+    for place in range(count):
+        table[place] = begins[tiers[place]] + frames[place] * block_bytes
+        table[count + place] = target + place * block_bytes
+
+
 @compiled("(int64[::1], int64[::1], int64[::1], uint8[::1], boolean[::1])")
 def uncached_blocks(
     chunks: Indices, first: Indices, count: Indices, tiers: Uint8s, spared: Flags
@@ -193,3 +208,48 @@ def missing_units(levels: Uint8s, wanted: Uint8s, first: int) -> Indices:
                 found[at, 0], found[at, 1], found[at, 2] = plane, head, first + unit
                 at += levels[head, unit] <= plane and plane < wanted[head, unit]
     return found[:total].copy()
+
+
+@compiled("(int64[:, :], int64, int64, int64, int64, int64, int64, int64, int64)")
+def planes_of_units(
+    raised: Indices,
+    num_heads: int,
+    num_units: int,
+    num_planes: int,
+    unit_tokens: int,
+    origin: int,
+    begin: int,
+    step: int,
+    none: int,
+) -> Indices:
+    """The planes that are added, one row for each unit; ascending by head and unit.
+
+    Args:
+        raised: int64 [n, 3], distinct: plane, head and unit.
+        num_heads: heads of a layer.
+        num_units: units of a head.
+        num_planes: planes of a unit.
+        unit_tokens: tokens of a unit.
+        origin: the token from which tokens are counted.
+        begin: what stands for row 0 of `raised`.
+        step: from there to what stands for the next row.
+        none: what stands for a plane that is not added.
+
+    Returns:
+        int64 [units, 2 + num_planes]: head, first token, and what stands for each plane.
+    """
+    places = np.zeros(num_heads * num_units, np.int64)
+    for row in range(len(raised)):
+        places[raised[row, 1] * num_units + raised[row, 2]] = 1
+    count = 0
+    for unit in range(len(places)):
+        own = places[unit]
+        places[unit] = count
+        count += own
+    found = np.full((count, 2 + num_planes), none)
+    for row in range(len(raised)):
+        plane, head, unit = raised[row, 0], raised[row, 1], raised[row, 2]
+        place = places[head * num_units + unit]
+        found[place, 0], found[place, 1] = head, unit * unit_tokens - origin
+        found[place, 2 + plane] = begin + row * step
+    return found

@@ -55,6 +55,10 @@ def move_averages(
         own = averages[head_group, start : start + stop - first]
         selected = tokens[head_group]
         low, high = between(selected, first, stop)
+        if high - low == len(own):
+            for token in range(len(own)):
+                own[token] = raised[own[token]]
+            continue
         for j in range(low, high):
             before[j] = own[np.uint64(selected[j] - first)]
         for token in range(len(own)):

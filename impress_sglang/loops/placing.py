@@ -290,24 +290,28 @@ def find_candidates(
         How many there are, and whether their priorities never rise in this order.
     """
     priorities = caches.heaps.priorities
-    beaten = np.iinfo(np.int64).max
-    for row in range(2):
-        low = lowest(caches.heaps, row)
-        if low >= 0:
-            beaten = min(beaten, priorities[low])
-    any_chance, descending, before = False, True, np.iinfo(np.int64).max
-    room, count = max(caches.free[0], caches.free[1]), 0
+    descending, before = True, np.iinfo(np.int64).max
+    highest, smallest, count = np.int64(0), width + 1, 0
     for place in range(len(ids)):
         chunk = ids[place]
         pages, priority = int(caches.num_pages[chunk]), priorities[chunk]
         if tiers[place] == _DEVICE or not 0 < pages <= width:
             continue
-        any_chance = any_chance or priority > beaten or pages <= room
+        if tiers[place] == _HOST and pages > caches.capacity[_DEVICE - 1]:
+            continue
+        highest, smallest = max(highest, priority), min(smallest, pages)
         descending = descending and priority <= before
         before = priority
         found[count] = chunk
         count += 1
-    return count if any_chance else 0, descending
+    if not count or smallest <= max(caches.free[0], caches.free[1]):
+        return count, descending
+    # Only now, because it may put heaps in order.
+    for row in range(2):
+        low = lowest(caches.heaps, row)
+        if low >= 0 and priorities[low] < highest:
+            return count, descending
+    return 0, descending
 
 
 @compiled((CACHES, TOUCHED, "int64"), makes_arrays=False)
@@ -353,3 +357,51 @@ def sum_up(
             moving += 1
             width = max(width, pages)
     return moving, width
+
+
+@compiled(
+    "(uint16[::1], uint8[::1], int32[:, ::1], int64[::1], uint8[::1], int32[:, ::1], int64[::1], "
+    "int64)"
+)
+def page_moves(
+    counts: Uint16s,
+    sources: Uint8s,
+    source_pages: Int32s,
+    starts: Indices,
+    targets: Uint8s,
+    target_pages: Int32s,
+    begins: Indices,
+    page_bytes: int,
+) -> tuple[Indices, Indices, Indices]:
+    """Addresses of pages that are moved, and of where they go, int64 [pages], chunk after chunk.
+
+    Args:
+        counts: uint16 [n], pages of each chunk.
+        sources: uint8 [n], tiers.
+        source_pages: int32 [n, width], for chunks that are in a cache.
+        starts: int64 [n], where the first page of other chunks is; the others follow it.
+        targets: uint8 [n], tiers.
+        target_pages: int32 [n, width].
+        begins: int64 [tiers], where the pages of each tier begin.
+        page_bytes: bytes of a page.
+
+    Returns:
+        Also the places of those that come from a cache.
+    """
+    total = 0
+    for place in range(len(counts)):
+        total += int(counts[place])
+    found, wanted = np.empty(total, np.int64), np.empty(total, np.int64)
+    cached, at, held = np.empty(total, np.int64), 0, 0
+    for place in range(len(counts)):
+        source, target = sources[place], targets[place]
+        for number in range(int(counts[place])):
+            if source == _SSD:
+                found[at] = starts[place] + number * page_bytes
+            else:
+                found[at] = begins[source] + np.int64(source_pages[place, number]) * page_bytes
+                cached[held] = at
+                held += 1
+            wanted[at] = begins[target] + np.int64(target_pages[place, number]) * page_bytes
+            at += 1
+    return found, wanted, cached[:held].copy()

@@ -300,8 +300,10 @@ def vector_addresses(
         int64 [n * row_vectors].
     """
     addresses = np.empty(len(rows) * row_vectors, np.int64)
+    # Unsigned division is faster.
+    per_chunk, per_page = np.uint64(chunk_rows), np.uint64(page_vectors)
     for j in range(len(rows)):
-        chunk = rows[j] // chunk_rows
+        chunk = np.int64(np.uint64(rows[j]) // per_chunk)
         offset = rows[j] - chunk * chunk_rows
         place = place_of_chunk[head_groups[j] * head_group_chunks + chunk]
         own = addresses[j * row_vectors : (j + 1) * row_vectors]
@@ -313,6 +315,60 @@ def vector_addresses(
         else:
             for vector in range(row_vectors):
                 at = offset * row_vectors + vector
-                page = np.int64(pages[place, at // page_vectors])
-                own[vector] = base + (page * page_vectors + at % page_vectors) * vector_bytes
+                number = np.int64(np.uint64(at) // per_page)
+                page = np.int64(pages[place, number])
+                inside = at - number * page_vectors
+                own[vector] = base + (page * page_vectors + inside) * vector_bytes
+    return addresses
+
+
+@compiled(
+    "(int64[::1], uint8[::1], int32[:, ::1], int64[::1], int64, int64, int64, int64, int64, int64, "
+    "int64)"
+)
+def chunk_pages(
+    chunks: Indices,
+    tiers: Uint8s,
+    pages: Int32s,
+    begins: Indices,
+    head_group_chunks: int,
+    head_group_bytes: int,
+    start: int,
+    stride: int,
+    row_vectors: int,
+    last_pages: int,
+    page_bytes: int,
+) -> Indices:
+    """Addresses of the pages of whole chunks, int64 [c * row_vectors], chunk after chunk.
+
+    A full chunk has `row_vectors` pages; a shorter one has fewer, and what stands for the others is
+    the first page of its tier.
+
+    Args:
+        chunks: int64 [c], head group * head_group_chunks + chunk.
+        tiers: uint8 [c], where each is found; 0 is SSD.
+        pages: int32 [c, width], of those that are cached.
+        begins: int64 [3], by tier: where the image of the layer begins, and each cache.
+        head_group_chunks: chunks of a head group.
+        head_group_bytes: bytes of a head group.
+        start: byte of the image where the head groups begin.
+        stride: bytes from chunk to chunk.
+        row_vectors: pages of a full chunk.
+        last_pages: pages of the last chunk of a head group.
+        page_bytes: bytes of a page.
+    """
+    addresses = np.empty(len(chunks) * row_vectors, np.int64)
+    for place in range(len(chunks)):
+        head_group, chunk = divmod(chunks[place], head_group_chunks)
+        tier = tiers[place]
+        base = begins[tier]
+        if tier == 0:
+            base += start + head_group * head_group_bytes + chunk * stride
+        last = chunk == head_group_chunks - 1
+        for number in range(row_vectors):
+            page = np.int64(number)
+            if tier != 0:
+                there = not last or number < last_pages
+                page = np.int64(pages[place, number]) if there else np.int64(0)
+            addresses[place * row_vectors + number] = base + page * page_bytes
     return addresses

@@ -12,36 +12,44 @@ steps of a plane.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
+
+_PLANES = np.arange(NUM_PLANES)[:, None]
+# What a plane gains, relative to the first one: exact.
+_SHRINKING = (4.0 ** -(PLANE_BITS * _PLANES)).astype(np.float32)
 
 
 def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = None) -> Tensor:
     """How many planes each unit gets, so that `num_planes` are given besides the floors.
 
     Args:
-        weights: [G, units] float32, squared attention weights, summed over the tokens of a unit and
-            the queries of a KV head; heads compete with each other. Squares, because in a long
-            unit, the few large weights are what counts.
+        weights: [G, units] float32 on the CPU, squared attention weights, summed over the tokens of
+            a unit and the queries of a KV head; heads compete with each other. Squares, because in
+            a long unit, the few large weights are what counts.
         num_planes: besides the floors; with these, at most `NUM_PLANES` for each unit.
         floors: int64 [G, units] on the CPU, planes that a unit has in any case; None: none.
 
     Returns:
         int64 [G, units], from 0 to `NUM_PLANES`.
     """
-    shrinking = 4.0 ** -(PLANE_BITS * torch.arange(NUM_PLANES, device=weights.device))
-    gains = weights.flatten() * shrinking[:, None]
+    gains = weights.numpy().reshape(-1) * _SHRINKING
+    gains[np.isnan(gains)] = np.inf
     if floors is not None:
         num_planes += int(floors.sum())
-        below = torch.arange(NUM_PLANES)[:, None] < floors.flatten()
-        gains = gains.masked_fill(below.to(gains.device), torch.inf)
-    # A unit gets its planes in order: of equal gains (all zero), the first are taken first.
-    order = gains.flatten().sort(descending=True, stable=True).indices[:num_planes]
-    given = torch.zeros(weights.numel(), dtype=torch.int64, device=weights.device)
-    given.index_add_(0, order % weights.numel(), torch.ones_like(order))
-    return given.view_as(weights)
+        gains[floors.numpy().reshape(-1) > _PLANES] = np.inf
+    flat = gains.reshape(-1)
+    count = min(num_planes, flat.size)
+    given = np.zeros(flat.size, np.bool_)
+    if count:
+        least = np.partition(flat, flat.size - count)[flat.size - count]
+        np.greater(flat, least, out=given)
+        # A unit gets its planes in order: of equal gains (all zero), the first are taken first.
+        given[np.flatnonzero(flat == least)[: count - np.count_nonzero(given)]] = True
+    return torch.from_numpy(given.reshape(NUM_PLANES, -1).sum(0)).view_as(weights)
 
 
 def whole_planes(bits: float) -> int:

@@ -66,7 +66,7 @@ def raise_units(
                 planes.contiguous().numpy(),
                 begin,
                 layout.unit_tokens,
-                units.numpy(),
+                units,
                 steps.float().contiguous().numpy(),
                 tokens.start - tokens.first_token,
                 slots,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from impress_sglang.loops import areas
+from impress_sglang.loops.types import Indices
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.layout import CodeLayout
 
@@ -40,23 +40,36 @@ class CodedTokens:
         return self.start // GROUP_TOKENS * GROUP_TOKENS
 
 
-def planes_by_unit(raised: Tensor, layout: CodeLayout, origin: int) -> Tensor:
+def planes_by_unit(
+    raised: Tensor,
+    layout: CodeLayout,
+    origin: int,
+    *,
+    begin: int = 0,
+    step: int = 1,
+    none: int = -1,
+) -> Indices:
     """The planes that are added, one row for each unit.
 
     Args:
         raised: int64 [n, 3] on the CPU, distinct: plane, head and unit.
         layout: of the layer.
         origin: the token from which tokens are counted.
+        begin: what stands for the plane in row 0 of `raised`.
+        step: from there to what stands for the one in the next row.
+        none: what stands for a plane that is not there.
 
     Returns:
-        int64 [units, 2 + NUM_PLANES]: head, first token, and for each plane its row in `raised`, -1
-        if it is not there.
+        int64 [units, 2 + NUM_PLANES]: head, first token, and what stands for each plane.
     """
-    planes, heads, numbers = raised.numpy().T
-    # On whole rows, `unique` takes four times as long.
-    places, entry_of = np.unique(heads * layout.num_units + numbers, return_inverse=True)
-    units = np.full((len(places), 2 + NUM_PLANES), -1)
-    units[:, 0], numbers = np.divmod(places, layout.num_units)
-    units[:, 1] = numbers * layout.unit_tokens - origin
-    units[entry_of, 2 + planes] = np.arange(len(raised))
-    return torch.from_numpy(units)
+    return areas.planes_of_units(
+        raised.numpy(),
+        layout.num_heads,
+        layout.num_units,
+        NUM_PLANES,
+        layout.unit_tokens,
+        origin,
+        begin,
+        step,
+        none,
+    )

@@ -28,6 +28,7 @@ from impress_sglang.tiers.placement import (
 )
 from impress_sglang.tiers.rules import Ids, ReplacementRule
 from impress_sglang.tiers.slab import PageShape, Slab
+from impress_sglang.tiers.staging import Staging
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,7 +77,9 @@ class ChunkCache:
         """The memory from which cached chunks are read, by tier."""
         self.copy_stream = CopyStream(device)
         """Moves chunks; readers on the device call `join` before and `note_reading` after."""
-        self._mover = make_mover(self.page, self.slabs, self.copy_stream)
+        self.staging = Staging(device)
+        """Where addresses of chunks are left for kernels."""
+        self._mover = make_mover(self.page, self.slabs, self.copy_stream, self.staging)
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
         """An empty cache that takes over the memory; this one must not be read any more."""
@@ -86,6 +89,11 @@ class ChunkCache:
         taken.placement = self.placement.emptied(rule)
         self.slabs = {}
         return taken
+
+    def begins(self, memory_address: int = 0) -> Ids:
+        """Where frames of each tier begin in memory, int64 [tiers]; those of SSD are in memory."""
+        host, device = (self.slabs[tier].address for tier in (Tier.HOST, Tier.DEVICE))
+        return np.array([memory_address, host, device])
 
     def attach(self, chunk_pages: npt.NDArray[np.uint16]) -> int:
         """Take ids for new chunks with these numbers of pages; returns the first id."""

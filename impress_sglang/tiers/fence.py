@@ -30,6 +30,11 @@ class Fence:
         if self._event is not None:
             self._event.synchronize()
 
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """Let what is launched on a stream from now on run after this work."""
+        if self._event is not None and not self._event.query():
+            stream.wait_event(self._event)
+
 
 class CopyStream:
     """A stream on which KVs are copied while the model computes on the current one.
@@ -39,7 +44,8 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last_read: torch.cuda.Event | None = None
+        self._last_read: Fence | None = None
+        self._last_copy: Fence | None = None
 
     @contextmanager
     def after_reading(self) -> Iterator[None]:
@@ -53,19 +59,20 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             # Reads are on the stream of the model, which may not be the caller's current one.
             if self._last_read is not None:
-                self._stream.wait_event(self._last_read)
-            yield
+                self._last_read.order(self._stream)
+            try:
+                yield
+            finally:
+                self._last_copy = Fence(self._stream.device)
 
-    def note_reading(self) -> None:
-        """Note that work launched on the current stream so far reads cached chunks."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._stream.device)
-            self._last_read = current.record_event()
+    def note_reading(self, fence: Fence) -> None:
+        """Note that work launched before a fence of the current stream reads cached chunks."""
+        self._last_read = fence
 
     def join(self) -> None:
         """Let work launched on the current stream from now on run after all copies."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._stream is not None and self._last_copy is not None:
+            self._last_copy.order(torch.cuda.current_stream(self._stream.device))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

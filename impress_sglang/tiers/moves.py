@@ -16,9 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.loops.placing import page_moves
 from impress_sglang.tiers.fence import CopyStream, Fence
 from impress_sglang.tiers.placement import CACHES, Moves, Tier
 from impress_sglang.tiers.slab import PageShape, Slab
+from impress_sglang.tiers.staging import Staging
 
 _Integers = npt.NDArray[np.int64]
 
@@ -57,16 +59,19 @@ class ChunkMover(Protocol):
         ...
 
 
-def make_mover(page: PageShape, slabs: Mapping[int, Slab], stream: CopyStream) -> ChunkMover:
+def make_mover(
+    page: PageShape, slabs: Mapping[int, Slab], stream: CopyStream, staging: Staging
+) -> ChunkMover:
     """The mover that fits the device of the slabs."""
-    kind = KernelMover if slabs[Tier.DEVICE].device.type == "cuda" else IndexedMover
-    return kind(page, slabs, stream)
+    if slabs[Tier.DEVICE].device.type == "cuda":
+        return KernelMover(page, slabs, stream, staging)
+    return IndexedMover(page, slabs)
 
 
 class IndexedMover:
     """Moves by tensor indexing, one group of moves between the same tiers after another."""
 
-    def __init__(self, page: PageShape, slabs: Mapping[int, Slab], stream: CopyStream) -> None:
+    def __init__(self, page: PageShape, slabs: Mapping[int, Slab]) -> None:
         self._page = page
         self._slabs = slabs
 
@@ -79,7 +84,8 @@ class IndexedMover:
                 if len(own):
                     contents = self._slabs[source].read_pages(flat(own.source_pages, own.counts))
                     writes.append((target, flat(own.target_pages, own.counts), contents))
-        for part, own in by_memory(moves, loaded):
+        for part, place in by_memory(moves, loaded):
+            own = moves.chosen(place)
             for target in CACHES:
                 chosen = own.targets == target
                 if chosen.any():
@@ -103,66 +109,55 @@ class IndexedMover:
 
 
 class KernelMover:
-    """Moves in two launches: chunks that leave their pages are set aside, then all are written."""
+    """Moves in one launch; in two if a page is both source and target: such are set aside first."""
 
-    def __init__(self, page: PageShape, slabs: Mapping[int, Slab], stream: CopyStream) -> None:
+    def __init__(
+        self, page: PageShape, slabs: Mapping[int, Slab], stream: CopyStream, staging: Staging
+    ) -> None:
         # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.tiers.page_copies import PageCopier
 
-        self._page = page
-        self._slabs = slabs
+        self._page_bytes = page.page_bytes
         self._device = slabs[Tier.DEVICE].device
+        self._begins = np.zeros(len(Tier), np.int64)
+        for tier in CACHES:
+            self._begins[tier] = slabs[tier].address
         self._stream = stream
-        self._copier = PageCopier(page, self._device)
+        self._copier = PageCopier(page, self._device, staging)
 
     def move(self, moves: Moves, loaded: Sequence[LoadedChunks]) -> Fence:
         """See `ChunkMover`; nothing is waited for."""
-        size = self._page.page_bytes
-        cached = moves.chosen(moves.sources != Tier.SSD)
-        parts = []
+        size = self._page_bytes
+        starts = np.zeros(len(moves), np.int64)
+        for part, place in by_memory(moves, loaded):
+            starts[place] = part.memory.data_ptr() + part.starts
+        sources, targets, cached = page_moves(
+            moves.counts,
+            moves.sources,
+            moves.source_pages,
+            starts,
+            moves.targets,
+            moves.target_pages,
+            self._begins,
+            size,
+        )
         with self._stream.after_reading():
-            aside = self._set_aside(cached)
-            ends = np.cumsum(cached.counts, dtype=np.int64)
-            parts.append((cached, aside.data_ptr() + (ends - cached.counts) * size))
-            for part, own in by_memory(moves, loaded):
-                parts.append((own, part.memory.data_ptr() + part.starts))
-            copies = []
-            for tier in CACHES:
-                pages, addresses = [], []
-                for own, starts in parts:
-                    there = own.targets == tier
-                    counts = own.counts[there]
-                    pages.append(flat(own.target_pages[there], counts))
-                    addresses.append(page_starts(starts[there], counts, size))
-                joined = np.concatenate(pages)
-                if len(joined):
-                    copies.append((self._slabs[tier].pages, joined, np.concatenate(addresses)))
-            self._copier.copy(copies)
-            return Fence(self._device)
-
-    def _set_aside(self, moves: Moves) -> Tensor:
-        """Copies of the pages of cached chunks, one after another: [p, elements] on the device."""
-        pages, counts = flat(moves.source_pages, moves.counts), moves.counts
-        tiers, addresses = np.repeat(moves.sources, counts), np.empty(len(pages), np.int64)
-        for tier in CACHES:
-            own = tiers == tier
-            addresses[own] = self._slabs[tier].page_addresses(pages[own])
-        shape = len(pages), self._page.elements
-        aside = torch.empty(shape, dtype=self._page.dtype, device=self._device)
-        if len(pages):
-            self._copier.copy([(aside, None, addresses)])
-        return aside
+            if len(cached) and np.isin(targets, sources[cached]).any():
+                aside = torch.empty(len(cached), size, dtype=torch.uint8, device=self._device)
+                kept = np.arange(len(cached)) * size + aside.data_ptr()
+                self._copier.copy(sources[cached], kept)
+                sources[cached] = kept
+            return self._copier.copy(sources, targets)
 
 
-def by_memory(moves: Moves, loaded: Sequence[LoadedChunks]) -> list[tuple[LoadedChunks, Moves]]:
-    """The moves of the chunks of each memory, in the order of these chunks."""
+def by_memory(moves: Moves, loaded: Sequence[LoadedChunks]) -> list[tuple[LoadedChunks, _Integers]]:
+    """The places among the moves of the chunks of each memory, in the order of these chunks."""
     order = np.argsort(moves.chunks)
     found = []
     for part in loaded:
         place = order[np.searchsorted(moves.chunks, part.chunks, sorter=order)]
-        own = moves.chosen(place)
-        assert np.array_equal(own.chunks, part.chunks) and not own.sources.any()
-        found.append((part, own))
+        assert np.array_equal(moves.chunks[place], part.chunks) and not moves.sources[place].any()
+        found.append((part, place))
     return found
 
 

@@ -119,9 +119,10 @@ class Slab:
         """All pages, [pages, page_vectors * unit]."""
         return self._vectors.view(-1, self._page.elements)
 
-    def page_addresses(self, pages: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int64]:
-        """Addresses at which pages begin in memory."""
-        return self._vectors.data_ptr() + pages.astype(np.int64) * self._page.page_bytes
+    @property
+    def address(self) -> int:
+        """The address at which the first page begins in memory."""
+        return self._vectors.data_ptr()
 
     def read_pages(self, pages: npt.NDArray[np.signedinteger]) -> Tensor:
         """Contents of pages [p]: [p, page_vectors * unit]."""

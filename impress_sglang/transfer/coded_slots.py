@@ -12,7 +12,7 @@ from torch import Tensor
 
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
-from impress_sglang.tiers.fence import to_device
+from impress_sglang.tiers.staging import Staging
 
 
 class CodeWriter(Protocol):
@@ -32,7 +32,7 @@ class CodeWriter(Protocol):
 def code_writer_for(device: torch.device) -> CodeWriter:
     """The writer that fits the device of the pools."""
     if device.type == "cuda":
-        return KernelCodeWriter()
+        return KernelCodeWriter(device)
     # Imported only where it is used: Numba is not needed on a GPU.
     from impress_sglang.precision import slots
 
@@ -42,11 +42,12 @@ def code_writer_for(device: torch.device) -> CodeWriter:
 class KernelCodeWriter:
     """Launches one kernel for all keys and values of a layer, and waits for nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.triton import codes
 
         self._kernels = codes
+        self._staging = Staging(device)
 
     def restore_base(self, tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
         """See `CodeWriter`."""
@@ -57,20 +58,16 @@ class KernelCodeWriter:
     ) -> None:
         """See `CodeWriter`."""
         layout = tokens.layout
-        units = planes_by_unit(raised, layout, tokens.first_token)
-        rows = units[:, 2:]
-        units[:, 2:] = torch.where(rows < 0, 0, planes.data_ptr() + rows * planes.stride(0))
-        on_device = to_device(units, keys.device)
+        begin, step = planes.data_ptr(), planes.stride(0)
+        first = tokens.first_token
+        units = planes_by_unit(raised, layout, first, begin=begin, step=step, none=0)
+        # Many programs look at each: too many for the bus.
+        on_device = self._staging.upload(units)
         self._kernels.raise_units(self._groups(tokens), on_device, layout.unit_tokens, keys, values)
 
     def _groups(self, tokens: CodedTokens) -> Any:
-        groups = tokens.groups
-        number = torch.arange(len(groups), device=groups.device)
-        ranges = groups.data_ptr() + number * groups.stride(0)
+        place = tokens.start - tokens.first_token
+        range_bytes = tokens.layout.group_range_bytes
         return self._kernels.CodedGroups(
-            ranges + tokens.layout.group_range_bytes,
-            ranges,
-            tokens.slots,
-            tokens.start - tokens.first_token,
-            GROUP_TOKENS,
+            tokens.groups, range_bytes, tokens.slots, place, GROUP_TOKENS
         )

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.loops import areas
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.fence import Fence
-from impress_sglang.tiers.placement import CACHES, Tier
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.buffers import PooledMemory
 
@@ -89,24 +89,20 @@ class KernelTaker:
         from impress_sglang.tiers.page_copies import PageCopier
 
         self._cache = cache
-        self._copier = PageCopier(cache.page, cache.device)
+        self._copier = PageCopier(cache.page, cache.device, cache.staging)
 
     def take(
         self, tiers: npt.NDArray[np.uint8], frames: Indices, memory: PooledMemory | None
     ) -> Tensor:
         """See `FrameTaker`."""
         cache = self._cache
-        addresses = np.zeros(len(frames), np.int64)
-        if memory is not None:
-            addresses = memory.address + frames * BLOCK_BYTES
-        for tier in CACHES:
-            place = np.flatnonzero(tiers == tier)
-            if len(place):
-                addresses[place] = cache.slabs[tier].page_addresses(frames[place])
-        blocks = torch.empty(len(frames), cache.page.elements, dtype=_WORD, device=cache.device)
+        begins = cache.begins(0 if memory is None else memory.address)
+        blocks = torch.empty(len(frames), BLOCK_BYTES, dtype=torch.uint8, device=cache.device)
+        table = self._copier.begin(len(frames))
+        areas.block_copies(tiers, frames, begins, blocks.data_ptr(), BLOCK_BYTES, table)
         cache.copy_stream.join()
-        self._copier.copy([(blocks, None, addresses)])
-        cache.copy_stream.note_reading()
+        fence = self._copier.launch()
+        cache.copy_stream.note_reading(fence)
         if memory is not None:
-            memory.fence = Fence(cache.device)
-        return blocks.view(torch.uint8)
+            memory.fence = fence
+        return blocks

@@ -20,10 +20,13 @@ from impress_sglang.loops.types import Indices
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import Fence
-from impress_sglang.tiers.placement import CACHES, Tier
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.read_planner import GroupPart, SpanRead
 from impress_sglang.transfer.slots import Slots
+
+# The host prepares a launch for a span in the time that it takes for rows of so many tokens.
+LAUNCH_TOKENS = 512
 
 SpanMemory = tuple[SpanRead, PooledMemory | None]
 """A read of a span, and the memory of its layer buffer; None if nothing is taken from SSD."""
@@ -174,26 +177,27 @@ class KernelGatherer:
     def __init__(self, cache: ChunkCache) -> None:
         # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.tiers import page_copies
-        from impress_sglang.triton import gather
+        from impress_sglang.triton import chunk_rows, gather
 
         self._kernels = gather
-        self._upload = page_copies.upload
-        self._copier = page_copies.PageCopier(cache.page, cache.device)
+        self._chunk_rows = chunk_rows
+        self._copier = page_copies.PageCopier(cache.page, cache.device, cache.staging)
         self._cache = cache
-        page, first = cache.page, np.zeros(1, np.int64)
-        size = page.dtype.itemsize
+        page, size = cache.page, cache.page.dtype.itemsize
         # Elements of the kernel's vectors: the largest of which rows, pages and blocks are made.
         self._unit = math.gcd(page.unit * size, BLOCK_BYTES) // size
-        self._bases = np.zeros(len(Tier), np.int64)
-        for tier in CACHES:
-            self._bases[tier] = cache.slabs[tier].page_addresses(first)[0]
         # Layer buffers begin at memory pages, so they do not limit the alignment.
-        self._grain = math.gcd(self._unit * size, *self._bases[1:].tolist())
+        self._grain = math.gcd(self._unit * size, *cache.begins().tolist())
 
     def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
         """See `RowGatherer`; nothing is waited for: see `Fence`."""
         if not any(read.parts for read, _ in reads):
             # As for keys where all heads are probe heads.
+            return
+        self._cache.copy_stream.join()
+        if self._are_whole([read for read, _ in reads]):
+            for read in reads:
+                self._gather_whole(read, keys, values)
             return
         wanted, indices = [], []
         for slots, is_values in ((keys, False), (values, True)):
@@ -208,14 +212,12 @@ class KernelGatherer:
             if read.rows is not None and read.rows.positions is not None
         ]
         joined = [np.concatenate(positions)] if positions else []
-        uploaded = self._upload([*indices, *joined], self._device)
+        left = self._cache.staging.leave([*indices, *joined])
         targets = [
-            self._target(slots, addresses, uploaded[-1] if joined else None)
-            for slots, addresses in zip(wanted, uploaded, strict=False)
+            self._target(slots, addresses, left[-1] if joined else None)
+            for slots, addresses in zip(wanted, left, strict=False)
         ]
-        self._cache.copy_stream.join()
-        self._kernels.gather(targets, self._unit, grain_bytes=self._grain)
-        self._note_reading([memory for _, memory in reads])
+        self._launch(targets, [memory for _, memory in reads])
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
         """See `RowGatherer`; nothing is waited for."""
@@ -226,10 +228,10 @@ class KernelGatherer:
         self._cache.copy_stream.join()
         if group.chunk_rows == page.page_vectors:
             addresses = self._page_addresses(part, memory)
-            self._copier.copy([(rows.view(-1, page.elements), None, addresses)])
+            targets = np.arange(len(addresses)) * page.page_bytes + rows.data_ptr()
+            self._note_reading(self._copier.copy(addresses, targets), [memory])
         else:
             self._gather_all_rows(part, memory, rows)
-        self._note_reading([memory])
         return rows
 
     @property
@@ -276,29 +278,63 @@ class KernelGatherer:
             group.start,
             group.column_bytes,
             group.stride,
-            self._bases_with(memory),
+            self._begins(memory),
         )
         return flat.reshape(len(rows), vectors)
 
-    def _bases_with(self, memory: PooledMemory | None) -> Indices:
-        """Where each tier begins in memory, int64 [tiers]."""
-        bases = self._bases.copy()
-        if memory is not None:
-            bases[Tier.SSD] = memory.address
-        return bases
+    def _begins(self, memory: PooledMemory | None) -> Indices:
+        return self._cache.begins(0 if memory is None else memory.address)
 
     def _page_addresses(self, part: GroupPart, memory: PooledMemory | None) -> Indices:
-        """Addresses of the pages of whole chunks of one column, int64, chunk after chunk."""
+        """Addresses of the pages of whole chunks, int64 [pages], chunk after chunk."""
         group, page = part.group, self._cache.page
-        vectors, bases = page.row_vectors_of(group.heads * group.head_dim), self._bases_with(memory)
-        begin = bases[Tier.SSD] + group.start + part.chunks * group.stride
-        addresses = begin[:, None] + np.arange(vectors) * page.page_bytes
-        for tier in CACHES:
-            if part.chunks_by_tier[tier]:
-                place = np.flatnonzero(part.tiers == tier)
-                pages = _owned_pages(part, place, vectors, page.page_vectors)
-                addresses[place] = self._cache.slabs[tier].page_addresses(pages)
-        return addresses.reshape(-1)
+        vectors = page.row_vectors_of(group.heads * group.head_dim)
+        last_rows = group.rows - (group.chunks - 1) * group.chunk_rows
+        return loops.chunk_pages(
+            part.chunks,
+            part.tiers,
+            part.pages,
+            self._begins(memory),
+            group.chunks,
+            group.column_bytes,
+            group.start,
+            group.stride,
+            vectors,
+            -(-last_rows * vectors // page.page_vectors),
+            page.page_bytes,
+        )
+
+    def _are_whole(self, reads: Sequence[SpanRead]) -> bool:
+        """Whether all want neighbouring rows of chunks of the cache's size, each for a launch."""
+        if len(reads) > 1 and sum(len(own.span) for own in reads) < LAUNCH_TOKENS * len(reads):
+            return False
+        starts = (None if own.rows is None else own.rows.start for own in reads)
+        if any(start is None for start in starts):
+            return False
+        parts = (part for own in reads for part in own.parts)
+        return all(part.group.chunk_rows == self._cache.page.page_vectors for part in parts)
+
+    def _gather_whole(self, read: SpanMemory, keys: Slots | None, values: Slots | None) -> None:
+        """Put all rows of a span into slots: the kernel finds them in their chunks."""
+        (own, memory), staging = read, self._cache.staging
+        assert own.rows is not None and own.rows.start is not None
+        start, stop = own.first, own.first + len(own.span)
+        found, chosen = [self._page_addresses(part, memory) for part in own.parts], []
+        # Many programs look at each: too many for the bus.
+        pages = staging.upload(np.concatenate(found)).split([len(pages) for pages in found])
+        for part, addresses in zip(own.parts, pages, strict=True):
+            slots = values if part.is_values(own.span) else keys
+            assert slots is not None and slots.pool.dtype == self._cache.page.dtype
+            slots, groups = slots.part(start, stop), part.group.head_groups
+            columns = self._kernels.head_columns(slots.pool, slots.heads, self._unit)
+            by_chunk = addresses.view(groups, len(part.chunks) // groups, -1)
+            chosen.append(self._chunk_rows.ChunkRows(slots.pool, columns, by_chunk, slots.rows))
+        group = own.parts[0].group
+        rows = own.rows.start - int(own.parts[0].chunks[0]) * group.chunk_rows, len(own.span)
+        self._chunk_rows.gather_chunks(
+            chosen, rows, group.chunk_rows, self._unit, grain_bytes=self._grain
+        )
+        self._note_reading(Fence(self._device), [memory])
 
     def _gather_all_rows(self, part: GroupPart, memory: PooledMemory | None, rows: Tensor) -> None:
         """Gather row by row, for a store with another chunk size: pages do not end with chunks."""
@@ -307,15 +343,20 @@ class KernelGatherer:
         inside = np.tile(np.arange(group.chunk_rows), len(part.chunks))
         number = np.minimum(chunks * group.chunk_rows + inside, group.rows - 1)
         found = self._row_addresses(part, memory, np.zeros_like(number), number)
-        (addresses,) = self._upload([found], self._device)
+        (addresses,) = self._cache.staging.leave([found])
         columns = self._kernels.even_columns(addresses.shape[1], self._unit, self._device)
         target = self._kernels.Target(rows, columns, addresses)
-        self._kernels.gather([target], self._unit, grain_bytes=self._grain)
+        self._launch([target], [memory])
 
-    def _note_reading(self, memories: Sequence[PooledMemory | None]) -> None:
-        """Protect caches and layer buffers from changes until what was launched is done."""
-        self._cache.copy_stream.note_reading()
+    def _launch(self, targets: Sequence[Any], memories: Sequence[PooledMemory | None]) -> None:
+        self._kernels.gather(targets, self._unit, grain_bytes=self._grain)
         fence = Fence(self._device)
+        self._cache.staging.protect(fence)
+        self._note_reading(fence, memories)
+
+    def _note_reading(self, fence: Fence, memories: Sequence[PooledMemory | None]) -> None:
+        """Protect caches and layer buffers from changes until what was launched is done."""
+        self._cache.copy_stream.note_reading(fence)
         for memory in memories:
             if memory is not None:
                 memory.fence = fence

@@ -252,7 +252,8 @@ class RowPlan:
     `chunks` int64 [c] are those that hold the rows, ascending (head group * chunks of a column +
     chunk), `counts` how many rows of each are wanted, `shares` float64 what share of it that is.
     `value_blocks` and `key_blocks` say which blocks of the groups hold wanted rows; None where
-    there are no keys.
+    there are no keys. If all tokens of the span are wanted and rows are tokens, `start` is the
+    first one.
     """
 
     positions: Indices | None
@@ -263,6 +264,7 @@ class RowPlan:
     shares: Floats
     value_blocks: Flags
     key_blocks: Flags | None
+    start: int | None = None
 
 
 def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alone: bool) -> RowPlan:

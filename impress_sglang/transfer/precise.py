@@ -43,13 +43,13 @@ class Allocation(Protocol):
 
         Args:
             layer: from 0.
-            weights: float32 [G, units] of squared attention; zeros unless `weighs`.
+            weights: float32 [G, units] of squared attention, on the CPU; zeros unless `weighs`.
             num_planes: how many to allocate above the floors; floor and planes of a unit are at
                 most `NUM_PLANES`.
             floors: int64 [G, units] on the CPU, planes that belong to the base; None for none.
 
         Returns:
-            int64 [G, units] on the device of the weights, floors included.
+            int64 [G, units] on the CPU, floors included.
         """
         ...
 
@@ -75,7 +75,7 @@ class Evenly:
         # In proportion to the room that each unit has above its floor.
         below = torch.nn.functional.pad((NUM_PLANES - own).flatten().cumsum(0), (1, 0))
         number = below * num_planes // max(1, int(below[-1]))
-        return (number.diff().view_as(own) + own).to(weights.device)
+        return number.diff().view_as(own) + own
 
 
 class AtRandom:
@@ -87,7 +87,7 @@ class AtRandom:
         """See `Allocation`."""
         generator = torch.Generator().manual_seed(layer * 1_000_003 + weights.numel())
         dice = 10 ** (4 * torch.rand(weights.shape, generator=generator))
-        return allocate_planes(dice.to(weights.device), num_planes, floors)
+        return allocate_planes(dice, num_planes, floors)
 
 
 ALLOCATIONS: dict[str, Allocation] = {"query": ByQuery(), "even": Evenly(), "random": AtRandom()}
@@ -207,22 +207,25 @@ class PreciseLoader:
         timeline: Timeline,
     ) -> npt.NDArray[np.uint8]:
         """Decide how many planes, uint8 [G, units], the request wants."""
-        # If no weights are computed, the host allocates without waiting for the device.
-        weights = torch.zeros(self._shape.num_kv_heads, len(units))
+        size = self._shape.num_kv_heads, len(units)
+        num_units = size[0] * size[1]
+        weights: Tensor | None = None
         floors = _floors(layer, units)
-        room = NUM_PLANES * weights.numel() - (0 if floors is None else int(floors.sum()))
-        count = min(planes_of(bits, weights.numel()), room)
+        room = NUM_PLANES * num_units - (0 if floors is None else int(floors.sum()))
+        count = min(planes_of(bits, num_units), room)
+        # If no weights are computed, the host allocates without waiting for the device.
         if self._allocation.weighs and 0 < count < room:
             assert inputs is not None, "nobody knows what the request looks at"
             with timeline.span(PROBE_COMPUTE, layer):
                 by_token = self._weights(inputs, slots)
                 weights = units.weights(by_token if chosen is None else by_token * chosen)
         with timeline.span(SELECT, layer):
-            planes = self._allocation.planes(layer, weights, count, floors)
+            # The only point of a layer where the host waits for the device.
+            on_host = torch.zeros(size) if weights is None else weights.cpu()
+            planes = self._allocation.planes(layer, on_host, count, floors)
             if chosen is not None:
-                used = units.weights(chosen.float()) > 0
-                planes = planes * used.to(planes.device)
-            return planes.to(torch.uint8).cpu().numpy()
+                planes = planes * (units.weights(chosen.float()) > 0).cpu()
+            return planes.numpy().astype(np.uint8)
 
     def _raise(
         self,
@@ -262,7 +265,7 @@ class PreciseLoader:
             prefix_rows=slots.keys.rows,
             resident_rows=inputs.resident_rows,
         )
-        return sums.unflatten(0, (len(heads), -1)).sum(1)
+        return sums.reshape(len(heads), -1, sums.shape[1]).sum(1)
 
 
 def _floors(layer: int, units: UsedUnits) -> Tensor | None:

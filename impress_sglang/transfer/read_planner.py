@@ -188,6 +188,8 @@ class PrefixPlanner:
         self._placement = placement
         self._page_bytes = page_bytes
         self._learns = learns
+        # Plans of the rows of whole spans, by their first tokens.
+        self._whole: dict[int, RowPlan] = {}
         # Reads since the last selection, and whether they were of all tokens.
         self._found: list[tuple[SpanRead, GroupPart, bool]] = []
 
@@ -211,7 +213,7 @@ class PrefixPlanner:
         alone = len(self._spans) == 1
         wishes = []
         for first, span in self._spans:
-            rows = plan_rows(span, layer, wanted, first, alone=alone)
+            rows = self._plan_rows(layer, span, wanted, first, alone, whole=tokens is None)
             if not len(rows.rows):
                 continue
             geometry, groups = span.geometry, []
@@ -285,6 +287,17 @@ class PrefixPlanner:
                 self._found.append((own, part, read.whole))
         pages = read.access.moves.pages_moved()[:, _DEVICE].sum()
         stats.h2d_bytes += int(pages) * self._page_bytes
+
+    def _plan_rows(
+        self, layer: int, span: SourceSpan, tokens: Indices, first: int, alone: bool, *, whole: bool
+    ) -> RowPlan:
+        if not whole or span.segment.mapping is not None:
+            return plan_rows(span, layer, tokens, first, alone=alone)
+        # The same for all layers.
+        if first not in self._whole:
+            rows = plan_rows(span, layer, tokens, first, alone=alone)
+            self._whole[first] = dataclasses.replace(rows, start=span.start)
+        return self._whole[first]
 
     @functools.cached_property
     def _everything(self) -> Indices:

@@ -229,7 +229,8 @@ def _load(
         # A store may have segments that were written with another size of chunks.
         spans = [_span(shape, own, cache, at_end) for own in (chunk_tokens, 2 * chunk_tokens)]
         reader, pool = _reading(cache, at_end)
-        for prefix in (spans[:1], spans):
+        # Rows of the second one are never found in chunks by kernels.
+        for prefix in (spans[:1], spans[1:], spans):
             num_tokens = sum(map(len, prefix))
             branches = [] if rule is None else _branches(rule)
             wanted = [(branch, num_tokens // 2 + 1) for branch in branches]
@@ -260,7 +261,7 @@ def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
         part = ResidentPart("warm-up", layout, 1, 0, SEGMENT_TOKENS, slots.keys.rows)
         PartLoad(source, [part])
         units = UsedUnits([PartUse(part, 0, SEGMENT_TOKENS)], device)
-        loader = PreciseLoader(shape, Evenly(), kernel_scorer(), KernelCodeWriter())
+        loader = PreciseLoader(shape, Evenly(), kernel_scorer(), KernelCodeWriter(device))
         loader.load(0, units, _inputs(shape, device), slots, LEVELS[-1], LoadStats())
 
 

@@ -1,8 +1,8 @@
 """Decodes keys and values from codes anywhere in memory into slots of a pool, and adds planes.
 
-Stage: load. Sources are addresses, of memory on the device or of pinned CPU memory; see `gather`.
-Within groups and units, bytes are laid out by `impress_sglang.precision.layout.CodeLayout`; the
-groups and units may be anywhere. `impress_sglang.precision.slots` does the same on the CPU.
+Stage: load. Planes are addresses, of memory on the device or of pinned CPU memory; see `gather`.
+Within groups and units, bytes are laid out by `impress_sglang.precision.layout.CodeLayout`; units
+may be anywhere. `impress_sglang.precision.slots` does the same on the CPU.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from impress_sglang.triton.sizes import power_of_two
+
 # Tokens of one head that one program handles.
 TILE_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodedGroups:
-    """Where the groups of a layer are, and the tokens [start, start + len(slots)) of them.
+    """The groups of a layer, and the tokens [start, start + len(slots)) of them.
 
     Attributes:
-        base: int64 [groups] on the device, addresses of the base of each group.
-        ranges: int64 [groups] on the device, addresses of its ranges, multiples of 2.
+        groups: uint8 [groups, n] on the device: the ranges of each group, and behind them its base
+            if that is restored; the first stride is even, the last is 1.
+        range_bytes: bytes of the ranges of a group.
         slots: int64 [n] on the device, where each token goes.
         start: the first token, counted from the first token of the first group.
         group_tokens: tokens per group.
     """
 
-    base: Tensor
-    ranges: Tensor
+    groups: Tensor
+    range_bytes: int
     slots: Tensor
     start: int
     group_tokens: int
 
     def __post_init__(self) -> None:
-        for index in (self.base, self.ranges, self.slots):
-            assert index.dtype == torch.int64 and index.is_contiguous()
-        assert self.start + len(self.slots) <= len(self.base) * self.group_tokens
+        assert self.slots.dtype == torch.int64 and self.slots.is_contiguous()
+        assert self.groups.dtype == torch.uint8 and self.groups.stride(1) == 1
+        assert not self.groups.stride(0) % 2 and not self.groups.data_ptr() % 2
+        assert self.start + len(self.slots) <= len(self.groups) * self.group_tokens
 
 
 def restore_base(groups: CodedGroups, keys: Tensor, values: Tensor) -> None:
@@ -56,9 +60,9 @@ def restore_base(groups: CodedGroups, keys: Tensor, values: Tensor) -> None:
     if not count:
         return
     _check_pools(keys, values)
-    _restore_kernel[(triton.cdiv(count, TILE_TOKENS), keys.shape[1], 2)](
-        groups.base,
-        groups.ranges,
+    _restore_kernel[(-(-count // TILE_TOKENS), keys.shape[1], 2)](
+        groups.groups,
+        groups.groups.stride(0),
         groups.slots,
         groups.start,
         count,
@@ -68,6 +72,7 @@ def restore_base(groups: CodedGroups, keys: Tensor, values: Tensor) -> None:
         keys.stride(1),
         values.stride(0),
         values.stride(1),
+        RANGE_BYTES=groups.range_bytes,
         **_constants(groups, keys, values),
     )
 
@@ -93,7 +98,8 @@ def raise_units(
         return
     _check_pools(keys, values)
     _raise_kernel[(len(units), unit_tokens // TILE_TOKENS, 2)](
-        groups.ranges,
+        groups.groups,
+        groups.groups.stride(0),
         groups.slots,
         groups.start,
         len(groups.slots),
@@ -121,24 +127,24 @@ def _constants(groups: CodedGroups, keys: Tensor, values: Tensor) -> dict[str, i
         "HEADS": keys.shape[1],
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
-        "KEY_PADDED": triton.next_power_of_2(key_dim),
-        "VALUE_PADDED": triton.next_power_of_2(value_dim),
+        "KEY_PADDED": power_of_two(key_dim),
+        "VALUE_PADDED": power_of_two(value_dim),
         "TILE_TOKENS": TILE_TOKENS,
         "num_warps": 4,
     }
 
 
-# Numbers of tokens, and where the slots of a span begin in memory, differ from launch to launch.
+# Numbers of tokens, and where a span's groups and slots begin in memory, differ between launches.
 _UNSPECIALISED: dict[str, list[str]] = {
     "do_not_specialize": ["start", "count"],
-    "do_not_specialize_on_alignment": ["slots"],
+    "do_not_specialize_on_alignment": ["groups", "slots"],
 }
 
 
 @triton.jit(**_UNSPECIALISED)
 def _restore_kernel(
-    base: tl.tensor,
-    ranges: tl.tensor,
+    groups: tl.tensor,
+    group_stride: tl.tensor,
     slots: tl.tensor,
     start: tl.tensor,
     count: tl.tensor,
@@ -148,6 +154,7 @@ def _restore_kernel(
     key_head_stride: tl.tensor,
     value_stride: tl.tensor,
     value_head_stride: tl.tensor,
+    RANGE_BYTES: tl.constexpr,
     GROUP_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -162,8 +169,9 @@ def _restore_kernel(
     inside = places < count
     slot = tl.load(slots + places, mask=inside, other=0)
     group, token = (start + places) // GROUP_TOKENS, (start + places) % GROUP_TOKENS
-    codes = tl.load(base + group, mask=inside, other=0).to(tl.pointer_type(tl.uint8))
-    bounds = tl.load(ranges + group, mask=inside, other=0).to(tl.pointer_type(tl.float16))
+    ranges = groups + group.to(tl.int64) * group_stride
+    codes = ranges + RANGE_BYTES
+    bounds = ranges.to(tl.pointer_type(tl.float16))
     row = token * HEADS + head
     if tl.program_id(2) == 0:
         target = keys + slot * key_stride + head * key_head_stride
@@ -179,7 +187,8 @@ def _restore_kernel(
 
 @triton.jit(**_UNSPECIALISED)
 def _raise_kernel(
-    ranges: tl.tensor,
+    groups: tl.tensor,
+    group_stride: tl.tensor,
     slots: tl.tensor,
     start: tl.tensor,
     count: tl.tensor,
@@ -210,7 +219,7 @@ def _raise_kernel(
     inside = (tokens >= start) & (tokens < start + count)
     slot = tl.load(slots + tokens - start, mask=inside, other=0)
     group, row = tokens // GROUP_TOKENS, (tokens % GROUP_TOKENS) * HEADS + head
-    bounds = tl.load(ranges + group, mask=inside, other=0).to(tl.pointer_type(tl.float16))
+    bounds = (groups + group.to(tl.int64) * group_stride).to(tl.pointer_type(tl.float16))
     if tl.program_id(2) == 0:
         target = keys + slot * key_stride + head * key_head_stride
         first = inner * (KEY_DIM // 4)

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from impress_sglang.triton.sizes import power_of_two
+
 # Bytes that one program moves: each thread has several loads of 16 bytes in flight.
 TILE_BYTES = 8192
 MAX_TILE_ROWS = 128
@@ -25,7 +27,7 @@ MAX_TILE_ROWS = 128
 WORD_BYTES = 16
 
 # Vectors are moved as integers, so that no bit of them changes.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,12 +68,14 @@ class Target:
     Entry i fills, in the row `slots[p // head_groups]` of the pool, the vectors of head group
     `p % head_groups`, where p is `positions[i]`. No vector is filled twice.
 
+    All of them are on the device, or pinned, but for the columns.
+
     Attributes:
-        pool: [rows, ...] on the device, or pinned; any strides but the last, which is 1.
+        pool: [rows, ...]; any strides but the last, which is 1.
         columns: the columns of a row of the pool, head group by head group: head_groups * v.
-        addresses: int64 [n, v] on the device, the address of the first byte of each vector.
-        slots: int64 [rows that are filled] on the device; None: row j is row j of the pool.
-        positions: int64 [n] on the device; None: entry i has position i.
+        addresses: int64 [n, v], the address of the first byte of each vector.
+        slots: int64 [rows that are filled]; None: row j is row j of the pool.
+        positions: int64 [n]; None: entry i has position i.
         head_groups: head groups per row.
     """
 
@@ -95,9 +99,9 @@ class Target:
         return [index for index in every if index is not None]
 
     def check_readable(self) -> None:
-        """Check that all tensors can be reached from the device of the addresses."""
+        """Check that all tensors can be reached from the device of the columns."""
         for tensor in (self.pool, *self._indices):
-            assert_readable(tensor, self.addresses.device)
+            assert_readable(tensor, self.columns.offsets.device)
 
     def grain_bytes(self, width: int) -> int:
         """Bytes of which every vector's place in memory is a multiple; at most `WORD_BYTES`."""
@@ -124,9 +128,9 @@ def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
     assert last.pool.element_size() == size
     for target in targets:
         target.check_readable()
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     tile_rows = min(MAX_TILE_ROWS, max(1, TILE_BYTES // (padded * size)))
-    _gather_kernel[(triton.cdiv(most, tile_rows), len(targets))](
+    _gather_kernel[(-(-most // tile_rows), len(targets))](
         *_arguments(first),
         *_arguments(last),
         FIRST_HEAD_GROUPS=first.head_groups,
@@ -176,7 +180,7 @@ def _at(memories: Sequence[Tensor], address: int, width: int) -> Tensor:
 
 
 def _arguments(target: Target) -> tuple[object, ...]:
-    integer = _INTEGERS[target.pool.element_size()]
+    integer = INTEGERS[target.pool.element_size()]
     return (
         target.pool.view(integer),
         target.pool.stride(0),
@@ -237,7 +241,7 @@ def _gather_kernel(
     vectors = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     if tl.program_id(1) == 0:
         inside = vectors < first_count
-        place = _place(
+        place = place_vectors(
             vectors,
             inside,
             first_stride,
@@ -248,10 +252,10 @@ def _gather_kernel(
             FIRST_VECTORS,
         )
         source = tl.load(first_addresses + vectors, mask=inside, other=0)
-        _move(source, first_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
+        move_vectors(source, first_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
     else:
         inside = vectors < last_count
-        place = _place(
+        place = place_vectors(
             vectors,
             inside,
             last_stride,
@@ -262,11 +266,11 @@ def _gather_kernel(
             LAST_VECTORS,
         )
         source = tl.load(last_addresses + vectors, mask=inside, other=0)
-        _move(source, last_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
+        move_vectors(source, last_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
 
 
 @triton.jit
-def _place(
+def place_vectors(
     vectors: tl.tensor,
     inside: tl.tensor,
     stride: tl.tensor,
@@ -288,7 +292,7 @@ def _place(
 
 
 @triton.jit
-def _move(
+def move_vectors(
     source: tl.tensor,
     pool: tl.tensor,
     place: tl.tensor,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.triton.score_kernels import row_sums, weight_sums
+from impress_sglang.triton.sizes import power_of_two
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -144,6 +145,8 @@ class Tile:
         return self.rows // self.group
 
 
+# All layers of a request have the same tile and split.
+@functools.lru_cache(maxsize=256)
 def tile_shape(
     num_queries: int,
     num_prefix: int,
@@ -160,7 +163,7 @@ def tile_shape(
     so long that each multiprocessor gets several such blocks. Float32 is multiplied outside the
     tensor cores, from registers, so its tiles are small.
     """
-    padded_group, padded_dim = _power_of_two(group), max(16, _power_of_two(dim))
+    padded_group, padded_dim = power_of_two(group), max(16, power_of_two(dim))
     long = padded_dim > 128
     if dtype == torch.float32:
         rows = max(16, padded_group)
@@ -186,6 +189,7 @@ class Split:
     blocks: int
 
 
+@functools.lru_cache(maxsize=256)
 def split_rows(
     num_queries: int,
     tokens: tuple[int, int, int],
@@ -245,8 +249,9 @@ def _check(
     heads: tuple[int, ...],
     *rows: Tensor | None,
 ) -> None:
-    dtypes = {vectors.dtype for vectors in (queries, prefix, resident, new)}
-    if len(dtypes) > 1 or queries.dtype not in DTYPES:
+    dtype, dim, every = queries.dtype, queries.shape[2], (queries, prefix, resident, new)
+    if dtype not in DTYPES or any(own.dtype != dtype for own in every):
+        dtypes = {own.dtype for own in every}
         raise UnsupportedError(
             f"no scoring kernel for queries and keys of {', '.join(map(str, dtypes))}; both must "
             "have the same of float16, bfloat16 and float32"
@@ -257,10 +262,5 @@ def _check(
         assert index is None or index.device == queries.device
     assert prefix.shape[1] == len(heads) and queries.shape[1] % len(heads) == 0
     assert max(heads) < new.shape[1] == resident.shape[1]
-    for vectors in (queries, prefix, resident, new):
-        assert vectors.shape[2] == queries.shape[2] and vectors.stride(2) == 1
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
-    return 1 << (number - 1).bit_length()
+    for vectors in every:
+        assert vectors.shape[2] == dim and vectors.stride(2) == 1

@@ -74,6 +74,7 @@ LAYOUTS = {
     "one-short-segment": [Part(5, 8, 0, 5)],
     "tail-of-a-segment": [Part(77, 8, 13, 77)],
     "middle-of-a-segment": [Part(77, 8, 13, 30)],
+    "two-segments": [Part(40, 8, 0, 21), Part(33, 8, 5, 33)],
     "several-segments": [
         Part(40, 8, 0, 21),
         Part(33, 8, 5, 33),

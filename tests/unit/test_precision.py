@@ -172,6 +172,15 @@ def test_units_without_weight_get_planes_in_order() -> None:
     assert allocate_planes(torch.zeros(1, 3), 4).tolist() == [[2, 1, 1]]
 
 
+@given(st.lists(st.sampled_from([0.0, 1e-40, 0.25, 1.0, 4.0, torch.nan]), min_size=1), st.data())
+def test_planes_go_where_a_stable_sort_puts_them(values: list[float], data: st.DataObject) -> None:
+    weights, count = torch.tensor([values]), data.draw(st.integers(0, NUM_PLANES * len(values)))
+    gains = weights.flatten() * 4.0 ** -(PLANE_BITS * torch.arange(NUM_PLANES)[:, None])
+    order = gains.flatten().sort(descending=True, stable=True).indices[:count]
+    expected = torch.bincount(order % len(values), minlength=len(values))
+    assert allocate_planes(weights, count).tolist() == [expected.tolist()]
+
+
 @pytest.mark.parametrize(
     ("bits", "planes"), [(3.0, 0), (4.0, 0), (5.0, 50), (6.0, 100), (8.0, 200), (16.0, 200)]
 )

@@ -29,7 +29,7 @@ UNIT_TOKENS = 32
 
 
 class Case:
-    """A coded layer whose groups and units are anywhere in memory, and pools with gaps."""
+    """A coded layer with gaps between groups, units anywhere in memory, and pools with gaps."""
 
     def __init__(
         self, device: str, shape: tuple[int, int, int], num_tokens: int, dtype: torch.dtype
@@ -53,9 +53,8 @@ class Case:
         self.pools = [memory.clone().to(device) for _ in range(2)]
         self.expected = [memory.clone() for _ in range(2)]
         self._device = device
-        # One memory of the device and one of the host, each with every second group.
-        groups, split = self.coded.groups, self.layout.group_range_bytes
-        self._memories = [self._own(part) for part in (groups[:, split:], groups[:, :split])]
+        self._groups = torch.nn.functional.pad(self.coded.groups, (4, 2)).to(device)[:, 4:-2]
+        # One memory of the device and one of the host, each with every second unit.
         self._planes = self._own(self.coded.planes.flatten(0, 2))
 
     def _own(self, rows: Tensor) -> list[Tensor]:
@@ -75,13 +74,9 @@ class Case:
 
     def groups(self, first: int, start: int, stop: int) -> codes.CodedGroups:
         """Tokens [start, stop), of the groups from the first on that are told."""
-        numbers = range(first, self.layout.num_groups)
-        base, ranges = (
-            torch.tensor([self._address(own, number) for number in numbers]).to(self._device)
-            for own in self._memories
-        )
-        slots = self.slots[start:stop].to(self._device)
-        return codes.CodedGroups(base, ranges, slots, start - first * GROUP_TOKENS, GROUP_TOKENS)
+        slots, range_bytes = self.slots[start:stop].to(self._device), self.layout.group_range_bytes
+        place = start - first * GROUP_TOKENS
+        return codes.CodedGroups(self._groups[first:], range_bytes, slots, place, GROUP_TOKENS)
 
     def restore(self, start: int, stop: int) -> codes.CodedGroups:
         first = start // GROUP_TOKENS
@@ -151,6 +146,7 @@ def test_nothing_to_do_is_done(device: str) -> None:
 @pytest.mark.parametrize("kernel", [codes._restore_kernel, codes._raise_kernel])
 def test_kernels_compile_for_an_h100(kernel: triton.runtime.JITFunction, dim: int) -> None:
     constants = {
+        "RANGE_BYTES": 32 * (dim + 64),
         "GROUP_TOKENS": 64,
         "UNIT_TOKENS": 8192 // dim,
         "HEADS": 8,
@@ -160,9 +156,9 @@ def test_kernels_compile_for_an_h100(kernel: triton.runtime.JITFunction, dim: in
         "VALUE_PADDED": dim,
         "TILE_TOKENS": codes.TILE_TOKENS,
     }
-    kinds = {"keys": "*bf16", "values": "*bf16", "start": "i32", "count": "i32"}
+    kinds = {"keys": "*bf16", "values": "*bf16", "start": "i32", "count": "i32", "groups": "*u8"}
     for name in set(kernel.arg_names) - constants.keys() - kinds.keys():
         kinds[name] = "i32" if name.endswith("stride") else "*i64"
-    aligned = kinds.keys() - {"start", "count", "slots"}
+    aligned = kinds.keys() - {"start", "count", "slots", "groups"}
     ptx = compiled(kernel, kinds, constants, aligned).asm["ptx"]
     assert "st.global" in ptx

@@ -9,9 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from impress_sglang.tiers.page_copies import PageCopier, upload
+from impress_sglang.tiers.page_copies import PageCopier
 from impress_sglang.tiers.slab import PageShape
-from impress_sglang.triton import gather
+from impress_sglang.tiers.staging import Staging
+from impress_sglang.triton import chunk_rows, gather, pages
 from tests.unit.triton.conftest import compiled
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -200,32 +201,43 @@ def test_nothing_to_gather(device: str) -> None:
         (128, 64, torch.bfloat16),
         (5, 7, torch.float16),
         (1024, 1, torch.int32),
+        (3, 1, torch.int8),
+        (1000, 3, torch.float32),
     ],
 )
 def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype) -> None:
-    """Pages of two pools from each other's memory, in one launch: some of one, all of the other."""
-    page = PageShape(unit, vectors, dtype)
-    sources = random_bits((12, page.elements), dtype)
-    some = random_bits((9, page.elements), dtype)
-    numbers, chosen = np.random.permutation(9)[:5], np.random.permutation(12)
-    expected = some.clone()
-    expected[torch.from_numpy(numbers)] = sources[torch.from_numpy(chosen[:5])]
-    found = some.to(device, copy=True)
-    everything = torch.empty(7, page.elements, dtype=dtype, device=device)
-    memory = pinned(sources, device)
-    addresses = memory.data_ptr() + chosen * page.page_bytes
-    PageCopier(page, torch.device(device)).copy(
-        [(found, numbers, addresses[:5]), (everything, None, addresses[5:])]
+    """Pages of memory of the host and of the device go to memory of both, in one launch."""
+    page, chosen = PageShape(unit, vectors, dtype), np.random.permutation(12)
+    sources, found = (random_bits((2, 12, page.elements), dtype) for _ in range(2))
+    expected = found.clone()
+    for numbers, place in ((chosen[:5], 0), (chosen[5:9], 1)):
+        expected[place, numbers[::-1].copy()] = sources[1 - place, torch.from_numpy(numbers)]
+    sources, found = ([own[0].to(device), pinned(own[1], device)] for own in (sources, found))
+    step = page.page_bytes
+    from_host, from_device = (own.data_ptr() + chosen * step for own in reversed(sources))
+    to_device, to_host = (own.data_ptr() + chosen * step for own in found)
+    copier = PageCopier(page, torch.device(device), Staging(torch.device(device)))
+    copier.copy(
+        np.concatenate([from_host[:5], from_device[5:9]]),
+        np.concatenate([to_device[4::-1], to_host[8:4:-1]]),
     )
-    assert_same_bits(found, expected)
-    assert_same_bits(everything, sources[torch.from_numpy(chosen[5:])])
+    for own, wanted in zip(found, expected, strict=True):
+        assert_same_bits(own, wanted)
 
 
-def test_upload_keeps_shapes_and_order() -> None:
-    indices = [np.arange(6, dtype=np.int32).reshape(2, 3), np.array([7]), np.empty((0, 2), int)]
-    found = upload(indices, torch.device("cpu"))
-    assert [own.tolist() for own in found] == [own.tolist() for own in indices]
-    assert all(own.dtype == torch.int64 for own in found)
+PAGE_WORDS = {8: "ld.global.v2.b64", 2: "ld.global.b16"}
+
+
+@pytest.mark.parametrize("grain", [16, 2])
+def test_pages_are_moved_in_words_of_16_bytes(grain: int) -> None:
+    """Compiled for compute capability 9.0, which needs no GPU."""
+    word = pages._WORDS[grain]
+    size = word.primitive_bitwidth // 8
+    constants = {"WORD": word, "WORDS": 4096 // size, "BLOCK": 4096 // size, "GRAIN": grain}
+    kinds = {"table": "*i64", "count": "i32"}
+    ptx = compiled(pages._copy_kernel, kinds, constants, []).asm["ptx"]
+    assert PAGE_WORDS[size] in ptx
+    assert PAGE_WORDS[size].replace("ld", "st") in ptx
 
 
 def test_the_oracle_reads_only_the_memories() -> None:
@@ -288,6 +300,21 @@ def test_threads_move_16_bytes_at_once(case: tuple[int, int, int], words: tuple[
     assert not any(word in ptx for word in narrow)
 
 
+def test_rows_of_chunks_are_moved_in_words_of_16_bytes() -> None:
+    kernel, both = chunk_rows._chunks_kernel, ("FIRST", "LAST")
+    constants = {f"{own}_{name}": 1 for own in both for name in ("VECTORS", "PAGES")}
+    constants |= {"HEAD_GROUPS": 8, "CHUNK_ROWS": 64, "WIDTH": 128, "PADDED": 128}
+    constants |= {"VECTOR_BYTES": 256, "FROM_GRAIN": 16, "TO_GRAIN": 16, "TILE_ROWS": 32}
+    kinds = {name: "*i64" for name in kernel.arg_names if name not in constants}
+    kinds |= dict.fromkeys(("start", "count", "chunks"), "i32")
+    for own in ("first", "last"):
+        kinds |= {f"{own}_pool": "*i16", f"{own}_stride": "i64"}
+    aligned = [f"{own}_{name}" for own in ("first", "last") for name in ("pool", "stride")]
+    ptx = compiled(kernel, kinds, constants, aligned).asm["ptx"]
+    assert all(word in ptx for word in ("ld.global.v4.b32", "st.global.v4.b32"))
+    assert not any(word in ptx for word in ("ld.global.b16", "st.global.b16"))
+
+
 @needs_cuda
 def test_a_pool_that_is_not_pinned_is_refused(device: str) -> None:
     memories = make_memories(16, torch.bfloat16, device)
@@ -310,6 +337,6 @@ def test_nothing_is_waited_for(device: str, no_synchronisation: Callable[[], Non
     targets = wish.targets([found.keys, found.values], device)
     no_synchronisation()
     gather.gather(targets, 64, grain_bytes=16)
-    upload([addresses[0].numpy()], torch.device(device))
+    Staging(torch.device(device)).upload(addresses[0].numpy())
     torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(found.memory, wanted.memory)

@@ -10,32 +10,40 @@ import torch
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.transfer import gather as gather_module
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LoadStats, PrefixLoader
 from impress_sglang.transfer.scoring import kernel_scorer
+from impress_sglang.triton import chunk_rows
 from impress_sglang.triton import gather as gather_kernels
+from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import scores as score_module
 from tests.unit.reading import LoadedLayer, layer_inputs, load_layer
 from tests.unit.source_factory import Case, check_everything, opened
 from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
-KERNELS = (gather_kernels, score_module)
+KERNELS = (chunk_rows, gather_kernels, page_kernels, score_module)
 
 CASES = [
     "several-segments, tiny, reordered: cut-rows-float32",
     "several-segments, tiny score, logical: tiny-float16",
     "several-segments, room on both, logical: mha-bfloat16",
     "several-segments, tiny score, reordered: no-probe-cut-rows",
+    # All tokens are found in chunks by the kernel; of the values in several pages of a chunk.
+    "tail-of-a-segment, tiny score, logical: no-probe-cut-rows",
+    "two-segments, tiny device, logical: cut-rows-float32",
+    "two-segments, tiny host, logical: mqa-no-other-keys",
 ]
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_gathers_what_indexing_does(
-    name: str, tmp_path: Path, reader: BlockReader
+    name: str, tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers, all tokens and some, from SSD first and then from the caches, several times."""
+    monkeypatch.setattr(gather_module, "LAUNCH_TOKENS", 1)
     case = opened(name, tmp_path, reader)
     for _ in range(3):
         case.request()

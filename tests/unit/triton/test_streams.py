@@ -7,6 +7,7 @@ allow; meanwhile all memory that is said to be free is overwritten.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ from impress_sglang.importance.selectors import PaperSelector
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
-from impress_sglang.tiers import moves as moves_module
-from impress_sglang.transfer import frames as frames_module
+from impress_sglang.tiers import page_copies
+from impress_sglang.tiers import staging as staging_module
+from impress_sglang.tiers.staging import Staging
 from impress_sglang.transfer import gather as gather_module
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
@@ -31,8 +33,10 @@ from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.resident import ResidentPart
 from impress_sglang.transfer.scoring import TorchScorer, kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.triton import chunk_rows as chunk_kernels
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
+from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import scores as score_module
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.reading import ScatteredSlots, layer_inputs
@@ -67,6 +71,8 @@ class Device:
         self.computing, self.copies = Stream(), Stream()
         self.current = self.computing
         self.last_read = 0
+        # Launches know addresses; a device gives memory to others only in the order of a stream.
+        self.memory: list[Tensor] = []
         self.eager = self.computing if late_copies else self.copies
 
     def launch(self, action: Action) -> None:
@@ -92,7 +98,7 @@ class FakeCopyStream:
         finally:
             self.device.current = self.device.computing
 
-    def note_reading(self) -> None:
+    def note_reading(self, fence: FakeFence) -> None:
         self.device.last_read = len(self.device.computing.launched)
 
     def join(self) -> None:
@@ -122,7 +128,11 @@ def fake(kernels: None, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     fake = Device(late_copies=request.param)
     stream = type("OwnStream", (FakeCopyStream,), {"device": fake})
     fence = type("OwnFence", (FakeFence,), {"device": fake})
-    score = score_module.column_sums
+    score, empty = score_module.column_sums, torch.empty
+
+    def kept(*args: Any, **options: Any) -> Tensor:
+        fake.memory.append(empty(*args, **options))
+        return fake.memory[-1]
 
     def launched(kernel: Callable[..., None]) -> Callable[..., None]:
         return lambda *args, **options: fake.launch(lambda: kernel(*args, **options))
@@ -134,13 +144,18 @@ def fake(kernels: None, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
     for module, name in (
         (gather_kernels, "gather"),
+        (chunk_kernels, "gather_chunks"),
+        (page_kernels, "copy_pages"),
         (code_kernels, "restore_base"),
         (code_kernels, "raise_units"),
     ):
         monkeypatch.setattr(module, name, launched(getattr(module, name)))
+    monkeypatch.setattr(torch, "empty", kept)
     monkeypatch.setattr(score_module, "column_sums", waited_for)
     monkeypatch.setattr(cache_module, "CopyStream", stream)
-    for own in (moves_module, gather_module, frames_module):
+    # A ring that is full after few launches.
+    monkeypatch.setattr(cache_module, "Staging", functools.partial(Staging, num_bytes=8))
+    for own in (gather_module, page_copies, staging_module):
         monkeypatch.setattr(own, "Fence", fence)
     return fake
 
@@ -162,6 +177,8 @@ def new_slots(case: Case, k: int) -> tuple[ScatteredSlots, ScatteredSlots]:
 
 def chosen(case: Case, layer: int, inputs: LayerInputs, k: int) -> Tensor:
     """What the rule chooses, by the references."""
+    if k == case.num_tokens:
+        return torch.arange(k).expand(case.shape.num_head_groups, -1)
     heads, size = case.shape.probe_kv_heads, case.shape.group_size
     sums = TorchScorer().column_sums(
         torch.cat([inputs.queries[:, head * size : (head + 1) * size] for head in heads], 1),
@@ -206,20 +223,27 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
         own.close()
     overwrite_free_memory(case)
     fake.computing.run()
-    for layer, (tokens,), (own_keys, own_values), heads in found:
+    for layer, (tokens, *_), (own_keys, own_values), heads in found:
         for head in heads:
             assert torch.equal(own_keys.rows()[:, head], case.keys[layer][tokens, head])
         assert torch.equal(own_values.rows(), case.values[layer][tokens])
 
 
-@pytest.mark.parametrize("caches", ["tiny score", "room on both"])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        ("tiny score, reordered: gqa-float32", 20),
+        ("room on both, reordered: gqa-float32", 20),
+        ("tiny score, logical: no-probe-float32", 77),
+    ],
+)
 def test_each_layer_has_its_tokens(
-    fake: Device, caches: str, tmp_path: Path, reader: BlockReader
+    fake: Device, name: str, k: int, tmp_path: Path, reader: BlockReader
 ) -> None:
     """Chunks move through the same pages from request to request, behind what reads them."""
-    case = opened(f"one-segment, {caches}, reordered: gqa-float32", tmp_path, reader)
+    case = opened(f"one-segment, {name}", tmp_path, reader)
     for n in range(4):
-        load_request(case, fake, 20, 10 * n, neighbour=n % 2 == 1)
+        load_request(case, fake, k, 10 * n, neighbour=n % 2 == 1)
     assert fake.copies.launched
     case.close()
 
@@ -240,7 +264,8 @@ def test_each_layer_has_its_codes(
 
     monkeypatch.setattr(ResidentPart, "begin_layer", begun)
     # Other rules look at slots, for which the host waits.
-    loader = PreciseLoader(case.shape, ALLOCATIONS["random"], kernel_scorer(), KernelCodeWriter())
+    writer = KernelCodeWriter(torch.device("cpu"))
+    loader = PreciseLoader(case.shape, ALLOCATIONS["random"], kernel_scorer(), writer)
     inputs, found = LayerInputs(*[torch.empty(0)] * 3, 1.0), []
     for bits in (5.0, 7.0):
         case.request()

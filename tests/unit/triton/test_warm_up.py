@@ -34,8 +34,10 @@ from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
+from impress_sglang.triton import chunk_rows as chunk_kernels
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
+from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import score_kernels
 from impress_sglang.triton import selection as selection_kernels
 from tests.unit.coded_factory import CodedCase, CodedPart
@@ -48,7 +50,14 @@ CHUNK = 8
 # As they were decorated, before the interpreter takes their place.
 COMPILED = {
     (value.fn.__module__, name): value
-    for module in (code_kernels, gather_kernels, score_kernels, selection_kernels)
+    for module in (
+        chunk_kernels,
+        code_kernels,
+        gather_kernels,
+        page_kernels,
+        score_kernels,
+        selection_kernels,
+    )
     for name, value in vars(module).items()
     if isinstance(value, triton.JITFunction)
 }
@@ -153,6 +162,7 @@ class Prefix:
     parts: list[Part]
     used: tuple[int, ...]
     new: tuple[int, ...]
+    reordered: bool = True
 
 
 # Lengths with and without a factor of 16, that need one tile or block and several.
@@ -160,6 +170,7 @@ NEW, RESIDENT = (1, 2, 12, 16, 40, 150), (0, 1, 6, 0, 16, 3)
 SHORT, LONG = Part(77, CHUNK, 13, 77), Part(2100, CHUNK, 0, 2100)
 PREFIXES = {
     "short": Prefix([SHORT], (64, 20, 16, 1), NEW),
+    "as it was": Prefix([SHORT], (64, 20), NEW[:2], reordered=False),
     "even": Prefix([Part(64, CHUNK, 0, 64)], (16,), (16, 5)),
     "several segments": Prefix(SEVERAL, (77, 20), NEW),
     "long": Prefix([LONG], (40,), NEW),
@@ -190,7 +201,9 @@ def make_requests(server: Server, directory: Path, reader: BlockReader) -> None:
     for number, prefix in enumerate(PREFIXES.values()):
         folder = directory / str(number)
         folder.mkdir()
-        case = open_case(folder, server.shape, prefix.parts, reader, cache=cache, reordered=True)
+        case = open_case(
+            folder, server.shape, prefix.parts, reader, cache=cache, reordered=prefix.reordered
+        )
         for new, resident in zip(prefix.new, RESIDENT, strict=False):
             inputs = layer_inputs(server.shape, new, resident)
             for k in prefix.used:
@@ -208,7 +221,7 @@ def make_coded_requests(
     shape = server.shape
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
-    loader = PreciseLoader(shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter())
+    loader = PreciseLoader(shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter(CPU))
     for new, resident in zip(prefix.new, RESIDENT, strict=False):
         for bits in BITS:
             case.request()
@@ -225,7 +238,9 @@ def make_coded_requests(
 def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> None:
     case.source.close()
     case.source = case.open(case.spans)
-    loader = SelectiveLoader(case.shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter())
+    loader = SelectiveLoader(
+        case.shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter(CPU)
+    )
     units = loader.begin(case.source, CPU)
     for layer in range(case.shape.num_layers):
         slots = LayerSlots.fresh(k, case.shape, CPU)
