@@ -128,7 +128,7 @@ class PrefixAttention(AttentionBackend):
         """
         live = {} if self._runtime is None else self._runtime.live
         requests = (live.get(rid) for rid in forward_batch.rids or ())
-        return all(request is None or request.adopted for request in requests)
+        return all(own is None or own.adopted or own.loads_nothing for own in requests)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note which requests have a stored prefix, and where their rows start, then plan."""

@@ -21,7 +21,7 @@ from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.resident import PartLoad, ResidentPart, UsedUnits
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
@@ -122,6 +122,27 @@ class SelectiveLoading(SourceLoading[CodedSource]):
             self._units = None
             self._loader.end()
         return super().close()
+
+
+class CompleteLoading:
+    """Loads nothing: all planes of all tokens are in slots that requests share."""
+
+    def __init__(self, uses: Sequence[PartUse]) -> None:
+        """`uses`: parts that are complete."""
+        self._uses = uses
+
+    def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
+        """See `Loading.load`."""
+        stats.layers_whole += 1
+        for use in self._uses:
+            stats.note_planes(use.part.levels[layer, :, use.units])
+
+    def end_layer(self, layer: int) -> None:
+        """See `Loading.end_layer`."""
+
+    def close(self) -> Sequence[ReadStats]:
+        """See `Loading.close`."""
+        return []
 
 
 class RecomputedLoading:

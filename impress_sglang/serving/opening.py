@@ -20,6 +20,7 @@ from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.bringing import brought_by
 from impress_sglang.serving.loading import (
+    CompleteLoading,
     ExactLoading,
     Loaders,
     Loading,
@@ -33,7 +34,7 @@ from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.resident import PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.resident import PartUse, ResidentPart, UsedUnits, are_complete
 from impress_sglang.transfer.source import SegmentSource
 
 Allocate = Callable[[int], Tensor | None]
@@ -113,6 +114,7 @@ class RequestOpener:
             loading=opened.loading,
             report=report,
             uses=opened.uses,
+            tops_up=opened.plan.missing == 0,
             brings=brought_by(plan),
             new_tokens=plan.work.new,
             timeline=opened.timeline,
@@ -163,6 +165,8 @@ class RequestOpener:
         plan = dataclasses.replace(plan, covers=tuple(self._residents.cover(spans, first)))
         # Resident parts must not be evicted to make room for the missing ones.
         resident = [PartUse(c.part, c.span.start, c.span.stop) for c in plan.covers if c.part]
+        for use in resident:
+            self._raise_whole_if_due(use.part)
         self._residents.use(resident)
         slots = allocate(plan.missing) if plan.missing else None
         self._residents.leave(resident)
@@ -171,20 +175,35 @@ class RequestOpener:
         uses = self._parts_of(plan, slots)
         self._residents.use(uses)
         timeline = self._timeline_for(rid)
-        try:
-            loading = SharedLoading(
-                self._loaders.precise,
-                self._served.store,
-                UsedUnits(uses, self._device),
-                plan.estimate.bits,
-                timeline,
-                self._read_before(rid, uses),
-            )
-        except BaseException:
-            self._residents.leave(uses)
-            raise
+        loading: Loading
+        if are_complete(uses):
+            self._prefetches.drop(rid)
+            loading = CompleteLoading(uses)
+        else:
+            try:
+                loading = SharedLoading(
+                    self._loaders.precise,
+                    self._served.store,
+                    UsedUnits(uses, self._device),
+                    plan.estimate.bits,
+                    timeline,
+                    self._read_before(rid, uses),
+                )
+            except BaseException:
+                self._residents.leave(uses)
+                raise
         self._served.store.tree.touch(plan.match)
         return _Opened(plan, torch.cat([use.slots for use in uses]), loading, timeline, tuple(uses))
+
+    def _raise_whole_if_due(self, part: ResidentPart) -> None:
+        """Raise a part whole once requests have spent as long on it as reading the rest takes.
+
+        However many requests are to come, that takes at most twice as long as the best choice
+        (ski rental).
+        """
+        if part.loaded and not part.whole:
+            seconds = self._served.store.forecast.seconds_to_read(part.missing_bytes)
+            part.whole = part.spent_seconds >= seconds
 
     def _read_before(self, rid: str, uses: list[PartUse]) -> CodedSource | None:
         fresh = list(dict.fromkeys(use.part for use in uses if use.part.load is None))

@@ -211,8 +211,11 @@ class ServingRuntime:
         """Count a layer that is in its slots; after the last one, end loading and learn from it."""
         request.end_layer()
         if request.layers_loaded == self.shape.num_layers:
+            # What takes no time says nothing of what loading takes.
+            learns = not request.loads_nothing
             request.end_loading()
-            self._learn(request)
+            if learns:
+                self._learn(request)
             publish(request)
 
     def give_up_reading(self, request: StoredRequest, error: PrefixUnreadable) -> None:
@@ -308,6 +311,8 @@ class ServingRuntime:
 
         def note(seconds: list[float]) -> None:
             took = max(seconds[0] - waited, 0.0)
+            for use in request.uses if request.tops_up else ():
+                use.part.spent_seconds += seconds[0] * len(use) / request.num_tokens
             if request.blended:
                 self.estimator.note_blend(work, request.computed, took)
             else:

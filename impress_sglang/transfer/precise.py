@@ -208,11 +208,10 @@ class PreciseLoader:
     ) -> npt.NDArray[np.uint8]:
         """Decide how many planes, uint8 [G, units], the request wants."""
         size = self._shape.num_kv_heads, len(units)
-        num_units = size[0] * size[1]
         weights: Tensor | None = None
         floors = _floors(layer, units)
-        room = NUM_PLANES * num_units - (0 if floors is None else int(floors.sum()))
-        count = min(planes_of(bits, num_units), room)
+        room = NUM_PLANES * size[0] * size[1] - (0 if floors is None else int(floors.sum()))
+        count = min(planes_of(bits, size[0] * units.count_divided), room)
         # If no weights are computed, the host allocates without waiting for the device.
         if self._allocation.weighs and 0 < count < room:
             assert inputs is not None, "nobody knows what the request looks at"
@@ -269,9 +268,14 @@ class PreciseLoader:
 
 
 def _floors(layer: int, units: UsedUnits) -> Tensor | None:
-    """Planes that belong to the base of each unit, int64 [G, units]; None if none does."""
-    loads = (_load_of(use.part) for use in units.uses)
-    floors = [load.source.floors(layer, number) for load, number in loads]
+    """Planes that each unit gets in any case, int64 [G, units]: those of its base, all of parts
+    that are raised whole. None if there is none.
+    """
+    floors = []
+    for use in units.uses:
+        load, number = _load_of(use.part)
+        own = load.source.floors(layer, number)
+        floors.append(np.full_like(own, NUM_PLANES) if use.part.whole else own)
     if not any(own.any() for own in floors):
         return None
     counts = [place.stop - place.start for place in units.places]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.tiers.fence import to_device
@@ -88,6 +88,10 @@ class ResidentPart:
     uses both parts and gives both back; or its segment is to be forgotten."""
     load: tuple[PartLoad, int] | None = None
     """The load that reads it now, and the number of its span there."""
+    spent_seconds: float = 0.0
+    """What requests spent on raising it since it was loaded, with what finds where."""
+    whole: bool = False
+    """Whether requests raise all of it, and then spend nothing on it any more."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop <= self.layout.num_tokens
@@ -109,6 +113,12 @@ class ResidentPart:
     def loaded(self) -> bool:
         """Whether all layers are in the slots."""
         return self.layers_loaded == self.num_layers
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of the planes that it lacks."""
+        lacking = NUM_PLANES * self.levels.size - int(self.levels.sum())
+        return lacking * self.layout.unit_stride
 
     def tokens(self, layer: int) -> CodedTokens:
         """The part's codes in a loaded layer; only the ranges of their bytes are present."""
@@ -137,6 +147,7 @@ class ResidentPart:
             self.slots[token - self.start :],
             self.num_layers,
             last_access=self.last_access,
+            whole=self.whole,
         )
         group, unit = self.start // GROUP_TOKENS, self.units[0]
         rest.levels = self.levels[:, :, rest.units[0] - unit :].copy()
@@ -177,6 +188,13 @@ class PartUse:
         return slice(self.start // size - first, -(-self.stop // size) - first)
 
 
+def are_complete(uses: Sequence[PartUse]) -> bool:
+    """Whether all planes of all units in use are in the slots, so that nothing is left to load."""
+    return all(
+        use.part.loaded and (use.part.levels[:, :, use.units] == NUM_PLANES).all() for use in uses
+    )
+
+
 class UsedUnits:
     """The units of a head in all parts that a request uses, numbered consecutively."""
 
@@ -194,6 +212,12 @@ class UsedUnits:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def count_divided(self) -> int:
+        """Units of a head among which planes are divided: of parts that are not raised whole."""
+        pairs = zip(self.uses, self.places, strict=True)
+        return sum(place.stop - place.start for use, place in pairs if not use.part.whole)
 
     def weights(self, by_token: Tensor) -> Tensor:
         """Sum weights of tokens [G, m] to weights of units [G, units]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.precision.allocation import planes_of
+from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.loading import SelectiveLoading, SharedLoading
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import Quality
@@ -92,6 +95,39 @@ def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: World) 
         before = segment.hits, segment.last_access
         world.end(world.loaded("r"))
         assert segment.hits == before[0] + 1 and segment.last_access > before[1]
+
+
+def test_a_part_that_much_was_spent_on_is_raised_whole(world: World) -> None:
+    """Then nothing is scored or read for it any more, and it takes no bits of what is beside it."""
+    world.store_prompt(1000, FORK)
+    first = world.loaded("first")
+    world.end(first)
+    (use,) = first.uses
+    part, spent = use.part, world.runtime.store.forecast.seconds_to_read(use.part.missing_bytes)
+    assert 0.0 == part.spent_seconds < spent, "loading it is not raising it"
+    part.spent_seconds = 0.99 * spent
+    second = world.admit(world.ask("second"))
+    assert second is not None
+    second.time_loading(clock_for(torch.device("cpu")).stopwatch())
+    with second.stopwatch or pytest.fail():
+        time.sleep(0.01)
+    world.load(second)
+    assert part.spent_seconds >= 0.99 * spent + 0.01 and not part.whole
+    part.spent_seconds = spent
+    third = world.loaded("third")
+    assert part.whole and part.missing_bytes == 0
+    assert third.stats.units and third.report["bits_mean"] == 8.0
+    fourth = world.admit(world.ask("fourth"))
+    assert fourth is not None and fourth.loads_nothing and not third.loads_nothing
+    assert torch.equal(fourth.slots, third.slots)
+    world.load(fourth)
+    assert fourth.report["bits_mean"] == 8.0 and not fourth.reads.ssd_needed_bytes
+    for request in (second, third, fourth):
+        world.end(request)
+    beside = world.loaded("beside", fork=FORK)
+    whole, fresh = (own.part for own in beside.uses)
+    assert whole.whole and whole.missing_bytes == 0 and not fresh.whole
+    assert (fresh.levels.sum((1, 2)) == planes_of(5.0, fresh.levels[0].size)).all()
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
