@@ -162,13 +162,13 @@ class FlooredCost:
     def _solve_octaves(self) -> _Floored:
         octaves = [octave for _, octave in sorted(self._octaves.items(), reverse=True)]
         times = list(itertools.accumulate((own.seconds for own in octaves), min))
-        shortest, largest = times[-1], octaves[0].size
+        shortest, largest = times[-1], octaves[0].largest
         rows = _Rows()
         for octave, seconds in zip(octaves, times, strict=True):
             if seconds >= LONGER * shortest:
                 rows.join(octave.rows, min(octave.weight, OCTAVE_WEIGHT) / octave.weight)
         known = rows.x > 0.0
-        rates = rows.solve(FLOORED_RIDGE) if known else (shortest / largest,) * 2
+        rates = rows.solve(FLOORED_RIDGE) if known else (shortest / octaves[0].size,) * 2
         # Where even the smallest sizes take what the rates say, the constant was not seen. One
         # observation shows none: if something disturbed it, its like might never be tried again.
         often = [own for own in octaves if own.count > 1] or octaves[1:]
@@ -259,6 +259,7 @@ class _Octave:
         # Of observations, faded like their rows; the means belong to it.
         self.weight = 0.0
         self.mean_x = self.mean_y = self.log_seconds = 0.0
+        self.largest = 0.0
 
     @property
     def seconds(self) -> float:
@@ -280,6 +281,7 @@ class _Octave:
         self.mean_x += (x - self.mean_x) / self.weight
         self.mean_y += (y - self.mean_y) / self.weight
         self.log_seconds += (math.log(seconds) - self.log_seconds) / self.weight
+        self.largest = max(self.largest, x + y)
 
     def scale(self, factor: float) -> None:
         """Treat all as if it had taken `factor` times as long, and as no more than a few."""

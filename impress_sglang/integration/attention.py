@@ -39,6 +39,7 @@ from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.loading import loads_nothing
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.saving import Save
@@ -128,7 +129,7 @@ class PrefixAttention(AttentionBackend):
         """
         live = {} if self._runtime is None else self._runtime.live
         requests = (live.get(rid) for rid in forward_batch.rids or ())
-        return all(own is None or own.adopted or own.loads_nothing for own in requests)
+        return all(own is None or own.adopted or loads_nothing(own.loading) for own in requests)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note which requests have a stored prefix, and where their rows start, then plan."""

@@ -145,6 +145,11 @@ class CompleteLoading:
         return []
 
 
+def loads_nothing(loading: Loading | None) -> bool:
+    """Whether all that a request uses is in its slots as it is."""
+    return isinstance(loading, CompleteLoading)
+
+
 class RecomputedLoading:
     """Loads KVs from host memory that were computed because they could not be read."""
 

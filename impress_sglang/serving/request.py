@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.serving.clocks import Stopwatch
-from impress_sglang.serving.loading import CompleteLoading, Loading
+from impress_sglang.serving.loading import Loading
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -87,11 +87,6 @@ class StoredRequest:
     def undisturbed(self) -> bool:
         """Whether its times show what ordinary loading takes."""
         return not (self.recomputed or self.failed or self.blended)
-
-    @property
-    def loads_nothing(self) -> bool:
-        """Whether all that it uses is in the slots as it is."""
-        return isinstance(self.loading, CompleteLoading)
 
     def time_loading(self, stopwatch: Stopwatch) -> None:
         """Time a pass that begins; `stopwatch` is kept only if the pass loads all layers."""

@@ -28,7 +28,7 @@ from impress_sglang.serving.blending import Blending, fits
 from impress_sglang.serving.bringing import Bringing
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
-from impress_sglang.serving.loading import Loaders, RecomputedLoading
+from impress_sglang.serving.loading import Loaders, RecomputedLoading, loads_nothing
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.opening import Allocate, RequestOpener
 from impress_sglang.serving.prefetch import Prefetches
@@ -212,7 +212,7 @@ class ServingRuntime:
         request.end_layer()
         if request.layers_loaded == self.shape.num_layers:
             # What takes no time says nothing of what loading takes.
-            learns = not request.loads_nothing
+            learns = not loads_nothing(request.loading)
             request.end_loading()
             if learns:
                 self._learn(request)

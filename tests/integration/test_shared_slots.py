@@ -13,7 +13,7 @@ import torch
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.serving.clocks import clock_for
-from impress_sglang.serving.loading import SelectiveLoading, SharedLoading
+from impress_sglang.serving.loading import SelectiveLoading, SharedLoading, loads_nothing
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import Quality
 from tests.integration.worlds import SHAPE, TOKENS, World
@@ -118,7 +118,7 @@ def test_a_part_that_much_was_spent_on_is_raised_whole(world: World) -> None:
     assert part.whole and part.missing_bytes == 0
     assert third.stats.units and third.report["bits_mean"] == 8.0
     fourth = world.admit(world.ask("fourth"))
-    assert fourth is not None and fourth.loads_nothing and not third.loads_nothing
+    assert fourth is not None and loads_nothing(fourth.loading)
     assert torch.equal(fourth.slots, third.slots)
     world.load(fourth)
     assert fourth.report["bits_mean"] == 8.0 and not fourth.reads.ssd_needed_bytes
