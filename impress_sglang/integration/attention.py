@@ -127,9 +127,14 @@ class PrefixAttention(AttentionBackend):
         What is computed again or blended while a layer is loaded runs layers of the model, which
         take part in a graph as long as one runs.
         """
-        live = {} if self._runtime is None else self._runtime.live
-        requests = (live.get(rid) for rid in forward_batch.rids or ())
-        return all(own is None or own.adopted or loads_nothing(own.loading) for own in requests)
+        if self._runtime is None:
+            return True
+        live, layers = self._runtime.live, self._runtime.shape.num_layers
+        for request in filter(None, map(live.get, forward_batch.rids or ())):
+            loaded = request.layers_loaded == layers and not request.failed and not request.start
+            if not (request.adopted or loaded or loads_nothing(request.loading)):
+                return False
+        return True
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note which requests have a stored prefix, and where their rows start, then plan."""

@@ -29,6 +29,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.resident import PartUse, are_complete
 from impress_sglang.transfer.source import ReadNeeds
 
 
@@ -75,6 +76,12 @@ class AdmissionPlan:
     def stop(self) -> int:
         """Resident and stored tokens together."""
         return self.work.resident + self.work.stored
+
+    @property
+    def loads_nothing(self) -> bool:
+        """Whether all its tokens are in slots that requests share, with all their planes."""
+        uses = [PartUse(c.part, c.span.start, c.span.stop) for c in self.covers if c.part]
+        return 0 < len(uses) == len(self.covers) and are_complete(uses)
 
     @property
     def sources(self) -> dict[str, int]:
@@ -240,7 +247,9 @@ class Admission:
         costs nothing more. `measure`: when declining, measure how fast reading is now; it may have
         become faster.
         """
-        if plan is None or self._config.load == "always" or plan.estimate.loads_faster(unread):
+        if plan is None or self._config.load == "always" or plan.loads_nothing:
+            return plan
+        if plan.estimate.loads_faster(unread):
             return plan
         if measure:
             self._served.store.measure_reading(plan.match)

@@ -114,7 +114,7 @@ class RequestOpener:
             loading=opened.loading,
             report=report,
             uses=opened.uses,
-            tops_up=opened.plan.missing == 0,
+            tops_up=tuple(use for use in opened.uses if use.part.loaded),
             brings=brought_by(plan),
             new_tokens=plan.work.new,
             timeline=opened.timeline,

@@ -44,7 +44,7 @@ class StoredRequest:
     loading: Loading | None
     report: dict[str, object]
     uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
-    tops_up: bool = False  # all tokens were in these parts when it was admitted
+    tops_up: tuple[PartUse, ...] = ()  # those that were loaded before
     brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `bringing.Brought`
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE

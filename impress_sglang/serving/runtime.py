@@ -311,7 +311,7 @@ class ServingRuntime:
 
         def note(seconds: list[float]) -> None:
             took = max(seconds[0] - waited, 0.0)
-            for use in request.uses if request.tops_up else ():
+            for use in request.tops_up:
                 use.part.spent_seconds += seconds[0] * len(use) / request.num_tokens
             if request.blended:
                 self.estimator.note_blend(work, request.computed, took)

@@ -211,7 +211,7 @@ class PreciseLoader:
         weights: Tensor | None = None
         floors = _floors(layer, units)
         room = NUM_PLANES * size[0] * size[1] - (0 if floors is None else int(floors.sum()))
-        count = min(planes_of(bits, size[0] * units.count_divided), room)
+        count = min(planes_of(bits, size[0] * len(units)), room)
         # If no weights are computed, the host allocates without waiting for the device.
         if self._allocation.weighs and 0 < count < room:
             assert inputs is not None, "nobody knows what the request looks at"

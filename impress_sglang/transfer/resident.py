@@ -92,6 +92,8 @@ class ResidentPart:
     """What requests spent on raising it since it was loaded, with what finds where."""
     whole: bool = False
     """Whether requests raise all of it, and then spend nothing on it any more."""
+    complete: bool = False
+    """Whether that was seen to be done."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop <= self.layout.num_tokens
@@ -148,7 +150,10 @@ class ResidentPart:
             self.num_layers,
             last_access=self.last_access,
             whole=self.whole,
+            complete=self.complete,
         )
+        rest.spent_seconds = self.spent_seconds * len(rest) / len(self)
+        self.spent_seconds -= rest.spent_seconds
         group, unit = self.start // GROUP_TOKENS, self.units[0]
         rest.levels = self.levels[:, :, rest.units[0] - unit :].copy()
         rest._ranges = {
@@ -189,10 +194,12 @@ class PartUse:
 
 
 def are_complete(uses: Sequence[PartUse]) -> bool:
-    """Whether all planes of all units in use are in the slots, so that nothing is left to load."""
-    return all(
-        use.part.loaded and (use.part.levels[:, :, use.units] == NUM_PLANES).all() for use in uses
-    )
+    """Whether parts were raised whole, so that nothing is left to load."""
+    for part in dict.fromkeys(use.part for use in uses):
+        part.complete = part.complete or (part.loaded and part.whole and not part.missing_bytes)
+        if not part.complete:
+            return False
+    return True
 
 
 class UsedUnits:
@@ -212,12 +219,6 @@ class UsedUnits:
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def count_divided(self) -> int:
-        """Units of a head among which planes are divided: of parts that are not raised whole."""
-        pairs = zip(self.uses, self.places, strict=True)
-        return sum(place.stop - place.start for use, place in pairs if not use.part.whole)
 
     def weights(self, by_token: Tensor) -> Tensor:
         """Sum weights of tokens [G, m] to weights of units [G, units]."""

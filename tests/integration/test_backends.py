@@ -34,6 +34,7 @@ from impress_sglang.serving import clocks
 from impress_sglang.serving.admission import Waiting
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
+from impress_sglang.serving.loading import CompleteLoading
 from impress_sglang.serving.pool_reader import reading_stream
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
@@ -408,7 +409,13 @@ def test_passes_that_load_are_no_graphs(serving: Serving) -> None:
     assert serving.can_run_prefill_cuda_graph(batch)
     request = serving.admit("own", m=4, k=4, new=5, loading=1.0)
     assert not serving.can_run_prefill_cuda_graph(batch)
-    request.adopted = True
+    request.layers_loaded = LAYERS
+    assert serving.can_run_prefill_cuda_graph(batch), "a later part of its prompt"
+    request.failed = True
+    assert not serving.can_run_prefill_cuda_graph(batch)
+    request.layers_loaded, request.failed, request.loading = 0, False, CompleteLoading(())
+    assert serving.can_run_prefill_cuda_graph(batch)
+    request.adopted, request.loading = True, None
     assert serving.can_run_prefill_cuda_graph(batch)
     batch.rids = None
     assert serving.can_run_prefill_cuda_graph(batch), "a pass of SGLang's warm-up"

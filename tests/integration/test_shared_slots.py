@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.serving.clocks import clock_for
+from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.loading import SelectiveLoading, SharedLoading, loads_nothing
+from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import Quality
 from tests.integration.worlds import SHAPE, TOKENS, World
@@ -98,7 +101,7 @@ def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: World) 
 
 
 def test_a_part_that_much_was_spent_on_is_raised_whole(world: World) -> None:
-    """Then nothing is scored or read for it any more, and it takes no bits of what is beside it."""
+    """Then nothing is scored or read for it any more, and its bits are for what is beside it."""
     world.store_prompt(1000, FORK)
     first = world.loaded("first")
     world.end(first)
@@ -106,12 +109,7 @@ def test_a_part_that_much_was_spent_on_is_raised_whole(world: World) -> None:
     part, spent = use.part, world.runtime.store.forecast.seconds_to_read(use.part.missing_bytes)
     assert 0.0 == part.spent_seconds < spent, "loading it is not raising it"
     part.spent_seconds = 0.99 * spent
-    second = world.admit(world.ask("second"))
-    assert second is not None
-    second.time_loading(clock_for(torch.device("cpu")).stopwatch())
-    with second.stopwatch or pytest.fail():
-        time.sleep(0.01)
-    world.load(second)
+    second = timed(world, "second")
     assert part.spent_seconds >= 0.99 * spent + 0.01 and not part.whole
     part.spent_seconds = spent
     third = world.loaded("third")
@@ -126,8 +124,53 @@ def test_a_part_that_much_was_spent_on_is_raised_whole(world: World) -> None:
         world.end(request)
     beside = world.loaded("beside", fork=FORK)
     whole, fresh = (own.part for own in beside.uses)
-    assert whole.whole and whole.missing_bytes == 0 and not fresh.whole
-    assert (fresh.levels.sum((1, 2)) == planes_of(5.0, fresh.levels[0].size)).all()
+    assert whole.complete and whole.missing_bytes == 0 and not fresh.whole
+    assert beside.tops_up == beside.uses[:1], "what is new is not topped up"
+    assert (fresh.levels[0].sum((0, 1)) <= planes_of(5.0, whole.levels[0].size * 2)).all()
+    assert fresh.levels.any(), "planes that the whole part does not need are for the rest"
+
+
+def timed(world: World, rid: str, *args: Any, **wanted: Any) -> StoredRequest:
+    """A request whose loading takes 10 ms and more."""
+    request = world.admit(world.ask(rid, *args, **wanted))
+    assert request is not None
+    request.time_loading(clock_for(torch.device("cpu")).stopwatch())
+    with request.stopwatch or pytest.fail():
+        time.sleep(0.01)
+    world.load(request)
+    return request
+
+
+def test_what_is_spent_on_a_part_is_counted_beside_what_is_new_and_divided(world: World) -> None:
+    """A conversation has something new in each turn."""
+    world.store_prompt(1000, FORK)
+    world.idle_part()
+    fork = timed(world, "fork", fork=FORK)
+    old, new = (use.part for use in fork.uses)
+    assert old.spent_seconds >= 0.01 * len(old) / fork.num_tokens and new.spent_seconds == 0.0
+    world.end(fork)
+    old.spent_seconds = 8.0
+    world.end(world.loaded("short", 16))
+    pieces = [part for part in world.cache._residents if part.spent_seconds]
+    assert sum(part.spent_seconds for part in pieces) == pytest.approx(8.0)
+    assert len({round(part.spent_seconds / len(part), 6) for part in pieces}) == 1 < len(pieces)
+
+
+@pytest.mark.parametrize("options", [{"load": "faster"}])
+def test_what_is_complete_is_used_however_slow_loading_is(world: World) -> None:
+    world.idle_part()
+    (part,) = world.cache._residents
+    part.spent_seconds = math.inf
+    world.end(world.loaded("whole"))
+    estimator = world.runtime.estimator
+    for _ in range(9):
+        for new in (8, TOKENS):
+            estimator.note_forward(new, new * TOKENS, new * 1e-4)
+        estimator.note_load(RequestLengths(0, TOKENS, 8), 9.0, whole=False)
+    part.whole = False
+    assert world.ask("declined").host_hit_length == 0, "the control: loading is slow"
+    part.whole = True
+    assert world.ask("used").host_hit_length == TOKENS and part.complete
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
