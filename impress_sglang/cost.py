@@ -148,7 +148,7 @@ class FlooredCost:
     def most(self, x: float, y: float) -> float | None:
         """Seconds that something of the size (x, y) takes at most; None if nothing was seen."""
         size = self._size(x, y)
-        bounds = (own.seconds * max(1.0, size / own.size) for own in self._octaves.values())
+        bounds = (max(own.shortest, size * own.lowest_rate) for own in self._octaves.values())
         return min(bounds, default=None)
 
     def _size(self, x: float, y: float) -> float:
@@ -260,6 +260,8 @@ class _Octave:
         self.weight = 0.0
         self.mean_x = self.mean_y = self.log_seconds = 0.0
         self.largest = 0.0
+        # What is disturbed takes longer, never less.
+        self.shortest = self.lowest_rate = math.inf
 
     @property
     def seconds(self) -> float:
@@ -282,12 +284,16 @@ class _Octave:
         self.mean_y += (y - self.mean_y) / self.weight
         self.log_seconds += (math.log(seconds) - self.log_seconds) / self.weight
         self.largest = max(self.largest, x + y)
+        self.shortest = min(self.shortest, seconds)
+        self.lowest_rate = min(self.lowest_rate, seconds / (x + y))
 
     def scale(self, factor: float) -> None:
         """Treat all as if it had taken `factor` times as long, and as no more than a few."""
         self.rows.scale(factor, 1.0)
         self._fade(min(1.0, OCTAVE_WEIGHT / self.weight))
         self.log_seconds += math.log(factor)
+        self.shortest *= factor
+        self.lowest_rate *= factor
 
     def _fade(self, weight: float) -> None:
         self.rows.scale(1.0, weight)
