@@ -29,7 +29,7 @@ FLOORED_RIDGE = 1e-3
 CHANGED_FACTOR = 1.5
 # More where times of one octave differ with what the size does not say: as many new tokens may
 # attend to few tokens or to many.
-FLOORED_CHANGED_FACTOR = 2.0
+FLOORED_CHANGED_FACTOR = 1.8
 CHANGED_MEMORY = 8
 SCALED_WEIGHT = 0.05
 # How alike errors must be for that: their median divided by their mean deviation from it.
@@ -168,20 +168,20 @@ class FlooredCost:
         octaves = [octave for _, octave in sorted(self._octaves.items(), reverse=True)]
         times = list(itertools.accumulate((own.seconds for own in octaves), min))
         shortest, largest = times[-1], octaves[0].largest
-        points = [(own.size, taken) for own, taken in zip(octaves, times, strict=True)]
         rows = _Rows()
         for octave, seconds in zip(octaves, times, strict=True):
             if seconds >= LONGER * shortest:
                 rows.join(octave.rows, min(octave.weight, OCTAVE_WEIGHT) / octave.weight)
         known = rows.x > 0.0
         rates = rows.solve(FLOORED_RIDGE) if known else (shortest / octaves[0].size,) * 2
-        # Where even the smallest sizes take what the rates say, the constant was not seen. One
-        # observation shows none: if something disturbed it, its like might never be tried again.
-        often = [own for own in octaves if own.count > 1] or octaves[1:]
-        is_seen = not often or shortest > SHOWN * (
-            often[-1].mean_x * rates[0] + often[-1].mean_y * rates[1]
-        )
-        return _Floored(shortest if is_seen else 0.0, rates, known, points[::-1], largest)
+        # One observation does not show what less takes: if something disturbed it, its like might
+        # never be tried again.
+        last = max((place for place, own in enumerate(octaves) if own.count > 1), default=0)
+        points = [(octaves[place].size, times[place]) for place in range(last, -1, -1)]
+        # Where even the smallest sizes take what the rates say, the constant was not seen.
+        smallest = octaves[last]
+        is_seen = shortest > SHOWN * (smallest.mean_x * rates[0] + smallest.mean_y * rates[1])
+        return _Floored(shortest if is_seen else 0.0, rates, known, points, largest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
