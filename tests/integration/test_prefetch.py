@@ -75,12 +75,11 @@ def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float
     runtime = world.runtime
     runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO)
     monkeypatch.setattr(runtime.store.forecast, "seconds_to_read", lambda count: count)
-    for cost in (runtime.estimator.loading, runtime.estimator.copying):
-        monkeypatch.setattr(cost, "seconds", lambda *_: 0.0)
-    runtime.estimator.note_forward(100, 5000, 0.1)
+    computing = runtime.estimator.computing
 
     def compute_for(seconds: float) -> None:
-        monkeypatch.setattr(runtime.estimator, "_compute_seconds", lambda before, new: seconds)
+        for name in ("seconds", "least"):
+            monkeypatch.setattr(computing, name, lambda new, pairs: seconds)
 
     return compute_for
 
