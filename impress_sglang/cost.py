@@ -102,10 +102,14 @@ class FlooredCost:
     long as the shortest one show the rates, the others only bound them.
     """
 
-    def __init__(self, first_x: float, first_y: float) -> None:
-        """The first guess of a and of b, in seconds per unit; only the ratio is of use."""
+    def __init__(self, first_x: float, first_y: float, *, trusts_once: bool = True) -> None:
+        """The first guess of a and of b, in seconds per unit; only the ratio is of use.
+
+        `trusts_once`: whether a single observation of an octave counts.
+        """
         self.observations = 0
         self._first_x, self._first_y = first_x, first_y
+        self._least_count = 1 if trusts_once else 2
         self._octaves: dict[int, _Octave] = {}
         self._drift = _Drift(FLOORED_CHANGED_FACTOR)
         self._fit: _Floored | None = None
@@ -116,7 +120,7 @@ class FlooredCost:
             return
         own_x, own_y = x * self._first_x, y * self._first_y
         octave = self._octaves.setdefault(math.frexp(own_x + own_y)[1], _Octave())
-        if octave.count and self.observations >= CHANGED_AFTER:
+        if octave.count >= self._least_count and self.observations >= CHANGED_AFTER:
             fit = self._solve()
             larger = fit.seconds(own_x, own_y) / fit.seconds(octave.mean_x, octave.mean_y)
             factor = self._drift.follow(math.log(seconds / (octave.seconds * larger)))
@@ -161,11 +165,14 @@ class FlooredCost:
 
     def _solve(self) -> _Floored:
         if self._fit is None:
-            self._fit = self._solve_octaves() if self._octaves else _NOTHING
+            self._fit = self._solve_octaves()
         return self._fit
 
     def _solve_octaves(self) -> _Floored:
         octaves = [octave for _, octave in sorted(self._octaves.items(), reverse=True)]
+        octaves = [own for own in octaves if own.count >= self._least_count]
+        if not octaves:
+            return _NOTHING
         times = list(itertools.accumulate((own.seconds for own in octaves), min))
         shortest, largest = times[-1], octaves[0].largest
         rows = _Rows()

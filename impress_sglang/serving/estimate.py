@@ -112,9 +112,11 @@ class Estimator:
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
         self.computing = FlooredCost(START_SECONDS_PER_TOKEN, per_pair)
         # For a part of a prefix or codes; and for a whole exact prefix, where nothing is scored.
-        # What was not seen costs nothing: a guess that is too slow would never be tried.
-        self.loading = FlooredCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
-        self.copying = FlooredCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
+        # What was not seen costs nothing, nor what was seen once, when it may have been disturbed:
+        # what seems too slow is never tried again.
+        per_token = START_SECONDS_PER_LOADED
+        self.loading = FlooredCost(per_token, START_SECONDS_PER_SCORED, trusts_once=False)
+        self.copying = FlooredCost(per_token, per_token, trusts_once=False)
         # For a blend: per token that is loaded, and by what factor computing takes longer there
         # than in a pass of SGLang's.
         self.blending = TwoTermCost(START_SECONDS_PER_LOADED, 1.0)

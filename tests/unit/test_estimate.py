@@ -178,6 +178,18 @@ def test_one_disturbed_question_is_not_what_every_pass_takes() -> None:
     assert estimator.estimate(RequestLengths(0, 3000, 20), 1.0, 0.1).loads_faster(1.0)
 
 
+def test_one_disturbed_load_is_not_what_every_load_takes() -> None:
+    """The first one may have waited for a compiler."""
+    machine, estimator = MACHINES["two cores"], Estimator(HIDDEN_SIZE)
+    work = RequestLengths(0, 3000, 20)
+    for new in (3000, 20, 3020, 20):
+        estimator.note_forward(new, pairs_of(0, new), machine.forward(0, new))
+    estimator.note_load(work, 9.0, whole=False)
+    assert estimator.estimate(work, 1.0, 0.1, 5.0).loads_faster(1.0)
+    estimator.note_load(work, 9.0, whole=False)
+    assert not estimator.estimate(work, 1.0, 0.1, 5.0).loads_faster(1.0)
+
+
 def test_what_loads_are_known_to_take_counts_before_computing_is_known() -> None:
     machine, estimator = MACHINES["a large GPU"], Estimator(HIDDEN_SIZE)
     for new in (20, 40, 100):
