@@ -27,6 +27,7 @@ from impress_sglang.options import OFF
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         selects = not policy.exact(LoadOptions(config.min_retention))
         rule = policy.selector if selects else None
         warm_up(shape, rule, config.chunk_tokens, device)
+        # On a CPU, loops that are compiled now, which takes seconds after an installation.
+        code_writer_for(device)
     hidden_size = runner.model_config.hidden_size
     params = context.params
     runtime = ServingRuntime(

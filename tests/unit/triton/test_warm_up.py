@@ -374,9 +374,8 @@ def test_a_shape_that_does_not_fit_is_refused(
     assert "147456 of shared memory" in text and "101376" in text
 
 
-def test_on_a_cpu_no_kernels_are_compiled(launches: Launches) -> None:
-    for shape in (HEAD_GROUPS, SERVERS["coded-bfloat16"].shape):
-        warm_up(shape, H2OSelector(), CHUNK, CPU)
+def test_on_a_cpu_there_is_nothing_to_compile(launches: Launches) -> None:
+    assert warm_up(HEAD_GROUPS, H2OSelector(), CHUNK, CPU) == 0.0
     assert not launches.take()
 
 
