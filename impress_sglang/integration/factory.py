@@ -83,8 +83,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         selects = not policy.exact(LoadOptions(config.min_retention))
         rule = policy.selector if selects else None
         warm_up(shape, rule, config.chunk_tokens, device)
-        # On a CPU, loops that are compiled now, which takes seconds after an installation.
-        code_writer_for(device)
+        if shape.coded and device.type == "cpu":
+            # Imports loops, which are compiled then: after an installation that takes seconds.
+            code_writer_for(device)
     hidden_size = runner.model_config.hidden_size
     params = context.params
     runtime = ServingRuntime(

@@ -3,9 +3,9 @@
 Stage: admit. Computing is estimated from the forward passes of this server: the longer of a
 constant and a * new tokens + b * pairs of a new token and one that it attends to. Loading is
 estimated from the bytes that must come from SSD, the speed of recent reads, and what identification
-and copying took, likewise by a constant, tokens of the prefix, and pairs.
-Reading and computing overlap, so a hit takes as long as the longer of them: AttentionStore (3.2.1)
-hides the one behind the other, CacheBlend chooses how much to compute so that nothing waits.
+and copying took, likewise by a constant, tokens of the prefix, and pairs. Reading and computing
+overlap, so a hit takes as long as the longer of them: AttentionStore (3.2.1) hides the one behind
+the other, CacheBlend chooses how much to compute so that nothing waits.
 """
 
 from __future__ import annotations

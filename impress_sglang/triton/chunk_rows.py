@@ -17,13 +17,13 @@ from torch import Tensor
 
 from impress_sglang.triton.gather import (
     INTEGERS,
-    MAX_TILE_ROWS,
-    TILE_BYTES,
     WORD_BYTES,
     Columns,
     assert_readable,
+    grain_of,
     move_vectors,
     place_vectors,
+    rows_of_tile,
 )
 from impress_sglang.triton.sizes import power_of_two
 
@@ -81,13 +81,9 @@ def gather_chunks(
     start, count = rows
     head_groups, chunks = first.pages.shape[:2]
     assert start + count <= chunks * chunk_rows
-    grains = []
     for own in targets:
         assert_readable(own.pool, own.pages.device)
-        steps = math.gcd(own.pool.stride(0), own.columns.grain, width)
-        grains.append(math.gcd(own.pool.data_ptr(), steps * size, WORD_BYTES))
-    padded = power_of_two(width)
-    tile_rows = min(MAX_TILE_ROWS, max(1, TILE_BYTES // (padded * size)))
+    tile_rows = rows_of_tile(width, size)
     most = count * head_groups * max(own.vectors for own in targets)
     pointers = [
         (
@@ -112,10 +108,10 @@ def gather_chunks(
         LAST_PAGES=last.pages.shape[2],
         CHUNK_ROWS=chunk_rows,
         WIDTH=width,
-        PADDED=padded,
+        PADDED=power_of_two(width),
         VECTOR_BYTES=width * size,
         FROM_GRAIN=math.gcd(grain_bytes, WORD_BYTES),
-        TO_GRAIN=math.gcd(*grains),
+        TO_GRAIN=math.gcd(*(grain_of(own.pool, own.columns, width) for own in targets)),
         TILE_ROWS=tile_rows,
         num_warps=4,
     )

@@ -103,11 +103,6 @@ class Target:
         for tensor in (self.pool, *self._indices):
             assert_readable(tensor, self.columns.offsets.device)
 
-    def grain_bytes(self, width: int) -> int:
-        """Bytes of which every vector's place in memory is a multiple; at most `WORD_BYTES`."""
-        steps = math.gcd(self.pool.stride(0), self.columns.grain, width)
-        return math.gcd(self.pool.data_ptr(), steps * self.pool.element_size(), WORD_BYTES)
-
 
 def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
     """Fill one or two targets, in one launch that is not waited for.
@@ -128,8 +123,7 @@ def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
     assert last.pool.element_size() == size
     for target in targets:
         target.check_readable()
-    padded = power_of_two(width)
-    tile_rows = min(MAX_TILE_ROWS, max(1, TILE_BYTES // (padded * size)))
+    tile_rows = rows_of_tile(width, size)
     _gather_kernel[(-(-most // tile_rows), len(targets))](
         *_arguments(first),
         *_arguments(last),
@@ -138,12 +132,23 @@ def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
         LAST_HEAD_GROUPS=last.head_groups,
         LAST_VECTORS=max(1, last.addresses.shape[1]),
         WIDTH=width,
-        PADDED=padded,
+        PADDED=power_of_two(width),
         FROM_GRAIN=math.gcd(grain_bytes, WORD_BYTES),
-        TO_GRAIN=math.gcd(*(target.grain_bytes(width) for target in targets)),
+        TO_GRAIN=math.gcd(*(grain_of(own.pool, own.columns, width) for own in targets)),
         TILE_ROWS=tile_rows,
         num_warps=4,
     )
+
+
+def rows_of_tile(width: int, element_bytes: int) -> int:
+    """How many vectors of `width` elements a program moves."""
+    return min(MAX_TILE_ROWS, max(1, TILE_BYTES // (power_of_two(width) * element_bytes)))
+
+
+def grain_of(pool: Tensor, columns: Columns, width: int) -> int:
+    """Bytes of which every vector's place in a pool is a multiple; at most `WORD_BYTES`."""
+    steps = math.gcd(pool.stride(0), columns.grain, width)
+    return math.gcd(pool.data_ptr(), steps * pool.element_size(), WORD_BYTES)
 
 
 def gather_reference(targets: Sequence[Target], width: int, memories: Sequence[Tensor]) -> None:
