@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import requests
 
+from bench.core.ports import ReservedPort
 from bench.core.session import BenchFailed, step, work_folder
 from bench.core.zygote import ForkedProcess, Zygote
 
@@ -66,19 +66,22 @@ class Servers:
         Raises:
             BenchFailed: it ended, or did not answer in time; with the end of its log.
         """
-        port, log = _free_port(), self.folder / f"{name}.log"
-        argv = [f"--model-path={model}", f"--dtype={dtype}", f"--port={port}", *_FLAGS, *flags]
-        with self._show(f"{name}: starting a server"):
-            server = Server(self._zygote.fork(argv, log, preload=preload), port, log)
+        log = self.folder / f"{name}.log"
+        with ReservedPort() as port:
+            listen = f"--port={port.number}"
+            argv = [f"--model-path={model}", f"--dtype={dtype}", listen, *_FLAGS, *flags]
+            with self._show(f"{name}: starting a server"):
+                process = self._zygote.fork(argv, log, preload=preload)
+                server = Server(process, port.number, log)
+                try:
+                    server.wait_ready()
+                except BaseException:
+                    server.kill()
+                    raise
             try:
-                server.wait_ready()
-            except BaseException:
+                yield server
+            finally:
                 server.kill()
-                raise
-        try:
-            yield server
-        finally:
-            server.kill()
 
 
 @contextlib.contextmanager
@@ -258,9 +261,3 @@ def _wait(seconds: float, until: Callable[[], bool]) -> bool:
     while not (true := until()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return true
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

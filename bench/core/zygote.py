@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -33,6 +34,10 @@ from types import ModuleType
 from typing import Any
 
 from bench.core.session import ROOT
+
+
+TELL_WHERE = signal.SIGUSR1
+"""A server's processes write to its log what each of their threads does."""
 
 
 class ForkedProcess:
@@ -242,6 +247,7 @@ def _prepare_process(order: dict[str, Any]) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.register(TELL_WHERE, file=2)
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
 

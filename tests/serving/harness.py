@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any, Protocol
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.core.ports import ReservedPort
+from bench.core.zygote import TELL_WHERE
 from bench.core.zygote import Zygote as ZygoteProcess
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
 from tests.fault_control import CONTROL_VARIABLE, FaultControl
@@ -121,9 +122,10 @@ class Zygote(ZygoteProcess):
 class Server:
     """A running server and its HTTP interface."""
 
-    def __init__(self, process: Process, port: int, log: Path) -> None:
+    def __init__(self, process: Process, port: ReservedPort, log: Path) -> None:
         self.process = process
-        self.port = port
+        self.port = port.number
+        self._reserved = port
         self.log = log
         # Whether requests run without being taken out and put back.
         self.is_calm = True
@@ -235,6 +237,13 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
         assert self._wait(30), "a killed server does not end"
+        self._reserved.close()
+
+    def tell_where(self) -> None:
+        """Have all threads of all its processes written to the log, if it was forked."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, TELL_WHERE)
+        time.sleep(1)
 
     def _wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -258,12 +267,6 @@ def metrics_of(server: Server) -> dict[str, float]:
 
 def tail(text: str, lines: int = 40) -> str:
     return "\n".join(line[:400] for line in text.splitlines()[-lines:])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def server_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -294,8 +297,8 @@ def launch(
     `retracts` takes requests out and puts them back all the time; all of these are forked.
     """
     assert not (stock and faults), "stock has no store"
-    port = free_port()
-    argv = [f"--model-path={model}", f"--port={port}", *USUAL_FLAGS, *place_flags(), *flags]
+    port = ReservedPort()
+    argv = [f"--model-path={model}", f"--port={port.number}", *USUAL_FLAGS, *place_flags(), *flags]
     preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else None
     own = dict(RETRACT) if retracts else {}
     if faults is not None:
@@ -326,8 +329,9 @@ def wait_until_ready(server: Server) -> Server:
             if requests.get(server.url + "/ready", timeout=5).ok:
                 return server
         time.sleep(0.1)
+    server.tell_where()
     server.stop(signal.SIGKILL)
-    raise AssertionError(f"server did not start:\n{tail(server.log_text())}")
+    raise AssertionError(f"server did not start:\n{tail(server.log_text(), 300)}")
 
 
 @contextlib.contextmanager

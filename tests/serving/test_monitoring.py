@@ -16,9 +16,10 @@ import pytest
 import requests
 import yaml
 
+from bench.core.ports import ReservedPort
 from scripts import board
 from tests.serving.conftest import Serve
-from tests.serving.harness import Server, free_port, tail
+from tests.serving.harness import Server, tail
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
@@ -94,7 +95,8 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     instance = f"127.0.0.1:{server.port}"
     scrape["static_configs"] = [{"targets": [instance]}]
     (folder / "prometheus.yaml").write_text(yaml.dump(config))
-    address, log = f"127.0.0.1:{free_port()}", folder / "log"
+    port = ReservedPort()
+    address, log = f"127.0.0.1:{port.number}", folder / "log"
     with log.open("wb") as output:
         child = subprocess.Popen(
             [
@@ -114,6 +116,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     finally:
         child.terminate()
         child.wait(30)
+        port.close()
 
 
 def ask_around(server: Server, number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import socket
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,6 +17,7 @@ from bench.core.charts import Bars
 from bench.core.cli import MODULES, ROOMS, main, overview
 from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
+from bench.core.ports import ReservedPort
 from bench.core.report import Column, Result, Table, interval, plain, publish, ratio
 from bench.core.session import BenchFailed, work_folder
 from bench.quality.truncation import documents
@@ -204,3 +206,13 @@ def test_a_work_folder_goes_unless_it_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "log").exists()
     with pytest.raises(BenchFailed, match="empty folder"), work_folder(tmp_path / "kept"):
         pass
+
+
+def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:
+    with ReservedPort() as port, ReservedPort() as other:
+        assert port.number != other.number
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port.number))
+        with socket.create_server(("127.0.0.1", port.number)) as server:
+            with socket.create_connection(server.getsockname()):
+                pass
