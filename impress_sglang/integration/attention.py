@@ -322,6 +322,7 @@ class PrefixAttention(AttentionBackend):
             resident_keys=slots.keys.pool,
             scaling=layer.scaling,
             resident_rows=request.resident_slots[: request.resident_len if scores else 0],
+            following=self._following(request, layer.layer_id),
         )
         loading = request.loading
         blends = isinstance(loading, BlendedLoading) and not loading.blended
@@ -344,6 +345,15 @@ class PrefixAttention(AttentionBackend):
         if shortage is None:
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
         return shortage
+
+    def _following(self, request: StoredRequest, layer: int) -> LayerSlots | None:
+        """The slots of a request in the next layer, if that may be filled early."""
+        assert self._runtime is not None
+        if not request.uses or layer + 1 == self._runtime.shape.num_layers:
+            return None
+        pool = self._model_runner.token_to_kv_pool
+        keys, values = pool.get_key_buffer(layer + 1), pool.get_value_buffer(layer + 1)
+        return LayerSlots.of(keys, values, request.slots)
 
     def _blend(self, request: StoredRequest, loading: BlendedLoading) -> str | None:
         """Blend a prefix into its slots; returns why that failed, or None."""

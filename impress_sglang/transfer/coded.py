@@ -214,15 +214,21 @@ class CodedSource(StoredSource):
         """See `CodedSpan.floors`."""
         return self.spans[number].floors(layer)
 
-    def read_base(self, layer: int) -> list[Base | None]:
+    def has_base(self, layer: int) -> bool:
+        """Whether the base of a layer was read ahead: `read_base` will probably not wait."""
+        return self.next_ahead > layer and self._is_there(layer) and not self._was_evicted(layer)
+
+    def read_base(self, layer: int, *, early: bool = False) -> list[Base | None]:
         """Read the base of each span whose base is not in slots; None for the others.
 
-        They are on the source's device, and valid until any source is read from again.
+        They are on the source's device, and valid until any source is read from again. `early`:
+        the layer before is not done yet.
 
         Raises:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
         """
-        self._begin(layer)
+        if not early:
+            self._begin(layer)
         chosen = [number for number, own in enumerate(self._in_slots) if not own]
         wanted = [(number, self.spans[number].pages) for number in chosen]
         raised = {number: self.spans[number].floor_units(layer) for number in chosen}
@@ -239,6 +245,19 @@ class CodedSource(StoredSource):
                 self.stats.selected_chunks += len(units)
             found[number] = base
         return found
+
+    def ask_units(self, layer: int, number: int, raised: Tensor) -> None:
+        """Begin to read what `read_units` will read, as far as it is in no cache now."""
+        self._begin(layer)
+        span, chunks = self.spans[number], self.spans[number].chunks
+        tiers = self._cache.placement.tiers(self._first_id(layer, span), len(chunks.first))
+        asked = span.unit_chunks(raised.numpy())
+        blocks = areas.uncached_blocks(
+            asked, chunks.first, chunks.count, tiers, span.spared_blocks
+        )
+        if len(blocks):
+            buffer = self._buffer(layer, number)
+            self.stats.ssd_bytes += buffer.read(blocks, 0, self._reader, last=False)
 
     def read_units(self, layer: int, number: int, raised: Tensor) -> Tensor:
         """Read the bytes of units of a span, uint8 [n, unit_stride], on the source's device.

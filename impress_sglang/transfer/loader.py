@@ -76,7 +76,8 @@ class LayerInputs:
 
     queries [n, Hq, D] and new_keys [n, G, D] of the new tokens, resident_keys [c, G, D] of the
     resident tokens; all after rotation, in the model's dtype. If resident_rows, int64 [c], is set,
-    resident_keys is a pool, and these are the rows of the resident tokens in it.
+    resident_keys is a pool, and these are the rows of the resident tokens in it. following: the
+    request's slots in the next layer, which may be filled already; None if there is none.
     """
 
     queries: Tensor
@@ -84,6 +85,7 @@ class LayerInputs:
     resident_keys: Tensor
     scaling: float
     resident_rows: Tensor | None = None
+    following: LayerSlots | None = None
 
 
 class PrefixLoader:

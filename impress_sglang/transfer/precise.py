@@ -7,6 +7,8 @@ need to know.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -146,10 +148,13 @@ class PreciseLoader:
         slots: LayerSlots,
         stats: LoadStats,
         timeline: Timeline = NO_TIMELINE,
+        *,
+        early: bool = False,
     ) -> None:
         """Put the base into the slots of the parts that have not loaded the layer; see `load`.
 
         Also for parts of other requests in the same loads, because the bytes read do not last.
+        `early`: the layer before is not done yet; what would have to be waited for is left.
         """
         keys, values = slots.keys.pool, slots.values.pool
         writer = self._writer_for(slots)
@@ -158,7 +163,9 @@ class PreciseLoader:
                 if use.part.layers_loaded != layer:
                     continue
                 load, _ = _load_of(use.part)
-                found = load.source.read_base(layer)
+                if early and not (use.part.lasting and load.source.has_base(layer)):
+                    continue
+                found = load.source.read_base(layer, early=early)
                 for number, (part, base) in enumerate(zip(load.parts, found, strict=True)):
                     if part.layers_loaded == layer and load.loads(part):
                         assert base is not None
@@ -187,10 +194,18 @@ class PreciseLoader:
         writer = self._writer_for(slots)
         with stats.timed("probe_ms"):
             planes = self._allocate(layer, units, inputs, slots, bits, chosen, timeline)
+            wanted = [
+                _Wanted.of(layer, use, planes[:, place])
+                for use, place in zip(units.uses, units.places, strict=True)
+            ]
+        if inputs is not None and inputs.following is not None:
+            # While the drive brings the planes.
+            if _ask(layer, wanted):
+                self.restore(layer + 1, units, inputs.following, stats, timeline, early=True)
         with stats.timed("load_ms"):
-            for use, place in zip(units.uses, units.places, strict=True):
-                self._raise(layer, use, planes[:, place], writer, keys, values, timeline)
-                stats.note_planes(use.part.levels[layer, :, use.units])
+            for own in wanted:
+                self._raise(layer, own, writer, keys, values, timeline)
+                stats.note_planes(own.levels)
 
     def _writer_for(self, slots: LayerSlots) -> CodeWriter:
         self._writer = self._writer or code_writer_for(slots.keys.pool.device)
@@ -229,25 +244,21 @@ class PreciseLoader:
     def _raise(
         self,
         layer: int,
-        use: PartUse,
-        wanted: npt.NDArray[np.uint8],
+        wanted: _Wanted,
         writer: CodeWriter,
         keys: Tensor,
         values: Tensor,
         timeline: Timeline,
     ) -> None:
-        """Add the planes that a request wants and the part lacks, to all of the part's tokens."""
-        part = use.part
-        levels = part.levels[layer, :, use.units]
-        missing = areas.missing_units(levels, wanted, part.units[0] + use.units.start)
-        if not len(missing):
+        """Add the planes that a part lacks, to all of its tokens."""
+        part, raised = wanted.part, wanted.missing
+        if not len(raised):
             return
-        raised = torch.from_numpy(missing)
         load, number = _load_of(part)
         content = load.source.read_units(layer, number, raised)
         with timeline.span(COPY, layer):
             writer.raise_units(part.tokens(layer), raised, content, keys, values)
-        np.maximum(levels, wanted, out=levels)
+        np.maximum(wanted.levels, wanted.planes, out=wanted.levels)
 
     def _weights(self, inputs: LayerInputs, slots: LayerSlots) -> Tensor:
         """Squared attention weights of tokens [G, m], from the keys in the slots."""
@@ -265,6 +276,39 @@ class PreciseLoader:
             resident_rows=inputs.resident_rows,
         )
         return sums.reshape(len(heads), -1, sums.shape[1]).sum(1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a request wants of a part in a layer.
+
+    `levels` and `planes` uint8 [G, units]: the planes that units have, a view, and those that the
+    request wants; `missing` int64 [n, 3]: plane, head and unit.
+    """
+
+    part: ResidentPart
+    levels: npt.NDArray[np.uint8]
+    planes: npt.NDArray[np.uint8]
+    missing: Tensor
+
+    @classmethod
+    def of(cls, layer: int, use: PartUse, planes: npt.NDArray[np.uint8]) -> _Wanted:
+        levels = use.part.levels[layer, :, use.units]
+        first = use.part.units[0] + use.units.start
+        missing = torch.from_numpy(areas.missing_units(levels, planes, first))
+        return cls(use.part, levels, planes, missing)
+
+
+def _ask(layer: int, wanted: Sequence[_Wanted]) -> bool:
+    """Begin to read missing planes, if the base of the next layer is there; whether it is."""
+    loads = dict.fromkeys(_load_of(own.part) for own in wanted if len(own.missing))
+    if not any(load.source.has_base(layer + 1) for load, _ in loads):
+        return False
+    for own in wanted:
+        if len(own.missing):
+            load, number = _load_of(own.part)
+            load.source.ask_units(layer, number, own.missing)
+    return True
 
 
 def _floors(layer: int, units: UsedUnits) -> Tensor | None:

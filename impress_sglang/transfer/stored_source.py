@@ -88,6 +88,10 @@ class StoredSource(abc.ABC):
         buffers = self._buffers.get(layer, {}).values()
         return all(read.done for buffer in buffers for read in buffer.reads)
 
+    def _was_evicted(self, layer: int) -> bool:
+        """Whether a buffer of the layer was taken away for another source."""
+        return any(own == layer for own, _ in self._evicted)
+
     @property
     def is_reading(self) -> bool:
         """Whether any of its reads is still under way."""
