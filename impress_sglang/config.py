@@ -59,7 +59,7 @@ class ImpressConfig:
     min_prefix_tokens: int = 256
     policy: str = "impress"
     io_engine: str = "auto"
-    io_depth: int = 32
+    io_depth: int = 128
     readahead: float = 0.2
     lookahead: str = "on"
     schedule: str = "off"

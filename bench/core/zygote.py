@@ -35,7 +35,6 @@ from typing import Any
 
 from bench.core.session import ROOT
 
-
 TELL_WHERE = signal.SIGUSR1
 """A server's processes write to its log what each of their threads does."""
 

@@ -46,7 +46,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.tiers.placement import Placement
 from impress_sglang.tiers.rules import ImportanceScore
-from impress_sglang.transfer.coded import cached_pages, most_pages
+from impress_sglang.transfer.coded_span import cached_pages, most_pages
 
 OPTIONS = (
     Option("segments", (1000, 10000, 100000), "of the stores", quick=(200,)),

@@ -57,8 +57,9 @@ from impress_sglang.tiers.rules import ImportanceScore
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.coded import CodedSource, CodedSpan, most_pages
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.coded_span import CodedSpan, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE, KernelTaker
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import PreciseLoader

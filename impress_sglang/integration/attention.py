@@ -314,6 +314,12 @@ class PrefixAttention(AttentionBackend):
     ) -> str | None:
         assert self._runtime is not None
         request = row.request
+        loading = request.loading
+        blends = isinstance(loading, BlendedLoading) and not loading.blended
+        if blends and not can_compute:
+            assert self._runtime.blending is not None
+            self._runtime.blending.refusal = _FUSED
+            return _FUSED
         # Resident keys are needed only for scoring, in the softmax.
         scores = request.start or request.bits < EXACT_BITS
         inputs = LayerInputs(
@@ -324,12 +330,6 @@ class PrefixAttention(AttentionBackend):
             resident_rows=request.resident_slots[: request.resident_len if scores else 0],
             following=self._following(request, layer.layer_id),
         )
-        loading = request.loading
-        blends = isinstance(loading, BlendedLoading) and not loading.blended
-        if blends and not can_compute:
-            assert self._runtime.blending is not None
-            self._runtime.blending.refusal = _FUSED
-            return _FUSED
         try:
             if isinstance(loading, BlendedLoading) and not loading.blended:
                 shortage = self._blend(request, loading)

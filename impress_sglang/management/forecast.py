@@ -19,7 +19,7 @@ from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.coded import chunks_of
+from impress_sglang.transfer.coded_span import chunks_of
 from impress_sglang.transfer.geometry import geometry_of
 from impress_sglang.transfer.source import columns_buffer_bytes
 
@@ -58,13 +58,15 @@ class CodedBytes:
     base: float
     planes: float
 
-    def expected(self, bits: float, there: float = 0.0) -> float:
-        """Bytes that a request for `bits` per element is expected to read.
+    def expected(self, bits: float) -> float:
+        """Bytes that a request for `bits` per element is expected to read."""
+        return sum(self.parts(bits, 0))
 
-        `there` is the share of the base that was read ahead.
-        """
-        planes = (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) * self.planes
-        return (1.0 - there) * self.base + planes
+    def parts(self, bits: float, planes: int) -> tuple[float, float]:
+        """The same in two parts: the base with so many planes, and units that are chosen."""
+        certain = planes / NUM_PLANES
+        chosen = (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) - certain
+        return self.base + certain * self.planes, max(chosen, 0.0) * self.planes
 
 
 class ReadForecast:
@@ -101,6 +103,10 @@ class ReadForecast:
     def seconds_to_read(self, num_bytes: float) -> float:
         """Seconds that reading so many bytes from SSD takes, judging by recent reads."""
         return self._reader.cost.seconds_for(num_bytes)
+
+    def seconds_to_pick(self, num_bytes: float) -> float:
+        """The same for single blocks."""
+        return self._reader.cost.seconds(num_bytes / BLOCK_BYTES, num_bytes)
 
     def fits(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of these spans fits into the buffer pool."""

@@ -14,7 +14,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.coded import most_pages
+from impress_sglang.transfer.coded_span import most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 
 

@@ -22,7 +22,8 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.threads import BackgroundThread
 from impress_sglang.timeline import Timeline
-from impress_sglang.transfer.coded import CodedSource, CodedSpan
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 

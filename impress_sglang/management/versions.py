@@ -24,7 +24,7 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import NOBODY
-from impress_sglang.transfer.coded import cached_pages, chunks_of
+from impress_sglang.transfer.coded_span import cached_pages, chunks_of
 from impress_sglang.transfer.expectation import BlockHistory, first_shares
 
 

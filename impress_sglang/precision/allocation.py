@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
+from impress_sglang.precision.codec import BASE_BITS, LEVELS, NUM_PLANES, PLANE_BITS
 
 _PLANES = np.arange(NUM_PLANES)[:, None]
 # What a plane gains, relative to the first one: exact.
@@ -53,8 +53,23 @@ def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = No
 
 
 def whole_planes(bits: float) -> int:
-    """How many planes every unit gets for `bits` per element, however others are allocated."""
+    """How many planes every unit gets for `bits` per element, if they are allocated evenly."""
     return int((bits - BASE_BITS) // PLANE_BITS)
+
+
+def certain_planes(bits: float) -> int:
+    """How many planes every unit gets for `bits` per element, however they are allocated."""
+    return NUM_PLANES if bits >= LEVELS[-1] else 0
+
+
+def is_chosen(bits: float, planes: int) -> bool:
+    """Whether some units get more than the `planes` that all of them get."""
+    return bits > BASE_BITS + PLANE_BITS * planes
+
+
+def is_scored(bits: float, planes: int) -> bool:
+    """Whether units compete, where each gets so many planes in any case."""
+    return bits > BASE_BITS + PLANE_BITS * planes
 
 
 def planes_of(bits: float, num_units: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from impress_sglang.management.residents import Cover, ResidentParts
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.options import EXACT_BITS
+from impress_sglang.precision.allocation import certain_planes, whole_planes
 from impress_sglang.serving.clocks import Clock
 from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, RequestLengths
 from impress_sglang.serving.scheduling import CacheState
@@ -29,7 +31,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import Timeline
-from impress_sglang.transfer.resident import PartUse, are_complete
+from impress_sglang.transfer.resident import PartUse, have_planes
 from impress_sglang.transfer.source import ReadNeeds
 
 
@@ -79,9 +81,10 @@ class AdmissionPlan:
 
     @property
     def loads_nothing(self) -> bool:
-        """Whether all its tokens are in slots that requests share, with all their planes."""
+        """Whether all its tokens are in slots that requests share, with all that it wants."""
         uses = [PartUse(c.part, c.span.start, c.span.stop) for c in self.covers if c.part]
-        return 0 < len(uses) == len(self.covers) and are_complete(uses)
+        wanted = self.estimate.bits, self.estimate.planes
+        return 0 < len(uses) == len(self.covers) and have_planes(uses, *wanted)
 
     @property
     def sources(self) -> dict[str, int]:
@@ -135,7 +138,7 @@ class AdmissionPlan:
         """
         if self.covers:
             spans, in_slots = _spans_of(self.covers)
-            return store.open_coded(spans, in_slots, timeline)
+            return store.open_coded(spans, in_slots, timeline, self.estimate.planes)
         if self.estimate.bits < EXACT_BITS:
             return store.open_coded(self.spans, [False] * len(self.spans), timeline)
         return store.open_source(self.match, self.resident_len, self.stop, self.needs, timeline)
@@ -149,6 +152,16 @@ class AdmissionPlan:
         return torch.from_numpy(self.tokens[: self.stop]).to(torch.int64)
 
 
+class Ahead(NamedTuple):
+    """What is read while a request waits: the share that is done, and the planes read with codes.
+
+    All of it is certain to be used.
+    """
+
+    there: float
+    planes: int = 0
+
+
 class Waiting:
     """What is known of a waiting request; this class is for one for which nothing is read."""
 
@@ -156,9 +169,9 @@ class Waiting:
         """`rid` is the id of the request."""
         self.rid = rid
 
-    def there(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> float:
-        """The share done of the reads that are certain for `spans`: all of them, or the base."""
-        return 0.0
+    def ahead(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> Ahead | None:
+        """What is read of `spans` for the request; None for nothing."""
+        return None
 
 
 class Admission:
@@ -294,46 +307,73 @@ class Admission:
             return store.forecast.stored_bytes(spans)
 
         @functools.cache
-        def missing() -> list[StoredSpan]:
-            covers = self._residents.cover(spans, start)
-            return [cover.span for cover in covers if cover.part is None]
+        def covers() -> list[Cover]:
+            return self._residents.cover(spans, start)
 
         @functools.cache
         def coded(whole: bool) -> CodedBytes:
             # A request that uses a part of a prefix shares nothing.
-            return store.forecast.coded_bytes(missing() if whole else spans)
+            missing = [cover.span for cover in covers() if cover.part is None] if whole else spans
+            return store.forecast.coded_bytes(missing)
 
-        def estimate(retention: float, bits: float, *, is_left: bool = False) -> Estimate:
-            in_codes = bits < EXACT_BITS
-            done = waiting.there(spans, in_codes=in_codes) if is_left else 0.0
-            if in_codes:
-                whole = policy.tokens_to_load(work.stored, retention) == work.stored
-                num_bytes = coded(whole).expected(bits, done)
-            else:
+        def read(
+            retention: float, bits: float, planes: int, ahead: Ahead | None
+        ) -> tuple[float, float]:
+            """Seconds to read what can be read ahead, and what cannot."""
+            forecast, left = store.forecast, 1.0 if ahead is None else 1.0 - ahead.there
+            if bits == EXACT_BITS:
                 all_keys = self._all_keys and retention < 1.0
-                num_bytes = (1.0 - done) * stored().expected(retention, all_keys=all_keys)
-            seconds = store.forecast.seconds_to_read(num_bytes)
-            return self._estimator.estimate(work, retention, seconds, bits)
+                num_bytes = stored().expected(retention, all_keys=all_keys)
+                return forecast.seconds_to_read(left * num_bytes), 0.0
+            whole = policy.tokens_to_load(work.stored, retention) == work.stored
+            early = planes if ahead is None else ahead.planes
+            num_bytes, picked = coded(whole).parts(bits, early)
+            waits = forecast.seconds_to_pick(picked)
+            if whole and planes:
+                parts = dict.fromkeys(cover.part for cover in covers() if cover.part is not None)
+                lacking = sum(part.missing_bytes(planes) for part in parts)
+                waits += forecast.seconds_to_read(lacking)
+            return forecast.seconds_to_read(left * num_bytes), waits
+
+        def estimate(
+            retention: float, bits: float, planes: int, *, is_left: bool = False
+        ) -> Estimate:
+            ahead = waiting.ahead(spans, in_codes=bits < EXACT_BITS) if is_left else None
+            seconds, waits = read(retention, bits, planes, ahead)
+            return self._estimator.estimate(work, retention, seconds, bits, planes, waits)
 
         if exact:
-            return estimate(1.0, bits)
-        retentions, most = [wanted.retention], [bits]
+            return estimate(1.0, bits, 0)
+        fewest = bits, self._certain(bits) if wanted.retention >= 1.0 else 0
+        retentions, most = [wanted.retention], [fewest]
         if config.auto_retention and not wanted.chosen:
             retentions = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
-        if config.auto_bits and not wanted.bits_chosen and bits < EXACT_BITS:
-            most = [*BITS, bits]
+        if (
+            config.auto_bits
+            and not wanted.bits_chosen
+            and bits < EXACT_BITS
+            and retentions[0] >= 1.0
+        ):
+            most = [*((own, whole_planes(own)) for own in BITS), fewest]
             # Tokens that are in slots in codes are shared and not loaded again.
-            alone = sum(map(len, missing())) == work.stored and match.quality == EXACT
-            if alone and retentions[0] >= 1.0 and store.forecast.fits(spans, in_codes=False):
-                most.insert(0, EXACT_BITS)
+            alone = not any(cover.part for cover in covers()) and match.quality == EXACT
+            if alone and store.forecast.fits(spans, in_codes=False):
+                most.insert(0, (EXACT_BITS, 0))
+        if len(retentions) == len(most) == 1:
+            return estimate(wanted.retention, *fewest)
         # Give up bits first, then tokens.
-        choices = [(retentions[0], own) for own in most]
-        choices += [(own, bits) for own in retentions[1:]]
-        if len(choices) > 1:
-            left = [estimate(*own, is_left=True) for own in choices]
+        left = [estimate(retentions[0], *own, is_left=True) for own in most]
+        chosen = self._estimator.most_bits(left)
+        if len(retentions) > 1 and not chosen.hidden:
+            left = [estimate(own, *fewest, is_left=True) for own in retentions]
             chosen = self._estimator.largest_hidden(left)
-            choices = [(chosen.retention, chosen.bits)]
-        return estimate(*choices[0])
+        return estimate(chosen.retention, chosen.bits, chosen.planes)
+
+    def _certain(self, bits: float) -> int:
+        """How many planes all units get, however they are allocated."""
+        if bits == EXACT_BITS:
+            return 0
+        return (whole_planes if self._config.allocate == "even" else certain_planes)(bits)
 
     def whole_pages(self, num_tokens: int) -> int:
         """Round a number of tokens down to whole pages."""

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 from impress_sglang.cost import FlooredCost, TwoTermCost
 from impress_sglang.options import EXACT_BITS
+from impress_sglang.precision.allocation import is_chosen
+from impress_sglang.precision.codec import LEVELS
 
 # First guess: 1 ms per token; a model with hidden size d spends as much on a token's weights as on
 # 6 d attended tokens (24 L d^2 against 4 L d operations).
@@ -28,7 +30,11 @@ START_SECONDS_PER_SCORED = 1e-8
 MOST_TO_LEARN = 2.0
 # Retentions and bits that auto chooses from, besides its floors.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
-BITS = (8.0, 7.0, 6.0)
+# As many for all tokens: these are read in sequence, and ahead. More for some are read block by
+# block, when a layer has scored them.
+BITS = tuple(float(bits) for bits in LEVELS[:0:-1])
+# More bits may take so many times as long as fewer.
+MORE_BITS = 1.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +53,8 @@ class Estimate:
     `io` and `compute` are the parts of loading, which run at the same time if `overlapped`. Before
     it is known what passes as long take, `compute` is None, and `recompute` what computing takes at
     most, None before any pass. `least`: what loading takes besides reading, as far as known.
+    `planes`: how many all units get. `waits`: what is read only when a layer asks, and hides behind
+    nothing.
     """
 
     retention: float
@@ -56,6 +64,8 @@ class Estimate:
     overlapped: bool = True
     bits: float = EXACT_BITS
     least: float = 0.0
+    planes: int = 0
+    waits: float = 0.0
 
     @property
     def load(self) -> float | None:
@@ -92,12 +102,12 @@ class Estimate:
 
     def seconds(self, unread: float) -> float:
         """Seconds with the stored prefix, if the share `unread` of its reads is left to do."""
-        io, compute = self.io * unread, self.compute or 0.0
-        return max(io, compute) if self.overlapped else io + compute
+        return (self.compute or 0.0) + self.unhidden(unread) + self.waits
 
     def unhidden(self, unread: float) -> float:
-        """The part of `seconds` in which nothing is computed."""
-        return self.seconds(unread) - (self.compute or 0.0)
+        """The part of `seconds` that reading it before would save."""
+        io = self.io * unread
+        return max(io - (self.compute or 0.0), 0.0) if self.overlapped else io
 
 
 class Estimator:
@@ -111,11 +121,12 @@ class Estimator:
         self._overlapped = overlapped
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
         self.computing = FlooredCost(START_SECONDS_PER_TOKEN, per_pair)
-        # For a part of a prefix or codes; and for a whole exact prefix, where nothing is scored.
-        # What was not seen costs nothing, nor what was seen once, when it may have been disturbed:
-        # what seems too slow is never tried again.
+        # Where tokens are scored; for codes with as many bits for all tokens; and for a whole exact
+        # prefix. What was not seen costs nothing, nor what was seen once, when it may have been
+        # disturbed: what seems too slow is never tried again.
         per_token = START_SECONDS_PER_LOADED
         self.loading = FlooredCost(per_token, START_SECONDS_PER_SCORED, trusts_once=False)
+        self.restoring = FlooredCost(per_token, per_token, trusts_once=False)
         self.copying = FlooredCost(per_token, per_token, trusts_once=False)
         # For a blend: per token that is loaded, and by what factor computing takes longer there
         # than in a pass of SGLang's.
@@ -125,28 +136,45 @@ class Estimator:
         """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
         self.computing.observe(new, pairs, seconds)
 
-    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
-        """Learn that identification and copying took `seconds`, reading excluded."""
-        if whole:
-            self.copying.observe(work.stored, work.stored, seconds)
-        else:
-            self.loading.observe(work.stored, work.stored * work.new, seconds)
+    def note_load(
+        self,
+        work: RequestLengths,
+        seconds: float,
+        *,
+        whole: bool,
+        bits: float = EXACT_BITS,
+        planes: int = 0,
+    ) -> None:
+        """Learn that identification and copying took `seconds`, reading excluded.
+
+        `whole`: all tokens were loaded; for `planes` see `Estimate`.
+        """
+        cost, pairs = self._cost_of(work, bits, planes, whole=whole)
+        cost.observe(work.stored, pairs, seconds)
 
     def note_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
         """Learn that a blend took `seconds`, reading excluded; see `estimate_blend`."""
         self.blending.observe(work.stored, self._blended_seconds(work, computed), seconds)
 
     def estimate(
-        self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
+        self,
+        work: RequestLengths,
+        retention: float,
+        io_seconds: float,
+        bits: float = EXACT_BITS,
+        planes: int = 0,
+        waits: float = 0.0,
     ) -> Estimate:
-        """Estimate a request with this retention and bits; `io_seconds` is what reading takes."""
+        """Estimate a request with this retention and bits; see `Estimate`.
+
+        `io_seconds` is what reading takes that computing can hide.
+        """
         whole = work.stored + work.new, pairs_of(work.resident, work.stored + work.new)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
-        if retention >= 1.0 and bits == EXACT_BITS:
-            hit += self.copying.least(work.stored, work.stored)
-        else:
-            hit += self.loading.least(work.stored, work.stored * work.new)
-        return self._estimate(retention, io_seconds, hit, whole, bits)
+        cost, pairs = self._cost_of(work, bits, planes, whole=retention >= 1.0)
+        hit += cost.least(work.stored, pairs)
+        found = self._estimate(retention, io_seconds, hit, whole, bits)
+        return dataclasses.replace(found, planes=planes, waits=waits)
 
     def estimate_blend(
         self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
@@ -165,12 +193,25 @@ class Estimator:
         hit += self._compute_seconds(work.resident + work.stored, work.new)
         return self._estimate(1.0, io_seconds, hit, whole, EXACT_BITS)
 
+    def most_bits(self, estimates: Sequence[Estimate]) -> Estimate:
+        """The first estimate that is nearly the shortest, as far as known; most bits come first."""
+        # What computing all would take does not matter here.
+        known = [dataclasses.replace(own, compute=own.least) for own in estimates]
+        seconds = [own.seconds(1.0) for own in known]
+        most = MORE_BITS * min(seconds)
+        return next(own for own, took in zip(estimates, seconds, strict=True) if took <= most)
+
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
         """The first estimate whose reading is hidden, else the last; largest loads come first."""
         return next((own for own in estimates if own.hidden), estimates[-1])
 
     def _estimate(
-        self, retention: float, io: float, hit: float, whole: tuple[float, float], bits: float
+        self,
+        retention: float,
+        io: float,
+        hit: float,
+        whole: tuple[float, float],
+        bits: float,
     ) -> Estimate:
         """`hit`: seconds besides reading; `whole`: the size of the pass that computes all."""
         miss = self.computing.seconds(*whole)
@@ -184,6 +225,16 @@ class Estimator:
             bits,
             hit,
         )
+
+    def _cost_of(
+        self, work: RequestLengths, bits: float, planes: int, *, whole: bool
+    ) -> tuple[FlooredCost, float]:
+        """What loading costs besides reading, and the pairs by which it does."""
+        if whole and bits == EXACT_BITS:
+            return self.copying, work.stored
+        if whole and not is_chosen(bits, planes):
+            return self.restoring, work.stored
+        return self.loading, work.stored * work.new
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
         """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""

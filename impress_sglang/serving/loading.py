@@ -14,6 +14,7 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.policies import Policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSpan
+from impress_sglang.precision.codec import PLANE_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
@@ -125,10 +126,10 @@ class SelectiveLoading(SourceLoading[CodedSource]):
 
 
 class CompleteLoading:
-    """Loads nothing: all planes of all tokens are in slots that requests share."""
+    """Loads nothing: all that the request wants is in slots that requests share."""
 
     def __init__(self, uses: Sequence[PartUse]) -> None:
-        """`uses`: parts that are complete."""
+        """`uses`: parts that have it."""
         self._uses = uses
 
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
@@ -184,6 +185,7 @@ class SharedLoading:
         store: PrefixStore,
         units: UsedUnits,
         bits: float,
+        planes: int,
         timeline: Timeline,
         source: CodedSource | None = None,
     ) -> None:
@@ -194,6 +196,7 @@ class SharedLoading:
             store: where the parts are stored.
             units: the units of the parts that the request uses.
             bits: per element on average.
+            planes: how many all units get, which is part of that.
             timeline: the request's timeline.
             source: a source for the parts that nobody reads, if one is open already.
 
@@ -203,7 +206,9 @@ class SharedLoading:
         self._loader = loader
         self._store = store
         self._units = units
-        self._bits = bits
+        # The planes that all units get come with the base.
+        self._bits = bits - PLANE_BITS * planes
+        self._planes = planes
         self._timeline = timeline
         self._left: list[ReadStats] = []
         self._loads = self._join(source)
@@ -248,7 +253,8 @@ class SharedLoading:
             if segment is None:
                 raise SegmentUnreadable(part.segment_id, "was removed after it was matched")
             spans.append(StoredSpan(segment, part.start, part.stop))
-        return self._store.open_coded(spans, [bool(part.layers_loaded) for part in parts])
+        in_slots = [bool(part.layers_loaded) for part in parts]
+        return self._store.open_coded(spans, in_slots, planes=self._planes)
 
     def _renew(self) -> None:
         """As a pass begins, replace joined loads from which another pass has read already.

@@ -15,6 +15,7 @@ from torch import Tensor
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.options import EXACT_BITS
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blended_loading import BlendedLoading
@@ -34,7 +35,7 @@ from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.resident import PartUse, ResidentPart, UsedUnits, are_complete
+from impress_sglang.transfer.resident import PartUse, ResidentPart, UsedUnits, have_planes
 from impress_sglang.transfer.source import SegmentSource
 
 Allocate = Callable[[int], Tensor | None]
@@ -110,6 +111,7 @@ class RequestOpener:
             slots=opened.slots,
             num_tokens=plan.work.stored,
             bits=plan.estimate.bits,
+            planes=plan.estimate.planes,
             quality=plan.quality,
             loading=opened.loading,
             report=report,
@@ -176,7 +178,8 @@ class RequestOpener:
         self._residents.use(uses)
         timeline = self._timeline_for(rid)
         loading: Loading
-        if are_complete(uses):
+        estimate = plan.estimate
+        if have_planes(uses, estimate.bits, estimate.planes):
             self._prefetches.drop(rid)
             loading = CompleteLoading(uses)
         else:
@@ -185,7 +188,8 @@ class RequestOpener:
                     self._loaders.precise,
                     self._served.store,
                     UsedUnits(uses, self._device),
-                    plan.estimate.bits,
+                    estimate.bits,
+                    estimate.planes,
                     timeline,
                     self._read_before(rid, uses),
                 )
@@ -202,7 +206,7 @@ class RequestOpener:
         (ski rental).
         """
         if part.loaded and not part.whole:
-            seconds = self._served.store.forecast.seconds_to_read(part.missing_bytes)
+            seconds = self._served.store.forecast.seconds_to_read(part.missing_bytes())
             part.whole = part.spent_seconds >= seconds
 
     def _read_before(self, rid: str, uses: list[PartUse]) -> CodedSource | None:
@@ -226,6 +230,7 @@ class RequestOpener:
                     span.stop,
                     slots[first : (first := first + len(span))],
                     alone=cover.alone,
+                    whole=plan.estimate.planes == NUM_PLANES,
                 )
                 self._residents.add(part)
             uses.append(PartUse(part, span.start, span.stop))

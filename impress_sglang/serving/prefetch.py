@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.stored import StoredSpan
-from impress_sglang.serving.admission import AdmissionPlan, Waiting
+from impress_sglang.serving.admission import AdmissionPlan, Ahead, Waiting
 from impress_sglang.serving.bringing import reads_for
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.timeline import Timeline
@@ -130,12 +130,14 @@ class _Prefetching(Waiting):
         super().__init__(rid)
         self._prefetches = prefetches
 
-    def there(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> float:
-        """See `Waiting.there`; counts reads for another request if their slots may be shared."""
+    def ahead(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> Ahead | None:
+        """See `Waiting.ahead`; counts reads for another request if their slots may be shared."""
         own = self._prefetches.get(self.rid)
         others = (other for other in self._prefetches.values() if other.plan.covers)
         for prefetch in others if own is None else (own,):
-            coded = isinstance(prefetch.source, CodedSource)
+            source = prefetch.source
+            coded = isinstance(source, CodedSource)
             if coded == in_codes and prefetch.plan.spans == tuple(spans):
-                return prefetch.source.there
-        return 0.0
+                planes = source.planes if isinstance(source, CodedSource) else 0
+                return Ahead(source.there, planes)
+        return None

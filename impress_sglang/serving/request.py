@@ -40,6 +40,7 @@ class StoredRequest:
     slots: Tensor  # int64 [k]
     num_tokens: int
     bits: float  # of the prefix, per element on average
+    planes: int  # that all its units get
     quality: Quality  # of what is computed after the prefix
     loading: Loading | None
     report: dict[str, object]

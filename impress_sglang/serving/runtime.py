@@ -21,7 +21,7 @@ from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.options import EXACT_BITS, OFF, ON
+from impress_sglang.options import OFF, ON
 from impress_sglang.serving.admission import Admission, AdmissionPlan
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blending import Blending, fits
@@ -307,7 +307,7 @@ class ServingRuntime:
             return
         waited = request.reads.wait_ms / 1e3
         work = RequestLengths(request.resident_len, request.num_tokens, request.new_tokens)
-        whole = request.k == request.num_tokens and request.bits == EXACT_BITS
+        whole = request.k == request.num_tokens
 
         def note(seconds: list[float]) -> None:
             took = max(seconds[0] - waited, 0.0)
@@ -316,6 +316,8 @@ class ServingRuntime:
             if request.blended:
                 self.estimator.note_blend(work, request.computed, took)
             else:
-                self.estimator.note_load(work, took, whole=whole)
+                self.estimator.note_load(
+                    work, took, whole=whole, bits=request.bits, planes=request.planes
+                )
 
         self._clock.when_known([stopwatch], note)

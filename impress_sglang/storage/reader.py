@@ -3,9 +3,9 @@
 Stage: load. In: runs of blocks of open segments and the memory to fill. Out: filled memory, or
 `SegmentUnreadable`. It knows nothing of tokens, requests or policies.
 
-One thread starts reads and collects them. Reads that a layer waits for go before reads ahead, which
-leave half of the device's queue free for them. Callers verify the blocks that they use: blocks read
-in vain cost no checksums, and the one thread keeps the device busy.
+One thread starts reads and collects them. Reads that a layer waits for go before reads ahead, of
+which few are in flight: their pieces are long, and keep the device busy for a while. Callers verify
+the blocks that they use: blocks read in vain cost no checksums.
 
 Nobody waits for a device that has stopped: if nothing arrives for `patience` seconds while reads
 are pending, waiting callers get `StoreUnavailable`; the memory and files of such reads are not
@@ -35,8 +35,12 @@ logger = logging.getLogger(__name__)
 
 # The thread wakes up when a quarter of the reads in flight have ended.
 WAKE_SHARE = 4
-# An observation of the cost of reads has this many pieces, or fewer if the device becomes idle.
+# Of reads ahead; also at most half of all. With pieces of 256 KiB enough for any drive.
+MOST_AHEAD = 16
+# An observation of the cost of reads has this many pieces or takes so long, or less if the device
+# becomes idle. So it is seen within a request that a drive is slower than it was.
 OBSERVED_PIECES = 64
+OBSERVED_SECONDS = 0.02
 
 
 class BlockReader:
@@ -242,7 +246,8 @@ class BlockReader:
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
             limit = room
             if ahead:
-                limit = min(room, max(self._engine.depth // 2, 1) - self._flying_ahead)
+                most = min(MOST_AHEAD, max(self._engine.depth // 2, 1))
+                limit = min(room, most - self._flying_ahead)
             while limit > 0 and waiting:
                 read = waiting[0]
                 batch = read.take(limit)
@@ -311,7 +316,8 @@ class _Watch:
     def ended(self, pieces: int) -> None:
         """Note that pieces have arrived."""
         self._open -= pieces
-        if not self._open or self._pieces - self._open >= OBSERVED_PIECES:
+        ended, seconds = self._pieces - self._open, time.perf_counter() - self._since
+        if not self._open or ended >= OBSERVED_PIECES or seconds >= OBSERVED_SECONDS:
             self._observe()
 
     def idle(self) -> None:

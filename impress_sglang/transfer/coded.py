@@ -7,146 +7,30 @@ slots. A base is always wanted whole, so it is read ahead; which planes, only th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from impress_sglang.loops import areas
 from impress_sglang.loops.types import Flags, Indices, Uint8s
-from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.floors import Floors
-from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
+from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.frames import FrameTaker, make_taker
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.stored_source import StoredSource
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
-
-
-@dataclasses.dataclass(frozen=True)
-class CodeChunks:
-    """The chunks of the codes of a layer: pages of the base, then units; counted in blocks.
-
-    `first` int64 [chunks] is the block where each begins, `count` int64 [chunks] its blocks.
-    """
-
-    first: Indices
-    count: Indices
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the layer's codes."""
-        return int(self.first[-1] + self.count[-1])
-
-
-# An entry takes 16 bytes per unit or page, which have 4 KiB or more: all entries together are no
-# larger than the codes of one layer of the longest segment.
-@functools.lru_cache(maxsize=256)
-def chunks_of(layout: CodeLayout) -> CodeChunks:
-    """Where the chunks of a layer's codes stand."""
-    pages = np.full(layout.num_pages, layout.page_bytes // BLOCK_BYTES)
-    pages[-1] = layout.base_bytes // BLOCK_BYTES - pages[:-1].sum()
-    units = np.full(layout.total_units, layout.unit_stride // BLOCK_BYTES)
-    count = np.concatenate([pages, units]).astype(np.int64)
-    return CodeChunks(np.cumsum(count) - count, count)
-
-
-def cached_pages(layout: CodeLayout, num_layers: int) -> npt.NDArray[np.uint16]:
-    """Pages that each chunk of all layers takes in a cache."""
-    return np.tile(chunks_of(layout).count.astype(np.uint16), num_layers)
-
-
-def most_pages(layout: CodeLayout) -> int:
-    """Pages of the largest chunk of any segment of the same shape."""
-    return max(layout.page_bytes, layout.unit_stride) // BLOCK_BYTES
-
-
-@dataclasses.dataclass(frozen=True)
-class CodedSpan:
-    """The tokens [start, stop) of a segment whose first chunk of codes has the id `base`.
-
-    `planes` planes are read with the base, in addition to the floors of heads.
-    """
-
-    segment: OpenSegment
-    start: int
-    stop: int
-    base: int
-    planes: int = 0
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @functools.cached_property
-    def layout(self) -> CodeLayout:
-        """The layout of the codes of a layer."""
-        layout = self.segment.layout.codes
-        assert layout is not None, "the segment has no codes"
-        return layout
-
-    @functools.cached_property
-    def chunks(self) -> CodeChunks:
-        """Where the codes of a layer stand."""
-        return chunks_of(self.layout)
-
-    @functools.cached_property
-    def groups(self) -> range:
-        """The groups that have tokens of the span."""
-        return range(self.start // GROUP_TOKENS, -(-self.stop // GROUP_TOKENS))
-
-    @functools.cached_property
-    def units(self) -> range:
-        """The units of a head that have tokens of the span."""
-        size = self.layout.unit_tokens
-        return range(self.start // size, -(-self.stop // size))
-
-    @functools.cached_property
-    def pages(self) -> Indices:
-        """The chunks of the base that have tokens of the span."""
-        per_page = self.layout.page_groups
-        return np.arange(self.groups[0] // per_page, self.groups[-1] // per_page + 1)
-
-    @functools.cached_property
-    def spared_blocks(self) -> Flags:
-        """Blocks of the base in a layer that hold nothing of `groups`, even if in their pages."""
-        layout, blocks = self.layout, np.zeros(self.chunks.num_blocks, np.bool_)
-        blocks[: layout.base_bytes // BLOCK_BYTES] = True
-        first = layout.group_offset(self.groups[0]) // BLOCK_BYTES
-        last = layout.group_offset(self.groups[-1]) + layout.group_bytes
-        blocks[first : -(-last // BLOCK_BYTES)] = False
-        return blocks
-
-    def floors(self, layer: int) -> Floors:
-        """How many planes are read with the base of each head of a layer, uint8 [G]."""
-        return np.minimum(self.segment.floors[layer] + np.uint8(self.planes), np.uint8(NUM_PLANES))
-
-    def floor_units(self, layer: int) -> Indices:
-        """The units of the span that are read with the base, int64 [n, 3]: plane, head, unit."""
-        return areas.units_below(self.floors(layer), self.units.start, self.units.stop)
-
-    def certain_chunks(self, layer: int) -> Indices:
-        """Chunks that every request wants: `pages`, and those of `floor_units`."""
-        raised = self.floor_units(layer)
-        return np.concatenate([self.pages, self.unit_chunks(raised)]) if len(raised) else self.pages
-
-    def unit_chunks(self, raised: Indices) -> Indices:
-        """The chunks of units, int64 [n, 3]: plane, head and unit."""
-        layout = self.layout
-        return areas.unit_places(raised, layout.num_heads, layout.num_units, layout.num_pages)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,13 +94,14 @@ class CodedSource(StoredSource):
         self._cache = cache
         self._taker = make_taker(cache) if taker is None else taker
 
+    @property
+    def planes(self) -> int:
+        """How many planes are read with the base of each span."""
+        return self.spans[0].planes
+
     def floors(self, layer: int, number: int) -> Floors:
         """See `CodedSpan.floors`."""
         return self.spans[number].floors(layer)
-
-    def has_base(self, layer: int) -> bool:
-        """Whether the base of a layer was read ahead: `read_base` will probably not wait."""
-        return self.next_ahead > layer and self._is_there(layer) and not self._was_evicted(layer)
 
     def read_base(self, layer: int, *, early: bool = False) -> list[Base | None]:
         """Read the base of each span whose base is not in slots; None for the others.
@@ -252,9 +137,7 @@ class CodedSource(StoredSource):
         span, chunks = self.spans[number], self.spans[number].chunks
         tiers = self._cache.placement.tiers(self._first_id(layer, span), len(chunks.first))
         asked = span.unit_chunks(raised.numpy())
-        blocks = areas.uncached_blocks(
-            asked, chunks.first, chunks.count, tiers, span.spared_blocks
-        )
+        blocks = areas.uncached_blocks(asked, chunks.first, chunks.count, tiers, span.spared_blocks)
         if len(blocks):
             buffer = self._buffer(layer, number)
             self.stats.ssd_bytes += buffer.read(blocks, 0, self._reader, last=False)

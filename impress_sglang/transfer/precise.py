@@ -163,7 +163,7 @@ class PreciseLoader:
                 if use.part.layers_loaded != layer:
                     continue
                 load, _ = _load_of(use.part)
-                if early and not (use.part.lasting and load.source.has_base(layer)):
+                if early and not (use.part.lasting and load.source.has_read(layer)):
                     continue
                 found = load.source.read_base(layer, early=early)
                 for number, (part, base) in enumerate(zip(load.parts, found, strict=True)):
@@ -198,10 +198,10 @@ class PreciseLoader:
                 _Wanted.of(layer, use, planes[:, place])
                 for use, place in zip(units.uses, units.places, strict=True)
             ]
-        if inputs is not None and inputs.following is not None:
+        following = None if inputs is None else inputs.following
+        if following is not None and _ask(layer, wanted):
             # While the drive brings the planes.
-            if _ask(layer, wanted):
-                self.restore(layer + 1, units, inputs.following, stats, timeline, early=True)
+            self.restore(layer + 1, units, following, stats, timeline, early=True)
         with stats.timed("load_ms"):
             for own in wanted:
                 self._raise(layer, own, writer, keys, values, timeline)
@@ -302,7 +302,7 @@ class _Wanted:
 def _ask(layer: int, wanted: Sequence[_Wanted]) -> bool:
     """Begin to read missing planes, if the base of the next layer is there; whether it is."""
     loads = dict.fromkeys(_load_of(own.part) for own in wanted if len(own.missing))
-    if not any(load.source.has_base(layer + 1) for load, _ in loads):
+    if not any(load.source.has_read(layer + 1) for load, _ in loads):
         return False
     for own in wanted:
         if len(own.missing):

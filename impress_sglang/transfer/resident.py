@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.precision.allocation import is_chosen
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens
@@ -92,8 +93,8 @@ class ResidentPart:
     """What requests spent on raising it since it was loaded, with what finds where."""
     whole: bool = False
     """Whether requests raise all of it, and then spend nothing on it any more."""
-    complete: bool = False
-    """Whether that was seen to be done."""
+    planes: int = 0
+    """So many planes all its units have once it is loaded, if not more."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop <= self.layout.num_tokens
@@ -116,11 +117,18 @@ class ResidentPart:
         """Whether all layers are in the slots."""
         return self.layers_loaded == self.num_layers
 
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes of the planes that it lacks."""
-        lacking = NUM_PLANES * self.levels.size - int(self.levels.sum())
+    def missing_bytes(self, planes: int = NUM_PLANES) -> int:
+        """Bytes that it lacks of the first planes."""
+        if planes <= self.planes:
+            return 0
+        lacking = planes * self.levels.size - int(np.minimum(self.levels, planes).sum())
         return lacking * self.layout.unit_stride
+
+    def has(self, planes: int) -> bool:
+        """Whether it is loaded, and all its units have so many planes."""
+        if self.loaded and planes > self.planes:
+            self.planes = int(self.levels.min())
+        return self.loaded and planes <= self.planes
 
     def tokens(self, layer: int) -> CodedTokens:
         """The part's codes in a loaded layer; only the ranges of their bytes are present."""
@@ -150,7 +158,7 @@ class ResidentPart:
             self.num_layers,
             last_access=self.last_access,
             whole=self.whole,
-            complete=self.complete,
+            planes=self.planes,
         )
         rest.spent_seconds = self.spent_seconds * len(rest) / len(self)
         self.spent_seconds -= rest.spent_seconds
@@ -193,13 +201,13 @@ class PartUse:
         return slice(self.start // size - first, -(-self.stop // size) - first)
 
 
-def are_complete(uses: Sequence[PartUse]) -> bool:
-    """Whether parts were raised whole, so that nothing is left to load."""
-    for part in dict.fromkeys(use.part for use in uses):
-        part.complete = part.complete or (part.loaded and part.whole and not part.missing_bytes)
-        if not part.complete:
-            return False
-    return True
+def have_planes(uses: Sequence[PartUse], bits: float, planes: int) -> bool:
+    """Whether parts have what a request wants of them, so that nothing is left to load.
+
+    It wants `bits` per element on average, and so many planes of all units.
+    """
+    most = NUM_PLANES if is_chosen(bits, planes) else planes
+    return all(part.has(most) for part in dict.fromkeys(use.part for use in uses))
 
 
 class UsedUnits:

@@ -41,8 +41,9 @@ from impress_sglang.tiers.placement import Access, Moves, Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.expectation import BlockHistory
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.geometry import SourceSpan

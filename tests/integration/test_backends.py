@@ -275,7 +275,7 @@ class Notes(Estimator):
     def note_forward(self, new: int, pairs: float, seconds: float) -> None:
         self.passes.append((new, pairs, round(seconds * 1e3, 6)))
 
-    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
+    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool, **_: float) -> None:
         self.loads.append((work, round(seconds * 1e3, 6), whole))
 
 

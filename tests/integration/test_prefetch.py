@@ -14,7 +14,6 @@ from impress_sglang.integration import radix_cache
 from impress_sglang.integration.passes import KnownRequest
 from impress_sglang.options import AUTO, EXACT_BITS
 from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.estimate import BITS
 from impress_sglang.storage.quality import EXACT
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
@@ -73,8 +72,9 @@ def planned(world: World, rid: str) -> AdmissionPlan:
 def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets reading take a second per byte, and computing so many seconds; bits are auto."""
     runtime = world.runtime
-    runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO)
-    monkeypatch.setattr(runtime.store.forecast, "seconds_to_read", lambda count: count)
+    runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO, load="always")
+    for name in ("seconds_to_read", "seconds_to_pick"):
+        monkeypatch.setattr(runtime.store.forecast, name, lambda count: count)
     computing = runtime.estimator.computing
 
     def compute_for(seconds: float) -> None:
@@ -94,25 +94,61 @@ def read_layers(world: World, rid: str, layers: int) -> None:
     assert source.next_ahead == layers and source.there == layers / SHAPE.num_layers
 
 
-@pytest.mark.parametrize(("layers", "bits"), [(0, 6.0), (1, 7.0), (2, 7.0)])
-def test_auto_gives_bits_for_what_was_read_meanwhile(
-    world: World, layers: int, bits: float, slow_reads: Callable[[float], None]
+@pytest.mark.parametrize(
+    ("share", "bits"),
+    [(0.0, 5.0), (0.5, 6.0), (0.95, 8.0)],
+    ids=["a slow drive", "six bits hide", "eight nearly do"],
+)
+def test_auto_gives_the_bits_that_take_hardly_longer(
+    world: World, share: float, bits: float, slow_reads: Callable[[float], None]
 ) -> None:
-    """The base of some layers; it counts for whoever waits for the same, too."""
+    """Computing takes as long as reading the base, and this share of the planes."""
     stored = world.runtime.store.forecast.coded_bytes(planned(world, "r").spans)
-    # As long as reading in 6.8 bits.
-    seconds = stored.expected(6.8)
-    slow_reads(seconds)
-    if layers:
-        read_layers(world, "r", layers)
+    slow_reads(stored.base + share * stored.planes)
 
+    estimate = planned(world, "r").estimate
+
+    assert (estimate.bits, estimate.planes) == (bits, int(bits - 4) // 2)
+    picked = stored.planes / 4 if bits == 5 else 0.0
+    assert estimate.waits == pytest.approx(picked)
+    assert estimate.io == pytest.approx(stored.expected(bits) - picked)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_auto_counts_what_was_read_meanwhile(
+    world: World, layers: int, slow_reads: Callable[[float], None]
+) -> None:
+    """Planes that come with the base are as good as there, whatever they were read for."""
+    spans = planned(world, "r").spans
+    stored = world.runtime.store.forecast.coded_bytes(spans)
+    slow_reads(stored.base + stored.planes)
+    read_layers(world, "r", layers)
+    slow_reads(0.0)
     for rid in ("r", "another"):
         estimate = planned(world, rid).estimate
-        assert estimate.bits == bits
+        assert (estimate.bits, estimate.waits) == (8.0, 0.0)
         # Who orders the queue takes off by itself what was read.
-        assert estimate.io == pytest.approx(stored.expected(bits))
-    hidden = [own for own in BITS if stored.expected(own, layers / 3) <= seconds]
-    assert max(hidden, default=5.0) == bits
+        assert estimate.io == pytest.approx(stored.expected(8))
+
+
+def test_auto_raises_what_is_in_slots_only_if_that_takes_hardly_longer(
+    world: World, slow_reads: Callable[[float], None]
+) -> None:
+    stored = world.runtime.store.forecast.coded_bytes(planned(world, "r").spans)
+    slow_reads(stored.base + stored.planes / 2)
+    req = world.request("six", [*STORED, *range(5000, 5008)])
+    world.match(req)
+    request = world.admit(req)
+    assert request is not None and request.bits == 6.0
+    world.load(request)
+    (use,) = request.uses
+    missing = use.part.missing_bytes()
+    assert missing > 0 == use.part.missing_bytes(use.part.planes)
+    slow_reads(20 * missing)
+    assert planned(world, "r").estimate.bits == 8.0
+    slow_reads(missing)
+    estimate = planned(world, "r").estimate
+    assert (estimate.io, estimate.waits) == (0.0, 0.0) and estimate.bits < 8.0
 
 
 @pytest.mark.parametrize("layers", [0, 1])
@@ -129,7 +165,7 @@ def test_auto_is_exact_where_that_hides(
     plan = planned(world, "r")
     assert plan.estimate.bits == EXACT_BITS and plan.quality == EXACT and not plan.covers
     assert plan.estimate.io == pytest.approx(num_bytes)
-    slow_reads(num_bytes * (1 - layers / SHAPE.num_layers) - 1)
+    slow_reads(num_bytes * (1 - layers / SHAPE.num_layers) / 1.2)
     assert planned(world, "r").estimate.bits == 8.0
 
 

@@ -13,13 +13,18 @@ import torch
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.loading import SelectiveLoading, SharedLoading, loads_nothing
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import Quality
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.scoring import TorchScorer
 from tests.integration.worlds import SHAPE, TOKENS, World
+from tests.unit.spying import calls_of
+from tests.unit.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
@@ -106,14 +111,14 @@ def test_a_part_that_much_was_spent_on_is_raised_whole(world: World) -> None:
     first = world.loaded("first")
     world.end(first)
     (use,) = first.uses
-    part, spent = use.part, world.runtime.store.forecast.seconds_to_read(use.part.missing_bytes)
+    part, spent = use.part, world.runtime.store.forecast.seconds_to_read(use.part.missing_bytes())
     assert 0.0 == part.spent_seconds < spent, "loading it is not raising it"
     part.spent_seconds = 0.99 * spent
     second = timed(world, "second")
     assert part.spent_seconds >= 0.99 * spent + 0.01 and not part.whole
     part.spent_seconds = spent
     third = world.loaded("third")
-    assert part.whole and part.missing_bytes == 0
+    assert part.whole and part.missing_bytes() == 0
     assert third.stats.units and third.report["bits_mean"] == 8.0
     fourth = world.admit(world.ask("fourth"))
     assert fourth is not None and loads_nothing(fourth.loading)
@@ -124,7 +129,7 @@ def test_a_part_that_much_was_spent_on_is_raised_whole(world: World) -> None:
         world.end(request)
     beside = world.loaded("beside", fork=FORK)
     whole, fresh = (own.part for own in beside.uses)
-    assert whole.complete and whole.missing_bytes == 0 and not fresh.whole
+    assert whole.has(NUM_PLANES) and whole.missing_bytes() == 0 and not fresh.whole
     assert beside.tops_up == beside.uses[:1], "what is new is not topped up"
     assert (fresh.levels[0].sum((0, 1)) <= planes_of(5.0, whole.levels[0].size * 2)).all()
     assert fresh.levels.any(), "planes that the whole part does not need are for the rest"
@@ -167,10 +172,39 @@ def test_what_is_complete_is_used_however_slow_loading_is(world: World) -> None:
         for new in (8, TOKENS):
             estimator.note_forward(new, new * TOKENS, new * 1e-4)
         estimator.note_load(RequestLengths(0, TOKENS, 8), 9.0, whole=False)
-    part.whole = False
+    part.levels[0, 0, 0] = part.planes = 1
     assert world.ask("declined").host_hit_length == 0, "the control: loading is slow"
-    part.whole = True
-    assert world.ask("used").host_hit_length == TOKENS and part.complete
+    part.levels[0, 0, 0] = NUM_PLANES
+    assert world.ask("used").host_hit_length == TOKENS and part.has(NUM_PLANES)
+
+
+@pytest.mark.parametrize("options", [{"readahead": 0.2, "load": "always", "allocate": "even"}])
+@pytest.mark.parametrize(("bits", "planes"), [(6, 1), (8, 2)])
+def test_planes_that_all_units_get_are_read_ahead_and_scored_by_nobody(
+    world: World, bits: int, planes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who wants no more of them afterwards loads nothing."""
+    scored = calls_of(monkeypatch, TorchScorer, "column_sums")
+    picked = calls_of(monkeypatch, CodedSource, "read_units")
+    req = world.ask("first", bits=bits)
+    world.cache.prefetch(req)
+    wait_until(lambda: not world.runtime.prefetches._waiting["first"].source.is_reading)
+    first = world.admit(req)
+    assert first is not None and first.planes == planes
+    world.load(first)
+    world.end(first)
+    assert not scored and not picked and first.report["bits_mean"] == bits
+    assert first.reads.ahead_used_bytes == first.reads.ssd_needed_bytes > 0
+    (use,) = first.uses
+    assert use.part.has(planes) and (use.part.levels == planes).all()
+    second = world.admit(world.ask("second", bits=bits))
+    assert second is not None and loads_nothing(second.loading)
+    world.load(second)
+    world.end(second)
+    assert second.report["bits_mean"] == bits
+    fewer = world.admit(world.ask("fewer", bits=4))
+    assert fewer is not None and loads_nothing(fewer.loading)
+    world.end(fewer)
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:

@@ -26,7 +26,8 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots

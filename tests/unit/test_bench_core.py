@@ -213,6 +213,6 @@ def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:
         assert port.number != other.number
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
             stranger.bind(("127.0.0.1", port.number))
-        with socket.create_server(("127.0.0.1", port.number)) as server:
-            with socket.create_connection(server.getsockname()):
-                pass
+        server = socket.create_server(("127.0.0.1", port.number))
+        with server, socket.create_connection(server.getsockname()):
+            pass

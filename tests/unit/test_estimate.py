@@ -101,7 +101,7 @@ def test_what_requests_take_is_learnt_within_a_tenth(
         assert (found.retention, found.io) == (retention, 1.25)
 
 
-@pytest.mark.parametrize("bits", [4.0, 5.0, 8.0])
+@pytest.mark.parametrize("bits", [4.5, 5.0, 8.0])
 def test_a_whole_prefix_in_codes_is_scored_like_a_part(bits: float) -> None:
     machine = MACHINES["a small GPU"]
     estimator = taught(machine)
@@ -281,6 +281,53 @@ def test_auto_takes_the_largest_hidden_retention_and_else_its_floor(
     assert Estimator(HIDDEN_SIZE).largest_hidden(estimates(*ios)).retention == retention
 
 
+def test_what_gets_as_many_bits_everywhere_is_not_scored() -> None:
+    """It is learnt apart from what is, and from what is copied as it is."""
+    estimator, work = Estimator(HIDDEN_SIZE), RequestLengths(0, 4000, 20)
+    kinds = {0.5: (5.0, 0), 0.3: (6.0, 1), 0.2: (EXACT_BITS, 0)}
+    for _ in range(3):
+        for seconds, (bits, planes) in kinds.items():
+            estimator.note_load(work, seconds, whole=True, bits=bits, planes=planes)
+
+    for seconds, (bits, planes) in kinds.items():
+        found = estimator.estimate(work, 1.0, 0.0, bits, planes)
+        assert found.least == pytest.approx(seconds, rel=0.05)
+    assert estimator.estimate(work, 1.0, 0.0, 8.0, 2).least == pytest.approx(0.3, rel=0.05)
+
+
+def test_what_a_layer_waits_for_hides_behind_nothing() -> None:
+    usual = Estimate(1.0, 3.0, 2.0, 9.0)
+    waits = dataclasses.replace(usual, waits=0.5)
+    for unread in (1.0, 0.5, 0.0):
+        assert waits.seconds(unread) == usual.seconds(unread) + 0.5
+        assert waits.unhidden(unread) == usual.unhidden(unread), "reading ahead changes it not"
+    assert waits.lead == usual.lead and waits.load == 3.5
+
+
+@pytest.mark.parametrize(
+    ("ios", "waits", "bits"),
+    [
+        ((1.0, 0.5, 0.4, 0.3), 0.1, EXACT_BITS),
+        ((4.0, 2.0, 1.5, 1.2), 0.1, 6.0),
+        ((4.0, 2.0, 1.9, 1.85), 0.1, 8.0),
+        ((4.0, 2.0, 1.5, 1.2), 0.8, 6.0),
+        ((9.0, 7.0, 6.0, 5.0), 0.3, 5.0),
+    ],
+    ids=["all hide", "one nearly", "little to gain", "choosing takes time", "a slow drive"],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_auto_takes_the_most_bits_that_take_hardly_longer(
+    ios: tuple[float, ...], waits: float, bits: float, known: bool
+) -> None:
+    """A pass of 1.4 s, whether or not it is known what computing all would take."""
+    choices = [(EXACT_BITS, 0, 0.0), (8.0, 2, 0.0), (6.0, 1, 0.0), (5.0, 0, waits)]
+    estimates = [
+        Estimate(1.0, io, 1.4 if known else None, 9.0, True, own, 1.4, planes, wait)
+        for io, (own, planes, wait) in zip(ios, choices, strict=True)
+    ]
+    assert Estimator(HIDDEN_SIZE).most_bits(estimates).bits == bits
+
+
 def stored(chances: dict[int, float], *, probe_bytes: int = 0, usual: float = 0.25) -> StoredBytes:
     counts = np.zeros(CODES)
     for code, num_bytes in chances.items():
@@ -346,3 +393,6 @@ def test_as_much_is_read_before_as_would_be_waited_for(
 def test_coded_bytes_are_the_base_and_planes_by_bits() -> None:
     found = CodedBytes(1000.0, 800.0)
     assert [found.expected(bits) for bits in (4, 5, 6, 8)] == [1000, 1200, 1400, 1800]
+    assert [found.parts(bits, 0) for bits in (4, 5, 8)] == [(1000, 0), (1000, 200), (1000, 800)]
+    assert [found.parts(bits, 1) for bits in (4, 5, 8)] == [(1400, 0), (1400, 0), (1400, 400)]
+    assert found.parts(8, 2) == found.parts(5, 2) == (1800, 0)

@@ -15,6 +15,7 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.precision.floors import Floors
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, SCORED_QUERIES, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
@@ -22,6 +23,7 @@ from impress_sglang.transfer.slots import LayerSlots
 from tests.unit import dense
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart, restored, units_of
 from tests.unit.kv_factory import flip_byte, make_shape
+from tests.unit.spying import calls_of
 
 Coded = Callable[..., CodedCase]
 PREFIXES = {
@@ -323,6 +325,64 @@ def test_a_load_brings_all_its_parts_whoever_comes_first(coded: Coded) -> None:
         case.check(layer)
         loader.restore(layer, everything, slots, stats[1])
         assert stats[0].base_bytes > 0 == stats[1].base_bytes
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+@with_and_without_floors
+def test_the_next_base_is_restored_while_planes_are_read(
+    prefix: list[CodedPart],
+    floors: Floors | None,
+    coded: Coded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If it is there already; what is in the slots, and read, is the same either way."""
+    case, usual = coded(prefix, floors=floors), coded(prefix, floors=floors)
+    case.read_ahead(0.2)
+    usual.read_ahead(0.2)
+    loader, stats, others = PreciseLoader(SHAPE, ALLOCATIONS["query"]), LoadStats(), LoadStats()
+    asked = calls_of(monkeypatch, CodedSource, "ask_units")
+    last = SHAPE.num_layers - 1
+    for layer in range(SHAPE.num_layers):
+        given, slots = inputs(case, seed=layer), case.layer_slots(layer)
+        following = case.layer_slots(layer + 1) if layer < last else None
+        own = dataclasses.replace(given, following=following)
+        loader.load(layer, case.units, own, slots, 5.0, stats)
+        early = len(asked) > 0
+        assert [part.layers_loaded for part in case.parts] == [
+            min(layer + 1 + early, SHAPE.num_layers)
+        ] * len(case.parts)
+        case.source.end_layer(layer)
+        loader.load(layer, usual.units, given, usual.layer_slots(layer), 5.0, others)
+        usual.source.end_layer(layer)
+        case.check(layer)
+        assert torch.equal(case.levels(layer), usual.levels(layer))
+        asked.clear()
+    case.source.close()
+    usual.source.close()
+    for name in ("ssd_bytes", "ssd_needed_bytes", "ahead_used_bytes", "selected_chunks"):
+        assert getattr(case.source.stats, name) == getattr(usual.source.stats, name), name
+    assert stats.base_bytes == others.base_bytes and stats.planes == others.planes
+
+
+@pytest.mark.parametrize("why", ["not read", "evicted", "not lasting"])
+def test_a_base_that_would_be_waited_for_is_left_for_its_turn(why: str, coded: Coded) -> None:
+    case = coded(PREFIXES["one"])
+    if why != "not read":
+        case.read_ahead(0.2)
+    if why == "not lasting":
+        case.parts[0].lasting = False
+    loader = PreciseLoader(SHAPE, ALLOCATIONS["query"])
+    for layer in range(SHAPE.num_layers):
+        if why == "evicted" and layer + 1 < SHAPE.num_layers:
+            (tenant,) = [
+                own for own in case.pool._open.values() if own.owner == (case.source, layer + 1)
+            ]
+            tenant.evict()
+        following = case.layer_slots(layer + 1) if layer + 1 < SHAPE.num_layers else None
+        own = dataclasses.replace(inputs(case), following=following)
+        loader.load(layer, case.units, own, case.layer_slots(layer), 5.0, LoadStats())
+        assert case.parts[0].layers_loaded == layer + 1
+        case.check(layer)
 
 
 @pytest.mark.parametrize("how", ["given up", "broken"])

@@ -15,6 +15,7 @@ import pytest
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage import pending_read
+from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import Integers
 from impress_sglang.storage.files import FileSystem
@@ -403,3 +404,35 @@ def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
         wait_until(lambda: engine.closed)
         assert all(read.done for read in reads)
         stored.check((0, 6))
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_few_reads_ahead_are_in_flight(
+    step: Step, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many may be: the device is busy with them for a while."""
+    monkeypatch.setattr(reader_module, "MOST_AHEAD", 1)
+    reader, engine = step
+    ahead = reader.submit(stored.runs((0, 3)), ahead=True)
+    for begun in range(1, 4):
+        engine.wait_started(begun)
+        assert engine.in_flight == 1
+        engine.allow(1)
+    ahead.wait()
+    assert engine.most_in_flight == 1
+
+
+@pytest.mark.parametrize(("seconds", "noted"), [(0.0, 1), (60.0, 0)])
+def test_a_drive_that_is_slow_is_noticed_before_it_is_idle(
+    seconds: float, noted: int, step: Step, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "OBSERVED_SECONDS", seconds)
+    reader, engine = step
+    first = reader.submit(stored.runs((0, 1)))
+    second = reader.submit(stored.runs((10, 11)))
+    engine.wait_started(2)
+    engine.allow(1)
+    first.wait()
+    assert reader.cost.observations == noted
+    engine.allow()
+    second.wait()
