@@ -42,6 +42,7 @@ OPTIONS = (
     "--impress-load=always",
 )
 EXACT = "exact"
+AUTO = "auto"
 
 
 def main() -> int:
@@ -108,6 +109,7 @@ class _Scenario:
                 self._ask(server, report.COMPUTED, QUESTIONS[0])
             self._read(server, report.WHOLE, report.DEVICE, bits=EXACT)
             self._read(server, report.FEW_BITS, report.SHARED)
+            self._read(server, report.AUTO_BITS, bits=AUTO)
             with self.step(f"{len(CROWD)} questions at once"):
                 at_once = _ask_at_once(server)
             with self.step("1 of 2: stopping the server"):
@@ -146,7 +148,7 @@ class _Scenario:
         with pool.running(name, model, "float32", *OPTIONS, store, preload=None) as server:
             with self.step(f"{name}: warming up, with another prefix"):
                 # In each way: first requests take longer than others.
-                for bits in (None, None, EXACT):
+                for bits in (None, None, EXACT, AUTO, AUTO, AUTO):
                     _generate(server, warm_up_prompt(), 4, bits)
                     server.flush()
             yield server

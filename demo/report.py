@@ -39,22 +39,23 @@ class Way:
     """A way to get the prefix, and what SGLang must report of a request that went it.
 
     `served_by` is `meta_info["impress"]["path"]`; `approximate` says that the prefix is used in few
-    bits.
+    bits, None that it may be.
     """
 
     name: str
     served_by: str
-    approximate: bool = False
+    approximate: bool | None = False
 
 
 COMPUTED = Way("computed", "computed")
 DEVICE = Way("device pool, exact", "device")
 WHOLE = Way("SSD, exact", "ssd")
 FEW_BITS = Way("SSD, few bits", "ssd", approximate=True)
+AUTO_BITS = Way("SSD, auto", "ssd", approximate=None)
 RESTARTED = Way("SSD, after restart", "ssd", approximate=True)
 SHARED = Way("shared, few bits", "device", approximate=True)
 
-WAYS = (COMPUTED, DEVICE, WHOLE, FEW_BITS, RESTARTED, SHARED)
+WAYS = (COMPUTED, DEVICE, WHOLE, FEW_BITS, AUTO_BITS, RESTARTED, SHARED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def _check(way: Way, report: Mapping[str, Any], text: str) -> None:
     used, prefix = report["used_tokens"], report["prefix_tokens"]
     if used < prefix:
         raise DemoFailed(f"{way.name!r} used {used} of {prefix} tokens")
-    if report["approximate"] != way.approximate:
+    if way.approximate is not None and report["approximate"] != way.approximate:
         expected = "in few bits" if way.approximate else "as it was computed"
         raise DemoFailed(f"{way.name!r} did not use the prefix {expected}")
     # What a question lacks of a shared prefix is read, too.

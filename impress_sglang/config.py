@@ -127,14 +127,9 @@ class ImpressConfig:
         return min(self.usual_retention, AUTO_FLOOR)
 
     @property
-    def auto_bits(self) -> bool:
-        """Whether each request gets the bits whose loading hides behind computing."""
-        return self.bits == AUTO
-
-    @property
     def usual_bits(self) -> float:
         """Bits per element for a request that sets none; with auto, the least that it gets."""
-        if self.auto_bits:
+        if self.bits == AUTO:
             return AUTO_BITS
         return EXACT_BITS if self.bits == EXACTLY else float(self.bits)
 

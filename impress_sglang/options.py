@@ -196,9 +196,9 @@ OPTIONS: tuple[Option, ...] = (
         ),
         "Policy impress: mean bits per element of a stored prefix when it is loaded, "
         f"{LEAST_BITS:g} to {MOST_BITS:g}, with more of them where the request attends. exact: "
-        "KVs as they were computed. auto: the most bits whose I/O hides behind compute, at least "
-        f"{AUTO_BITS:g}, and exact if that hides as well. A request overrides it with "
-        "custom_params impress_bits.",
+        "KVs as they were computed. auto: of these, 8, 6 and "
+        f"{AUTO_BITS:g} bits the most that take hardly longer than the fastest. A request "
+        "overrides it with custom_params impress_bits.",
     ),
     Option(
         "base_error",

@@ -39,14 +39,15 @@ from impress_sglang.tiers.rules import (
 class LoadOptions:
     """What a request wants of a stored prefix: the share of its tokens, and their bits.
 
-    `chosen`: the request itself has set the share; `bits_chosen`: it has set the bits. `blend`: how
-    much of reused text that is no prefix is computed again: a share, `AUTO`, or `OFF` for no reuse.
+    `chosen`: the request itself has set the share. `auto_bits`: `bits` are the least, and more are
+    welcome. `blend`: how much of reused text that is no prefix is computed again: a share, `AUTO`,
+    or `OFF` for no reuse.
     """
 
     retention: float = 1.0
     bits: float = EXACT_BITS
     chosen: bool = False
-    bits_chosen: bool = False
+    auto_bits: bool = False
     blend: float | str = OFF
 
     @property

@@ -348,12 +348,7 @@ class Admission:
         retentions, most = [wanted.retention], [fewest]
         if config.auto_retention and not wanted.chosen:
             retentions = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
-        if (
-            config.auto_bits
-            and not wanted.bits_chosen
-            and bits < EXACT_BITS
-            and retentions[0] >= 1.0
-        ):
+        if wanted.auto_bits and bits < EXACT_BITS and retentions[0] >= 1.0:
             most = [*((own, whole_planes(own)) for own in BITS), fewest]
             # Tokens that are in slots in codes are shared and not loaded again.
             alone = not any(cover.part for cover in covers()) and match.quality == EXACT

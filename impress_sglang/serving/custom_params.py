@@ -9,6 +9,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import (
     AUTO,
+    AUTO_BITS,
     EXACT_BITS,
     EXACTLY,
     LEAST_BITS,
@@ -61,10 +62,10 @@ def check_custom_params(
             f"got {retention!r}"
         )
     bits = custom_params.get(BITS_KEY, EXACTLY)
-    if not is_bits(bits):
+    if not is_bits(bits) and bits != AUTO:
         raise ValueError(
-            f"custom_params {BITS_KEY} must be a number from {LEAST_BITS:g} to {MOST_BITS:g}, or "
-            f"{EXACTLY!r}, got {bits!r}"
+            f"custom_params {BITS_KEY} must be a number from {LEAST_BITS:g} to {MOST_BITS:g}, "
+            f"{EXACTLY!r} or {AUTO!r}, got {bits!r}"
         )
     if type(store := custom_params.get(STORE_KEY, True)) is not bool:
         raise ValueError(f"custom_params {STORE_KEY} must be true or false, got {store!r}")
@@ -138,12 +139,13 @@ def _is_ttl(value: Any) -> TypeGuard[float]:
 
 
 def _load_options(params: Mapping[str, Any], config: ImpressConfig) -> LoadOptions:
-    own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.usual_bits)
+    own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
+    named = {EXACTLY: EXACT_BITS, AUTO: AUTO_BITS}
     retention = config.usual_retention if own is None else max(float(own), config.min_retention)
     return LoadOptions(
         retention,
-        EXACT_BITS if bits == EXACTLY else float(bits),
+        named[bits] if isinstance(bits, str) else float(bits),
         chosen=own is not None,
-        bits_chosen=BITS_KEY in params,
+        auto_bits=bits == AUTO,
         blend=params.get(BLEND_KEY, config.usual_blend),
     )

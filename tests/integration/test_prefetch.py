@@ -61,8 +61,8 @@ def test_what_is_against_a_request_is_asked_once(
 
 
 def planned(world: World, rid: str) -> AdmissionPlan:
-    """How a request that asks for nothing would use what is stored."""
-    req = world.request(rid, [*STORED, *range(5000, 5008)])
+    """How a request that leaves its bits to the server would use what is stored."""
+    req = world.request(rid, [*STORED, *range(5000, 5008)], bits=AUTO)
     _, plan = world.cache._plan(RadixKey(array("q", STORED), None), 0, KnownRequest(req))
     assert plan is not None and plan.stop == TOKENS
     return plan
@@ -70,9 +70,9 @@ def planned(world: World, rid: str) -> AdmissionPlan:
 
 @pytest.fixture
 def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets reading take a second per byte, and computing so many seconds; bits are auto."""
+    """Lets reading take a second per byte, and computing so many seconds."""
     runtime = world.runtime
-    runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO, load="always")
+    runtime.admission._config = dataclasses.replace(runtime.config, load="always")
     for name in ("seconds_to_read", "seconds_to_pick"):
         monkeypatch.setattr(runtime.store.forecast, name, lambda count: count)
     computing = runtime.estimator.computing
@@ -136,7 +136,7 @@ def test_auto_raises_what_is_in_slots_only_if_that_takes_hardly_longer(
 ) -> None:
     stored = world.runtime.store.forecast.coded_bytes(planned(world, "r").spans)
     slow_reads(stored.base + stored.planes / 2)
-    req = world.request("six", [*STORED, *range(5000, 5008)])
+    req = world.request("six", [*STORED, *range(5000, 5008)], bits=AUTO)
     world.match(req)
     request = world.admit(req)
     assert request is not None and request.bits == 6.0

@@ -106,7 +106,7 @@ def test_rows_are_medians_and_count_the_answers_of_the_exact_prefix() -> None:
     for number, question in enumerate(QUESTIONS):
         replies.append(reply_of(report.SHARED, question, ssd_bytes=number, bits_mean=5 + number))
     replies[-1] = dataclasses.replace(replies[-1], text="Another answer.")
-    replies += [reply_of(way) for way in (report.WHOLE, report.FEW_BITS, report.RESTARTED)]
+    replies += [reply_of(way) for way in WAYS[2:] if way is not report.SHARED]
 
     rows = {row.way: row for row in report.make_rows(replies[::-1])}
 

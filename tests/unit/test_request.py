@@ -32,7 +32,7 @@ CONFIG = ImpressConfig()
 
 
 NO_NUMBERS = ("x", "0.5", True, False, None, [0.5], {}, 10**400, math.nan)
-RIGHT = {RETENTION_KEY: (1, 1.0, 0.25, 1e-9), BITS_KEY: (4, 4.0, 5.5, 8, EXACTLY)}
+RIGHT = {RETENTION_KEY: (1, 1.0, 0.25, 1e-9), BITS_KEY: (4, 4.0, 5.5, 8, EXACTLY, AUTO)}
 WRONG = {
     RETENTION_KEY: (*NO_NUMBERS, 0, 0.0, -0.5, 2, 1.0001, math.inf),
     BITS_KEY: (*NO_NUMBERS, 3.99, 8.01, 0, -5, 16, "5", "Exact", ""),
@@ -144,7 +144,7 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
             LoadOptions(0.3, EXACT_BITS),
         ),
         (ImpressConfig(retention=AUTO, bits=7), LoadOptions(AUTO_FLOOR, 7.0)),
-        (ImpressConfig(bits=AUTO), LoadOptions(1.0, AUTO_BITS)),
+        (ImpressConfig(bits=AUTO), LoadOptions(1.0, AUTO_BITS, auto_bits=True)),
     ):
         for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):
             assert load_options_of(params, config) == usual
@@ -172,18 +172,18 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"), [(4, 4.0), (6.5, 6.5), (8.0, 8.0), (EXACTLY, EXACT_BITS)]
+    ("asked", "given"),
+    [(4, 4.0), (6.5, 6.5), (8.0, 8.0), (EXACTLY, EXACT_BITS), (AUTO, AUTO_BITS)],
 )
 def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: float) -> None:
     params = SimpleNamespace(custom_params={BITS_KEY: asked})
-    for config in (ImpressConfig(), ImpressConfig(bits=EXACTLY)):
+    auto = asked == AUTO
+    for config in (ImpressConfig(), ImpressConfig(bits=EXACTLY), ImpressConfig(bits=AUTO)):
         found = load_options_of(params, config)
 
-        assert found == LoadOptions(1.0, given, bits_chosen=True), (
-            "its bits say nothing of its share"
-        )
+        assert found == LoadOptions(1.0, given, auto_bits=auto), "its bits say nothing of its share"
         assert type(found.bits) is float
     both = SimpleNamespace(custom_params={BITS_KEY: asked, RETENTION_KEY: 1})
     assert load_options_of(both, ImpressConfig(retention=0.3)) == LoadOptions(
-        1.0, given, chosen=True, bits_chosen=True
+        1.0, given, chosen=True, auto_bits=auto
     )
