@@ -208,4 +208,4 @@ def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
 def test_wrong_wishes_are_refused(impress: Server) -> None:
     response = impress.ask([5, 6, 7], 1, impress_bits=3.9)
     assert response.status_code == 400
-    assert "impress_bits must be a number from 4 to 8, or 'exact'" in response.text
+    assert "impress_bits must be a number from 4 to 8, 'exact' or 'auto'" in response.text

@@ -176,8 +176,8 @@ FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     *(({"bits": own}, "usual_bits", float(own)) for own in (4, 5.25, 8.0)),
     ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
     ({"bits": AUTO}, "usual_bits", AUTO_BITS),
-    *(({name: AUTO}, f"auto_{name}", True) for name in ("retention", "bits")),
-    *(({}, f"auto_{name}", False) for name in ("retention", "bits")),
+    ({"retention": AUTO}, "auto_retention", True),
+    ({}, "auto_retention", False),
 )
 
 
