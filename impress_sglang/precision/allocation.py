@@ -67,11 +67,6 @@ def is_chosen(bits: float, planes: int) -> bool:
     return bits > BASE_BITS + PLANE_BITS * planes
 
 
-def is_scored(bits: float, planes: int) -> bool:
-    """Whether units compete, where each gets so many planes in any case."""
-    return bits > BASE_BITS + PLANE_BITS * planes
-
-
 def planes_of(bits: float, num_units: int) -> int:
     """How many planes `num_units` units of a layer get for `bits` per element on average."""
     most = NUM_PLANES * num_units

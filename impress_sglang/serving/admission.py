@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.forecast import CodedBytes, StoredBytes
+from impress_sglang.management.forecast import CodedBytes, ReadForecast, StoredBytes
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.residents import Cover, ResidentParts
@@ -23,6 +23,7 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.allocation import certain_planes, whole_planes
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.clocks import Clock
 from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, RequestLengths
 from impress_sglang.serving.scheduling import CacheState
@@ -330,8 +331,7 @@ class Admission:
             num_bytes, picked = coded(whole).parts(bits, early)
             waits = forecast.seconds_to_pick(picked)
             if whole and planes:
-                parts = dict.fromkeys(cover.part for cover in covers() if cover.part is not None)
-                lacking = sum(part.missing_bytes(planes) for part in parts)
+                lacking = sum(_lacking_bytes(cover, planes, forecast) for cover in covers())
                 waits += forecast.seconds_to_read(lacking)
             return forecast.seconds_to_read(left * num_bytes), waits
 
@@ -359,7 +359,7 @@ class Admission:
         # Give up bits first, then tokens.
         left = [estimate(retentions[0], *own, is_left=True) for own in most]
         chosen = self._estimator.most_bits(left)
-        if len(retentions) > 1 and not chosen.hidden:
+        if len(retentions) > 1 and not left[-1].hidden:
             left = [estimate(own, *fewest, is_left=True) for own in retentions]
             chosen = self._estimator.largest_hidden(left)
         return estimate(chosen.retention, chosen.bits, chosen.planes)
@@ -382,6 +382,18 @@ class Admission:
         if last >= 0 and rest < self._config.min_prefix_tokens:
             del covers[last + 1 :]
         return tuple(covers)
+
+
+def _lacking_bytes(cover: Cover, planes: int, forecast: ReadForecast) -> float:
+    """Bytes on SSD that a part lacks of the first planes, if nobody is bringing them."""
+    part = cover.part
+    if part is None or (part.load is not None and part.load[0].source.planes >= planes):
+        return 0.0
+    missing = part.missing_bytes(planes)
+    if not missing:
+        return 0.0
+    share = missing / (NUM_PLANES * part.levels.size * part.layout.unit_stride)
+    return share * forecast.coded_bytes([cover.span]).planes
 
 
 def least_of(wanted: LoadOptions, config: ImpressConfig, policy: Policy) -> Quality:

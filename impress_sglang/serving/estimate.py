@@ -85,7 +85,8 @@ class Estimate:
     @property
     def hidden(self) -> bool:
         """Whether reading takes no longer than computing."""
-        return self.overlapped and self.compute is not None and self.io <= self.compute
+        reading = self.io + self.waits
+        return self.overlapped and self.compute is not None and reading <= self.compute
 
     @property
     def hides_computing(self) -> bool:

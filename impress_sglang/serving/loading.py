@@ -132,10 +132,16 @@ class CompleteLoading:
         """`uses`: parts that have it."""
         self._uses = uses
 
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has failed to raise its parts further."""
+        return not any(use.part.broken for use in self._uses)
+
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
         stats.layers_whole += 1
         for use in self._uses:
+            use.part.check()
             stats.note_planes(use.part.levels[layer, :, use.units])
 
     def end_layer(self, layer: int) -> None:
@@ -148,7 +154,7 @@ class CompleteLoading:
 
 def loads_nothing(loading: Loading | None) -> bool:
     """Whether all that a request uses is in its slots as it is."""
-    return isinstance(loading, CompleteLoading)
+    return isinstance(loading, CompleteLoading) and loading.intact
 
 
 class RecomputedLoading:
@@ -206,7 +212,7 @@ class SharedLoading:
         self._loader = loader
         self._store = store
         self._units = units
-        # The planes that all units get come with the base.
+        # Besides the planes that all units get.
         self._bits = bits - PLANE_BITS * planes
         self._planes = planes
         self._timeline = timeline
@@ -217,7 +223,9 @@ class SharedLoading:
         """See `Loading.load`."""
         if not layer:
             self._renew()
-        self._loader.load(layer, self._units, inputs, slots, self._bits, stats, self._timeline)
+        self._loader.load(
+            layer, self._units, inputs, slots, self._bits, stats, self._timeline, self._planes
+        )
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""

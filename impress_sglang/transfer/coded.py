@@ -99,9 +99,9 @@ class CodedSource(StoredSource):
         """How many planes are read with the base of each span."""
         return self.spans[0].planes
 
-    def floors(self, layer: int, number: int) -> Floors:
+    def floors(self, layer: int, number: int, planes: int | None = None) -> Floors:
         """See `CodedSpan.floors`."""
-        return self.spans[number].floors(layer)
+        return self.spans[number].floors(layer, planes)
 
     def read_base(self, layer: int, *, early: bool = False) -> list[Base | None]:
         """Read the base of each span whose base is not in slots; None for the others.

@@ -113,9 +113,13 @@ class CodedSpan:
         blocks[first : -(-last // BLOCK_BYTES)] = False
         return blocks
 
-    def floors(self, layer: int) -> Floors:
-        """How many planes are read with the base of each head of a layer, uint8 [G]."""
-        return np.minimum(self.segment.floors[layer] + np.uint8(self.planes), np.uint8(NUM_PLANES))
+    def floors(self, layer: int, planes: int | None = None) -> Floors:
+        """How many planes are read with the base of each head of a layer, uint8 [G].
+
+        `planes`: how many there would be if all units had so many planes read with the base.
+        """
+        more = self.planes if planes is None else planes
+        return np.minimum(self.segment.floors[layer] + np.uint8(more), np.uint8(NUM_PLANES))
 
     def floor_units(self, layer: int) -> Indices:
         """The units of the span that are read with the base, int64 [n, 3]: plane, head, unit."""

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.loops import areas
 from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import NUM_PLANES
@@ -120,6 +119,7 @@ class PreciseLoader:
         bits: float,
         stats: LoadStats,
         timeline: Timeline = NO_TIMELINE,
+        planes: int | None = None,
     ) -> None:
         """Load a layer of the parts that a request uses, unless it is loaded, and raise its units.
 
@@ -132,6 +132,8 @@ class PreciseLoader:
                 on top.
             stats: is changed.
             timeline: the request's timeline.
+            planes: how many all units get, besides `bits`; None for those that the sources read
+                with the base, which others may have opened.
 
         Raises:
             PrefixUnreadable: a block could not be read; what is in the slots of this layer is
@@ -139,7 +141,7 @@ class PreciseLoader:
         """
         stats.layers_whole += 1
         self.restore(layer, units, slots, stats, timeline)
-        self.add_planes(layer, units, inputs, slots, bits, stats, timeline)
+        self.add_planes(layer, units, inputs, slots, bits, stats, timeline, planes=planes)
 
     def restore(
         self,
@@ -184,6 +186,7 @@ class PreciseLoader:
         stats: LoadStats,
         timeline: Timeline = NO_TIMELINE,
         chosen: Tensor | None = None,
+        planes: int | None = None,
     ) -> None:
         """Raise the units of a restored layer; see `load`.
 
@@ -193,9 +196,9 @@ class PreciseLoader:
         keys, values = slots.keys.pool, slots.values.pool
         writer = self._writer_for(slots)
         with stats.timed("probe_ms"):
-            planes = self._allocate(layer, units, inputs, slots, bits, chosen, timeline)
+            given = self._allocate(layer, units, inputs, slots, bits, chosen, timeline, planes)
             wanted = [
-                _Wanted.of(layer, use, planes[:, place])
+                _Wanted.of(layer, use, given[:, place])
                 for use, place in zip(units.uses, units.places, strict=True)
             ]
         following = None if inputs is None else inputs.following
@@ -220,11 +223,12 @@ class PreciseLoader:
         bits: float,
         chosen: Tensor | None,
         timeline: Timeline,
+        certain: int | None = None,
     ) -> npt.NDArray[np.uint8]:
         """Decide how many planes, uint8 [G, units], the request wants."""
         size = self._shape.num_kv_heads, len(units)
         weights: Tensor | None = None
-        floors = _floors(layer, units)
+        floors = _floors(layer, units, certain)
         room = NUM_PLANES * size[0] * size[1] - (0 if floors is None else int(floors.sum()))
         count = min(planes_of(bits, size[0] * len(units)), room)
         # If no weights are computed, the host allocates without waiting for the device.
@@ -311,14 +315,14 @@ def _ask(layer: int, wanted: Sequence[_Wanted]) -> bool:
     return True
 
 
-def _floors(layer: int, units: UsedUnits) -> Tensor | None:
+def _floors(layer: int, units: UsedUnits, planes: int | None) -> Tensor | None:
     """Planes that each unit gets in any case, int64 [G, units]: those of its base, all of parts
     that are raised whole. None if there is none.
     """
     floors = []
     for use in units.uses:
         load, number = _load_of(use.part)
-        own = load.source.floors(layer, number)
+        own = load.source.floors(layer, number, planes)
         floors.append(np.full_like(own, NUM_PLANES) if use.part.whole else own)
     if not any(own.any() for own in floors):
         return None
@@ -342,7 +346,6 @@ def _load_of(part: ResidentPart) -> tuple[PartLoad, int]:
     Raises:
         SegmentUnreadable: the part is broken.
     """
-    if part.broken:
-        raise SegmentUnreadable(part.segment_id, "could not be read for another request")
+    part.check()
     assert part.load is not None
     return part.load

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.precision.allocation import is_chosen
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.layout import CodeLayout
@@ -116,6 +117,15 @@ class ResidentPart:
     def loaded(self) -> bool:
         """Whether all layers are in the slots."""
         return self.layers_loaded == self.num_layers
+
+    def check(self) -> None:
+        """Check that its slots hold what its levels say.
+
+        Raises:
+            SegmentUnreadable: it is broken.
+        """
+        if self.broken:
+            raise SegmentUnreadable(self.segment_id, "could not be read for another request")
 
     def missing_bytes(self, planes: int = NUM_PLANES) -> int:
         """Bytes that it lacks of the first planes."""

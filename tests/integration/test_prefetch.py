@@ -7,11 +7,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.integration import radix_cache
 from impress_sglang.integration.passes import KnownRequest
+from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import AUTO, EXACT_BITS
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.storage.quality import EXACT
@@ -149,6 +151,25 @@ def test_auto_raises_what_is_in_slots_only_if_that_takes_hardly_longer(
     slow_reads(missing)
     estimate = planned(world, "r").estimate
     assert (estimate.io, estimate.waits) == (0.0, 0.0) and estimate.bits < 8.0
+
+
+@pytest.mark.parametrize("share", [0.95, 0.0])
+def test_auto_gives_up_tokens_only_if_the_fewest_bits_do_not_hide(
+    world: World, share: float, slow_reads: Callable[[float], None]
+) -> None:
+    stored = world.runtime.store.forecast.coded_bytes(planned(world, "r").spans)
+    slow_reads(stored.base + share * stored.planes)
+    admission = world.runtime.admission
+    admission._config = dataclasses.replace(admission._config, retention=AUTO)
+    match, tokens = planned(world, "r").match, np.array([*STORED, *range(5000, 5007)])
+    wanted = LoadOptions(retention=0.25, bits=5.0, auto_bits=True)
+
+    plan = admission.plan(match, tokens, 0, wanted)
+
+    assert plan is not None
+    # What is read block by block hides behind nothing.
+    expected = (1.0, 8.0) if share else (0.25, 5.0)
+    assert (plan.estimate.retention, plan.estimate.bits) == expected
 
 
 @pytest.mark.parametrize("layers", [0, 1])

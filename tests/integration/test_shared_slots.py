@@ -20,11 +20,7 @@ from impress_sglang.serving.loading import SelectiveLoading, SharedLoading, load
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import Quality
-from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.scoring import TorchScorer
 from tests.integration.worlds import SHAPE, TOKENS, World
-from tests.unit.spying import calls_of
-from tests.unit.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
@@ -176,35 +172,6 @@ def test_what_is_complete_is_used_however_slow_loading_is(world: World) -> None:
     assert world.ask("declined").host_hit_length == 0, "the control: loading is slow"
     part.levels[0, 0, 0] = NUM_PLANES
     assert world.ask("used").host_hit_length == TOKENS and part.has(NUM_PLANES)
-
-
-@pytest.mark.parametrize("options", [{"readahead": 0.2, "load": "always", "allocate": "even"}])
-@pytest.mark.parametrize(("bits", "planes"), [(6, 1), (8, 2)])
-def test_planes_that_all_units_get_are_read_ahead_and_scored_by_nobody(
-    world: World, bits: int, planes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And who wants no more of them afterwards loads nothing."""
-    scored = calls_of(monkeypatch, TorchScorer, "column_sums")
-    picked = calls_of(monkeypatch, CodedSource, "read_units")
-    req = world.ask("first", bits=bits)
-    world.cache.prefetch(req)
-    wait_until(lambda: not world.runtime.prefetches._waiting["first"].source.is_reading)
-    first = world.admit(req)
-    assert first is not None and first.planes == planes
-    world.load(first)
-    world.end(first)
-    assert not scored and not picked and first.report["bits_mean"] == bits
-    assert first.reads.ahead_used_bytes == first.reads.ssd_needed_bytes > 0
-    (use,) = first.uses
-    assert use.part.has(planes) and (use.part.levels == planes).all()
-    second = world.admit(world.ask("second", bits=bits))
-    assert second is not None and loads_nothing(second.loading)
-    world.load(second)
-    world.end(second)
-    assert second.report["bits_mean"] == bits
-    fewer = world.admit(world.ask("fewer", bits=4))
-    assert fewer is not None and loads_nothing(fewer.loading)
-    world.end(fewer)
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
