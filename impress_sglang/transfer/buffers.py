@@ -36,6 +36,8 @@ class PooledMemory(AlignedMemory):
         """`pin` locks it, so that an accelerator can read it by itself."""
         super().__init__(num_bytes)
         self.num_bytes = num_bytes
+        self.unused_bytes = 0
+        """How many of them the present owner did not ask for."""
         self.fence: Fence | None = None
         """A device may read the memory until this fence is done."""
         if pin:
@@ -57,6 +59,8 @@ class Tenant(NamedTuple):
     owner: Hashable
     evict: Callable[[], None]
     """Gives the memory back at once."""
+    needs: int = 0
+    """Bytes that the owner takes of the pool in all, which must fit."""
 
 
 class BufferPool:
@@ -105,7 +109,8 @@ class BufferPool:
                 other.evict()
         if self.used_bytes + size > self.limit_bytes or not self._drain(size):
             return None
-        memory = self._free_memory(size) or self._new_memory(size)
+        memory = self._free_memory(size, tenant) or self._new_memory(size)
+        memory.unused_bytes = memory.num_bytes - size
         self.used_bytes += memory.num_bytes
         self._open[memory] = tenant
         return memory
@@ -141,9 +146,13 @@ class BufferPool:
             self._collect()
         return True
 
-    def _free_memory(self, size: int) -> PooledMemory | None:
+    def _free_memory(self, size: int, tenant: Tenant) -> PooledMemory | None:
         room = self.limit_bytes - self.used_bytes - self._draining_bytes
-        most = min(2 * size, room)
+        open_ones = self._open.items()
+        unused = sum(own.unused_bytes for own, by in open_ones if by.owner == tenant.owner)
+        # What else the owner needs must still fit beside areas that are larger than it asked for.
+        spare = max(self.limit_bytes - tenant.needs - unused, 0)
+        most = min(2 * size, size + spare, room)
         fitting = [own for own in self._free if size <= own.num_bytes <= most]
         memory = min(fitting, key=lambda own: own.num_bytes, default=None)
         if memory is not None:

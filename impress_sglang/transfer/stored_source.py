@@ -125,7 +125,7 @@ class StoredSource(abc.ABC):
         buffers = self._buffers.setdefault(layer, {})
         if number not in buffers:
             evict = functools.partial(self._evict, layer, number)
-            buffers[number] = make(Tenant((self, layer), evict))
+            buffers[number] = make(Tenant((self, layer), evict, self.layer_bytes))
         return buffers[number]
 
     def _evict(self, layer: int, number: int) -> None:

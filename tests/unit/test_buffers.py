@@ -36,6 +36,20 @@ def take(pool: BufferPool, num_bytes: int, owner: object = None) -> PooledMemory
     return memory
 
 
+def test_a_layer_that_fits_gets_all_its_areas() -> None:
+    """Whatever larger ones are free."""
+    pool = BufferPool(4 * MIB)
+    pool.give(take(pool, 2 * MIB), [])
+    tenant = Tenant("layer", lambda: None, needs=4 * MIB)
+    areas = [pool.take(size * MIB, tenant) for size in (1, 3)]
+    assert [own.num_bytes for own in areas if own is not None] == [MIB, 3 * MIB]
+    for own in areas:
+        assert own is not None
+        pool.give(own, [])
+    less = pool.take(2 * MIB, tenant._replace(needs=3 * MIB))
+    assert less is not None and less.num_bytes == 3 * MIB, "here there is room to spare"
+
+
 def these(*blocks: int) -> Indices:
     return np.array(sorted(blocks), np.int64)
 
