@@ -187,6 +187,7 @@ class _Case:
         began = time.perf_counter()
         match = self._tree.match("bench", self._tokens)
         self._forecast.coded_bytes(match.spans).expected(bits)
+        self._forecast.exact_bytes(match.spans)
         found = time.perf_counter()
         source, used, places = self._open(match)
         ahead = ReadAhead(self._memory.pool, READAHEAD)

@@ -160,6 +160,20 @@ class ReadForecast:
             plane_bytes += share * (1.0 - certain) * units
         return CodedBytes(base_bytes, plane_bytes)
 
+    def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
+        """Bytes of whole spans of exact KVs that would have to come from SSD."""
+        found = 0.0
+        for span in spans:
+            version = self._versions.of(span.segment)
+            layout = version.layout
+            blocks = float(self._shape.num_layers * layout.columns_bytes // BLOCK_BYTES)
+            if self._memory.cache.placement.enabled:
+                sizes = np.bincount(geometry_of(layout).chunk_of_block)
+                tiers = self._versions.column_tiers(version).reshape(-1, len(sizes))
+                blocks = float((tiers == Tier.SSD).sum(0) @ sizes)
+            found += len(span) / layout.num_tokens * blocks * BLOCK_BYTES
+        return found
+
     def stored_bytes(self, spans: Sequence[StoredSpan]) -> StoredBytes:
         """Bytes of consecutive spans that would have to come from SSD."""
         probe_bytes, chances = 0.0, np.zeros(STEPS + 1)

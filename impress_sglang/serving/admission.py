@@ -323,8 +323,10 @@ class Admission:
             """Seconds to read what can be read ahead, and what cannot."""
             forecast, left = store.forecast, 1.0 if ahead is None else 1.0 - ahead.there
             if bits == EXACT_BITS:
-                all_keys = self._all_keys and retention < 1.0
-                num_bytes = stored().expected(retention, all_keys=all_keys)
+                if retention >= 1.0:
+                    num_bytes = forecast.exact_bytes(spans)
+                else:
+                    num_bytes = stored().expected(retention, all_keys=self._all_keys)
                 return forecast.seconds_to_read(left * num_bytes), 0.0
             whole = policy.tokens_to_load(work.stored, retention) == work.stored
             early = planes if ahead is None else ahead.planes

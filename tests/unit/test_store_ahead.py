@@ -33,7 +33,10 @@ def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -
 
 
 def bytes_of(store: PrefixStore, *, start: int = 0) -> StoredBytes:
-    return store.forecast.stored_bytes(look_up(store, TOKENS).slice(start, len(TOKENS)))
+    spans = look_up(store, TOKENS).slice(start, len(TOKENS))
+    found = store.forecast.stored_bytes(spans)
+    assert store.forecast.exact_bytes(spans) == pytest.approx(found.expected(1.0), abs=2)
+    return found
 
 
 def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) -> SegmentSource:
