@@ -117,6 +117,7 @@ def test_header_is_padded_to_its_size_in_the_layout(generation: int, shape: KVSh
 
         assert len(header) == info.layout().header_bytes
         assert len(header) % 4096 == 0
+        assert len(header.rstrip(b"\0")) > len(header) - 4096, "no block is there for nothing"
 
 
 @pytest.mark.parametrize("info", KINDS.values(), ids=KINDS)
