@@ -7,15 +7,12 @@ out when it is admitted (`opening.py`). Everything here runs on the scheduler's 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.forecast import CodedBytes, ReadForecast, StoredBytes
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.residents import Cover, ResidentParts
@@ -23,9 +20,9 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.allocation import certain_planes, whole_planes
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.clocks import Clock
 from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, RequestLengths
+from impress_sglang.serving.expected_reads import Ahead, ExpectedReads
 from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
@@ -151,16 +148,6 @@ class AdmissionPlan:
     def token_tensor(self) -> Tensor:
         """The tokens of the prefix, int64 [stop] on the CPU."""
         return torch.from_numpy(self.tokens[: self.stop]).to(torch.int64)
-
-
-class Ahead(NamedTuple):
-    """What is read while a request waits: the share that is done, and the planes read with codes.
-
-    All of it is certain to be used.
-    """
-
-    there: float
-    planes: int = 0
 
 
 class Waiting:
@@ -298,51 +285,18 @@ class Admission:
         """
         # Learn from what the device has finished by now.
         self._clock.poll()
-        config, policy, store = self._config, self._policy, self._served.store
+        config, policy, forecast = self._config, self._policy, self._served.store.forecast
         start = match.num_tokens - work.stored
         exact, bits = policy.exact(wanted), policy.bits(wanted)
         spans = match.slice(start, match.num_tokens)
-
-        @functools.cache
-        def stored() -> StoredBytes:
-            return store.forecast.stored_bytes(spans)
-
-        @functools.cache
-        def covers() -> list[Cover]:
-            return self._residents.cover(spans, start)
-
-        @functools.cache
-        def coded(whole: bool) -> CodedBytes:
-            # A request that uses a part of a prefix shares nothing.
-            missing = [cover.span for cover in covers() if cover.part is None] if whole else spans
-            return store.forecast.coded_bytes(missing)
-
-        def read(
-            retention: float, bits: float, planes: int, ahead: Ahead | None
-        ) -> tuple[float, float]:
-            """Seconds to read what can be read ahead, and what cannot."""
-            forecast, left = store.forecast, 1.0 if ahead is None else 1.0 - ahead.there
-            if bits == EXACT_BITS:
-                if retention >= 1.0:
-                    num_bytes = forecast.exact_bytes(spans)
-                else:
-                    num_bytes = stored().expected(retention, all_keys=self._all_keys)
-                return forecast.seconds_to_read(left * num_bytes), 0.0
-            whole = policy.tokens_to_load(work.stored, retention) == work.stored
-            early = planes if ahead is None else ahead.planes
-            num_bytes, picked = coded(whole).parts(bits, early)
-            waits = forecast.seconds_to_pick(picked)
-            if whole and planes:
-                lacking = sum(_lacking_bytes(cover, planes, forecast) for cover in covers())
-                waits += forecast.seconds_to_read(lacking)
-            return forecast.seconds_to_read(left * num_bytes), waits
+        reads = ExpectedReads(spans, start, forecast, policy, self._residents)
 
         def estimate(
             retention: float, bits: float, planes: int, *, is_left: bool = False
         ) -> Estimate:
             ahead = waiting.ahead(spans, in_codes=bits < EXACT_BITS) if is_left else None
-            seconds, waits = read(retention, bits, planes, ahead)
-            return self._estimator.estimate(work, retention, seconds, bits, planes, waits)
+            io, waits = reads.seconds(retention, bits, planes, ahead)
+            return self._estimator.estimate(work, retention, io, bits, planes, waits)
 
         if exact:
             return estimate(1.0, bits, 0)
@@ -353,8 +307,8 @@ class Admission:
         if wanted.auto_bits and bits < EXACT_BITS and retentions[0] >= 1.0:
             most = [*((own, whole_planes(own)) for own in BITS), fewest]
             # Tokens that are in slots in codes are shared and not loaded again.
-            alone = not any(cover.part for cover in covers()) and match.quality == EXACT
-            if alone and store.forecast.fits(spans, in_codes=False):
+            may_be_exact = reads.alone and match.quality == EXACT
+            if may_be_exact and forecast.fits(spans, in_codes=False):
                 most.insert(0, (EXACT_BITS, 0))
         if len(retentions) == len(most) == 1:
             return estimate(wanted.retention, *fewest)
@@ -384,18 +338,6 @@ class Admission:
         if last >= 0 and rest < self._config.min_prefix_tokens:
             del covers[last + 1 :]
         return tuple(covers)
-
-
-def _lacking_bytes(cover: Cover, planes: int, forecast: ReadForecast) -> float:
-    """Bytes on SSD that a part lacks of the first planes, if nobody is bringing them."""
-    part = cover.part
-    if part is None or (part.load is not None and part.load[0].source.planes >= planes):
-        return 0.0
-    missing = part.missing_bytes(planes)
-    if not missing:
-        return 0.0
-    share = missing / (NUM_PLANES * part.levels.size * part.layout.unit_stride)
-    return share * forecast.coded_bytes([cover.span]).planes
 
 
 def least_of(wanted: LoadOptions, config: ImpressConfig, policy: Policy) -> Quality:
