@@ -4,8 +4,8 @@ Stage: load. In: runs of blocks of open segments and the memory to fill. Out: fi
 `SegmentUnreadable`. It knows nothing of tokens, requests or policies.
 
 One thread starts reads and collects them. Reads that a layer waits for go before reads ahead, of
-which few are in flight: their pieces are long, and keep the device busy for a while. Callers verify
-the blocks that they use: blocks read in vain cost no checksums.
+which few are in flight: their pieces are long, and on a slow device each keeps it busy for a while.
+Callers verify the blocks that they use: blocks read in vain cost no checksums.
 
 Nobody waits for a device that has stopped: if nothing arrives for `patience` seconds while reads
 are pending, waiting callers get `StoreUnavailable`; the memory and files of such reads are not
@@ -27,15 +27,20 @@ from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.engines import BlockEngine
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.open_segment import Integers
-from impress_sglang.storage.pending_read import LOOK_SECONDS, BlockRuns, PendingRead
+from impress_sglang.storage.pending_read import LOOK_SECONDS, PIECE_BYTES, BlockRuns, PendingRead
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.segment import reading
 
 logger = logging.getLogger(__name__)
 
-# The thread wakes up when a quarter of the reads in flight have ended.
+# The thread wakes up when a quarter of the reads in flight have ended, or as many as should end in
+# this time: only then does it begin what somebody waits for.
 WAKE_SHARE = 4
-# Of reads ahead; also at most half of all. With pieces of 256 KiB enough for any drive.
+ASLEEP_SECONDS = 1e-3
+# Of reads ahead as many are in flight as take this time, so that what somebody waits for is not far
+# behind; but two, so that the device is never idle, and at most so many, or half of all.
+AHEAD_SECONDS = 4e-3
+LEAST_AHEAD = 2
 MOST_AHEAD = 16
 # An observation of the cost of reads has this many pieces or takes so long, or less if the device
 # becomes idle. So it is seen within a request that a drive is slower than it was.
@@ -76,6 +81,7 @@ class BlockReader:
         )
         self._flying: dict[int, tuple[PendingRead, int]] = {}
         self._flying_ahead = 0
+        self._flying_bytes = 0
         self._unsettled: set[PendingRead] = set()
         self._closed = False
         self._failed: BaseException | None = None
@@ -164,7 +170,7 @@ class BlockReader:
         if self._failed is None or self._thread.is_alive():
             return
         self._engine = self._make_engine()
-        self._flying, self._flying_ahead = {}, 0
+        self._flying, self._flying_ahead, self._flying_bytes = {}, 0, 0
         self._watch = _Watch(self.cost)
         for waiting in self._queues:
             waiting.clear()
@@ -216,12 +222,25 @@ class BlockReader:
             self._begin(read, batch)
         if self._flying:
             # Several at once, so that the thread wakes up seldom.
-            numbers, results = self._engine.finish(max(1, len(self._flying) // WAKE_SHARE))
+            numbers, results = self._engine.finish(self._worth_waking())
             # Numbers may be given again as soon as there is room.
             ended = [self._flying.pop(number) for number in numbers.tolist()]
+            self._flying_bytes -= sum(read.size(place) for read, place in ended)
             self._refill()
             self._take_in(ended, results.tolist())
         return True
+
+    def _worth_waking(self) -> int:
+        """After how many arrivals the thread wakes up."""
+        flying = len(self._flying)
+        each = self.cost.seconds(flying, self._flying_bytes) / flying
+        return max(1, min(flying // WAKE_SHARE, int(ASLEEP_SECONDS / each)))
+
+    def _most_ahead(self) -> int:
+        """How many reads ahead may be in flight."""
+        in_time = int(AHEAD_SECONDS / self.cost.seconds(1, PIECE_BYTES))
+        most = min(MOST_AHEAD, self._engine.depth // 2)
+        return max(1, min(most, max(in_time, LEAST_AHEAD)))
 
     def _any_queued(self) -> bool:
         """Whether a read has pieces to begin; cancelled reads leave the queues."""
@@ -246,8 +265,7 @@ class BlockReader:
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
             limit = room
             if ahead:
-                most = min(MOST_AHEAD, max(self._engine.depth // 2, 1))
-                limit = min(room, most - self._flying_ahead)
+                limit = min(room, self._most_ahead() - self._flying_ahead)
             while limit > 0 and waiting:
                 read = waiting[0]
                 batch = read.take(limit)
@@ -266,7 +284,9 @@ class BlockReader:
         self, read: PendingRead, batch: tuple[int, Integers, Integers, Integers, Integers]
     ) -> None:
         first, *columns = batch
-        self._watch.began(len(columns[-1]), int(columns[-1].sum()))
+        num_bytes = int(columns[-1].sum())
+        self._watch.began(len(columns[-1]), num_bytes)
+        self._flying_bytes += num_bytes
         if not read.began:
             read.began = time.perf_counter()
         numbers = self._engine.start(*columns).tolist()

@@ -26,6 +26,7 @@ from tests.faults import FaultyFileSystem, Rule
 from tests.unit import step_engine as steps
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import BLOCK
+from tests.unit.spying import calls_of
 from tests.unit.step_engine import Step, StepEngine
 from tests.unit.waiting import TIMEOUT, wait_until
 
@@ -407,19 +408,38 @@ def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
 
 
 @pytest.mark.usefixtures("single_blocks")
-def test_few_reads_ahead_are_in_flight(
-    step: Step, stored: Stored, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("each", "most"), [(1e-6, 5), (1e-3, 4), (1.7e-3, 2), (1.0, 2)], ids=str)
+def test_on_a_slow_device_fewer_reads_ahead_are_in_flight(
+    each: float, most: int, step: Step, stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many may be: the device is busy with them for a while."""
-    monkeypatch.setattr(reader_module, "MOST_AHEAD", 1)
+    """It is busy with each for a while, and somebody may be waiting; but it is never idle."""
     reader, engine = step
-    ahead = reader.submit(stored.runs((0, 3)), ahead=True)
-    for begun in range(1, 4):
-        engine.wait_started(begun)
-        assert engine.in_flight == 1
-        engine.allow(1)
+    monkeypatch.setattr(reader_module, "MOST_AHEAD", 5)
+    monkeypatch.setattr(reader.cost, "seconds", lambda pieces, num_bytes: each * pieces)
+    engine.depth = 64
+    ahead = reader.submit(stored.runs((0, 9)), ahead=True)
+    engine.wait_started(most)
+    assert engine.in_flight == most
+    engine.allow()
     ahead.wait()
-    assert engine.most_in_flight == 1
+    assert engine.most_in_flight == most
+
+
+@pytest.mark.usefixtures("single_blocks")
+@pytest.mark.parametrize(("each", "ended"), [(1e-6, 4), (4e-4, 2), (1.0, 1)], ids=str)
+def test_what_is_waited_for_begins_within_a_millisecond(
+    each: float, ended: int, step: Step, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or when a quarter of what is in flight has ended, if that is sooner."""
+    reader, engine = step
+    monkeypatch.setattr(reader.cost, "seconds", lambda pieces, num_bytes: each * pieces)
+    engine.depth = 64
+    finished = calls_of(monkeypatch, engine, "finish")
+    read = reader.submit(stored.runs((0, 16)))
+    engine.wait_started(16)
+    engine.allow()
+    read.wait()
+    assert finished[0].args == (ended,)
 
 
 @pytest.mark.parametrize(("seconds", "noted"), [(0.0, 1), (60.0, 0)])
