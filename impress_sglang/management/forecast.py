@@ -53,10 +53,14 @@ class StoredBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodedBytes:
-    """Bytes of a prefix in codes that would have to come from SSD: of its base, of all planes."""
+    """Bytes of a prefix in codes that would have to come from SSD: of its base, of all planes.
+
+    `units`: of all units, also of those that belong to the base of some heads.
+    """
 
     base: float
     planes: float
+    units: float = 0.0
 
     def expected(self, bits: float) -> float:
         """Bytes that a request for `bits` per element is expected to read."""
@@ -140,7 +144,7 @@ class ReadForecast:
 
     def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
         """Bytes of spans in codes that would have to come from SSD."""
-        base_bytes = plane_bytes = 0.0
+        base_bytes = plane_bytes = unit_bytes = 0.0
         # The share of planes that belongs to bases, because of the floors of heads.
         certain = self._meter.mean_planes / NUM_PLANES
         # There may be many spans of one segment.
@@ -158,7 +162,8 @@ class ReadForecast:
             share = length / version.layout.num_tokens * BLOCK_BYTES
             base_bytes += share * (float(on_ssd[: layout.num_pages].sum()) + certain * units)
             plane_bytes += share * (1.0 - certain) * units
-        return CodedBytes(base_bytes, plane_bytes)
+            unit_bytes += share * units
+        return CodedBytes(base_bytes, plane_bytes, unit_bytes)
 
     def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
         """Bytes of whole spans of exact KVs that would have to come from SSD."""

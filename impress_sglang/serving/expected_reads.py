@@ -10,12 +10,14 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from impress_sglang.management.forecast import CodedBytes, ReadForecast, StoredBytes
 from impress_sglang.management.policies import Policy
 from impress_sglang.management.residents import Cover, ResidentParts
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 
 
 class Ahead(NamedTuple):
@@ -69,10 +71,11 @@ class ExpectedReads:
         whole = self.policy.tokens_to_load(num_tokens, retention) == num_tokens
         coded = self._missing if whole else self._everything
         certain, picked = coded.parts(bits, planes if ahead is None else ahead.planes)
-        waits = self.forecast.seconds_to_pick(picked)
-        if whole and planes:
-            lacking = sum(self._lacking_bytes(cover, planes) for cover in self.covers)
-            waits += self.forecast.seconds_to_read(lacking)
+        lacking = 0.0
+        for cover in self.covers if whole else ():
+            more = self._lacking_bytes(cover, bits, planes)
+            lacking, picked = lacking + more[0], picked + more[1]
+        waits = self.forecast.seconds_to_read(lacking) + self.forecast.seconds_to_pick(picked)
         return self.forecast.seconds_to_read(left * certain), waits
 
     def _exact_bytes(self, retention: float) -> float:
@@ -95,13 +98,21 @@ class ExpectedReads:
         """A request that uses a part of a prefix shares nothing."""
         return self.forecast.coded_bytes(self.spans)
 
-    def _lacking_bytes(self, cover: Cover, planes: int) -> float:
-        """Bytes on SSD that a part lacks of the first planes, if nobody is bringing them."""
+    def _lacking_bytes(self, cover: Cover, bits: float, planes: int) -> tuple[float, float]:
+        """Bytes on SSD that a part lacks of the first planes, and of those that are chosen.
+
+        What a load under way brings in any case is not counted.
+        """
         part = cover.part
-        if part is None or (part.load is not None and part.load[0].source.planes >= planes):
-            return 0.0
-        missing = part.missing_bytes(planes)
-        if not missing:
-            return 0.0
-        share = missing / (NUM_PLANES * part.levels.size * part.layout.unit_stride)
-        return share * self.forecast.coded_bytes([cover.span]).planes
+        if part is None or part.has(NUM_PLANES):
+            return 0.0, 0.0
+        brought = part.load[0].source.planes if part.load is not None else 0
+        levels = np.maximum(part.levels, np.uint8(brought)) if brought else part.levels
+        most = levels.size * NUM_PLANES
+        certain = planes * levels.size - int(np.minimum(levels, planes).sum()) if planes else 0
+        wanted = 1.0 if part.whole else (bits - BASE_BITS) / (NUM_PLANES * PLANE_BITS)
+        chosen = max(wanted * most - int(levels.sum()) - certain, 0.0)
+        if not certain and not chosen:
+            return 0.0, 0.0
+        each = self.forecast.coded_bytes([cover.span]).units / most
+        return each * certain, each * chosen

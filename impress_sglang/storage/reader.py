@@ -4,8 +4,8 @@ Stage: load. In: runs of blocks of open segments and the memory to fill. Out: fi
 `SegmentUnreadable`. It knows nothing of tokens, requests or policies.
 
 One thread starts reads and collects them. Reads that a layer waits for go before reads ahead, of
-which few are in flight: their pieces are long, and on a slow device each keeps it busy for a while.
-Callers verify the blocks that they use: blocks read in vain cost no checksums.
+which few are in flight: their pieces are long, and keep the device busy for a while. Callers verify
+the blocks that they use: blocks read in vain cost no checksums.
 
 Nobody waits for a device that has stopped: if nothing arrives for `patience` seconds while reads
 are pending, waiting callers get `StoreUnavailable`; the memory and files of such reads are not
@@ -27,7 +27,7 @@ from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.engines import BlockEngine
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.open_segment import Integers
-from impress_sglang.storage.pending_read import LOOK_SECONDS, PIECE_BYTES, BlockRuns, PendingRead
+from impress_sglang.storage.pending_read import LOOK_SECONDS, BlockRuns, PendingRead
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.segment import reading
 
@@ -37,10 +37,9 @@ logger = logging.getLogger(__name__)
 # this time: only then does it begin what somebody waits for.
 WAKE_SHARE = 4
 ASLEEP_SECONDS = 1e-3
-# Of reads ahead as many are in flight as take this time, so that what somebody waits for is not far
-# behind; but two, so that the device is never idle, and at most so many, or half of all.
-AHEAD_SECONDS = 4e-3
-LEAST_AHEAD = 2
+# Of reads ahead; also at most half of all. With pieces of 256 KiB enough for a drive with latency.
+# Fewer on a slow one would be better for who waits, but by its throughput a slow drive looks like
+# one that has latency and serves many at once.
 MOST_AHEAD = 16
 # An observation of the cost of reads has this many pieces or takes so long, or less if the device
 # becomes idle. So it is seen within a request that a drive is slower than it was.
@@ -236,12 +235,6 @@ class BlockReader:
         each = self.cost.seconds(flying, self._flying_bytes) / flying
         return max(1, min(flying // WAKE_SHARE, int(ASLEEP_SECONDS / each)))
 
-    def _most_ahead(self) -> int:
-        """How many reads ahead may be in flight."""
-        in_time = int(AHEAD_SECONDS / self.cost.seconds(1, PIECE_BYTES))
-        most = min(MOST_AHEAD, self._engine.depth // 2)
-        return max(1, min(most, max(in_time, LEAST_AHEAD)))
-
     def _any_queued(self) -> bool:
         """Whether a read has pieces to begin; cancelled reads leave the queues."""
         for waiting in self._queues:
@@ -265,7 +258,8 @@ class BlockReader:
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
             limit = room
             if ahead:
-                limit = min(room, self._most_ahead() - self._flying_ahead)
+                most = min(MOST_AHEAD, max(self._engine.depth // 2, 1))
+                limit = min(room, most - self._flying_ahead)
             while limit > 0 and waiting:
                 read = waiting[0]
                 batch = read.take(limit)

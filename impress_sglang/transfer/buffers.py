@@ -148,10 +148,11 @@ class BufferPool:
 
     def _free_memory(self, size: int, tenant: Tenant) -> PooledMemory | None:
         room = self.limit_bytes - self.used_bytes - self._draining_bytes
-        open_ones = self._open.items()
-        unused = sum(own.unused_bytes for own, by in open_ones if by.owner == tenant.owner)
-        # What else the owner needs must still fit beside areas that are larger than it asked for.
-        spare = max(self.limit_bytes - tenant.needs - unused, 0)
+        mine = [own for own, by in self._open.items() if by.owner == tenant.owner]
+        # What else the owner needs must still fit beside areas that are larger than it asked for,
+        # and beside those of others.
+        asked = sum(own.num_bytes - own.unused_bytes for own in mine)
+        spare = max(room - (tenant.needs - asked), 0)
         most = min(2 * size, size + spare, room)
         fitting = [own for own in self._free if size <= own.num_bytes <= most]
         memory = min(fitting, key=lambda own: own.num_bytes, default=None)

@@ -153,6 +153,37 @@ def test_auto_raises_what_is_in_slots_only_if_that_takes_hardly_longer(
     assert (estimate.io, estimate.waits) == (0.0, 0.0) and estimate.bits < 8.0
 
 
+@pytest.mark.parametrize("allocate", ["query", "even"])
+@pytest.mark.parametrize(
+    ("there", "wanted", "planes"), [(4, 6, 1), (4, 7, 1.5), (4, 8, 2), (6, 7, 0.5), (6, 5, 0)]
+)
+def test_what_a_part_in_slots_lacks_is_read_when_a_layer_asks(
+    world: World,
+    slow_reads: Callable[[float], None],
+    allocate: str,
+    there: int,
+    wanted: int,
+    planes: float,
+) -> None:
+    """As many blocks as the estimate says, whoever decides where they are read."""
+    admission = world.runtime.admission
+    admission._config = dataclasses.replace(admission._config, allocate=allocate)
+    slow_reads(1.0)
+    world.end(world.loaded("first", bits=there))
+    (part,) = world.cache._residents
+    plan = admission.plan(
+        planned(world, "r").match,
+        np.array([*STORED, *range(5000, 5007)]),
+        0,
+        LoadOptions(bits=float(wanted)),
+    )
+    assert plan is not None and plan.estimate.io == 0.0
+    assert plan.estimate.waits == planes * part.levels.size * 4096
+    request = world.loaded("second", bits=wanted)
+    world.end(request)
+    assert request.reads.ssd_needed_bytes == plan.estimate.waits
+
+
 @pytest.mark.parametrize("share", [0.95, 0.0])
 def test_auto_gives_up_tokens_only_if_the_fewest_bits_do_not_hide(
     world: World, share: float, slow_reads: Callable[[float], None]

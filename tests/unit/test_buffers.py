@@ -50,6 +50,16 @@ def test_a_layer_that_fits_gets_all_its_areas() -> None:
     assert less is not None and less.num_bytes == 3 * MIB, "here there is room to spare"
 
 
+def test_a_layer_that_fits_beside_others_takes_no_memory_away_for_a_larger_area() -> None:
+    pool = BufferPool(6 * MIB)
+    pool.give(take(pool, 2 * MIB), [])
+    running = pool.take(3 * MIB, Tenant("running", pytest.fail))
+    assert running is not None and pool.has_room(3 * MIB)
+    ahead = Tenant("ahead", lambda: None, needs=3 * MIB)
+    areas = [pool.take(size * MIB, ahead) for size in (1, 2)]
+    assert [own.num_bytes for own in areas if own is not None] == [MIB, 2 * MIB]
+
+
 def these(*blocks: int) -> Indices:
     return np.array(sorted(blocks), np.int64)
 
