@@ -17,7 +17,6 @@ from typing import Any
 from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     AUTO,
-    AUTO_BITS,
     AUTO_FLOOR,
     CODED_POLICIES,
     EXACT_BITS,
@@ -27,6 +26,7 @@ from impress_sglang.options import (
     OFF,
     OPTIONS,
     WHOLE_POLICIES,
+    number_of_bits,
 )
 
 CONFIG_VARIABLE = "IMPRESS_CONFIG"
@@ -129,9 +129,7 @@ class ImpressConfig:
     @property
     def usual_bits(self) -> float:
         """Bits per element for a request that sets none; with auto, the least that it gets."""
-        if self.bits == AUTO:
-            return AUTO_BITS
-        return EXACT_BITS if self.bits == EXACTLY else float(self.bits)
+        return number_of_bits(self.bits)
 
     def depth(self, retention: float) -> int:
         """How many approximations stored KVs may rest on, if this retention was used.

@@ -59,6 +59,13 @@ def is_bits(value: object) -> bool:
     return value == EXACTLY or (is_number(value) and LEAST_BITS <= value <= MOST_BITS)
 
 
+def number_of_bits(bits: float | str) -> float:
+    """What `EXACTLY` stands for, the least that `AUTO` gives, else the number itself."""
+    if bits == AUTO:
+        return AUTO_BITS
+    return EXACT_BITS if bits == EXACTLY else float(bits)
+
+
 def is_blend(value: object) -> bool:
     """Whether this is a share of reused tokens to compute again, `AUTO` or `OFF`."""
     return value in (AUTO, OFF) or (is_number(value) and 0.0 <= value <= 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from types import TracebackType
 
 
 class ReservedPort:
@@ -23,14 +22,3 @@ class ReservedPort:
     def close(self) -> None:
         """Let others have it."""
         self._socket.close()
-
-    def __enter__(self) -> ReservedPort:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -67,7 +67,7 @@ class Servers:
             BenchFailed: it ended, or did not answer in time; with the end of its log.
         """
         log = self.folder / f"{name}.log"
-        with ReservedPort() as port:
+        with contextlib.closing(ReservedPort()) as port:
             listen = f"--port={port.number}"
             argv = [f"--model-path={model}", f"--dtype={dtype}", listen, *_FLAGS, *flags]
             with self._show(f"{name}: starting a server"):

@@ -14,7 +14,8 @@ from impress_sglang.importance.averages import STEPS
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
-from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
+from impress_sglang.precision.allocation import mean_planes
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockReader
@@ -69,7 +70,7 @@ class CodedBytes:
     def parts(self, bits: float, planes: int) -> tuple[float, float]:
         """The same in two parts: the base with so many planes, and units that are chosen."""
         certain = planes / NUM_PLANES
-        chosen = (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) - certain
+        chosen = mean_planes(bits) / NUM_PLANES - certain
         return self.base + certain * self.planes, max(chosen, 0.0) * self.planes
 
 

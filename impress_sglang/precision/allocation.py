@@ -52,9 +52,14 @@ def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = No
     return torch.from_numpy(given.reshape(NUM_PLANES, -1).sum(0)).view_as(weights)
 
 
+def mean_planes(bits: float) -> float:
+    """How many planes a unit gets on average for `bits` per element."""
+    return (bits - BASE_BITS) / PLANE_BITS
+
+
 def whole_planes(bits: float) -> int:
     """How many planes every unit gets for `bits` per element, if they are allocated evenly."""
-    return int((bits - BASE_BITS) // PLANE_BITS)
+    return int(mean_planes(bits))
 
 
 def certain_planes(bits: float) -> int:
@@ -64,10 +69,10 @@ def certain_planes(bits: float) -> int:
 
 def is_chosen(bits: float, planes: int) -> bool:
     """Whether some units get more than the `planes` that all of them get."""
-    return bits > BASE_BITS + PLANE_BITS * planes
+    return mean_planes(bits) > planes
 
 
 def planes_of(bits: float, num_units: int) -> int:
     """How many planes `num_units` units of a layer get for `bits` per element on average."""
     most = NUM_PLANES * num_units
-    return min(most, max(0, int((bits - BASE_BITS) / PLANE_BITS * num_units)))
+    return min(most, max(0, int(mean_planes(bits) * num_units)))

@@ -9,8 +9,6 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import (
     AUTO,
-    AUTO_BITS,
-    EXACT_BITS,
     EXACTLY,
     LEAST_BITS,
     MOST_BITS,
@@ -18,6 +16,7 @@ from impress_sglang.options import (
     is_bits,
     is_blend,
     is_number,
+    number_of_bits,
 )
 from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY, params_of
 from impress_sglang.storage.segment import Priority
@@ -140,11 +139,10 @@ def _is_ttl(value: Any) -> TypeGuard[float]:
 
 def _load_options(params: Mapping[str, Any], config: ImpressConfig) -> LoadOptions:
     own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
-    named = {EXACTLY: EXACT_BITS, AUTO: AUTO_BITS}
     retention = config.usual_retention if own is None else max(float(own), config.min_retention)
     return LoadOptions(
         retention,
-        named[bits] if isinstance(bits, str) else float(bits),
+        number_of_bits(bits),
         chosen=own is not None,
         auto_bits=bits == AUTO,
         blend=params.get(BLEND_KEY, config.usual_blend),

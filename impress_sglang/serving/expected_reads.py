@@ -10,14 +10,13 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from impress_sglang.management.forecast import CodedBytes, ReadForecast, StoredBytes
 from impress_sglang.management.policies import Policy
 from impress_sglang.management.residents import Cover, ResidentParts
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
+from impress_sglang.precision.allocation import mean_planes
+from impress_sglang.precision.codec import NUM_PLANES
 
 
 class Ahead(NamedTuple):
@@ -107,11 +106,10 @@ class ExpectedReads:
         if part is None or part.has(NUM_PLANES):
             return 0.0, 0.0
         brought = part.load[0].source.planes if part.load is not None else 0
-        levels = np.maximum(part.levels, np.uint8(brought)) if brought else part.levels
-        most = levels.size * NUM_PLANES
-        certain = planes * levels.size - int(np.minimum(levels, planes).sum()) if planes else 0
-        wanted = 1.0 if part.whole else (bits - BASE_BITS) / (NUM_PLANES * PLANE_BITS)
-        chosen = max(wanted * most - int(levels.sum()) - certain, 0.0)
+        most = part.levels.size * NUM_PLANES
+        certain = part.lacking(planes, brought)
+        spared = 0.0 if part.whole else most * (1.0 - mean_planes(bits) / NUM_PLANES)
+        chosen = max(part.lacking(NUM_PLANES, brought) - certain - spared, 0.0)
         if not certain and not chosen:
             return 0.0, 0.0
         each = self.forecast.coded_bytes([cover.span]).units / most

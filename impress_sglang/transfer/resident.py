@@ -127,12 +127,16 @@ class ResidentPart:
         if self.broken:
             raise SegmentUnreadable(self.segment_id, "could not be read for another request")
 
+    def lacking(self, planes: int, brought: int = 0) -> int:
+        """How many of the first planes its units lack in all, if so many are `brought` to each."""
+        if planes <= max(self.planes, brought):
+            return 0
+        levels = np.maximum(self.levels, np.uint8(brought)) if brought else self.levels
+        return planes * levels.size - int(np.minimum(levels, planes).sum())
+
     def missing_bytes(self, planes: int = NUM_PLANES) -> int:
         """Bytes that it lacks of the first planes."""
-        if planes <= self.planes:
-            return 0
-        lacking = planes * self.levels.size - int(np.minimum(self.levels, planes).sum())
-        return lacking * self.layout.unit_stride
+        return self.lacking(planes) * self.layout.unit_stride
 
     def has(self, planes: int) -> bool:
         """Whether it is loaded, and all its units have so many planes."""

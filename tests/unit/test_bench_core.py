@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import socket
+from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -209,7 +210,7 @@ def test_a_work_folder_goes_unless_it_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:
-    with ReservedPort() as port, ReservedPort() as other:
+    with closing(ReservedPort()) as port, closing(ReservedPort()) as other:
         assert port.number != other.number
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
             stranger.bind(("127.0.0.1", port.number))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.loader import LoadStats
@@ -154,8 +155,8 @@ def test_slots_hold_what_levels_say(
     closed = []
     close = buffers.LayerBuffer.close
 
-    def note(buffer: buffers.LayerBuffer, *args: object) -> None:
-        close(buffer, *args)  # type: ignore[arg-type]
+    def note(buffer: buffers.LayerBuffer, reader: BlockReader) -> None:
+        close(buffer, reader)
         closed.append(buffer)
 
     monkeypatch.setattr(buffers.LayerBuffer, "close", note)
