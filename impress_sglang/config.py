@@ -18,11 +18,10 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     AUTO,
     AUTO_FLOOR,
+    BITS_TEXT,
     CODED_POLICIES,
     EXACT_BITS,
     EXACTLY,
-    LEAST_BITS,
-    MOST_BITS,
     OFF,
     OPTIONS,
     WHOLE_POLICIES,
@@ -50,9 +49,8 @@ class ImpressConfig:
     ttl: float = 0.0
     retention: float | str = 1.0
     min_retention: float = 0.05
-    bits: float | str = 5.0
+    bits: float | str = 6.0
     base_error: float = 0.33
-    allocate: str = "query"
     probe_heads: int = 3
     alpha: float = 0.6
     chunk_tokens: int = 64
@@ -96,8 +94,8 @@ class ImpressConfig:
         if not self.serves(self.usual_retention, self.usual_bits):
             raise ConfigError(
                 f"--impress-bits {EXACTLY} with --impress-retention {self.retention} is nothing "
-                "that --impress-policy impress has: give bits from "
-                f"{LEAST_BITS:g} to {MOST_BITS:g}, retention 1, or another policy"
+                "that --impress-policy impress has: give bits, "
+                f"{BITS_TEXT}, retention 1, or another policy"
             )
         if self.blend != OFF and self.policy not in CODED_POLICIES:
             raise ConfigError(

@@ -33,17 +33,17 @@ LOADS = ("faster", "always")
 # server, and the least that it chooses.
 AUTO = "auto"
 AUTO_FLOOR = 0.25
-AUTO_BITS = 5.0
 AUTO_SHARE = 0.15
 # The value of --impress-bits for KVs as they were computed, and the number that stands for it,
-# whatever their dtype has; else the bits of the base, and of base and planes (`precision.codec`).
+# whatever their dtype has; else the bits of the base, and with each plane (`precision.codec`).
 EXACTLY = "exact"
 EXACT_BITS = 16.0
-LEAST_BITS, MOST_BITS = 4.0, 8.0
+BITS = (4.0, 6.0, 8.0)
+BITS_TEXT = ", ".join(f"{bits:g}" for bits in BITS)
+AUTO_BITS = 6.0
 ON, OFF = "on", "off"
 CLASSES, ESTIMATE, SHORTEST = "classes", "estimate", "shortest"
 SCHEDULES = (OFF, CLASSES, ESTIMATE, SHORTEST)
-ALLOCATIONS = ("query", "even", "random")
 # How a request chooses which tokens of reused text are computed again.
 DEVIATION, FIRST, RANDOM = "deviation", "first", "random"
 BLEND_SELECTORS = (FIRST, DEVIATION, RANDOM)
@@ -55,8 +55,8 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_bits(value: object) -> bool:
-    """Whether this is a precision: bits per element on average, or `EXACTLY`."""
-    return value == EXACTLY or (is_number(value) and LEAST_BITS <= value <= MOST_BITS)
+    """Whether this is a precision: bits per element, or `EXACTLY`."""
+    return value == EXACTLY or (is_number(value) and value in BITS)
 
 
 def number_of_bits(bits: float | str) -> float:
@@ -198,29 +198,21 @@ OPTIONS: tuple[Option, ...] = (
         "bits",
         _number_or(EXACTLY, AUTO),
         Rule(
-            f"{LEAST_BITS:g} to {MOST_BITS:g}, {EXACTLY} or {AUTO}",
+            f"{BITS_TEXT}, {EXACTLY} or {AUTO}",
             lambda bits: is_bits(bits) or bits == AUTO,
         ),
-        "Policy impress: mean bits per element of a stored prefix when it is loaded, "
-        f"{LEAST_BITS:g} to {MOST_BITS:g}, with more of them where the request attends. exact: "
-        "KVs as they were computed. auto: of these, 8, 6 and "
-        f"{AUTO_BITS:g} bits the most that take hardly longer than the fastest. A request "
-        "overrides it with custom_params impress_bits.",
+        f"Policy impress: bits per element of a stored prefix when it is loaded: {BITS_TEXT}. "
+        "exact: KVs as they were computed. auto: of these, the most that take hardly longer than "
+        f"the fastest, at least {AUTO_BITS:g}. A request overrides it with custom_params "
+        "impress_bits.",
     ),
     Option(
         "base_error",
         float,
         at_least(0),
-        f"Relative error that {LEAST_BITS:g} bits may cause in the attention output of a KV head. "
+        f"Relative error that {BITS[0]:g} bits may cause in the attention output of a KV head. "
         "A head above it, as measured when a prompt is stored, is always read in more bits. 0: "
         "nothing is measured.",
-    ),
-    Option(
-        "allocate",
-        str,
-        one_of(ALLOCATIONS),
-        "Which part of a prefix gets additional bits. query: what the new tokens attend to. even, "
-        "random: baselines.",
     ),
     Option(
         "probe_heads",

@@ -16,7 +16,8 @@ import torch
 from impress_sglang.cli.outcome import Refused
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.forecast import CodedBytes
-from impress_sglang.options import is_bits
+from impress_sglang.options import BITS
+from impress_sglang.precision.codec import NUM_PLANES, planes_of
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 
 _GB = 1e9
@@ -31,7 +32,7 @@ def plan(
         model: folder of the model, or its config.json.
         prefixes: how many are to be kept.
         tokens: length of each, in tokens.
-        bits: per element that a request reads, on average.
+        bits: per element that a request reads, one of `BITS`.
         drive_gbps: GB per second that the drive reads.
         per_day: new prefixes per day.
 
@@ -39,13 +40,17 @@ def plan(
         Refused: the model's configuration cannot be read, or has no KVs of the usual kind; or a
             number is out of range.
     """
-    if min(prefixes, tokens) < 1 or per_day < 0 or not drive_gbps > 0 or not is_bits(bits):
-        raise Refused("prefixes, tokens and the drive's rate must be positive, and bits 4 to 8")
+    if min(prefixes, tokens) < 1 or per_day < 0 or not drive_gbps > 0 or bits not in BITS:
+        raise Refused(
+            "prefixes, tokens and the drive's rate must be positive, and bits one of "
+            + ", ".join(f"{own:g}" for own in BITS)
+        )
     shape = shape_of(_config_of(model))
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
     codes = layout.codes
     assert codes is not None
-    read = shape.num_layers * CodedBytes(codes.base_bytes, codes.planes_bytes).expected(bits)
+    coded = CodedBytes(codes.base_bytes, codes.planes_bytes / NUM_PLANES)
+    read = shape.num_layers * coded.expected(planes_of(bits))
     exact = tokens * shape.num_layers * sum(map(shape.row_bytes, shape.columns))
     stored = layout.file_bytes
     return {

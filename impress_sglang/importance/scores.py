@@ -18,8 +18,6 @@ TILE_BYTES = 64 << 20
 # memory does not grow with the product of queries, heads and tokens.
 MOST_WEIGHTS = 1 << 24
 QUERY_BLOCKS = 16, 256
-# A logit this far below the largest one has a weight that does not count when it is squared.
-LEAST_LOGIT = -30.0
 
 
 def column_sums(
@@ -29,9 +27,7 @@ def column_sums(
     new_keys: Tensor,
     scaling: float,
     *,
-    squares: bool = False,
     heads: Sequence[int] | None = None,
-    prefix_rows: Tensor | None = None,
     resident_rows: Tensor | None = None,
 ) -> Tensor:
     """Attention weights that the new tokens give to each prefix token, summed over new tokens.
@@ -45,16 +41,14 @@ def column_sums(
         resident_keys: [c, G, D], keys of earlier tokens in the device pool; c may be 0.
         new_keys: [n, G, D], keys of the new tokens.
         scaling: factor of the attention logits.
-        squares: sum squared weights, in proportion to which errors of a token count.
         heads: the Hk of the G heads that `prefix_keys` has; None: it has all.
-        prefix_rows: int64 [m], rows of `prefix_keys` that are the stored tokens; None: all.
-        resident_rows: int64 [c], likewise for `resident_keys`.
+        resident_rows: int64 [c], rows of `resident_keys` that are these tokens; None: all.
 
     Returns:
         [Hq, m] float32 on the device of `queries`. Each row sums to at most q.
     """
     num_queries, num_heads, _ = queries.shape
-    num_prefix = len(prefix_keys if prefix_rows is None else prefix_rows)
+    num_prefix = len(prefix_keys)
     total = torch.zeros(num_heads, num_prefix, dtype=torch.float32, device=queries.device)
     if not total.numel() or not num_queries:
         return total
@@ -73,9 +67,9 @@ def column_sums(
             own = own.flatten(1, 2)
             for keys in _tiles(resident_keys, chosen, resident_rows):
                 outside = torch.logaddexp(outside, torch.bmm(own, keys).logsumexp(-1))
-            logits = [torch.bmm(own, keys) for keys in _tiles(prefix_keys, part, prefix_rows)]
+            logits = [torch.bmm(own, keys) for keys in _tiles(prefix_keys, part)]
             sums = total.view(*grouped.shape[:2], -1)[part]
-            _add_sums(sums, logits, outside, squares=squares)
+            _add_sums(sums, logits, outside)
     return total
 
 
@@ -120,7 +114,7 @@ def _log_sums_of_new(queries: Tensor, new: Tensor, heads: slice | list[int], fir
     return found
 
 
-def _add_sums(sums: Tensor, tiles: list[Tensor], outside: Tensor, *, squares: bool) -> None:
+def _add_sums(sums: Tensor, tiles: list[Tensor], outside: Tensor) -> None:
     """Add the weights of tiles of logits [Hk, g * b, tile] to sums [Hk, g, m]; changes both.
 
     `outside` [Hk, g * b] are logs of the sums of exponentials of all other logits.
@@ -132,18 +126,10 @@ def _add_sums(sums: Tensor, tiles: list[Tensor], outside: Tensor, *, squares: bo
     total = (outside - peak.squeeze(-1)).exp_()
     for weights in tiles:
         weights.sub_(peak)
-        if squares:
-            # Denormal numbers are slow, and squares of small weights soon become denormal.
-            weights.clamp_min_(LEAST_LOGIT)
         total += weights.exp_().sum(-1)
-    shares = total.reciprocal_()
-    if squares:
-        shares.square_()
-    shares = shares.view(-1, 1, total.shape[1] // sums.shape[1])
+    shares = total.reciprocal_().view(-1, 1, total.shape[1] // sums.shape[1])
     start = 0
     for weights in tiles:
-        if squares:
-            weights.square_()
         columns = torch.bmm(shares, weights.view(len(shares), shares.shape[2], -1))
         stop = start + columns.shape[-1]
         sums[..., start:stop] += columns.view(*sums.shape[:2], -1)

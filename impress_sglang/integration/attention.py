@@ -35,7 +35,6 @@ from impress_sglang.integration.recompute import (
     recompute_prefix,
 )
 from impress_sglang.integration.row_starts import RowStarts
-from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.serving.estimate import pairs_of
@@ -321,14 +320,13 @@ class PrefixAttention(AttentionBackend):
             self._runtime.blending.refusal = _FUSED
             return _FUSED
         # Resident keys are needed only for scoring, in the softmax.
-        scores = request.start or request.bits < EXACT_BITS
+        scores = request.start
         inputs = LayerInputs(
             queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
             new_keys=new_keys,
             resident_keys=slots.keys.pool,
             scaling=layer.scaling,
             resident_rows=request.resident_slots[: request.resident_len if scores else 0],
-            following=self._following(request, layer.layer_id),
         )
         try:
             if isinstance(loading, BlendedLoading) and not loading.blended:
@@ -345,15 +343,6 @@ class PrefixAttention(AttentionBackend):
         if shortage is None:
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
         return shortage
-
-    def _following(self, request: StoredRequest, layer: int) -> LayerSlots | None:
-        """The slots of a request in the next layer, if that may be filled early."""
-        assert self._runtime is not None
-        if not request.uses or layer + 1 == self._runtime.shape.num_layers:
-            return None
-        pool = self._model_runner.token_to_kv_pool
-        keys, values = pool.get_key_buffer(layer + 1), pool.get_value_buffer(layer + 1)
-        return LayerSlots.of(keys, values, request.slots)
 
     def _blend(self, request: StoredRequest, loading: BlendedLoading) -> str | None:
         """Blend a prefix into its slots; returns why that failed, or None."""

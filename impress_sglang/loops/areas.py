@@ -149,21 +149,23 @@ def bringing(wanted: Indices, owners: Int16s, reads: int) -> Flags:
     return found
 
 
-@compiled("(uint8[::1], int64, int64)")
-def units_below(floors: Uint8s, first: int, stop: int) -> Indices:
-    """The units from `first` to before `stop` in the planes below the floor of each head.
+@compiled("(uint8[::1], uint8[::1], int64, int64)")
+def units_between(low: Uint8s, high: Uint8s, first: int, stop: int) -> Indices:
+    """The units from `first` to before `stop` in the planes from `low` to before `high`.
 
-    `floors` uint8 [heads]. Returns int64 [n, 3]: plane, head, unit, ascending.
+    `low` and `high` uint8 [heads]. Returns int64 [n, 3]: plane, head, unit, ascending.
     """
     total, planes = 0, 0
-    for head in range(len(floors)):
-        total += floors[head]
-        planes = max(planes, int(floors[head]))
+    for head in range(len(low)):
+        # As signed numbers.
+        least, most = int(np.int64(low[head])), int(np.int64(high[head]))
+        total += max(most - least, 0)
+        planes = max(planes, most)
     found = np.empty((total * (stop - first), 3), np.int64)
     at = 0
     for plane in range(planes):
-        for head in range(len(floors)):
-            if plane < floors[head]:
+        for head in range(len(low)):
+            if low[head] <= plane < high[head]:
                 for unit in range(first, stop):
                     found[at, 0], found[at, 1], found[at, 2] = plane, head, unit
                     at += 1
@@ -181,33 +183,6 @@ def unit_places(units: Indices, num_heads: int, num_units: int, first: int) -> I
         row = units[place, 0] * num_heads + units[place, 1]
         found[place] = first + row * num_units + units[place, 2]
     return found
-
-
-@compiled("(uint8[:, :], uint8[:, :], int64)")
-def missing_units(levels: Uint8s, wanted: Uint8s, first: int) -> Indices:
-    """Units that lack planes, int64 [n, 3], ascending: plane, head, unit.
-
-    Args:
-        levels: uint8 [heads, units], how many planes each unit has.
-        wanted: uint8 [heads, units], how many it should have.
-        first: number of the first unit.
-    """
-    heads, units = levels.shape
-    total, planes = 0, 0
-    for head in range(heads):
-        for unit in range(units):
-            # As signed numbers.
-            most, own = int(np.int64(wanted[head, unit])), int(np.int64(levels[head, unit]))
-            total += max(most - own, 0)
-            planes = max(planes, most)
-    # Without an unpredictable branch: all are written, and those that do not count overwritten.
-    found, at = np.empty((total + 1, 3), np.int64), 0
-    for plane in range(planes):
-        for head in range(heads):
-            for unit in range(units):
-                found[at, 0], found[at, 1], found[at, 2] = plane, head, first + unit
-                at += levels[head, unit] <= plane and plane < wanted[head, unit]
-    return found[:total].copy()
 
 
 @compiled("(int64[:, :], int64, int64, int64, int64, int64, int64, int64, int64)")

@@ -14,7 +14,6 @@ from impress_sglang.importance.averages import STEPS
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
-from impress_sglang.precision.allocation import mean_planes
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
@@ -54,24 +53,14 @@ class StoredBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodedBytes:
-    """Bytes of a prefix in codes that would have to come from SSD: of its base, of all planes.
-
-    `units`: of all units, also of those that belong to the base of some heads.
-    """
+    """Bytes of a prefix in codes that would have to come from SSD: of its base, and of a plane."""
 
     base: float
-    planes: float
-    units: float = 0.0
+    plane: float
 
-    def expected(self, bits: float) -> float:
-        """Bytes that a request for `bits` per element is expected to read."""
-        return sum(self.parts(bits, 0))
-
-    def parts(self, bits: float, planes: int) -> tuple[float, float]:
-        """The same in two parts: the base with so many planes, and units that are chosen."""
-        certain = planes / NUM_PLANES
-        chosen = mean_planes(bits) / NUM_PLANES - certain
-        return self.base + certain * self.planes, max(chosen, 0.0) * self.planes
+    def expected(self, planes: int) -> float:
+        """Bytes that a request for so many planes is expected to read."""
+        return self.base + planes * self.plane
 
 
 class ReadForecast:
@@ -109,10 +98,6 @@ class ReadForecast:
         """Seconds that reading so many bytes from SSD takes, judging by recent reads."""
         return self._reader.cost.seconds_for(num_bytes)
 
-    def seconds_to_pick(self, num_bytes: float) -> float:
-        """The same for single blocks."""
-        return self._reader.cost.seconds(num_bytes / BLOCK_BYTES, num_bytes)
-
     def fits(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of these spans fits into the buffer pool."""
         return self._layer_bytes(spans, in_codes=in_codes) <= self._memory.pool.limit_bytes
@@ -145,7 +130,7 @@ class ReadForecast:
 
     def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
         """Bytes of spans in codes that would have to come from SSD."""
-        base_bytes = plane_bytes = unit_bytes = 0.0
+        base_bytes = plane_bytes = 0.0
         # The share of planes that belongs to bases, because of the floors of heads.
         certain = self._meter.mean_planes / NUM_PLANES
         # There may be many spans of one segment.
@@ -162,9 +147,8 @@ class ReadForecast:
             units = float(on_ssd[layout.num_pages :].sum())
             share = length / version.layout.num_tokens * BLOCK_BYTES
             base_bytes += share * (float(on_ssd[: layout.num_pages].sum()) + certain * units)
-            plane_bytes += share * (1.0 - certain) * units
-            unit_bytes += share * units
-        return CodedBytes(base_bytes, plane_bytes, unit_bytes)
+            plane_bytes += share * (1.0 - certain) * units / NUM_PLANES
+        return CodedBytes(base_bytes, plane_bytes)
 
     def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
         """Bytes of whole spans of exact KVs that would have to come from SSD."""

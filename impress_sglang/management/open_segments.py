@@ -23,7 +23,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.threads import BackgroundThread
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_span import CodedSpan
+from impress_sglang.transfer.coded_span import CodedSpan, Planes
 from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
@@ -103,9 +103,9 @@ class OpenSegments:
     def open_coded(
         self,
         spans: Sequence[StoredSpan],
-        in_slots: Sequence[bool],
-        timeline: Timeline,
+        in_slots: Sequence[Planes | None],
         planes: int,
+        timeline: Timeline,
     ) -> CodedSource:
         """Open a source for spans in codes; see `PrefixStore.open_coded`.
 
@@ -115,15 +115,15 @@ class OpenSegments:
         segments = self._acquire_all(spans)
         self._memory.codes.placement.advance()
         opened = []
-        for span, segment in zip(spans, segments, strict=True):
+        for span, segment, there in zip(spans, segments, in_slots, strict=True):
             base = self._versions.codes(self._versions[segment.segment_id])
-            opened.append(CodedSpan(segment, span.start, span.stop, base, planes))
+            opened.append(CodedSpan(segment, span.start, span.stop, base, there))
         return CodedSource(
             opened,
             self._reader,
             self._memory.pool,
             self._memory.codes,
-            in_slots=in_slots,
+            planes,
             timeline=timeline,
         )
 

@@ -48,6 +48,7 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_span import Planes
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
@@ -204,23 +205,24 @@ class PrefixStore:
     def open_coded(
         self,
         spans: Sequence[StoredSpan],
-        in_slots: Sequence[bool],
+        in_slots: Sequence[Planes | None],
+        planes: int,
         timeline: Timeline = NO_TIMELINE,
-        planes: int = 0,
     ) -> CodedSource:
         """Open a source for spans in codes; `close_source` closes it. `tree.touch` counts the use.
 
         Args:
             spans: one or more.
-            in_slots: for each span, whether its base is in slots and need not be read.
+            in_slots: for each span, how many planes of each layer are in slots; None: not even the
+                base is.
+            planes: how many are wanted, besides the floors of heads.
             timeline: of the request.
-            planes: how many planes are read, and read ahead, with the base.
 
         Raises:
             PrefixUnreadable: as for `open_source`.
         """
         self._check_there(spans)
-        return self._readers.open_coded(spans, in_slots, timeline, planes)
+        return self._readers.open_coded(spans, in_slots, planes, timeline)
 
     def _check_there(self, spans: Sequence[StoredSpan]) -> None:
         for span in spans:

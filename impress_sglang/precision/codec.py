@@ -26,6 +26,12 @@ NUM_PLANES = (CODE_BITS - BASE_BITS) // PLANE_BITS
 # Bits of an element once that many planes are known.
 LEVELS = tuple(BASE_BITS + PLANE_BITS * planes for planes in range(NUM_PLANES + 1))
 
+
+def planes_of(bits: float) -> int:
+    """How many planes every element has that has so many `bits`, one of `LEVELS`."""
+    return LEVELS.index(int(bits))
+
+
 _TOP = 2**CODE_BITS - 1
 
 

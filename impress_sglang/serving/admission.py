@@ -18,10 +18,10 @@ from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.residents import Cover, ResidentParts
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.allocation import certain_planes, whole_planes
+from impress_sglang.options import BITS, EXACT_BITS
+from impress_sglang.precision.codec import planes_of
 from impress_sglang.serving.clocks import Clock
-from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, RequestLengths
+from impress_sglang.serving.estimate import RETENTIONS, Estimate, Estimator, RequestLengths
 from impress_sglang.serving.expected_reads import Ahead, ExpectedReads
 from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.served_store import ServedStore
@@ -29,6 +29,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.coded_span import Planes
 from impress_sglang.transfer.resident import PartUse, have_planes
 from impress_sglang.transfer.source import ReadNeeds
 
@@ -81,8 +82,12 @@ class AdmissionPlan:
     def loads_nothing(self) -> bool:
         """Whether all its tokens are in slots that requests share, with all that it wants."""
         uses = [PartUse(c.part, c.span.start, c.span.stop) for c in self.covers if c.part]
-        wanted = self.estimate.bits, self.estimate.planes
-        return 0 < len(uses) == len(self.covers) and have_planes(uses, *wanted)
+        return 0 < len(uses) == len(self.covers) and have_planes(uses, self.planes)
+
+    @property
+    def planes(self) -> int:
+        """How many planes it wants of a prefix in codes."""
+        return planes_of(self.estimate.bits)
 
     @property
     def sources(self) -> dict[str, int]:
@@ -125,7 +130,7 @@ class AdmissionPlan:
             not self.covers
             and self.same_tokens(other)
             and self.k == other.k
-            and (self.estimate.bits < EXACT_BITS) == (other.estimate.bits < EXACT_BITS)
+            and self.estimate.bits == other.estimate.bits
         )
 
     def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
@@ -136,9 +141,9 @@ class AdmissionPlan:
         """
         if self.covers:
             spans, in_slots = _spans_of(self.covers)
-            return store.open_coded(spans, in_slots, timeline, self.estimate.planes)
+            return store.open_coded(spans, in_slots, self.planes, timeline)
         if self.estimate.bits < EXACT_BITS:
-            return store.open_coded(self.spans, [False] * len(self.spans), timeline)
+            return store.open_coded(self.spans, [None] * len(self.spans), self.planes, timeline)
         return store.open_source(self.match, self.resident_len, self.stop, self.needs, timeline)
 
     def unread(self, source: AnySource) -> float:
@@ -291,40 +296,31 @@ class Admission:
         spans = match.slice(start, match.num_tokens)
         reads = ExpectedReads(spans, start, forecast, policy, self._residents)
 
-        def estimate(
-            retention: float, bits: float, planes: int, *, is_left: bool = False
-        ) -> Estimate:
+        def estimate(retention: float, bits: float, *, is_left: bool = False) -> Estimate:
             ahead = waiting.ahead(spans, in_codes=bits < EXACT_BITS) if is_left else None
-            io, waits = reads.seconds(retention, bits, planes, ahead)
-            return self._estimator.estimate(work, retention, io, bits, planes, waits)
+            io = reads.seconds(retention, bits, ahead)
+            return self._estimator.estimate(work, retention, io, bits)
 
         if exact:
-            return estimate(1.0, bits, 0)
-        fewest = bits, self._certain(bits) if wanted.retention >= 1.0 else 0
-        retentions, most = [wanted.retention], [fewest]
+            return estimate(1.0, bits)
+        retentions, most = [wanted.retention], [bits]
         if config.auto_retention and not wanted.chosen:
             retentions = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
         if wanted.auto_bits and bits < EXACT_BITS and retentions[0] >= 1.0:
-            most = [*((own, whole_planes(own)) for own in BITS), fewest]
+            most = [own for own in reversed(BITS) if own >= bits]
             # Tokens that are in slots in codes are shared and not loaded again.
             may_be_exact = reads.alone and match.quality == EXACT
             if may_be_exact and forecast.fits(spans, in_codes=False):
-                most.insert(0, (EXACT_BITS, 0))
+                most.insert(0, EXACT_BITS)
         if len(retentions) == len(most) == 1:
-            return estimate(wanted.retention, *fewest)
+            return estimate(wanted.retention, bits)
         # Give up bits first, then tokens.
-        left = [estimate(retentions[0], *own, is_left=True) for own in most]
+        left = [estimate(retentions[0], own, is_left=True) for own in most]
         chosen = self._estimator.most_bits(left)
         if len(retentions) > 1 and not left[-1].hidden:
-            left = [estimate(own, *fewest, is_left=True) for own in retentions]
+            left = [estimate(own, bits, is_left=True) for own in retentions]
             chosen = self._estimator.largest_hidden(left)
-        return estimate(chosen.retention, chosen.bits, chosen.planes)
-
-    def _certain(self, bits: float) -> int:
-        """How many planes all units get, however they are allocated."""
-        if bits == EXACT_BITS:
-            return 0
-        return (whole_planes if self._config.allocate == "even" else certain_planes)(bits)
+        return estimate(chosen.retention, chosen.bits)
 
     def whole_pages(self, num_tokens: int) -> int:
         """Round a number of tokens down to whole pages."""
@@ -351,10 +347,11 @@ def least_of(wanted: LoadOptions, config: ImpressConfig, policy: Policy) -> Qual
     return Quality(depth, wanted.retention, wanted.bits, wanted.share)
 
 
-def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[bool]]:
-    """The spans that a source for `covers` reads, and which of them are in slots already."""
+def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[Planes | None]]:
+    """The spans that a source for `covers` reads, and what of them is in slots already."""
     spans = []
     for cover in covers:
         part, span = cover.part, cover.span
         spans.append(span if part is None else StoredSpan(span.segment, part.start, part.stop))
-    return spans, [cover.part is not None and cover.part.layers_loaded > 0 for cover in covers]
+    parts = [cover.part for cover in covers]
+    return spans, [part.planes if part and part.layers_loaded else None for part in parts]

@@ -17,7 +17,6 @@ from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment, StoredSpan
-from impress_sglang.precision.allocation import whole_planes
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.why import Detail, Reason
@@ -117,11 +116,6 @@ class BlendPlan(AdmissionPlan):
         return len(self.kinds) - int(np.argmax(self.kinds != Kind.KEPT))
 
     @property
-    def planes(self) -> int:
-        """Planes that are read with the base: all units get them, as no query is known yet."""
-        return whole_planes(self.estimate.bits)
-
-    @property
     def reused(self) -> int:
         """How many tokens are `REUSED`."""
         return int(np.count_nonzero(self.kinds == Kind.REUSED))
@@ -187,9 +181,9 @@ def apart(runs: Sequence[Run]) -> list[list[Run]]:
 def open_group(
     store: PrefixStore, runs: Sequence[Run], timeline: Timeline, planes: int
 ) -> CodedSource:
-    """Open a source for the tokens of some runs, run after run; see `BlendPlan.planes`.
+    """Open a source for the tokens of some runs, run after run; with so many planes.
 
     Raises:
         PrefixUnreadable: a segment is gone or cannot be opened.
     """
-    return store.open_coded([run.span for run in runs], [False] * len(runs), timeline, planes)
+    return store.open_coded([run.span for run in runs], [None] * len(runs), planes, timeline)

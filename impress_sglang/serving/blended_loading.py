@@ -16,14 +16,13 @@ from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.management.content import Run
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.precision.codec import PLANE_BITS
 from impress_sglang.serving.blend_plan import BlendPlan, Kind, open_group
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
-from impress_sglang.transfer.precise import PreciseLoader
 from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.resident import UsedUnits, parts_alone
+from impress_sglang.transfer.resident import PartUse, parts_alone
 from impress_sglang.transfer.slots import LayerSlots
 
 
@@ -32,7 +31,7 @@ class BlendedLoading:
 
     def __init__(
         self,
-        loader: PreciseLoader,
+        loader: CodedLoader,
         store: PrefixStore,
         plan: BlendPlan,
         rotation: KeyRotation,
@@ -42,7 +41,7 @@ class BlendedLoading:
         """Open the sources of the first block.
 
         Args:
-            loader: treats all tokens alike, because no query is known yet.
+            loader: the server's loader.
             store: has the runs.
             plan: how the request blends.
             rotation: turns the model's keys.
@@ -66,7 +65,7 @@ class BlendedLoading:
         self._first = first
         self._sources: dict[int, list[CodedSource]] = {}
         # By group, of the block that is being restored.
-        self._units: dict[int, UsedUnits] = {}
+        self._uses: dict[int, list[PartUse]] = {}
         self._stats: list[ReadStats] = []
         # By group of that block: which of its tokens move, and their turns.
         self._turns: dict[int, tuple[Tensor, Turns]] = {}
@@ -118,14 +117,11 @@ class BlendedLoading:
             source = self._sources[number][group]
             rows = torch.cat([slots[own.start - block.start :][: len(own)] for own in runs])
             own = LayerSlots.of(pools.keys.pool, pools.values.pool, rows)
-            if group not in self._units:
-                self._units[group] = parts_alone(source, rows)
-            # The planes that all units get come with the base.
-            units, bits = (
-                self._units[group],
-                self.plan.estimate.bits - PLANE_BITS * self.plan.planes,
-            )
-            self._loader.load(layer, units, None, own, bits, stats, source.timeline)
+            if group not in self._uses:
+                self._uses[group] = parts_alone(source, rows)
+            stats.layers_whole += 1
+            uses, planes = self._uses[group], self.plan.planes
+            self._loader.load(layer, uses, planes, own, stats, source.timeline)
             with stats.timed("load_ms"):
                 self._turn(group, runs, own)
             source.end_layer(layer)
@@ -201,7 +197,7 @@ class BlendedLoading:
         pool[rows[moving]] = self._rotation.move(pool[rows[moving]], turns)
 
     def _close(self, number: int) -> None:
-        self._units.clear()
+        self._uses.clear()
         self._turns.clear()
         for source in self._sources.pop(number, ()):
             self._store.close_source(source)

@@ -25,6 +25,7 @@ from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import AUTO, AUTO_SHARE, DEVIATION, FIRST
+from impress_sglang.precision.codec import planes_of
 from impress_sglang.serving.admission import AdmissionPlan, least_of
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, BlendPlan, Kind
 from impress_sglang.serving.blended_loading import BlendedLoading
@@ -166,7 +167,7 @@ class Blending:
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
         bits = max(self._policy.bits(wanted), LEAST_BITS)
         read = store.forecast.coded_bytes([run.span for run in (*prefix, *runs)])
-        io = store.forecast.seconds_to_read(read.expected(bits))
+        io = store.forecast.seconds_to_read(read.expected(planes_of(bits)))
         share, estimate = self._choose(work, kinds, io, wanted.blend)
         if (refusal := self._too_slow(estimate, usual)) is not None:
             if notes.why is None:

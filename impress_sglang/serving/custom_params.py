@@ -9,9 +9,8 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import (
     AUTO,
+    BITS_TEXT,
     EXACTLY,
-    LEAST_BITS,
-    MOST_BITS,
     OFF,
     is_bits,
     is_blend,
@@ -63,8 +62,7 @@ def check_custom_params(
     bits = custom_params.get(BITS_KEY, EXACTLY)
     if not is_bits(bits) and bits != AUTO:
         raise ValueError(
-            f"custom_params {BITS_KEY} must be a number from {LEAST_BITS:g} to {MOST_BITS:g}, "
-            f"{EXACTLY!r} or {AUTO!r}, got {bits!r}"
+            f"custom_params {BITS_KEY} must be {BITS_TEXT}, {EXACTLY!r} or {AUTO!r}, got {bits!r}"
         )
     if type(store := custom_params.get(STORE_KEY, True)) is not bool:
         raise ValueError(f"custom_params {STORE_KEY} must be true or false, got {store!r}")
@@ -93,8 +91,8 @@ def check_custom_params(
     wanted = _load_options(custom_params, config)
     if not config.serves(wanted.retention, wanted.bits):
         raise ValueError(
-            f"custom_params: this server has a part of a prefix in {LEAST_BITS:g} to {MOST_BITS:g} "
-            f"bits only; with {BITS_KEY} {EXACTLY!r} set {RETENTION_KEY} to 1"
+            f"custom_params: this server has a part of a prefix in {BITS_TEXT} bits only; "
+            f"with {BITS_KEY} {EXACTLY!r} set {RETENTION_KEY} to 1"
         )
     if parts_refusal is not None and config.uses_part(wanted.retention):
         raise ValueError(f"custom_params: {parts_refusal}; set {RETENTION_KEY} to 1")

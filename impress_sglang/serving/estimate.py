@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from impress_sglang.cost import FlooredCost, TwoTermCost
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.allocation import is_chosen
-from impress_sglang.precision.codec import LEVELS
 
 # First guess: 1 ms per token; a model with hidden size d spends as much on a token's weights as on
 # 6 d attended tokens (24 L d^2 against 4 L d operations).
@@ -28,11 +26,8 @@ START_SECONDS_PER_SCORED = 1e-8
 # Short passes, such as those of questions, only bound what longer ones take. Until it is known, a
 # prefix is computed if that takes at most so many times as long as reading it.
 MOST_TO_LEARN = 2.0
-# Retentions and bits that auto chooses from, besides its floors.
+# Retentions that auto chooses from, besides its floor.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
-# As many for all tokens: these are read in sequence, and ahead. More for some are read block by
-# block, when a layer has scored them.
-BITS = tuple(float(bits) for bits in LEVELS[:0:-1])
 # More bits may take so many times as long as fewer.
 MORE_BITS = 1.1
 
@@ -53,8 +48,6 @@ class Estimate:
     `io` and `compute` are the parts of loading, which run at the same time if `overlapped`. Before
     it is known what passes as long take, `compute` is None, and `recompute` what computing takes at
     most, None before any pass. `least`: what loading takes besides reading, as far as known.
-    `planes`: how many all units get. `waits`: what is read only when a layer asks, and hides behind
-    nothing.
     """
 
     retention: float
@@ -64,8 +57,6 @@ class Estimate:
     overlapped: bool = True
     bits: float = EXACT_BITS
     least: float = 0.0
-    planes: int = 0
-    waits: float = 0.0
 
     @property
     def load(self) -> float | None:
@@ -85,8 +76,7 @@ class Estimate:
     @property
     def hidden(self) -> bool:
         """Whether reading takes no longer than computing."""
-        reading = self.io + self.waits
-        return self.overlapped and self.compute is not None and reading <= self.compute
+        return self.overlapped and self.compute is not None and self.io <= self.compute
 
     @property
     def hides_computing(self) -> bool:
@@ -103,7 +93,7 @@ class Estimate:
 
     def seconds(self, unread: float) -> float:
         """Seconds with the stored prefix, if the share `unread` of its reads is left to do."""
-        return (self.compute or 0.0) + self.unhidden(unread) + self.waits
+        return (self.compute or 0.0) + self.unhidden(unread)
 
     def unhidden(self, unread: float) -> float:
         """The part of `seconds` that reading it before would save."""
@@ -122,9 +112,9 @@ class Estimator:
         self._overlapped = overlapped
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
         self.computing = FlooredCost(START_SECONDS_PER_TOKEN, per_pair)
-        # Where tokens are scored; for codes with as many bits for all tokens; and for a whole exact
-        # prefix. What was not seen costs nothing, nor what was seen once, when it may have been
-        # disturbed: what seems too slow is never tried again.
+        # Where tokens are scored; for a whole prefix in codes; for a whole exact prefix. What was
+        # not seen costs nothing, nor what was seen once, when it may have been disturbed: what
+        # seems too slow is never tried again.
         per_token = START_SECONDS_PER_LOADED
         self.loading = FlooredCost(per_token, START_SECONDS_PER_SCORED, trusts_once=False)
         self.restoring = FlooredCost(per_token, per_token, trusts_once=False)
@@ -144,13 +134,12 @@ class Estimator:
         *,
         whole: bool,
         bits: float = EXACT_BITS,
-        planes: int = 0,
     ) -> None:
         """Learn that identification and copying took `seconds`, reading excluded.
 
-        `whole`: all tokens were loaded; for `planes` see `Estimate`.
+        `whole`: all tokens were loaded.
         """
-        cost, pairs = self._cost_of(work, bits, planes, whole=whole)
+        cost, pairs = self._cost_of(work, bits, whole=whole)
         cost.observe(work.stored, pairs, seconds)
 
     def note_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
@@ -163,19 +152,13 @@ class Estimator:
         retention: float,
         io_seconds: float,
         bits: float = EXACT_BITS,
-        planes: int = 0,
-        waits: float = 0.0,
     ) -> Estimate:
-        """Estimate a request with this retention and bits; see `Estimate`.
-
-        `io_seconds` is what reading takes that computing can hide.
-        """
+        """Estimate a request with this retention and bits, which reads for `io_seconds`."""
         whole = work.stored + work.new, pairs_of(work.resident, work.stored + work.new)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
-        cost, pairs = self._cost_of(work, bits, planes, whole=retention >= 1.0)
+        cost, pairs = self._cost_of(work, bits, whole=retention >= 1.0)
         hit += cost.least(work.stored, pairs)
-        found = self._estimate(retention, io_seconds, hit, whole, bits)
-        return dataclasses.replace(found, planes=planes, waits=waits)
+        return self._estimate(retention, io_seconds, hit, whole, bits)
 
     def estimate_blend(
         self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
@@ -228,13 +211,11 @@ class Estimator:
         )
 
     def _cost_of(
-        self, work: RequestLengths, bits: float, planes: int, *, whole: bool
+        self, work: RequestLengths, bits: float, *, whole: bool
     ) -> tuple[FlooredCost, float]:
         """What loading costs besides reading, and the pairs by which it does."""
-        if whole and bits == EXACT_BITS:
-            return self.copying, work.stored
-        if whole and not is_chosen(bits, planes):
-            return self.restoring, work.stored
+        if whole:
+            return self.copying if bits == EXACT_BITS else self.restoring, work.stored
         return self.loading, work.stored * work.new
 
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:

@@ -15,15 +15,11 @@ from impress_sglang.management.policies import Policy
 from impress_sglang.management.residents import Cover, ResidentParts
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.allocation import mean_planes
-from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.codec import planes_of
 
 
 class Ahead(NamedTuple):
-    """What is read while a request waits: the share that is done, and the planes read with codes.
-
-    All of it is certain to be used.
-    """
+    """What is read while a request waits: the share of layers that is done, and planes of codes."""
 
     there: float
     planes: int = 0
@@ -52,30 +48,26 @@ class ExpectedReads:
         """Whether none of the tokens are in slots in codes."""
         return not any(cover.part for cover in self.covers)
 
-    def seconds(
-        self, retention: float, bits: float, planes: int, ahead: Ahead | None = None
-    ) -> tuple[float, float]:
-        """Seconds to read what can be read before a layer asks, and what cannot.
+    def seconds(self, retention: float, bits: float, ahead: Ahead | None = None) -> float:
+        """Seconds that reading takes.
 
         Args:
             retention: share of the tokens that a layer uses.
-            bits: per element on average.
-            planes: how many all units get.
+            bits: per element.
             ahead: what was read already, and need not be; None for nothing.
         """
-        left = 1.0 if ahead is None else 1.0 - ahead.there
+        there = 0.0 if ahead is None else ahead.there
         if bits == EXACT_BITS:
-            return self.forecast.seconds_to_read(left * self._exact_bytes(retention)), 0.0
+            return self.forecast.seconds_to_read((1.0 - there) * self._exact_bytes(retention))
         num_tokens = sum(map(len, self.spans))
         whole = self.policy.tokens_to_load(num_tokens, retention) == num_tokens
-        coded = self._missing if whole else self._everything
-        certain, picked = coded.parts(bits, planes if ahead is None else ahead.planes)
-        lacking = 0.0
+        coded, planes = self._missing if whole else self._everything, planes_of(bits)
+        left = coded.expected(planes)
+        if ahead is not None:
+            left = coded.expected(max(planes, ahead.planes)) - there * coded.expected(ahead.planes)
         for cover in self.covers if whole else ():
-            more = self._lacking_bytes(cover, bits, planes)
-            lacking, picked = lacking + more[0], picked + more[1]
-        waits = self.forecast.seconds_to_read(lacking) + self.forecast.seconds_to_pick(picked)
-        return self.forecast.seconds_to_read(left * certain), waits
+            left += self._lacking_bytes(cover, planes)
+        return self.forecast.seconds_to_read(left)
 
     def _exact_bytes(self, retention: float) -> float:
         if retention >= 1.0:
@@ -97,20 +89,11 @@ class ExpectedReads:
         """A request that uses a part of a prefix shares nothing."""
         return self.forecast.coded_bytes(self.spans)
 
-    def _lacking_bytes(self, cover: Cover, bits: float, planes: int) -> tuple[float, float]:
-        """Bytes on SSD that a part lacks of the first planes, and of those that are chosen.
-
-        What a load under way brings in any case is not counted.
-        """
+    def _lacking_bytes(self, cover: Cover, planes: int) -> float:
+        """Bytes on SSD that a part lacks, except what a load under way brings in any case."""
         part = cover.part
-        if part is None or part.has(NUM_PLANES):
-            return 0.0, 0.0
-        brought = part.load[0].source.planes if part.load is not None else 0
-        most = part.levels.size * NUM_PLANES
-        certain = part.lacking(planes, brought)
-        spared = 0.0 if part.whole else most * (1.0 - mean_planes(bits) / NUM_PLANES)
-        chosen = max(part.lacking(NUM_PLANES, brought) - certain - spared, 0.0)
-        if not certain and not chosen:
-            return 0.0, 0.0
-        each = self.forecast.coded_bytes([cover.span]).units / most
-        return each * certain, each * chosen
+        if part is None or part.has(planes):
+            return 0.0
+        brought = 0 if part.load is None else part.load[0].source.planes
+        lacking = part.lacking(planes, brought)
+        return lacking and lacking * self.forecast.coded_bytes([cover.span]).plane

@@ -9,20 +9,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.policies import Policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSpan
-from impress_sglang.precision.codec import PLANE_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
@@ -52,21 +50,13 @@ class Loaders:
     """One loader of each kind; all requests share them and the memory that they keep."""
 
     exact: PrefixLoader
-    precise: PreciseLoader
+    coded: CodedLoader
     selective: SelectiveLoader
-    even: PreciseLoader
-    """For blending, where no query is known yet."""
 
     @classmethod
-    def of(cls, config: ImpressConfig, shape: KVShape, policy: Policy) -> Loaders:
-        """Make the loaders that the options ask for."""
-        allocation = ALLOCATIONS[config.allocate]
-        return cls(
-            PrefixLoader(shape, policy.selector),
-            PreciseLoader(shape, allocation),
-            SelectiveLoader(shape, allocation),
-            PreciseLoader(shape, ALLOCATIONS["even"]),
-        )
+    def of(cls, shape: KVShape, policy: Policy) -> Loaders:
+        """Make the loaders of a policy."""
+        return cls(PrefixLoader(shape, policy.selector), CodedLoader(), SelectiveLoader(shape))
 
 
 class SourceLoading(Generic[_Source]):
@@ -102,25 +92,22 @@ class ExactLoading(SourceLoading[SegmentSource]):
 class SelectiveLoading(SourceLoading[CodedSource]):
     """Loads the important tokens from codes into private slots."""
 
-    def __init__(
-        self, loader: SelectiveLoader, store: PrefixStore, source: CodedSource, bits: float
-    ) -> None:
-        """`source` is given back to `store`; `bits` are per element on average."""
+    def __init__(self, loader: SelectiveLoader, store: PrefixStore, source: CodedSource) -> None:
+        """`source` is given back to `store`."""
         super().__init__(store, source)
         self._loader = loader
-        self._bits = bits
-        self._units: UsedUnits | None = None
+        self._uses: list[PartUse] | None = None
 
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
-        if self._units is None:
-            self._units = self._loader.begin(self._source, slots.keys.pool.device)
-        self._loader.load(layer, self._source, self._units, inputs, slots, self._bits, stats)
+        if self._uses is None:
+            self._uses = self._loader.begin(self._source, slots.keys.pool.device)
+        self._loader.load(layer, self._source, self._uses, inputs, slots, stats)
 
     def close(self) -> Sequence[ReadStats]:
         """See `Loading.close`."""
-        if self._units is not None:
-            self._units = None
+        if self._uses is not None:
+            self._uses = None
             self._loader.end()
         return super().close()
 
@@ -142,7 +129,7 @@ class CompleteLoading:
         stats.layers_whole += 1
         for use in self._uses:
             use.part.check()
-            stats.note_planes(use.part.levels[layer, :, use.units])
+            stats.note_planes(use.part.levels(layer), len(use.part.units))
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""
@@ -187,10 +174,9 @@ class SharedLoading:
 
     def __init__(
         self,
-        loader: PreciseLoader,
+        loader: CodedLoader,
         store: PrefixStore,
-        units: UsedUnits,
-        bits: float,
+        uses: Sequence[PartUse],
         planes: int,
         timeline: Timeline,
         source: CodedSource | None = None,
@@ -200,9 +186,8 @@ class SharedLoading:
         Args:
             loader: the server's loader.
             store: where the parts are stored.
-            units: the units of the parts that the request uses.
-            bits: per element on average.
-            planes: how many all units get, which is part of that.
+            uses: the tokens of parts that the request uses.
+            planes: how many it wants.
             timeline: the request's timeline.
             source: a source for the parts that nobody reads, if one is open already.
 
@@ -211,9 +196,7 @@ class SharedLoading:
         """
         self._loader = loader
         self._store = store
-        self._units = units
-        # Besides the planes that all units get.
-        self._bits = bits - PLANE_BITS * planes
+        self._uses = uses
         self._planes = planes
         self._timeline = timeline
         self._left: list[ReadStats] = []
@@ -223,9 +206,8 @@ class SharedLoading:
         """See `Loading.load`."""
         if not layer:
             self._renew()
-        self._loader.load(
-            layer, self._units, inputs, slots, self._bits, stats, self._timeline, self._planes
-        )
+        stats.layers_whole += 1
+        self._loader.load(layer, self._uses, self._planes, slots, stats, self._timeline)
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""
@@ -241,7 +223,7 @@ class SharedLoading:
         return left
 
     def _join(self, source: CodedSource | None = None) -> list[PartLoad]:
-        parts = list(dict.fromkeys(use.part for use in self._units.uses))
+        parts = list(dict.fromkeys(use.part for use in self._uses))
         fresh = [part for part in parts if part.load is None]
         if fresh:
             if source is None:
@@ -252,6 +234,7 @@ class SharedLoading:
         loads = list(dict.fromkeys(part.load[0] for part in parts if part.load is not None))
         for load in loads:
             load.pending += 1
+            load.source.want(self._planes)
         return loads
 
     def _open(self, parts: Sequence[ResidentPart]) -> CodedSource:
@@ -261,8 +244,8 @@ class SharedLoading:
             if segment is None:
                 raise SegmentUnreadable(part.segment_id, "was removed after it was matched")
             spans.append(StoredSpan(segment, part.start, part.stop))
-        in_slots = [bool(part.layers_loaded) for part in parts]
-        return self._store.open_coded(spans, in_slots, planes=self._planes)
+        in_slots = [part.planes if part.layers_loaded else None for part in parts]
+        return self._store.open_coded(spans, in_slots, self._planes)
 
     def _renew(self) -> None:
         """As a pass begins, replace joined loads from which another pass has read already.

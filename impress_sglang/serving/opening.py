@@ -15,7 +15,6 @@ from torch import Tensor
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blended_loading import BlendedLoading
@@ -35,7 +34,7 @@ from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.resident import PartUse, ResidentPart, UsedUnits, have_planes
+from impress_sglang.transfer.resident import PartUse, ResidentPart, have_planes
 from impress_sglang.transfer.source import SegmentSource
 
 Allocate = Callable[[int], Tensor | None]
@@ -111,12 +110,10 @@ class RequestOpener:
             slots=opened.slots,
             num_tokens=plan.work.stored,
             bits=plan.estimate.bits,
-            planes=plan.estimate.planes,
             quality=plan.quality,
             loading=opened.loading,
             report=report,
             uses=opened.uses,
-            tops_up=tuple(use for use in opened.uses if use.part.loaded),
             brings=brought_by(plan),
             new_tokens=plan.work.new,
             timeline=opened.timeline,
@@ -130,7 +127,7 @@ class RequestOpener:
         timeline = self._timeline_for(rid) if prefetch is None else prefetch.timeline
         first = None if prefetch is None else prefetch.source
         assert first is None or isinstance(first, CodedSource)
-        loading = BlendedLoading(self._loaders.even, store, plan, self.rotation, timeline, first)
+        loading = BlendedLoading(self._loaders.coded, store, plan, self.rotation, timeline, first)
         slots = allocate(plan.k)
         if slots is None:
             loading.close()
@@ -154,8 +151,7 @@ class RequestOpener:
         if isinstance(source, SegmentSource):
             loading = ExactLoading(self._loaders.exact, store, source)
         else:
-            bits = plan.estimate.bits
-            loading = SelectiveLoading(self._loaders.selective, store, source, bits)
+            loading = SelectiveLoading(self._loaders.selective, store, source)
         return _Opened(plan, slots, loading, timeline)
 
     def _share(self, rid: str, plan: AdmissionPlan, allocate: Allocate) -> _Opened | None:
@@ -167,8 +163,6 @@ class RequestOpener:
         plan = dataclasses.replace(plan, covers=tuple(self._residents.cover(spans, first)))
         # Resident parts must not be evicted to make room for the missing ones.
         resident = [PartUse(c.part, c.span.start, c.span.stop) for c in plan.covers if c.part]
-        for use in resident:
-            self._raise_whole_if_due(use.part)
         self._residents.use(resident)
         slots = allocate(plan.missing) if plan.missing else None
         self._residents.leave(resident)
@@ -178,18 +172,16 @@ class RequestOpener:
         self._residents.use(uses)
         timeline = self._timeline_for(rid)
         loading: Loading
-        estimate = plan.estimate
-        if have_planes(uses, estimate.bits, estimate.planes):
+        if have_planes(uses, plan.planes):
             self._prefetches.drop(rid)
             loading = CompleteLoading(uses)
         else:
             try:
                 loading = SharedLoading(
-                    self._loaders.precise,
+                    self._loaders.coded,
                     self._served.store,
-                    UsedUnits(uses, self._device),
-                    estimate.bits,
-                    estimate.planes,
+                    uses,
+                    plan.planes,
                     timeline,
                     self._read_before(rid, uses),
                 )
@@ -198,16 +190,6 @@ class RequestOpener:
                 raise
         self._served.store.tree.touch(plan.match)
         return _Opened(plan, torch.cat([use.slots for use in uses]), loading, timeline, tuple(uses))
-
-    def _raise_whole_if_due(self, part: ResidentPart) -> None:
-        """Raise a part whole once requests have spent as long on it as reading the rest takes.
-
-        However many requests are to come, that takes at most twice as long as the best choice
-        (ski rental).
-        """
-        if part.loaded and not part.whole:
-            seconds = self._served.store.forecast.seconds_to_read(part.missing_bytes())
-            part.whole = part.spent_seconds >= seconds
 
     def _read_before(self, rid: str, uses: list[PartUse]) -> CodedSource | None:
         fresh = list(dict.fromkeys(use.part for use in uses if use.part.load is None))
@@ -230,7 +212,6 @@ class RequestOpener:
                     span.stop,
                     slots[first : (first := first + len(span))],
                     alone=cover.alone,
-                    whole=plan.estimate.planes == NUM_PLANES,
                 )
                 self._residents.add(part)
             uses.append(PartUse(part, span.start, span.stop))

@@ -46,7 +46,7 @@ class Prefetches:
             if waiting.plan.same_tokens(plan):
                 return
             self.drop(rid)
-        if not store.ahead.enabled or not plan.missing:
+        if not store.ahead.enabled or plan.loads_nothing:
             return
         if any(reads_for(other.plan, plan) for other in self._waiting.values()):
             return

@@ -39,13 +39,11 @@ class StoredRequest:
     resident_slots: Tensor  # int64 [resident]
     slots: Tensor  # int64 [k]
     num_tokens: int
-    bits: float  # of the prefix, per element on average
-    planes: int  # that all its units get
+    bits: float  # of the prefix, per element
     quality: Quality  # of what is computed after the prefix
     loading: Loading | None
     report: dict[str, object]
     uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
-    tops_up: tuple[PartUse, ...] = ()  # those that were loaded before
     brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `bringing.Brought`
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE

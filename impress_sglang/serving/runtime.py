@@ -102,7 +102,7 @@ class ServingRuntime:
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._clock = clock_for(device)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
-        self._loaders = Loaders.of(config, shape, self.policy)
+        self._loaders = Loaders.of(shape, self.policy)
         timeline_for = timeline_for or self._timeline_for
         self.prefetches = Prefetches(self.served, timeline_for)
         self.queue_order: QueueOrder | None = None
@@ -311,13 +311,9 @@ class ServingRuntime:
 
         def note(seconds: list[float]) -> None:
             took = max(seconds[0] - waited, 0.0)
-            for use in request.tops_up:
-                use.part.spent_seconds += seconds[0] * len(use) / request.num_tokens
             if request.blended:
                 self.estimator.note_blend(work, request.computed, took)
             else:
-                self.estimator.note_load(
-                    work, took, whole=whole, bits=request.bits, planes=request.planes
-                )
+                self.estimator.note_load(work, took, whole=whole, bits=request.bits)
 
         self._clock.when_known([stopwatch], note)

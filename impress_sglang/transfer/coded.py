@@ -1,7 +1,7 @@
-"""Reads a stored prefix in codes: its base, and planes unit by unit, from caches and SSD.
+"""Reads a stored prefix in codes, its base and some planes, from caches and SSD.
 
-Stage: load. Bytes come as they stand on disk; `transfer.precise` says which, and puts them into
-slots. A base is always wanted whole, so it is read ahead; which planes, only the request decides.
+Stage: load. Bytes come as they stand on disk; `transfer.coded_loader` puts them into slots. All of
+them are known before the request runs, so they are read ahead, in sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
-from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
+from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, SSD_READ, Timeline
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.frames import FrameTaker, make_taker
@@ -34,16 +34,18 @@ _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Base:
-    """What every request reads of a layer of a span.
+class LayerCodes:
+    """What a part lacks in a layer, on the source's device.
 
-    `groups` uint8 [groups, group_bytes]. For units that are read with them, else None: `raised`
-    int64 [n, 3] on the CPU (plane, head and unit), and their bytes `planes` uint8 [n, unit_stride].
+    `groups` uint8 [groups, group_bytes] is its base, None if that is in slots. `raised` int64
+    [n, 3] on the CPU are its units (plane, head and unit), and `planes` uint8 [n, unit_stride]
+    their bytes, None if there are none. `floors` uint8 [G] are those of the heads.
     """
 
-    groups: Tensor
-    raised: Tensor | None = None
-    planes: Tensor | None = None
+    groups: Tensor | None
+    raised: Tensor
+    planes: Tensor | None
+    floors: Floors
 
 
 class ResidentRange(Protocol):
@@ -64,8 +66,8 @@ class CodedSource(StoredSource):
         reader: BlockReader,
         pool: BufferPool,
         cache: ChunkCache,
+        planes: int,
         *,
-        in_slots: Sequence[bool] | None = None,
         timeline: Timeline = NO_TIMELINE,
         taker: FrameTaker | None = None,
     ) -> None:
@@ -76,13 +78,13 @@ class CodedSource(StoredSource):
             reader: reads blocks.
             pool: gives the layer buffers that blocks are read into.
             cache: the cache of codes.
-            in_slots: for each span, whether its base is in slots; None: no span's is.
+            planes: how many are wanted of all units, besides the floors of heads.
             timeline: the timeline of the request that opens the source.
             taker: None for the one that fits the device.
         """
         assert spans
-        self._in_slots = tuple(in_slots or [False] * len(spans))
         self.spans = tuple(spans)
+        self.planes = planes
         self.num_tokens = sum(map(len, spans))
         # Spans of one segment are read into one layer buffer, that of the first of them.
         segments = [span.segment for span in spans]
@@ -94,96 +96,63 @@ class CodedSource(StoredSource):
         self._cache = cache
         self._taker = make_taker(cache) if taker is None else taker
 
-    @property
-    def planes(self) -> int:
-        """How many planes are read with the base of each span."""
-        return self.spans[0].planes
+    def want(self, planes: int) -> None:
+        """Let the source read at least so many planes; no layer has been read."""
+        assert self.layer < 0
+        self.planes = max(self.planes, planes)
 
-    def floors(self, layer: int, number: int, planes: int | None = None) -> Floors:
-        """See `CodedSpan.floors`."""
-        return self.spans[number].floors(layer, planes)
-
-    def read_base(self, layer: int, *, early: bool = False) -> list[Base | None]:
-        """Read the base of each span whose base is not in slots; None for the others.
-
-        They are on the source's device, and valid until any source is read from again. `early`:
-        the layer before is not done yet.
+    def read(self, layer: int) -> list[LayerCodes]:
+        """Read what each span lacks in a layer; valid until any source is read from again.
 
         Raises:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
         """
-        if not early:
-            self._begin(layer)
-        chosen = [number for number, own in enumerate(self._in_slots) if not own]
-        wanted = [(number, self.spans[number].pages) for number in chosen]
-        raised = {number: self.spans[number].floor_units(layer) for number in chosen}
-        raised = {number: units for number, units in raised.items() if len(units)}
-        wanted += [(own, self.spans[own].unit_chunks(units)) for own, units in raised.items()]
-        blocks = self._read(layer, wanted, PROBE_READ, last=False)
-        planes = dict(zip(raised, blocks[len(chosen) :], strict=True))
-        found: list[Base | None] = [None] * len(self.spans)
-        for number, pages in zip(chosen, blocks, strict=False):
-            span, base = self.spans[number], Base(_groups(self.spans[number], pages))
-            if number in raised:
-                units = planes[number].view(-1, span.layout.unit_stride)
-                base = Base(base.groups, torch.from_numpy(raised[number]), units)
-                self.stats.selected_chunks += len(units)
-            found[number] = base
+        self._begin(layer)
+        units = [span.wanted_units(layer, self.planes) for span in self.spans]
+        wanted = []
+        for number, (span, own) in enumerate(zip(self.spans, units, strict=True)):
+            if span.in_slots is None:
+                wanted.append((number, span.pages))
+            if len(own):
+                wanted.append((number, span.unit_chunks(own)))
+        blocks, found = iter(self._read(layer, wanted) if wanted else ()), []
+        for span, own in zip(self.spans, units, strict=True):
+            base = _groups(span, next(blocks)) if span.in_slots is None else None
+            planes = next(blocks).view(-1, span.layout.unit_stride) if len(own) else None
+            floors = span.segment.floors[layer]
+            found.append(LayerCodes(base, torch.from_numpy(own), planes, floors))
+            self.stats.selected_chunks += len(own)
         return found
-
-    def ask_units(self, layer: int, number: int, raised: Tensor) -> None:
-        """Begin to read what `read_units` will read, as far as it is in no cache now."""
-        self._begin(layer)
-        span, chunks = self.spans[number], self.spans[number].chunks
-        tiers = self._cache.placement.tiers(self._first_id(layer, span), len(chunks.first))
-        asked = span.unit_chunks(raised.numpy())
-        blocks = areas.uncached_blocks(asked, chunks.first, chunks.count, tiers, span.spared_blocks)
-        if len(blocks):
-            buffer = self._buffer(layer, number)
-            self.stats.ssd_bytes += buffer.read(blocks, 0, self._reader, last=False)
-
-    def read_units(self, layer: int, number: int, raised: Tensor) -> Tensor:
-        """Read the bytes of units of a span, uint8 [n, unit_stride], on the source's device.
-
-        Args:
-            layer: from 0.
-            number: number of the span.
-            raised: int64 [n, 3] on the CPU, ascending: plane, head and unit.
-
-        Raises:
-            PrefixUnreadable: as for `read_base`.
-        """
-        self._begin(layer)
-        span = self.spans[number]
-        chunks = span.unit_chunks(raised.numpy())
-        (found,) = self._read(layer, [(number, chunks)], SSD_READ, last=True)
-        self.stats.selected_chunks += len(chunks)
-        return found.view(-1, span.layout.unit_stride)
 
     def reads(self, parts: Sequence[ResidentRange]) -> bool:
         """Whether its spans are these parts, and it reads the base of just those not in slots."""
         mine = [
-            (own.segment.segment_id, own.start, own.stop, there)
-            for own, there in zip(self.spans, self._in_slots, strict=True)
+            (own.segment.segment_id, own.start, own.stop, own.in_slots is not None)
+            for own in self.spans
         ]
         return mine == [
             (own.segment_id, own.start, own.stop, own.layers_loaded > 0) for own in parts
         ]
 
     def read_ahead(self, waste_budget: float) -> None:
-        """See `StoredSource.read_ahead`; reads only what is certain, whatever `waste_budget` is."""
+        """See `StoredSource.read_ahead`; all of it is wanted, whatever `waste_budget` is."""
         layer = self.next_ahead
         self.next_ahead += 1
+        of_buffer: dict[int, list[Indices]] = {}
         for number, span in enumerate(self.spans):
-            if self._in_slots[number]:
-                continue
             chunks, first = span.chunks, self._first_id(layer, span)
             tiers = self._cache.placement.tiers(first, len(chunks.first))
-            base = areas.uncached_blocks(
-                span.certain_chunks(layer), chunks.first, chunks.count, tiers, span.spared_blocks
+            wanted = areas.uncached_blocks(
+                span.wanted_chunks(layer, self.planes),
+                chunks.first,
+                chunks.count,
+                tiers,
+                span.spared_blocks,
             )
-            if len(base):
-                self._buffer(layer, number).read_ahead(base, self._reader)
+            if len(wanted):
+                of_buffer.setdefault(self._buffer_of[number], []).append(wanted)
+        for number, own in of_buffer.items():
+            self._buffer(layer, number).read_ahead(_joined(own), self._reader)
 
     def _buffer(self, layer: int, number: int) -> LayerBuffer:
         """The buffer of a layer of the span with this number."""
@@ -199,9 +168,7 @@ class CodedSource(StoredSource):
     def _first_id(self, layer: int, span: CodedSpan) -> int:
         return span.base + layer * len(span.chunks.first)
 
-    def _read(
-        self, layer: int, wanted: Sequence[tuple[int, Indices]], stage: str, *, last: bool
-    ) -> list[Tensor]:
+    def _read(self, layer: int, wanted: Sequence[tuple[int, Indices]]) -> list[Tensor]:
         """Read the blocks of chunks of some spans, uint8 [blocks, BLOCK_BYTES] for each.
 
         Blocks are taken from where chunks stood before the read; then the chunks move.
@@ -214,8 +181,8 @@ class CodedSource(StoredSource):
                 place = slice(start, start := start + len(chunks))
                 parts.append(_Part.of(number, self.spans[number], chunks, own, place, access))
         try:
-            with self.timeline.span(stage, layer):
-                self._fetch(layer, parts, last=last)
+            with self.timeline.span(SSD_READ, layer):
+                self._fetch(layer, parts)
             with self.timeline.span(COPY, layer):
                 found = [self._take(part) for part in parts]
                 self._settle(parts, access)
@@ -226,18 +193,22 @@ class CodedSource(StoredSource):
         self._count(parts, access)
         return found
 
-    def _fetch(self, layer: int, parts: Sequence[_Part], *, last: bool) -> None:
+    def _fetch(self, layer: int, parts: Sequence[_Part]) -> None:
         """Bring all blocks that must come from SSD into their buffers."""
-        # Units are wanted here and there, many at a time: reading what is between them costs more
-        # than it saves.
-        gap = 0 if last else self._reader.cost.gap_bytes
-        reading: list[tuple[LayerBuffer, Indices]] = []
+        gap = self._reader.cost.gap_bytes
+        of_buffer: dict[LayerBuffer, dict[int, list[Indices]]] = {}
         for part in parts:
             if len(part.wanted):
                 part.buffer = self._buffer(layer, part.number)
-                self.stats.ssd_needed_bytes += len(part.wanted) * BLOCK_BYTES
-                self.stats.ssd_bytes += part.buffer.read(part.wanted, gap, self._reader, last=last)
-                reading.append((part.buffer, part.wanted))
+                of_span = of_buffer.setdefault(part.buffer, {})
+                of_span.setdefault(part.number, []).append(part.wanted)
+        reading: list[tuple[LayerBuffer, Indices]] = []
+        for buffer, of_span in of_buffer.items():
+            # Those of a span are in order: units stand behind the base.
+            wanted = _joined([np.concatenate(own) for own in of_span.values()])
+            self.stats.ssd_needed_bytes += len(wanted) * BLOCK_BYTES
+            self.stats.ssd_bytes += buffer.read(wanted, gap, self._reader)
+            reading.append((buffer, wanted))
         began = time.perf_counter()
         for buffer, wanted in reading:
             buffer.wait(wanted)
@@ -317,6 +288,11 @@ class _Part:
         on_ssd, on_host, _ = sums.tolist()
         starts = own.first[chunks]
         return cls(number, ids, starts, kept, tiers, frames, wanted, on_ssd + on_host)
+
+
+def _joined(wanted: Sequence[Indices]) -> Indices:
+    """The blocks of a segment that any of its spans wants, ascending."""
+    return wanted[0] if len(wanted) == 1 else np.unique(np.concatenate(wanted))
 
 
 def _groups(span: CodedSpan, blocks: Tensor) -> Tensor:

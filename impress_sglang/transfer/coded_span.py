@@ -19,6 +19,9 @@ from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.open_segment import OpenSegment
 
+# How many planes each layer of a part has besides the floors of heads: uint8 [L].
+Planes = npt.NDArray[np.uint8]
+
 
 @dataclasses.dataclass(frozen=True)
 class CodeChunks:
@@ -62,14 +65,14 @@ def most_pages(layout: CodeLayout) -> int:
 class CodedSpan:
     """The tokens [start, stop) of a segment whose first chunk of codes has the id `base`.
 
-    `planes` planes are read with the base, in addition to the floors of heads.
+    `in_slots`: what is in slots already, else None: uint8 [L], how many planes of each layer.
     """
 
     segment: OpenSegment
     start: int
     stop: int
     base: int
-    planes: int = 0
+    in_slots: Planes | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -113,24 +116,29 @@ class CodedSpan:
         blocks[first : -(-last // BLOCK_BYTES)] = False
         return blocks
 
-    def floors(self, layer: int, planes: int | None = None) -> Floors:
-        """How many planes are read with the base of each head of a layer, uint8 [G].
+    def levels(self, layer: int, planes: int) -> Floors:
+        """How many planes each head has if `planes` are read of a layer, uint8 [G]."""
+        return levels_of(self.segment.floors[layer], planes)
 
-        `planes`: how many there would be if all units had so many planes read with the base.
-        """
-        more = self.planes if planes is None else planes
-        return np.minimum(self.segment.floors[layer] + np.uint8(more), np.uint8(NUM_PLANES))
+    def wanted_units(self, layer: int, planes: int) -> Indices:
+        """Units of the first `planes` that are not in slots, int64 [n, 3]: plane, head, unit."""
+        high = self.levels(layer, planes)
+        there = np.zeros_like(high)
+        if self.in_slots is not None:
+            there = self.levels(layer, int(self.in_slots[layer]))
+        return areas.units_between(there, high, self.units.start, self.units.stop)
 
-    def floor_units(self, layer: int) -> Indices:
-        """The units of the span that are read with the base, int64 [n, 3]: plane, head, unit."""
-        return areas.units_below(self.floors(layer), self.units.start, self.units.stop)
-
-    def certain_chunks(self, layer: int) -> Indices:
-        """Chunks that every request wants: `pages`, and those of `floor_units`."""
-        raised = self.floor_units(layer)
-        return np.concatenate([self.pages, self.unit_chunks(raised)]) if len(raised) else self.pages
+    def wanted_chunks(self, layer: int, planes: int) -> Indices:
+        """Chunks of the base and the first `planes` that are not in slots."""
+        units = self.unit_chunks(self.wanted_units(layer, planes))
+        return units if self.in_slots is not None else np.concatenate([self.pages, units])
 
     def unit_chunks(self, raised: Indices) -> Indices:
         """The chunks of units, int64 [n, 3]: plane, head and unit."""
         layout = self.layout
         return areas.unit_places(raised, layout.num_heads, layout.num_units, layout.num_pages)
+
+
+def levels_of(floors: Floors, planes: int) -> Floors:
+    """How many planes heads with these floors, uint8 [...], have if `planes` are read."""
+    return np.minimum(floors + np.uint8(planes), np.uint8(NUM_PLANES))

@@ -54,11 +54,11 @@ class LoadStats:
             return EXACT_BITS
         return BASE_BITS + PLANE_BITS * sum(self.planes) / self.units
 
-    def note_planes(self, levels: npt.NDArray[np.uint8]) -> None:
-        """Count the units of a layer; `levels` uint8 [G, units] is how many planes each has."""
-        self.units += levels.size
+    def note_planes(self, levels: npt.NDArray[np.uint8], units: int) -> None:
+        """Count the `units` of each head of a layer; `levels` uint8 [G]: how many planes it has."""
+        self.units += levels.size * units
         for plane in range(NUM_PLANES):
-            self.planes[plane] += int(np.count_nonzero(levels > plane))
+            self.planes[plane] += int(np.count_nonzero(levels > plane)) * units
 
     @contextmanager
     def timed(self, field: str) -> Iterator[None]:
@@ -76,8 +76,7 @@ class LayerInputs:
 
     queries [n, Hq, D] and new_keys [n, G, D] of the new tokens, resident_keys [c, G, D] of the
     resident tokens; all after rotation, in the model's dtype. If resident_rows, int64 [c], is set,
-    resident_keys is a pool, and these are the rows of the resident tokens in it. following: the
-    request's slots in the next layer, which may be filled already; None if there is none.
+    resident_keys is a pool, and these are the rows of the resident tokens in it.
     """
 
     queries: Tensor
@@ -85,7 +84,6 @@ class LayerInputs:
     resident_keys: Tensor
     scaling: float
     resident_rows: Tensor | None = None
-    following: LayerSlots | None = None
 
 
 class PrefixLoader:

@@ -1,27 +1,26 @@
 """Parts: stored tokens that are in slots in codes, for all requests that use them.
 
-Stage: load. A part is loaded once; each request then raises the units in which it lacks planes, so
-the precision of a part only rises. A request that comes while a part is being loaded joins in.
+Stage: load. A part is loaded once; a request that wants more bits of it adds the planes that it
+lacks, so the precision of a part only rises. A request that comes while a part is being loaded
+joins in.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.precision.allocation import is_chosen
-from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.floors import Floors
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens
-from impress_sglang.tiers.fence import to_device
 from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_span import Planes, levels_of
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -68,8 +67,9 @@ class PartLoad:
 class ResidentPart:
     """The tokens [start, stop) of a stored segment, and the slots that hold them in codes.
 
-    Invariants: layers below `layers_loaded` are in the slots; their units have `levels` planes. A
-    unit at the edge of a part belongs to it only as far as the part has its tokens.
+    Invariants: layers below `layers_loaded` are in the slots, each with `planes` uint8 [L] planes
+    above the `floors` uint8 [L, G] of its heads. A unit at the edge of a part belongs to it only as
+    far as the part has its tokens.
     """
 
     segment_id: str
@@ -84,30 +84,25 @@ class ResidentPart:
     broken: bool = False
     """Whether a layer could not be read, so that no other request may use the part."""
     lasting: bool = True
-    """Whether a layer can still be raised after the next is loaded: all ranges are kept."""
+    """Whether planes can be added to a layer after the next is loaded: all ranges are kept."""
     alone: bool = False
     """Whether no other request may join: another part has slots in the same pages, and one request
     uses both parts and gives both back; or its segment is to be forgotten."""
     load: tuple[PartLoad, int] | None = None
     """The load that reads it now, and the number of its span there."""
-    spent_seconds: float = 0.0
-    """What requests spent on raising it since it was loaded, with what finds where."""
-    whole: bool = False
-    """Whether requests raise all of it, and then spend nothing on it any more."""
-    planes: int = 0
-    """So many planes all its units have once it is loaded, if not more."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop <= self.layout.num_tokens
         assert len(self.slots) == len(self)
-        shape = self.num_layers, self.layout.num_heads, len(self.units)
-        self.levels: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
+        self.planes: Planes = np.zeros(self.num_layers, np.uint8)
+        shape = self.num_layers, self.layout.num_heads
+        self.floors: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
         self._ranges: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    @functools.cached_property
+    @property
     def units(self) -> range:
         """The units of a head that have tokens of the part."""
         size = self.layout.unit_tokens
@@ -127,35 +122,38 @@ class ResidentPart:
         if self.broken:
             raise SegmentUnreadable(self.segment_id, "could not be read for another request")
 
-    def lacking(self, planes: int, brought: int = 0) -> int:
-        """How many of the first planes its units lack in all, if so many are `brought` to each."""
-        if planes <= max(self.planes, brought):
-            return 0
-        levels = np.maximum(self.levels, np.uint8(brought)) if brought else self.levels
-        return planes * levels.size - int(np.minimum(levels, planes).sum())
+    def levels(self, layer: int) -> Floors:
+        """How many planes each head has in a loaded layer, uint8 [G]."""
+        return levels_of(self.floors[layer], int(self.planes[layer]))
 
-    def missing_bytes(self, planes: int = NUM_PLANES) -> int:
-        """Bytes that it lacks of the first planes."""
-        return self.lacking(planes) * self.layout.unit_stride
+    def lacking(self, planes: int, brought: int = 0) -> float:
+        """How many of the first planes it lacks, on average over its layers.
+
+        `brought`: so many are being loaded in any case.
+        """
+        there = np.maximum(self.planes, np.uint8(brought)).astype(np.int64)
+        return float(np.maximum(planes - there, 0).mean())
 
     def has(self, planes: int) -> bool:
-        """Whether it is loaded, and all its units have so many planes."""
-        if self.loaded and planes > self.planes:
-            self.planes = int(self.levels.min())
-        return self.loaded and planes <= self.planes
+        """Whether it is loaded, with so many planes."""
+        return self.loaded and bool((self.planes >= planes).all())
 
     def tokens(self, layer: int) -> CodedTokens:
         """The part's codes in a loaded layer; only the ranges of their bytes are present."""
         return CodedTokens(self.layout, self._ranges[layer], self.start, self.slots)
 
-    def begin_layer(self, layer: int, groups: Tensor) -> CodedTokens:
-        """Begin the next layer with its base, uint8 [groups, group_bytes]; keeps the ranges."""
+    def begin_layer(self, layer: int, groups: Tensor, floors: Floors) -> CodedTokens:
+        """Begin the next layer with its base, uint8 [groups, group_bytes]; keeps the ranges.
+
+        `floors` uint8 [G]: how many planes belong to the base of each head.
+        """
         assert layer == self.layers_loaded
         assert len(groups) == -(-self.stop // GROUP_TOKENS) - self.start // GROUP_TOKENS
         if not self.lasting:
             self._ranges.clear()
         # A copy, because the bytes that were read belong to the source.
         self._ranges[layer] = groups[:, : self.layout.group_range_bytes].clone()
+        self.floors[layer] = floors
         self.layers_loaded += 1
         return CodedTokens(self.layout, groups, self.start, self.slots)
 
@@ -171,19 +169,13 @@ class ResidentPart:
             self.slots[token - self.start :],
             self.num_layers,
             last_access=self.last_access,
-            whole=self.whole,
-            planes=self.planes,
         )
-        rest.spent_seconds = self.spent_seconds * len(rest) / len(self)
-        self.spent_seconds -= rest.spent_seconds
-        group, unit = self.start // GROUP_TOKENS, self.units[0]
-        rest.levels = self.levels[:, :, rest.units[0] - unit :].copy()
+        rest.planes, rest.floors = self.planes.copy(), self.floors
+        group = self.start // GROUP_TOKENS
         rest._ranges = {
             layer: own[token // GROUP_TOKENS - group :] for layer, own in self._ranges.items()
         }
         self.slots, self.stop = self.slots[: token - self.start], token
-        del self.units
-        self.levels = self.levels[:, :, : len(self.units)].copy()
         kept = -(-token // GROUP_TOKENS) - group
         self._ranges = {layer: own[:kept] for layer, own in self._ranges.items()}
         return rest
@@ -208,48 +200,14 @@ class PartUse:
         """int64 [stop - start]."""
         return self.part.slots[self.start - self.part.start : self.stop - self.part.start]
 
-    @property
-    def units(self) -> slice:
-        """Which of the part's units have the tokens, counted from its first unit."""
-        size, first = self.part.layout.unit_tokens, self.part.units[0]
-        return slice(self.start // size - first, -(-self.stop // size) - first)
+
+def have_planes(uses: Sequence[PartUse], planes: int) -> bool:
+    """Whether parts have so many planes, so that nothing is left to load."""
+    return all(part.has(planes) for part in dict.fromkeys(use.part for use in uses))
 
 
-def have_planes(uses: Sequence[PartUse], bits: float, planes: int) -> bool:
-    """Whether parts have what a request wants of them, so that nothing is left to load.
-
-    It wants `bits` per element on average, and so many planes of all units.
-    """
-    most = NUM_PLANES if is_chosen(bits, planes) else planes
-    return all(part.has(most) for part in dict.fromkeys(use.part for use in uses))
-
-
-class UsedUnits:
-    """The units of a head in all parts that a request uses, numbered consecutively."""
-
-    def __init__(self, uses: Sequence[PartUse], device: torch.device) -> None:
-        numbers, self.uses, count = [], tuple(uses), 0
-        self.places: list[slice] = []
-        """Which units belong to each use."""
-        for use in uses:
-            size, own = use.part.layout.unit_tokens, use.units
-            tokens = np.arange(use.start, use.stop) // size
-            numbers.append(tokens - use.start // size + count)
-            self.places.append(slice(count, count := count + own.stop - own.start))
-        self._count = count
-        self._unit_of_token = to_device(torch.from_numpy(np.concatenate(numbers)), device)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def weights(self, by_token: Tensor) -> Tensor:
-        """Sum weights of tokens [G, m] to weights of units [G, units]."""
-        sums = by_token.new_zeros(len(by_token), len(self))
-        return sums.index_add_(1, self._unit_of_token, by_token)
-
-
-def parts_alone(source: CodedSource, slots: Tensor) -> UsedUnits:
-    """Make unshared parts for all tokens of a source, to be raised layer by layer, and their load.
+def parts_alone(source: CodedSource, slots: Tensor) -> list[PartUse]:
+    """Make unshared parts for all tokens of a source, and their load.
 
     Args:
         source: a source none of whose base is in slots.
@@ -270,4 +228,4 @@ def parts_alone(source: CodedSource, slots: Tensor) -> UsedUnits:
         )
     ]
     PartLoad(source, parts, pending=1)
-    return UsedUnits([PartUse(own, own.start, own.stop) for own in parts], slots.device)
+    return [PartUse(own, own.start, own.stop) for own in parts]

@@ -25,8 +25,6 @@ class Scorer(Protocol):
         heads: tuple[int, ...],
         scaling: float,
         *,
-        squares: bool = False,
-        prefix_rows: Tensor | None = None,
         resident_rows: Tensor | None = None,
     ) -> Tensor:
         """Compute the importance of the tokens of a prefix.
@@ -39,12 +37,8 @@ class Scorer(Protocol):
             new_keys: [n, G, D] of all KV heads.
             heads: the KV heads that are scored, ascending.
             scaling: factor of the attention logits.
-            squares: sum the squares of the weights.
-            prefix_rows: int64 [m] on the device of the keys, the rows of `prefix_keys` that are the
-                tokens of the prefix; None for all rows.
-            resident_rows: int64 [c], the same for `resident_keys`.
-
-        Keys are read from these rows without copying all of them.
+            resident_rows: int64 [c] on the device of the keys, the rows of `resident_keys` that are
+                these tokens, which are read without copying all of them; None for all rows.
 
         Returns:
             [Hq, m] float32 on the device of the queries.
@@ -77,8 +71,6 @@ class TorchScorer:
         heads: tuple[int, ...],
         scaling: float,
         *,
-        squares: bool = False,
-        prefix_rows: Tensor | None = None,
         resident_rows: Tensor | None = None,
     ) -> Tensor:
         """See `Scorer`."""
@@ -88,8 +80,6 @@ class TorchScorer:
             resident_keys,
             new_keys,
             scaling,
-            squares=squares,
             heads=heads if len(heads) < new_keys.shape[1] else None,
-            prefix_rows=prefix_rows,
             resident_rows=resident_rows,
         )

@@ -1,26 +1,26 @@
-"""Runs one layer of one request through restore -> score -> select -> allocate -> raise -> copy.
+"""Runs one layer of one request through load -> score -> select -> copy.
 
-A request that uses k of the m tokens of a prefix has k private slots. All tokens are restored from
-codes into scratch memory. Each KV head selects the k tokens that the new tokens attend to most,
-judged by the keys of the base; units that hold one of them are raised; their rows are copied into
-the slots.
+A request that uses k of the m tokens of a prefix has k private slots. All tokens are loaded from
+codes into scratch memory. Each KV head selects the k tokens that the new tokens attend to most, and
+their rows are copied into the slots.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from impress_sglang.importance.selection import own_tokens
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import CodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.memory import rows_of_head_groups
-from impress_sglang.transfer.precise import Allocation, PreciseLoader
-from impress_sglang.transfer.resident import UsedUnits, parts_alone
+from impress_sglang.transfer.resident import PartUse, parts_alone
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots
 
@@ -31,27 +31,26 @@ class SelectiveLoader:
     def __init__(
         self,
         shape: KVShape,
-        allocation: Allocation,
         scorer: Scorer | None = None,
         writer: CodeWriter | None = None,
     ) -> None:
         """`scorer`, `writer`: None for those that fit the device of the queries."""
         self._shape = shape
-        self._precise = PreciseLoader(shape, allocation, scorer, writer)
+        self._loader = CodedLoader(writer)
         self._scorer = scorer
         self._requests = 0
         # One layer of the longest prefix so far; used by one request after the other.
         self._scratch: LayerSlots | None = None
 
-    def begin(self, source: CodedSource, device: torch.device) -> UsedUnits:
+    def begin(self, source: CodedSource, device: torch.device) -> list[PartUse]:
         """Make unshared parts for the tokens of a source, none of whose base is in slots.
 
         `end` must follow.
         """
-        units = parts_alone(source, torch.arange(source.num_tokens, device=device))
+        uses = parts_alone(source, torch.arange(source.num_tokens, device=device))
         # After what may run out of memory: a request that did not begin does not end.
         self._requests += 1
-        return units
+        return uses
 
     def end(self) -> None:
         """End a request that began; after the last one, free the scratch memory."""
@@ -63,10 +62,9 @@ class SelectiveLoader:
         self,
         layer: int,
         source: CodedSource,
-        units: UsedUnits,
+        uses: Sequence[PartUse],
         inputs: LayerInputs,
         slots: LayerSlots,
-        bits: float,
         stats: LoadStats,
     ) -> Tensor:
         """Fill slots with the tokens of the prefix that this layer uses, one for each slot.
@@ -75,12 +73,10 @@ class SelectiveLoader:
 
         Args:
             layer: from 0; ascending for each source.
-            source: the source of the prefix.
-            units: the units of the source, from `begin`.
+            source: the source of the prefix, with as many planes as are wanted.
+            uses: its tokens, from `begin`.
             inputs: what the layer knows of the request.
             slots: fewer than the prefix has tokens.
-            bits: per element of the prefix, on average; less if that is more than the units with
-                selected tokens have.
             stats: is changed.
 
         Returns:
@@ -91,19 +87,12 @@ class SelectiveLoader:
         """
         timeline, scratch = source.timeline, self._scratch_for(source, slots)
         stats.layers_by_probe += 1
-        self._precise.restore(layer, units, scratch, stats, timeline)
+        self._loader.load(layer, uses, source.planes, scratch, stats, timeline)
         with stats.timed("probe_ms"):
             with timeline.span(PROBE_COMPUTE, layer):
                 scores = self._scores(inputs, scratch.keys.pool)
             with timeline.span(SELECT, layer):
                 selected = own_tokens(scores, self._shape.group_size, len(slots))
-                on_device = to_device(selected, scores.device)
-                chosen = torch.zeros(
-                    len(selected), source.num_tokens, dtype=torch.bool, device=scores.device
-                ).scatter_(1, on_device, True)
-        self._precise.add_planes(
-            layer, units, inputs, scratch, bits, stats, timeline, chosen=chosen
-        )
         with stats.timed("load_ms"), timeline.span(COPY, layer):
             slots.keys.put(rows_of_head_groups(scratch.keys.pool, selected))
             slots.values.put(rows_of_head_groups(scratch.values.pool, selected))

@@ -28,7 +28,7 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.importance.selection import agreed_tokens, own_tokens
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
-from impress_sglang.precision.codec import LEVELS
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -42,14 +42,14 @@ from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.expectation import BlockHistory
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.precise import SCORED_QUERIES, Evenly, PreciseLoader
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
@@ -114,11 +114,7 @@ def run_stages(
     with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
         _load(replace(shape, num_layers=1), rule, chunk_tokens, device, in_slots=in_slots)
     if shape.coded:
-        everything = tuple(range(shape.num_kv_heads))
         with _fitting(shape, "loading codes", "--impress-policy paper, which has none"):
-            # Without a rule to select tokens, the prefix is always in slots.
-            for in_rows in (True,) if rule is None else (True, False):
-                _score_all_tiles(shape, everything, device, squares=True, in_rows=in_rows)
             _load_codes(replace(shape, num_layers=1), chunk_tokens, device)
 
 
@@ -145,26 +141,16 @@ def _score(shape: KVShape, device: torch.device) -> None:
                 _score_all_tiles(shape, heads, device)
 
 
-def _score_all_tiles(
-    shape: KVShape,
-    heads: tuple[int, ...],
-    device: torch.device,
-    *,
-    squares: bool = False,
-    in_rows: bool = False,
-) -> None:
-    """Score keys of some heads, perhaps in rows of a pool, with and without resident keys."""
+def _score_all_tiles(shape: KVShape, heads: tuple[int, ...], device: torch.device) -> None:
+    """Score keys of some heads, with and without resident keys."""
 
     def zeros(tokens: int, num_heads: int) -> Tensor:
         return torch.zeros(tokens, num_heads, shape.key_dim, dtype=shape.dtype, device=device)
 
-    # Where squares are summed, only the last new tokens are used to score.
-    most_new = SCORED_QUERIES if squares else MOST_NEW_TOKENS
-    for new, tokens in _lengths_of_tiles(shape, len(heads), most_new, device):
+    for new, tokens in _lengths_of_tiles(shape, len(heads), device):
         prefix = zeros(tokens, len(heads))
         queries = zeros(new, len(heads) * shape.group_size)
         new_keys = zeros(new, shape.num_kv_heads)
-        rows = torch.arange(tokens, device=device) if in_rows else None
         resident_keys = zeros(1, shape.num_kv_heads)
         for resident in (0, 1):
             kernel_scorer().column_sums(
@@ -174,14 +160,12 @@ def _score_all_tiles(
                 new_keys,
                 heads,
                 1.0,
-                squares=squares,
-                prefix_rows=rows,
                 resident_rows=torch.zeros(resident, dtype=torch.int64, device=device),
             )
 
 
 def _lengths_of_tiles(
-    shape: KVShape, num_heads: int, most_new: int, device: torch.device
+    shape: KVShape, num_heads: int, device: torch.device
 ) -> list[tuple[int, int]]:
     """Numbers of new and of prefix tokens, one pair for each tile shape that occurs."""
     from impress_sglang.triton import scores
@@ -192,7 +176,7 @@ def _lengths_of_tiles(
     found: dict[scores.Tile, tuple[int, int]] = {}
     # Short lengths first: long ones take memory.
     for tokens in _powers_of_two(LONGEST_PREFIX):
-        for new in _powers_of_two(most_new):
+        for new in _powers_of_two(MOST_NEW_TOKENS):
             tile = scores.tile_shape(
                 new, tokens, num_heads, shape.group_size, shape.key_dim, shape.dtype, processors
             )
@@ -255,15 +239,15 @@ def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
         reader, pool = _reading(cache, at_end)
         base = cache.attach(cached_pages(layout, shape.num_layers))
         span = CodedSpan(segment, 0, SEGMENT_TOKENS, base)
-        source = CodedSource([span], reader, pool, cache)
+        source = CodedSource([span], reader, pool, cache, NUM_PLANES)
         at_end.callback(source.close)
         slots = _slots(shape, SEGMENT_TOKENS, device, in_slots=True)
         assert slots.keys.rows is not None
         part = ResidentPart("warm-up", layout, 1, 0, SEGMENT_TOKENS, slots.keys.rows)
         PartLoad(source, [part])
-        units = UsedUnits([PartUse(part, 0, SEGMENT_TOKENS)], device)
-        loader = PreciseLoader(shape, Evenly(), kernel_scorer(), KernelCodeWriter(device))
-        loader.load(0, units, _inputs(shape, device), slots, LEVELS[-1], LoadStats())
+        uses = [PartUse(part, 0, SEGMENT_TOKENS)]
+        loader = CodedLoader(KernelCodeWriter(device))
+        loader.load(0, uses, NUM_PLANES, slots, LoadStats())
 
 
 def _cache(

@@ -91,12 +91,11 @@ def _log_sum(peak: tl.tensor, total: tl.tensor) -> tl.tensor:
     do_not_specialize=[
         "num_queries", "num_prefix", "parts", "num_resident", "earlier", "part_blocks",
     ],
-    do_not_specialize_on_alignment=["prefix_rows", "resident_rows"],
+    do_not_specialize_on_alignment=["resident_rows"],
 )
 def row_sums(
     queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
     prefix: tl.tensor, prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
-    prefix_rows: tl.tensor,
     resident: tl.tensor, resident_stride: tl.tensor, resident_head_stride: tl.tensor,
     resident_rows: tl.tensor,
     new: tl.tensor, new_stride: tl.tensor, new_head_stride: tl.tensor,
@@ -147,7 +146,7 @@ def row_sums(
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
     for block in range(tl.maximum(begin, prefix_begin), tl.minimum(end, new_begin)):
         columns = (block - prefix_begin) * BLOCK_KEYS + within
-        keys = _load_keys(prefix, prefix_stride, prefix_rows, columns, num_prefix, DIM, BLOCK_DIM)
+        keys = _load_keys(prefix, prefix_stride, None, columns, num_prefix, DIM, BLOCK_DIM)
         seen = (columns < num_prefix)[None, :]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
@@ -184,17 +183,14 @@ def _combine(
 
 @triton.jit(
     do_not_specialize=["num_queries", "num_prefix", "parts"],
-    do_not_specialize_on_alignment=["prefix_rows"],
 )
 def weight_sums(
     queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
     prefix: tl.tensor, prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
-    prefix_rows: tl.tensor,
     partial: tl.tensor, sums: tl.tensor, scale: tl.tensor,
     num_queries: tl.tensor, num_prefix: tl.tensor, parts: tl.tensor,
     GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
-    SQUARES: tl.constexpr,
 ) -> None:
     """Sum the weights of a block of prefix keys over the queries, into sums [Hq, m].
 
@@ -207,7 +203,7 @@ def weight_sums(
     part_stride = num_heads.to(tl.int64) * num_queries * GROUP_PAD
     partial += head.to(tl.int64) * num_queries * GROUP_PAD
     prefix += head.to(tl.int64) * prefix_head_stride
-    keys = _load_keys(prefix, prefix_stride, prefix_rows, columns, num_prefix, DIM, BLOCK_DIM)
+    keys = _load_keys(prefix, prefix_stride, None, columns, num_prefix, DIM, BLOCK_DIM)
     weights = tl.full([BLOCK_ROWS, BLOCK_KEYS], 0.0, tl.float32)
     for first in range(0, num_queries, block_tokens):
         tokens, members, valid = _tile_rows(first, num_queries, GROUP, GROUP_PAD, BLOCK_ROWS)
@@ -218,8 +214,7 @@ def weight_sums(
         )
         products = _products(tile, keys, WIDEN)
         log_sums = _combine(partial + first * GROUP_PAD, valid, parts, part_stride, BLOCK_ROWS)
-        each = tl.exp2(products * scale - log_sums[:, None])
-        weights += each * each if SQUARES else each
+        weights += tl.exp2(products * scale - log_sums[:, None])
 
     # Rows of a query head are summed only here: in the loop that would take exchanges each time.
     columns_of_heads = tl.sum(tl.reshape(weights, (block_tokens, GROUP_PAD, BLOCK_KEYS)), 0)

@@ -38,8 +38,6 @@ def column_sums(
     heads: tuple[int, ...],
     scaling: float,
     *,
-    squares: bool = False,
-    prefix_rows: Tensor | None = None,
     resident_rows: Tensor | None = None,
 ) -> Tensor:
     """Sum, over the new tokens, the attention weights that they give to each prefix token.
@@ -61,10 +59,8 @@ def column_sums(
         new_keys: [n, G, D] of the new tokens, of all KV heads.
         heads: the Hk of the G heads that are probed, in the order of `prefix_keys`.
         scaling: factor of the attention logits.
-        squares: sum the squares of the weights.
-        prefix_rows: int64 [m], contiguous: rows of `prefix_keys` that are the stored tokens; None:
+        resident_rows: int64 [c], contiguous: rows of `resident_keys` that are these tokens; None:
             all rows. Keys are read in place.
-        resident_rows: int64 [c], the same for `resident_keys`.
 
     Returns:
         [Hq, m] float32 on the device of `queries`.
@@ -72,12 +68,10 @@ def column_sums(
     Raises:
         UnsupportedError: the dtype of queries or keys has no kernel.
     """
-    _check(queries, prefix_keys, resident_keys, new_keys, heads, prefix_rows, resident_rows)
+    _check(queries, prefix_keys, resident_keys, new_keys, heads, resident_rows)
     num_queries, num_query_heads, dim = queries.shape
-    num_prefix, num_resident = (
-        len(keys if rows is None else rows)
-        for keys, rows in ((prefix_keys, prefix_rows), (resident_keys, resident_rows))
-    )
+    num_prefix = len(prefix_keys)
+    num_resident = len(resident_keys if resident_rows is None else resident_rows)
     num_heads, device = len(heads), queries.device
     sums = torch.empty(num_query_heads, num_prefix, dtype=torch.float32, device=device)
     if not num_prefix:
@@ -103,7 +97,7 @@ def column_sums(
     # Without resident tokens nothing is read there; any keys can stand in for them.
     before = resident_keys if len(resident_keys) else new_keys
     scale = scaling * math.log2(math.e)
-    common = (*_strided(queries), *_strided(prefix_keys), prefix_rows)
+    common = (*_strided(queries), *_strided(prefix_keys))
     others = (*_strided(before), resident_rows, *_strided(new_keys))
     key_heads = _head_map(heads, device, _stream(device))
     counts = (num_queries, num_prefix, split.parts)
@@ -120,7 +114,7 @@ def column_sums(
         (-(-num_prefix // tile.keys), num_heads),
         (*common, partial, sums, scale, *counts),
         tile,
-        {**constants, "SQUARES": squares},
+        constants,
     )
     return sums
 
@@ -247,7 +241,7 @@ def _check(
     resident: Tensor,
     new: Tensor,
     heads: tuple[int, ...],
-    *rows: Tensor | None,
+    rows: Tensor | None,
 ) -> None:
     dtype, dim, every = queries.dtype, queries.shape[2], (queries, prefix, resident, new)
     if dtype not in DTYPES or any(own.dtype != dtype for own in every):
@@ -257,9 +251,8 @@ def _check(
             "have the same of float16, bfloat16 and float32"
         )
     assert len(new) >= len(queries)
-    for index in rows:
-        assert index is None or (index.dtype == torch.int64 and index.is_contiguous())
-        assert index is None or index.device == queries.device
+    assert rows is None or (rows.dtype == torch.int64 and rows.is_contiguous())
+    assert rows is None or rows.device == queries.device
     assert prefix.shape[1] == len(heads) and queries.shape[1] % len(heads) == 0
     assert max(heads) < new.shape[1] == resident.shape[1]
     for vectors in every:

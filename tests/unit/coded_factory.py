@@ -27,9 +27,9 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
+from impress_sglang.transfer.coded_span import CodedSpan, Planes, cached_pages, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 from tests.unit.reading import wait_for_reads
@@ -68,10 +68,14 @@ def check_pool(pool: Tensor, rows: Tensor, expected: Tensor, *, empty: float = E
     assert (pool[others] == empty).all()
 
 
-def units_of(parts: Sequence[ResidentPart]) -> UsedUnits:
+def uses_of(parts: Sequence[ResidentPart]) -> list[PartUse]:
     """For a request that uses parts as they are."""
-    uses = [PartUse(part, part.start, part.stop) for part in parts]
-    return UsedUnits(uses, torch.device("cpu"))
+    return [PartUse(part, part.start, part.stop) for part in parts]
+
+
+def in_slots(parts: Sequence[ResidentPart]) -> list[Planes | None]:
+    """What a source for these parts need not read."""
+    return [part.planes if part.layers_loaded else None for part in parts]
 
 
 class CodedCase:
@@ -130,12 +134,12 @@ class CodedCase:
         self.parts: list[ResidentPart] = []
         self._begin(resident=False)
 
-    def request(self, *, resident: bool = False) -> None:
+    def request(self, planes: int = 0, *, resident: bool = False) -> None:
         """A new request, with `resident` of what an earlier one has loaded, which has ended."""
         self.source.close()
-        self._begin(resident=resident)
+        self._begin(planes, resident=resident)
 
-    def _begin(self, *, resident: bool) -> None:
+    def _begin(self, planes: int = 0, *, resident: bool) -> None:
         if not resident:
             slots = self.slots.split([len(span) for span in self.spans])
             self.parts = [
@@ -151,14 +155,24 @@ class CodedCase:
             ]
         assert self.cache is not None
         self.cache.placement.advance()
-        self.source = self.open(self.spans, in_slots=[resident] * len(self.spans))
+        self.source = self.open(self.spans, planes, in_slots(self.parts))
         PartLoad(self.source, self.parts, pending=1)
-        self.units = units_of(self.parts)
+        self.uses = uses_of(self.parts)
 
-    def open(self, spans: Sequence[CodedSpan], **how: Any) -> CodedSource:
-        """Another source over spans of the case."""
+    def open(
+        self,
+        spans: Sequence[CodedSpan],
+        planes: int = 0,
+        there: Sequence[Planes | None] | None = None,
+        **how: Any,
+    ) -> CodedSource:
+        """Another source over spans of the case, of which so much is in slots."""
         assert self.cache is not None
-        return CodedSource(spans, self.reader, self.pool, self.cache, **how)
+        own = [
+            dataclasses.replace(span, in_slots=planes)
+            for span, planes in zip(spans, there or [None] * len(spans), strict=True)
+        ]
+        return CodedSource(own, self.reader, self.pool, self.cache, planes, **how)
 
     def read_ahead(self, waste_budget: float) -> None:
         """All layers, to the end."""
@@ -173,7 +187,10 @@ class CodedCase:
 
     def levels(self, layer: int) -> Tensor:
         """Planes of all units, int64 [G, units]."""
-        own = [torch.from_numpy(part.levels[layer]) for part in self.parts]
+        own = [
+            torch.from_numpy(part.levels(layer))[:, None].expand(-1, len(part.units))
+            for part in self.parts
+        ]
         return torch.cat(own, 1).long()
 
     def expected(self, layer: int, planes: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A part of a prefix from its codes: the tokens that are chosen, their bits, and what is read."""
+"""A part of a prefix from its codes: the tokens that are chosen, and what is read."""
 
 from __future__ import annotations
 
@@ -10,61 +10,60 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.precision.allocation import planes_of
-from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.codec import LEVELS, NUM_PLANES
 from impress_sglang.precision.floors import Floors
 from impress_sglang.serving.loading import SelectiveLoading
 from impress_sglang.transfer import selective
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
-from impress_sglang.transfer.precise import ALLOCATIONS
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit import dense
 from tests.unit.coded_factory import BLOCK, EMPTY, SHAPE, CodedCase, CodedPart, check_pool
 from tests.unit.kv_factory import flip_byte
-from tests.unit.test_precise import (
+from tests.unit.test_coded_loader import (
+    PLANES,
     PREFIXES,
     Coded,
     inputs,
-    least_planes,
-    squares,
     with_and_without_floors,
 )
 
 CPU = torch.device("cpu")
-BITS = [4.0, 5.0, 8.0]
 
 
 class Request:
     """A request for k tokens of the prefix of a case: and its slots of a larger pool."""
 
-    def __init__(self, case: CodedCase, k: int, rule: str = "query") -> None:
+    def __init__(self, case: CodedCase, k: int, planes: int = 0) -> None:
         assert case.cache is not None
         self.case, self.k = case, k
         case.source.close()
         case.cache.placement.advance()
         # Of which the case closes the latest.
-        case.source = self.source = case.open(case.spans)
-        self.loader = SelectiveLoader(case.shape, ALLOCATIONS[rule])
-        self.units = self.loader.begin(self.source, CPU)
+        case.source = self.source = case.open(case.spans, planes)
+        self.loader = SelectiveLoader(case.shape)
+        self.uses = self.loader.begin(self.source, CPU)
         self.stats = LoadStats()
         rows = torch.randperm(k + 7, generator=torch.Generator().manual_seed(k))[:k]
         pool = LayerSlots.fresh(k + 7, case.shape, CPU)
         self.slots = LayerSlots.of(pool.keys.pool, pool.values.pool, rows)
 
-    def load(self, layer: int, bits: float, given: LayerInputs) -> Tensor:
+    def load(self, layer: int, given: LayerInputs) -> Tensor:
         """The tokens [G, k] that the layer uses."""
         for own in (self.slots.keys, self.slots.values):
             own.pool.fill_(EMPTY)
-        return self.loader.load(layer, self.source, self.units, given, self.slots, bits, self.stats)
+        return self.loader.load(layer, self.source, self.uses, given, self.slots, self.stats)
 
     def planes(self, layer: int) -> Tensor:
         """Of all units [G, units]."""
-        parts = [torch.from_numpy(use.part.levels[layer]) for use in self.units.uses]
+        parts = [
+            torch.from_numpy(use.part.levels(layer))[:, None].expand(-1, len(use.part.units))
+            for use in self.uses
+        ]
         return torch.cat(parts, 1).long()
 
     def check_slots(self, layer: int, tokens: Tensor) -> None:
-        """They hold each head's own tokens in the bits of their units, and no others changed."""
+        """They hold each head's own tokens in their bits, and no others changed."""
         expected = self.case.expected(layer, self.planes(layer))
         rows = self.slots.keys.rows
         assert rows is not None
@@ -90,67 +89,29 @@ def check_choice(tokens: Tensor, scores: Tensor) -> None:
         assert own[mine].min() >= own[left].max() * (1 - 1e-4)
 
 
-def units_of(request: Request, tokens: Tensor) -> Tensor:
-    """Units [G, units] with a chosen token of the head."""
-    chosen = torch.zeros(len(tokens), request.source.num_tokens).scatter_(1, tokens, 1.0)
-    return request.units.weights(chosen) > 0
-
-
 @with_and_without_floors
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("planes", PLANES)
 @pytest.mark.parametrize("name", PREFIXES)
-def test_each_head_gets_its_own_best_tokens_in_the_bits_of_their_units(
-    name: str, bits: float, floors: Floors | None, coded: Coded
+def test_each_head_gets_its_own_best_tokens(
+    name: str, planes: int, floors: Floors | None, coded: Coded
 ) -> None:
-    """By keys of the base; new tokens are more than the last ones, which are what planes go by."""
+    """By the keys as they are loaded, and in the bits that are wanted."""
     case = coded(PREFIXES[name], floors=floors)
-    request = Request(case, -(-case.num_tokens // 4))
+    request = Request(case, -(-case.num_tokens // 4), planes)
     for layer in range(SHAPE.num_layers):
         given = inputs(case, seed=layer, new=25)
-        tokens = request.load(layer, bits, given)
-        planes, least = request.planes(layer), least_planes(floors, layer)
-        assert (planes >= least).all()
-        base = case.expected(layer, least.expand_as(planes))[0]
-        check_choice(tokens, importance(given, base))
+        tokens = request.load(layer, given)
+        levels = request.planes(layer)
+        assert int(levels.min()) >= planes
+        check_choice(tokens, importance(given, case.expected(layer, levels)[0]))
         request.check_slots(layer, tokens)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("rule", ALLOCATIONS)
-def test_planes_go_to_units_with_chosen_tokens_only(rule: str, bits: float, coded: Coded) -> None:
-    case = coded(PREFIXES["several"])
-    request = Request(case, 9, rule)
-    given = inputs(case)
-    tokens = request.load(0, bits, given)
-    planes, used = request.planes(0), units_of(request, tokens)
-    count, room = planes_of(bits, planes.numel()), NUM_PLANES * int(used.sum())
-    assert not planes[~used].any() and 0 < int(used.sum()) < used.numel()
-    if rule == "query" or bits in (4.0, 8.0):
-        assert int(planes.sum()) == min(count, room)
-    assert int(planes.sum()) <= count
-
-
-def test_planes_go_where_an_error_of_a_chosen_token_weighs_most(coded: Coded) -> None:
-    case = coded(PREFIXES["several"])
-    request = Request(case, 200)
-    given = inputs(case, new=25)
-    tokens = request.load(0, 5.0, given)
-    planes = request.planes(0)
-    base = case.expected(0, torch.zeros_like(planes))[0]
-    by_token = squares(given, base)
-    chosen = torch.zeros_like(by_token).scatter_(1, tokens, 1.0)
-    weights = case.units.weights(by_token * chosen)
-    gains = torch.stack([weights, weights / 16])
-    taken = torch.arange(NUM_PLANES)[:, None, None] < planes
-    assert 0 < int(planes.sum()) < NUM_PLANES * int(units_of(request, tokens).sum())
-    assert gains[taken].min() >= gains[~taken].max() * (1 - 1e-3)
 
 
 def test_one_token_and_all_but_one(coded: Coded) -> None:
     for k in (1, 63):
         case = coded([CodedPart(64)])
         request = Request(case, k)
-        tokens = request.load(0, 5.0, inputs(case))
+        tokens = request.load(0, inputs(case))
         assert tokens.shape == (2, k)
         request.check_slots(0, tokens)
 
@@ -158,9 +119,9 @@ def test_one_token_and_all_but_one(coded: Coded) -> None:
 def test_what_is_read_is_counted(coded: Coded) -> None:
     """The base of all tokens, and planes; `mean_bits` is of all tokens that were loaded."""
     case = coded(PREFIXES["one"])
-    request = Request(case, 20)
+    request = Request(case, 20, 1)
     for layer in range(SHAPE.num_layers):
-        request.load(layer, 8.0, inputs(case))
+        request.load(layer, inputs(case))
     planes = torch.stack([request.planes(layer) for layer in range(SHAPE.num_layers)])
     request.source.close()
     (span,), stats, read = case.spans, request.stats, request.source.stats
@@ -168,15 +129,15 @@ def test_what_is_read_is_counted(coded: Coded) -> None:
     assert stats.base_bytes == span.layout.num_groups * span.layout.group_bytes * 3
     assert (stats.layers_by_probe, stats.layers_whole, stats.layers_by_fallback) == (3, 0, 0)
     assert sum(stats.planes) == int(planes.sum()) and stats.units == planes.numel()
-    assert stats.mean_bits == 4 + 2 * int(planes.sum()) / planes.numel()
+    assert stats.mean_bits == LEVELS[1]
     assert stats.probe_ms > 0 and stats.load_ms > 0
 
 
 @pytest.mark.parametrize("what", ["base", "planes"])
 def test_a_damaged_block_is_said(what: str, coded: Coded) -> None:
     case = coded(PREFIXES["several"])
-    request = Request(case, 100)
-    request.load(0, 5.0, inputs(case))
+    request = Request(case, 100, NUM_PLANES)
+    request.load(0, inputs(case))
     segment = case.spans[2].segment
     layout = segment.layout
     assert layout.codes is not None
@@ -188,7 +149,7 @@ def test_a_damaged_block_is_said(what: str, coded: Coded) -> None:
     else:
         flip_byte(case.paths[2], offset)
     with pytest.raises(PrefixUnreadable) as caught:
-        request.load(1, 8.0, inputs(case))
+        request.load(1, inputs(case))
     assert caught.value.segment_id == segment.segment_id
 
 
@@ -197,8 +158,8 @@ def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(coded: Coded) -> N
     request = Request(case, 70)
     given = inputs(case)
     for layer in range(SHAPE.num_layers):
-        request.load(layer, 5.0, given)
-        (use,) = request.units.uses
+        request.load(layer, given)
+        (use,) = request.uses
         assert list(use.part._ranges) == [layer]
     scratch = request.loader._scratch
     assert scratch is not None and len(scratch.keys.pool) == 300
@@ -209,13 +170,13 @@ def test_memory_for_a_layer_is_let_go_with_the_last_request(
 ) -> None:
     """Of two that are loaded layer by layer in turn, and of two that never began: one for want of
     memory."""
-    loader = SelectiveLoader(SHAPE, ALLOCATIONS["query"])
+    loader = SelectiveLoader(SHAPE)
     store: Any = SimpleNamespace(close_source=lambda source: source.close())
     loadings = []
     for tokens in (300, 500, 64):
         case = coded([CodedPart(tokens)])
         request = Request(case, 20)
-        loadings.append((SelectiveLoading(loader, store, request.source, 5.0), request.slots, case))
+        loadings.append((SelectiveLoading(loader, store, request.source), request.slots, case))
     (long, *_), (longer, *_), (unused, *_) = loadings
     for layer in range(SHAPE.num_layers):
         for loading, slots, case in loadings[:2]:

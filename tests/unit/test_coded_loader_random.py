@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 import torch
 
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.slots import LayerSlots
-from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart, restored
-from tests.unit.test_precise import FLOORS, inputs
+from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart, in_slots, restored
+from tests.unit.test_coded_loader import FLOORS
 from tests.unit.waiting import wait_until
 
 LAYERS = SHAPE.num_layers
-CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass
@@ -59,8 +59,7 @@ def check_slots(case: CodedCase, pieces: Sequence[Piece], layer: int) -> None:
         if part.layers_loaded <= layer:
             continue
         codes = next(own[2] for own in case._codes if own[:2] == (piece.segment, layer))
-        units = torch.arange(part.start, part.stop) // part.layout.unit_tokens - part.units[0]
-        levels = torch.from_numpy(part.levels[layer]).long()[:, units].T[..., None]
+        levels = torch.from_numpy(part.levels(layer)).long()[None, :, None].expand(len(part), -1, 1)
         for pool, own in zip((case.pools[layer], case.pools[LAYERS + layer]), codes, strict=True):
             expected = restored(own, levels, slice(part.start, part.stop))
             slack = 2 * torch.finfo(pool.dtype).eps * float(expected.abs().max()) + 1e-5
@@ -71,8 +70,7 @@ def check_slots(case: CodedCase, pieces: Sequence[Piece], layer: int) -> None:
 class Asking:
     """A request of a pass."""
 
-    units: UsedUnits
-    bits: float
+    uses: Sequence[PartUse]
     planes: int
     loads: list[PartLoad]
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
@@ -80,30 +78,30 @@ class Asking:
     @classmethod
     def of(cls, uses: Sequence[PartUse], chance: random.Random) -> Asking:
         loads = dict.fromkeys(own.part.load[0] for own in uses if own.part.load is not None)
-        bits = chance.choice([4.0, 4.5, 5.0, 6.0, 8.0])
-        return cls(UsedUnits(uses, CPU), bits, chance.choice([0, 0, 1, 2]), [*loads])
+        planes = chance.choice([0, 0, *range(1, NUM_PLANES + 1)])
+        for load in loads:
+            load.source.want(planes)
+        return cls(uses, planes, [*loads])
 
 
 def load_pass(
-    case: CodedCase, pieces: Sequence[Piece], loader: PreciseLoader, chance: random.Random
+    case: CodedCase, pieces: Sequence[Piece], loader: CodedLoader, chance: random.Random
 ) -> list[PartLoad]:
     """Load, or raise, parts for some requests; returns the loads, which have ended."""
     assert case.cache is not None
     case.cache.placement.advance()
-    ahead, planes = (
-        ReadAhead(case.pool, chance.choice([0.2, 0.2, 0.0])),
-        chance.choice([0, 0, 1, 2]),
-    )
+    ahead = ReadAhead(case.pool, chance.choice([0.2, 0.2, 0.0]))
+    planes = chance.choice([0, 0, 1, 2])
     apart = len(pieces) > 1 and chance.random() < 0.5
     loads = []
     for group in (pieces[::2], pieces[1::2]) if apart else (pieces,):
         spans = [
             dataclasses.replace(
-                case.spans[own.segment], start=own.part.start, stop=own.part.stop, planes=planes
+                case.spans[own.segment], start=own.part.start, stop=own.part.stop
             )
             for own in group
         ]
-        source = case.open(spans, in_slots=[own.part.layers_loaded > 0 for own in group])
+        source = case.open(spans, planes, in_slots([own.part for own in group]))
         loads.append(PartLoad(source, [own.part for own in group]))
         ahead.join(source)
     parts = [own.part for own in pieces]
@@ -120,20 +118,12 @@ def load_pass(
         for own in requests:
             if chance.random() < 0.5:
                 wait_until(lambda: not any(load.source.is_reading for load in loads))
-            slots = torch.cat([use.slots for use in own.units.uses])
-            now, following = (
-                LayerSlots.of(case.pools[at], case.pools[LAYERS + at], slots)
-                for at in (layer, min(layer + 1, LAYERS - 1))
-            )
-            given = dataclasses.replace(
-                inputs(case, seed=chance.randrange(99)),
-                following=following if layer + 1 < LAYERS else None,
-            )
-            loader.load(layer, own.units, given, now, own.bits, own.stats, planes=own.planes)
+            slots = torch.cat([use.slots for use in own.uses])
+            now = LayerSlots.of(case.pools[layer], case.pools[LAYERS + layer], slots)
+            loader.load(layer, own.uses, own.planes, now, own.stats)
             ahead.top_up()
-            for use in own.units.uses:
-                least = own.planes if not use.part.whole else 2
-                assert (use.part.levels[layer, :, use.units] >= least).all()
+            for use in own.uses:
+                assert (use.part.levels(layer) >= own.planes).all()
             for loaded in range(LAYERS):
                 check_slots(case, pieces, loaded)
             for load in own.loads:
@@ -171,7 +161,7 @@ def test_slots_hold_what_levels_say(
     case.source.close()
     closed.clear()
     pieces = pieces_of(case, chance)
-    loader = PreciseLoader(SHAPE, ALLOCATIONS[chance.choice([*ALLOCATIONS])])
+    loader = CodedLoader()
     loads: list[PartLoad] = []
     for _ in range(2):
         loads += load_pass(case, pieces, loader, chance)
@@ -186,11 +176,10 @@ def test_slots_hold_what_levels_say(
         place = chance.randrange(len(pieces))
         piece = pieces[place]
         if len(piece.part) > 1:
-            piece.part.has(chance.randrange(3))
             at = chance.randrange(piece.part.start + 1, piece.part.stop)
             pieces.insert(place + 1, Piece(piece.segment, piece.part.cut(at)))
         for part in (own.part for own in pieces[place : place + 2]):
-            for planes in range(3):
-                lacking = np.maximum(planes - part.levels.astype(int), 0).sum()
-                assert part.has(planes) == (not lacking)
-                assert part.missing_bytes(planes) == lacking * part.layout.unit_stride
+            for planes in range(NUM_PLANES + 1):
+                lacking = np.maximum(planes - part.planes.astype(int), 0).mean()
+                assert part.has(planes) == (not lacking) and part.lacking(planes) == lacking
+                assert part.lacking(planes, brought=NUM_PLANES) == 0
