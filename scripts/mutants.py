@@ -34,10 +34,13 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# What is changed: storage, tiers, matching, quota, admission, saving.
+# What is changed: storage, tiers, reading of codes, matching, quota, admission, saving.
 TARGETS = (
     "storage/*",
     "tiers/*",
+    "transfer/coded",
+    "transfer/coded_loader",
+    "transfer/coded_span",
     "management/tree",
     "management/stored",
     "management/store",

@@ -25,7 +25,7 @@ GROUPS = {
     "Memory": "device_gb host_gb buffer_gb recompute_gb half_life",
     "Queue": "lookahead schedule",
     "Disk": "readahead io_engine io_depth io_timeout trace_dir show_prompts",
-    "Comparison": "policy allocate probe_heads alpha reorder_interval reorder_key",
+    "Comparison": "policy probe_heads alpha reorder_interval reorder_key",
 }
 
 

@@ -35,7 +35,7 @@ from bench.engine.stored import IDENTITY, NAMESPACE, save
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import AUTO
+from impress_sglang.options import AUTO, BITS
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, Kind, share_of_layer
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.estimate import pairs_of
@@ -172,7 +172,7 @@ class Cell:
         tokens = self._documents[order].reshape(-1)
         runtime, began = self._runtime, time.perf_counter()
         assert runtime.blending is not None
-        wanted = LoadOptions(bits=5.0, blend=share)
+        wanted = LoadOptions(bits=BITS[0], blend=share)
         plan = runtime.blending.plan(NAMESPACE, tokens, 0, None, wanted, BlendNotes())
         if plan is None:
             raise BenchFailed("a request was not blended")

@@ -6,8 +6,8 @@ Measures the card first (reading its memory, copying from pinned host memory), t
     once and against the torch reference;
   * gathering keys and values of the chosen tokens from pinned host memory, against a plain copy of
     as many bytes, and from the device;
-  * of a prefix in codes restoring the base and raising half of all units by both planes, against
-    moving as many bytes in device memory, and squared scores of the last queries from all keys.
+  * of a prefix in codes restoring the base and raising half of all units by all planes, against
+    moving as many bytes in device memory.
 
 Times are medians of CUDA events; before each run a buffer larger than the L2 cache is written, so
 that nothing is found there, and what is measured is queued before it begins. `host_us` is what the
@@ -39,7 +39,6 @@ from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded_slots import code_writer_for
-from impress_sglang.transfer.precise import SCORED_QUERIES
 from impress_sglang.triton import codes, gather, scores, selection
 
 # Writing it takes longer than queueing what is measured.
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> Result:
     }
     rows = [
         {"of": name, "figure": key, "value": value}
-        for name, part in {**figures, "squares": figures["codes"]["squares"]}.items()
+        for name, part in figures.items()
         for key, value in part.items()
         if not isinstance(value, dict)
     ]
@@ -256,7 +255,6 @@ def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> d
     raised_bytes = 2 * len(units) * layout.unit_tokens * 2 * dim * element_bytes
     figures: dict[str, Any] = {
         "shape": {"m": m, "kv_heads": heads, "dim": dim, "units": len(units)},
-        "squares": _squares(args, watch, card),
     }
     for name, run, num_bytes in (
         ("restoring", restore, base.numel() + kv_bytes),
@@ -269,36 +267,6 @@ def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> d
         figures[f"{name}_gbps"] = round(gbps, 2)
         figures[f"{name}_share_of_card"] = round(gbps / card["memory_gbps"], 3)
     return figures
-
-
-def _squares(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
-    """Squared scores from the keys of all KV heads of a grouped-query model, in slots."""
-    m, n, dim = args.tokens, args.new_tokens, args.dim
-    queries = _random(min(n, SCORED_QUERIES), args.heads, dim)
-    new = _random(n, args.kv_heads, dim)
-    keys, scaling = _random(m, args.kv_heads, dim), dim**-0.5
-    heads, slots = tuple(range(args.kv_heads)), torch.randperm(m, device="cuda")
-
-    def score() -> Tensor:
-        return scores.column_sums(
-            queries, keys, new[:0], new, heads, scaling, squares=True, prefix_rows=slots
-        )
-
-    def score_reference() -> Tensor:
-        return reference.column_sums(
-            queries, keys, new[:0], new, scaling, squares=True, prefix_rows=slots
-        )
-
-    # Most weights are far below 1 / m, and their squares far below those that count.
-    expected = score_reference()
-    torch.testing.assert_close(score(), expected, rtol=2e-3, atol=1e-4 * float(expected.max()))
-    kernel, torch_us = watch.microseconds(score), watch.microseconds(score_reference)
-    shape = {"m": m, "n": n, "queries": len(queries), "heads": args.heads}
-    return {
-        "shape": {**shape, "kv_heads": args.kv_heads, "dim": dim},
-        "host_us": round(watch.host_microseconds(score), 1),
-        **_compared(kernel, torch_us, keys, card),
-    }
 
 
 def _targets(

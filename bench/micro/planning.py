@@ -3,7 +3,7 @@
 A request with the KVs of a large model is found, estimated, opened and planned as in a server:
 where pages of the base and units of planes stand, which blocks must be read, what is read ahead,
 what enters and leaves the caches. Nothing is read, copied or computed: the drive answers at once
-with nothing, what is copied stays where it is, and planes are those of attention that was drawn.
+with nothing, and what is copied stays where it is.
 Milliseconds of a whole request, best of `--repeat`, on one thread:
 
     found first     match and estimate of a prefix that nobody has asked for before
@@ -41,9 +41,9 @@ from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
-from impress_sglang.precision.allocation import allocate_planes, planes_of
-from impress_sglang.precision.codec import GROUP_TOKENS
-from impress_sglang.precision.floors import FloorMeter
+from impress_sglang.options import BITS
+from impress_sglang.precision.codec import GROUP_TOKENS, planes_of
+from impress_sglang.precision.floors import FloorMeter, Floors
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
@@ -58,12 +58,12 @@ from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.coded_span import CodedSpan, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE, KernelTaker
-from impress_sglang.transfer.loader import LayerInputs, LoadStats
-from impress_sglang.transfer.precise import PreciseLoader
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.loader import LoadStats
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.slots import LayerSlots
 
 CPU = torch.device("cpu")
@@ -75,12 +75,10 @@ SHAPES = {
 CACHES = {"no cache": 0.0, "in the cache": 1.01, "a cache of 30%": 0.3}
 CHUNK_TOKENS = 64
 READAHEAD = 0.2
-# How much more some tokens are looked at than others: the deviation of a weight's logarithm.
-SPREAD = 3.0
 OPTIONS = (
     Option("prefixes", (32768, 131072), "tokens", quick=(2048,)),
     Option("shapes", tuple(SHAPES), "of models", quick=("Llama-3-8B",), parse=one_of(SHAPES)),
-    Option("bits", 5.0, "on average"),
+    Option("bits", BITS[0], "per element"),
     Option("repeat", 5, "requests after the first one", quick=1),
     Option("kernels", False, "prepare kernels, as with a GPU"),
 )
@@ -102,10 +100,9 @@ def run(args: argparse.Namespace) -> Result:
 def _measure(
     args: argparse.Namespace, name: str, shape: KVShape, tokens: int
 ) -> list[dict[str, Any]]:
-    drawn = _Drawn(shape, tokens, args.bits)
     rows = []
     for cache, share in CACHES.items():
-        case = _Case(shape, tokens, share, drawn, kernels=args.kernels)
+        case = _Case(shape, tokens, share, kernels=args.kernels)
         times = [case.request(args.bits) for _ in range(1 + args.repeat)]
         first, again = times[0], _best(times[1:])
         found = {"shape": name, "tokens": tokens, "chunks": case.chunks}
@@ -128,31 +125,10 @@ def _row(times: Sequence[float], again: Sequence[float]) -> dict[str, float]:
     return {f"{stage} ms": round(value * 1e3, 2) for stage, value in own.items()}
 
 
-class _Drawn:
-    """An allocation that is known already; see `transfer.precise.Allocation`."""
-
-    weighs = False
-
-    def __init__(self, shape: KVShape, tokens: int, bits: float) -> None:
-        generator = torch.Generator().manual_seed(0)
-        units = -(-tokens // _layout(shape, tokens).unit_tokens)
-        self._planes = []
-        for _ in range(shape.num_layers):
-            noise = torch.randn(shape.num_kv_heads, units, generator=generator)
-            count = planes_of(bits, noise.numel())
-            self._planes.append(allocate_planes(torch.exp(SPREAD * noise), count))
-
-    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
-        """See `Allocation`."""
-        return self._planes[layer]
-
-
 class _Case:
     """A stored prefix without a file, above it a cache for a share of its codes."""
 
-    def __init__(
-        self, shape: KVShape, tokens: int, share: float, drawn: _Drawn, *, kernels: bool
-    ) -> None:
+    def __init__(self, shape: KVShape, tokens: int, share: float, *, kernels: bool) -> None:
         info, layout = _info(shape, tokens), _layout(shape, tokens)
         self._shape, self._file = shape, _NoFile(info)
         self._tokens = np.arange(tokens, dtype=np.int32)
@@ -177,7 +153,7 @@ class _Case:
             shape, self._reader, self._versions, self._memory, FloorMeter(0.0), retention=1.0
         )
         writer = KernelCodeWriter(CPU) if kernels else _NoWriter()
-        self._loader = PreciseLoader(shape, drawn, writer=writer)
+        self._loader = CodedLoader(writer)
         self._kernels = kernels
         self._no_taker = _NoTaker(layout.layer_bytes // BLOCK_BYTES)
         self.chunks = shape.num_layers * (layout.num_pages + layout.total_units)
@@ -186,18 +162,18 @@ class _Case:
         """Seconds to find, open and load a prefix."""
         began = time.perf_counter()
         match = self._tree.match("bench", self._tokens)
-        self._forecast.coded_bytes(match.spans).expected(bits)
+        self._forecast.coded_bytes(match.spans).expected(planes_of(bits))
         self._forecast.exact_bytes(match.spans)
         found = time.perf_counter()
-        source, used, places = self._open(match)
+        source, uses, places = self._open(match, planes_of(bits))
         ahead = ReadAhead(self._memory.pool, READAHEAD)
         ahead.join(source)
         opened = time.perf_counter()
         rows = torch.zeros(1, self._shape.num_kv_heads, self._shape.key_dim, dtype=torch.bfloat16)
-        inputs, slots = LayerInputs(rows, rows, rows, 1.0), LayerSlots.of(rows, rows, places)
+        slots = LayerSlots.of(rows, rows, places)
         for layer in range(self._shape.num_layers):
             ahead.top_up()
-            self._loader.load(layer, used, inputs, slots, bits, LoadStats())
+            self._loader.load(layer, uses, planes_of(bits), slots, LoadStats())
         loaded = time.perf_counter()
         ahead.leave(source)
         source.close()
@@ -208,18 +184,19 @@ class _Case:
         self._memory.codes.placement.drop(np.arange(self.chunks))
         return self
 
-    def _open(self, match: StoredMatch) -> tuple[CodedSource, UsedUnits, Tensor]:
+    def _open(self, match: StoredMatch, planes: int) -> tuple[CodedSource, list[PartUse], Tensor]:
         (stored,), codes = match.spans, self._memory.codes
         codes.placement.advance()
         base = self._versions.codes(self._versions.of(stored.segment))
         span = CodedSpan(self._file, stored.start, stored.stop, base)
         taker = KernelTaker(codes) if self._kernels else self._no_taker
-        source = CodedSource([span], self._reader, self._memory.pool, codes, taker=taker)
+        pool = self._memory.pool
+        source = CodedSource([span], self._reader, pool, codes, planes, taker=taker)
         slots = torch.arange(len(self._tokens))
         own, layers = stored.segment.segment_id, self._shape.num_layers
         part = _NoRanges(own, span.layout, layers, span.start, span.stop, slots)
         PartLoad(source, [part], pending=1)
-        return source, UsedUnits([PartUse(part, part.start, part.stop)], CPU), slots
+        return source, [PartUse(part, part.start, part.stop)], slots
 
 
 def _info(shape: KVShape, tokens: int) -> SegmentInfo:
@@ -322,7 +299,7 @@ class _NoWriter:
 class _NoRanges(ResidentPart):
     """A part that keeps no ranges: they are copied."""
 
-    def begin_layer(self, layer: int, groups: Tensor) -> CodedTokens:
+    def begin_layer(self, layer: int, groups: Tensor, floors: Floors) -> CodedTokens:
         self.layers_loaded += 1
         return self.tokens(layer)
 

@@ -2,14 +2,14 @@
 
 Each system gets a server with an empty store, which computes the prefixes and stores them; then the
 device pool is emptied, and questions are asked that read their prefix back from SSD. Options are
-scored by the sum of the log-probabilities of their tokens. A request that did not use its prefix as
-asked ends the run. Chunk caches are off, so bytes are those of the store. With --bits all of a
-prefix is used in so many bits; requests share it in the device pool, and the bytes are those of the
-first one of each prefix. The name of such a system ends with @ and the bits.
+scored by the sum of the log-probabilities of their tokens. They are part of the prompt, so a rule
+that drops tokens sees what it will be asked for, as it would not while it decodes. A request that
+did not use its prefix as asked ends the run. Chunk caches are off, so bytes are those of the store.
+With --bits all of a prefix is used in so many bits; requests share it in the device pool, and the
+bytes are those of the first one of each prefix. The name of such a system ends with @ and the bits.
 
 accuracy     share of right answers; *points* is the difference to `recompute`
-agreement    share of the answers that `recompute` gives; *over random*: what `random` has less at
-             the same retention; a rule that agrees no more than random tokens has found nothing
+agreement    share of the answers that `recompute` gives
 shift        mean change of an option's log-likelihood, less the mean over the options, in nats
 read, needed bytes read from SSD, and bytes of the rows that were asked for, over those of the
              whole prefix, without requests that found it in the device pool
@@ -37,10 +37,10 @@ from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import step
 from bench.quality.asking import Answer, Asked, ask, centred_shift, chosen_option
 from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
-from impress_sglang.options import CODED_POLICIES, LEAST_BITS, MOST_BITS, WHOLE_POLICIES, is_bits
+from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, WHOLE_POLICIES
 
 Floats = NDArray[np.float64]
-REFERENCE, RANDOM = "recompute", "random"
+REFERENCE = "recompute"
 PAPER_MEAN, OTHER_MEAN = "paper-4", "mean"
 # Bytes are those of the store, and what is stored are the prefixes only.
 COMMON_FLAGS = (
@@ -63,8 +63,8 @@ def _share(text: str) -> float:
 
 
 def _bits(text: str) -> float:
-    if not is_bits(value := float(text)):
-        raise argparse.ArgumentTypeError(f"must be from {LEAST_BITS:g} to {MOST_BITS:g}")
+    if (value := float(text)) not in BITS:
+        raise argparse.ArgumentTypeError(f"must be {BITS_TEXT}")
     return value
 
 
@@ -97,15 +97,13 @@ class System:
 POLICIES = {REFERENCE: "recompute", "as": "as", "h2o": "as+h2o+lru", "paper": "paper"}
 SYSTEMS = {name: System(name, policy) for name, policy in POLICIES.items()} | {
     "impress": System("impress", "impress"),
-    "even": System("even", "impress", ("--impress-allocate=even",)),
-    RANDOM: System(RANDOM, "impress", ("--impress-allocate=random",)),
 }
-USUAL = ("h2o", "paper", "impress", RANDOM)
+USUAL = ("h2o", "paper", "impress")
 ASKED = ("piqa", "copa", "openbookqa", "squad")
 OPTIONS = (
     Option("systems", USUAL, "beside recompute", quick=("impress",), parse=one_of(SYSTEMS)),
     Option("retentions", (0.25,), "shares of the prefix that are used; 1 is exact", parse=_share),
-    Option("bits", (5.0,), "of all of the prefix (not of paper and h2o)", parse=_bits),
+    Option("bits", (BITS[0],), "of all of the prefix (not of paper and h2o)", parse=_bits),
     Option("tasks", ASKED, f"of {', '.join(TASKS)}", quick=("copa",), parse=one_of(TASKS)),
     Option("prefixes", 2, "per task", quick=1),
     Option("examples", 100, "questions per task", quick=6),
@@ -272,7 +270,7 @@ def _make_row(
     pairs = list(zip(parts, references, strict=True))
     agreements = [part.agreement(reference) for part, reference in pairs]
     differences = [100 * (part.right - reference.right) for part, reference in pairs]
-    row: Row = {
+    return {
         "system": asked.system,
         "retention": retention,
         "task": title,
@@ -284,15 +282,6 @@ def _make_row(
         **_with_interval("difference_points", differences, seed),
         **_with_interval("agreement", agreements, seed),
     }
-    rivals = [by_key.get((RANDOM, retention, part.task.name)) for part in parts]
-    if asked.approximate and asked.system != RANDOM and all(rivals):
-        over = [
-            100 * (mine - rival.agreement(reference))
-            for mine, rival, reference in zip(agreements, rivals, references, strict=True)
-            if rival is not None
-        ]
-        row |= _with_interval("agreement_over_random_points", over, seed)
-    return row
 
 
 def byte_share(measured: Measured, kv_bytes: int, counter: str) -> float | None:
@@ -336,7 +325,6 @@ COLUMNS = (
     Column("accuracy", "accuracy", "{:.1%}"),
     Column("points", _interval("difference_points")),
     Column("agreement %", _interval("agreement", 100, "")),
-    Column("over random", _interval("agreement_over_random_points")),
     Column("shift", "shift_nats", "{:.3f}"),
     Column("read", "read", "{:.1%}"),
     Column("needed", "needed", "{:.1%}"),

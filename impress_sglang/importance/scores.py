@@ -36,7 +36,7 @@ def column_sums(
     prefix. With `g = Hq // Hk`, query head `h` uses key head `h // g`.
 
     Args:
-        queries: [q, Hq, D], queries of the last q new tokens, after rotation.
+        queries: [n, Hq, D], queries of the new tokens, after rotation.
         prefix_keys: [m, Hk, D], keys of the stored tokens.
         resident_keys: [c, G, D], keys of earlier tokens in the device pool; c may be 0.
         new_keys: [n, G, D], keys of the new tokens.
@@ -45,7 +45,7 @@ def column_sums(
         resident_rows: int64 [c], rows of `resident_keys` that are these tokens; None: all.
 
     Returns:
-        [Hq, m] float32 on the device of `queries`. Each row sums to at most q.
+        [Hq, m] float32 on the device of `queries`. Each row sums to at most n.
     """
     num_queries, num_heads, _ = queries.shape
     num_prefix = len(prefix_keys)
@@ -53,8 +53,7 @@ def column_sums(
     if not total.numel() or not num_queries:
         return total
     grouped = _by_key_head(queries, prefix_keys.shape[1])
-    earlier, group = len(new_keys) - num_queries, grouped.shape[1]
-    least, most = QUERY_BLOCKS
+    group, (least, most) = grouped.shape[1], QUERY_BLOCKS
     num_resident = len(resident_keys if resident_rows is None else resident_rows)
     widest = group * max(num_prefix, num_resident, len(new_keys))
     size = max(least, min(most, MOST_WEIGHTS // widest))
@@ -63,7 +62,7 @@ def column_sums(
         chosen = part if heads is None else list(heads[part])
         for block in _slices(num_queries, size):
             own = grouped[part, :, block] * scaling
-            outside = _log_sums_of_new(own, new_keys, chosen, earlier + block.start)
+            outside = _log_sums_of_new(own, new_keys, chosen, block.start)
             own = own.flatten(1, 2)
             for keys in _tiles(resident_keys, chosen, resident_rows):
                 outside = torch.logaddexp(outside, torch.bmm(own, keys).logsumexp(-1))

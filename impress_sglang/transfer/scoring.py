@@ -30,8 +30,8 @@ class Scorer(Protocol):
         """Compute the importance of the tokens of a prefix.
 
         Args:
-            queries: [q, Hq, D] of the last q of the new tokens, of all query heads that share the
-                KV heads `heads`.
+            queries: [n, Hq, D] of the new tokens, of all query heads that share the KV heads
+                `heads`.
             prefix_keys: [m, heads, D].
             resident_keys: [c, G, D] of all KV heads.
             new_keys: [n, G, D] of all KV heads.

@@ -52,7 +52,6 @@ class StoredSource(abc.ABC):
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
         # Evicted buffers with their layers; counted when buffers are given back.
         self._evicted: list[tuple[int, LayerBuffer]] = []
-        self._taken: set[int] = set()
         self._ending: list[PendingRead] = []
 
     @abc.abstractmethod
@@ -88,10 +87,6 @@ class StoredSource(abc.ABC):
     def _is_there(self, layer: int) -> bool:
         buffers = self._buffers.get(layer, {}).values()
         return all(read.done for buffer in buffers for read in buffer.reads)
-
-    def has_read(self, layer: int) -> bool:
-        """Whether a layer was read ahead, and none of its buffers was taken away since then."""
-        return self.next_ahead > layer and self._is_there(layer) and layer not in self._taken
 
     @property
     def is_reading(self) -> bool:
@@ -132,7 +127,6 @@ class StoredSource(abc.ABC):
         buffer = self._buffers[layer].pop(number)
         self._close_buffer(buffer)
         self._evicted.append((layer, buffer))
-        self._taken.add(layer)
 
     def _give_back(self, below: int | None = None) -> None:
         """Give back the buffers of layers below `below`, or all; counts what was read ahead."""

@@ -89,7 +89,7 @@ def _log_sum(peak: tl.tensor, total: tl.tensor) -> tl.tensor:
 # Counts, and where the slots of a prefix begin in memory, differ from request to request.
 @triton.jit(
     do_not_specialize=[
-        "num_queries", "num_prefix", "parts", "num_resident", "earlier", "part_blocks",
+        "num_queries", "num_prefix", "parts", "num_resident", "part_blocks",
     ],
     do_not_specialize_on_alignment=["resident_rows"],
 )
@@ -101,14 +101,13 @@ def row_sums(
     new: tl.tensor, new_stride: tl.tensor, new_head_stride: tl.tensor,
     key_heads: tl.tensor, partial: tl.tensor, scale: tl.tensor,
     num_queries: tl.tensor, num_prefix: tl.tensor, parts: tl.tensor,
-    num_resident: tl.tensor, earlier: tl.tensor, part_blocks: tl.tensor,
+    num_resident: tl.tensor, part_blocks: tl.tensor,
     GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:
     """Write the logarithms of the sums of exponentials per part to partial [S, Hk, Q, padded g].
 
-    One program per tile of queries and part of the keys, and per head. The queries belong to the
-    new tokens after the first `earlier` ones.
+    One program per tile of queries and part of the keys, and per head.
     """
     block_tokens: tl.constexpr = BLOCK_ROWS // GROUP_PAD
     head = tl.program_id(1)
@@ -119,7 +118,7 @@ def row_sums(
     new_begin = prefix_begin + tl.cdiv(num_prefix, BLOCK_KEYS)
     begin = part * part_blocks
     # New tokens after those of the tile are not seen.
-    last = earlier + tl.minimum(first + block_tokens, num_queries)
+    last = tl.minimum(first + block_tokens, num_queries)
     seen_blocks = new_begin + tl.cdiv(last, BLOCK_KEYS)
     end = tl.minimum(begin + part_blocks, seen_blocks)
     key_head = tl.load(key_heads + head).to(tl.int64)
@@ -153,7 +152,7 @@ def row_sums(
     for block in range(tl.maximum(begin, new_begin), end):
         columns = (block - new_begin) * BLOCK_KEYS + within
         keys = _load_keys(new, new_stride, None, columns, last, DIM, BLOCK_DIM)
-        seen = columns[None, :] <= (earlier + tokens)[:, None]
+        seen = columns[None, :] <= tokens[:, None]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
 

@@ -51,8 +51,7 @@ def column_sums(
     D, group and tile (see `tile_shape`) is compiled when it first occurs.
 
     Args:
-        queries: [q, Hq, D] of the last q of the new tokens, after rotation; float16, bfloat16 or
-            float32.
+        queries: [n, Hq, D] of the new tokens, after rotation; float16, bfloat16 or float32.
         prefix_keys: [m, Hk, D] of the stored tokens, of the dtype of the queries like all keys.
         resident_keys: [c, G, D] of the tokens before them that are in the device pool, of all KV
             heads.
@@ -101,11 +100,10 @@ def column_sums(
     others = (*_strided(before), resident_rows, *_strided(new_keys))
     key_heads = _head_map(heads, device, _stream(device))
     counts = (num_queries, num_prefix, split.parts)
-    earlier = len(new_keys) - num_queries
     _launch(
         row_sums,
         (split.tiles * split.parts, num_heads),
-        (*common, *others, key_heads, partial, scale, *counts, num_resident, earlier, split.blocks),
+        (*common, *others, key_heads, partial, scale, *counts, num_resident, split.blocks),
         tile,
         constants,
     )
@@ -250,7 +248,7 @@ def _check(
             f"no scoring kernel for queries and keys of {', '.join(map(str, dtypes))}; both must "
             "have the same of float16, bfloat16 and float32"
         )
-    assert len(new) >= len(queries)
+    assert len(new) == len(queries)
     assert rows is None or (rows.dtype == torch.int64 and rows.is_contiguous())
     assert rows is None or rows.device == queries.device
     assert prefix.shape[1] == len(heads) and queries.shape[1] % len(heads) == 0

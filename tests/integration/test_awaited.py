@@ -217,7 +217,7 @@ def parts(world: World) -> Queue:
     """A prefix in codes is in slots, and nobody uses it."""
     world.store_prompt(WANTED)
     world.idle_part()
-    return Queue(world, bits=5.0)
+    return Queue(world, bits=6.0)
 
 
 def idle(queue: Queue) -> int:

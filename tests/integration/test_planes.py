@@ -1,21 +1,31 @@
-"""Planes that all units get, where requests for different bits share slots and reads."""
+"""Planes of a prefix in codes, where requests for different bits share slots and reads."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.options import AUTO
+from impress_sglang.options import AUTO, BITS
+from impress_sglang.precision.codec import NUM_PLANES, planes_of
 from impress_sglang.serving.loading import loads_nothing
 from impress_sglang.serving.request import StoredRequest
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.resident import ResidentPart
 from impress_sglang.transfer.scoring import TorchScorer
+from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
 from tests.unit.spying import calls_of
 from tests.unit.waiting import wait_until
+
+LEAST, SIX, MOST = BITS[0], 6.0, BITS[-1]
+PAIRS = [(LEAST, MOST), (SIX, MOST), (MOST, SIX), (LEAST, SIX), (SIX, SIX)]
 
 
 @pytest.fixture
@@ -30,6 +40,28 @@ def world(world: World) -> World:
     return world
 
 
+class Pools:
+    """KVs of each layer; the pool of `World` has one buffer for all."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        pool = world.pool.get_key_buffer(0)
+        self._layers = [(torch.zeros_like(pool), torch.zeros_like(pool)) for _ in range(3)]
+
+    def load(self, *requests: StoredRequest) -> list[Tensor]:
+        """A pass loads them all; returns the KVs of each."""
+        for layer, pools in enumerate(self._layers):
+            for request in requests:
+                inputs = LayerInputs(*[torch.zeros(1, 2, SHAPE.key_dim)] * 3, 0.3)
+                slots = LayerSlots.of(*pools, request.slots)
+                self._world.runtime.load_layer(layer, request, inputs, slots)
+                self._world.runtime.finish_layer(request)
+        return [
+            torch.stack([pool[own.slots] for pools in self._layers for pool in pools])
+            for own in requests
+        ]
+
+
 def admitted(world: World, rid: str, bits: float) -> StoredRequest:
     request = world.admit(world.ask(rid, bits=bits))
     assert request is not None
@@ -37,78 +69,112 @@ def admitted(world: World, rid: str, bits: float) -> StoredRequest:
 
 
 def run(world: World, *requests: StoredRequest) -> list[float]:
-    """A pass loads them all; returns the bits that each got on average."""
-    for layer in range(SHAPE.num_layers):
-        for request in requests:
-            world.load(request, layer)
+    """A pass loads them all; returns the bits that each got."""
+    Pools(world).load(*requests)
     return [float(str(request.report["bits_mean"])) for request in requests]
 
 
-def allocate_evenly(world: World) -> None:
-    config = dataclasses.replace(world.runtime.config, allocate="even")
-    world.runtime.admission._config = config
+def read_ahead(world: World, rid: str, bits: float) -> Any:
+    """All that a request for these bits wants is read while it waits."""
+    req = world.ask(rid, bits=bits)
+    world.cache.prefetch(req)
+    source = world.runtime.prefetches._waiting[rid].source
+    source.lead = SHAPE.num_layers
+    world.runtime.store.ahead.top_up()
+    wait_until(lambda: not source.is_reading)
+    assert source.there == 1.0
+    return req
 
 
-@pytest.mark.parametrize(("bits", "planes"), [(6, 1), (8, 2)])
-def test_they_are_read_ahead_and_scored_by_nobody(
-    world: World, bits: int, planes: int, monkeypatch: pytest.MonkeyPatch
+def blocks_of(part: ResidentPart, planes: int) -> int:
+    """How many blocks so many planes of a part are in all layers."""
+    size = part.layout.unit_stride // BLOCK_BYTES
+    return planes * SHAPE.num_layers * part.layout.num_heads * len(part.units) * size
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_all_that_is_wanted_is_read_ahead_and_nothing_is_scored(
+    world: World, bits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And who wants no more of them afterwards loads nothing."""
-    allocate_evenly(world)
     scored = calls_of(monkeypatch, TorchScorer, "column_sums")
-    picked = calls_of(monkeypatch, CodedSource, "read_units")
-    req = world.ask("first", bits=bits)
-    world.cache.prefetch(req)
-    wait_until(lambda: not world.runtime.prefetches._waiting["first"].source.is_reading)
-    first = world.admit(req)
-    assert first is not None and first.planes == planes
-    world.load(first)
+    first = world.admit(read_ahead(world, "first", bits))
+    assert first is not None and run(world, first) == [bits]
     world.end(first)
-    assert not scored and not picked and first.report["bits_mean"] == bits
-    assert first.reads.ahead_used_bytes == first.reads.ssd_needed_bytes > 0
+    assert not scored
+    assert first.reads.ahead_used_bytes == first.reads.ssd_needed_bytes == first.reads.ssd_bytes > 0
     (use,) = first.uses
-    assert use.part.has(planes) and (use.part.levels == planes).all()
-    for rid, own in (("second", bits), ("fewer", 4)):
-        request = admitted(world, rid, own)
-        assert loads_nothing(request.loading)
-        world.load(request)
+    assert (use.part.planes == planes_of(bits)).all() and not use.part.floors.any()
+    for number, own in enumerate(own for own in BITS if own <= bits):
+        request = admitted(world, f"again-{number}", own)
+        assert loads_nothing(request.loading) and run(world, request) == [bits]
         world.end(request)
-        assert request.report["bits_mean"] == bits and not request.reads.ssd_needed_bytes
+        assert not request.reads.ssd_needed_bytes
 
 
-@pytest.mark.parametrize(("first", "second"), [(4.0, 8.0), (5.0, 8.0), (8.0, 5.0)])
-def test_who_joins_a_load_gets_its_own_bits(world: World, first: float, second: float) -> None:
-    requests = [admitted(world, "first", first), admitted(world, "second", second)]
-    for wanted, found in zip((first, second), run(world, *requests), strict=True):
-        assert found >= wanted - 0.01
-
-
-def test_who_joins_a_load_of_more_bits_wants_none_on_top_of_them(world: World) -> None:
-    allocate_evenly(world)
-    first = admitted(world, "first", 6.0)
-    world.runtime.admission._config = world.runtime.config
-    second = admitted(world, "second", 5.0)
-    assert run(world, first, second)[1] <= 6.5
-
-
-@pytest.mark.parametrize("allocate", ["query", "even"])
-@pytest.mark.parametrize(("first", "second"), [(4.0, 8.0), (5.0, 6.0), (6.0, 5.0)])
-def test_who_takes_what_was_read_for_another_gets_its_own_bits(
-    world: World, first: float, second: float, allocate: str
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_who_joins_a_load_lets_it_read_what_both_want(
+    world: World, first: float, second: float
 ) -> None:
-    if allocate == "even":
-        allocate_evenly(world)
-    world.cache.prefetch(world.ask("first", bits=first))
+    """Each block once."""
+    requests = [admitted(world, "first", first), admitted(world, "second", second)]
+    most = max(first, second)
+    assert run(world, *requests) == [most, most]
+    for request in requests:
+        world.end(request)
+    part = requests[0].uses[0].part
+    assert sum(own.reads.selected_chunks for own in requests) == blocks_of(part, planes_of(most))
+    alone = admitted(fresh(world, part), "alone", most)
+    run(world, alone)
+    world.end(alone)
+    read = [sum(own.reads.ssd_needed_bytes for own in them) for them in (requests, [alone])]
+    assert read[0] == read[1] > 0
+
+
+def fresh(world: World, part: ResidentPart) -> World:
+    """Nothing of a part is in slots."""
+    world.cache._residents.evict(part)
+    return world
+
+
+@pytest.mark.parametrize("wanted", [(SIX, SIX, MOST), (SIX, MOST, SIX), (LEAST, SIX, MOST)])
+def test_those_of_a_later_pass_share_its_reads(world: World, wanted: Sequence[float]) -> None:
+    """They have joined the load of a request that runs in another pass."""
+    first, *others = (admitted(world, str(n), bits) for n, bits in enumerate(wanted))
+    run(world, first)
+    world.end(first)
+    assert run(world, *others) == [max(wanted)] * 2
+
+
+@pytest.mark.parametrize("second", [LEAST, SIX])
+def test_who_comes_after_that_pass_shares_them_too(world: World, second: float) -> None:
+    requests = [admitted(world, "first", LEAST), admitted(world, "second", second)]
+    run(world, requests[0])
+    third = admitted(world, "third", MOST)
+    found = run(world, requests[1], third)
+    assert found[0] >= second and found[1] == MOST
+    for request in (*requests, third):
+        world.end(request)
+    part = third.uses[0].part
+    read = sum(own.reads.selected_chunks for own in (*requests, third))
+    assert read == blocks_of(part, NUM_PLANES), "each block once"
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_who_takes_what_was_read_for_another_gets_its_own_bits(
+    world: World, first: float, second: float
+) -> None:
+    read_ahead(world, "first", first)
     request = admitted(world, "second", second)
     assert "first" not in world.runtime.prefetches
-    (found,) = run(world, request)
-    assert found >= second - (0.01 if second == 8.0 or allocate == "even" else 0.2)
+    assert run(world, request) == [max(first, second)]
 
 
+@pytest.mark.parametrize(("first", "then"), [(SIX, MOST), (MOST, SIX)])
 def test_who_changes_its_mind_gets_the_bits_of_its_last_plan(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, first: float, then: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read ahead in 5 bits; then the drive is seen to be faster."""
+    """The drive is seen to be faster than it was; or slower, when more is there already."""
     estimator = world.runtime.estimator
 
     def pick(bits: float) -> None:
@@ -117,32 +183,77 @@ def test_who_changes_its_mind_gets_the_bits_of_its_last_plan(
 
         monkeypatch.setattr(estimator, "most_bits", choose)
 
-    pick(5.0)
+    pick(first)
     req = world.request("r", [*STORED, *range(5000, 5008)], bits=AUTO, retention=1.0)
     world.match(req)
     world.cache.prefetch(req)
-    pick(6.0)
+    pick(then)
     world.match(req)
     request = world.admit(req)
-    assert request is not None and (request.bits, request.planes) == (6.0, 1)
-    assert run(world, request)[0] >= 6.0
+    assert request is not None and request.bits == then
+    assert run(world, request) == [max(first, then)]
+
+
+@pytest.mark.parametrize("there", [LEAST, SIX])
+def test_planes_that_a_part_in_slots_lacks_are_read_ahead(world: World, there: float) -> None:
+    """These and nothing else; the slots hold then what they hold where all is read at once."""
+    pools, first = Pools(world), admitted(world, "first", there)
+    before = pools.load(first)[0]
+    world.end(first)
+    second = world.admit(read_ahead(world, "second", MOST))
+    assert second is not None and torch.equal(second.slots, first.slots)
+    (raised,) = pools.load(second)
+    world.end(second)
+    (use,) = second.uses
+    lacking = blocks_of(use.part, NUM_PLANES - planes_of(there))
+    assert second.reads.ssd_needed_bytes == second.reads.ahead_used_bytes == lacking * BLOCK_BYTES
+    assert second.report["bits_mean"] == MOST and second.report["base_bytes"] == 0
+    (at_once,) = Pools(world).load(admitted(fresh(world, use.part), "at once", MOST))
+    assert torch.equal(raised, at_once) and not torch.allclose(before, at_once, atol=1e-4)
+
+
+def test_planes_of_what_is_in_slots_are_read_ahead_beside_the_rest(world: World) -> None:
+    world.end(world.loaded("first", 32, bits=LEAST))
+    second = world.admit(read_ahead(world, "second", SIX))
+    assert second is not None and len(second.uses) == 2 and run(world, second) == [SIX]
+    world.end(second)
+    assert second.reads.ahead_used_bytes == second.reads.ssd_needed_bytes > 0
 
 
 def test_a_part_that_is_there_is_raised_with_a_source_of_fewer_bits(world: World) -> None:
-    world.end(world.loaded("first", 32, bits=4.0))
-    world.cache.prefetch(world.ask("second", bits=4.0))
-    third = admitted(world, "third", 8.0)
-    assert run(world, third)[0] == 8.0 and len(third.uses) == 2
+    world.end(world.loaded("first", 32, bits=LEAST))
+    read_ahead(world, "second", SIX)
+    third = admitted(world, "third", MOST)
+    assert "second" not in world.runtime.prefetches, "it goes on with that"
+    assert run(world, third) == [MOST] and len(third.uses) == 2
 
 
-@pytest.mark.parametrize("bits", [4.0, 5.0])
+def test_what_is_read_for_a_part_is_not_for_another_one_in_its_place(world: World) -> None:
+    """A request waits for planes of a part that is evicted, and comes back with fewer."""
+    first = admitted(world, "first", SIX)
+    run(world, first)
+    world.end(first)
+    read_ahead(world, "waits", MOST)
+    fresh(world, first.uses[0].part)
+    pools = Pools(world)
+    again = admitted(world, "again", LEAST)
+    pools.load(again)
+    world.end(again)
+    raising = admitted(world, "raising", MOST)
+    (raised,) = pools.load(raising)
+    world.end(raising)
+    (at_once,) = Pools(world).load(admitted(fresh(world, raising.uses[0].part), "at once", MOST))
+    assert torch.equal(raised, at_once)
+
+
+@pytest.mark.parametrize("bits", [LEAST, MOST])
 def test_who_loads_nothing_goes_on_with_no_slots_that_are_half_raised(
     world: World, bits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.end(world.loaded("first", bits=4.0))
-    other, raising = admitted(world, "other", bits), admitted(world, "raising", 8.0)
-    assert loads_nothing(other.loading) == (bits == 4.0)
-    writer = world.runtime._loaders.precise._writer
+    world.end(world.loaded("first", bits=LEAST))
+    other, raising = admitted(world, "other", bits), admitted(world, "raising", MOST)
+    assert loads_nothing(other.loading) == (bits == LEAST)
+    writer = world.runtime._loaders.coded._writer
 
     def fails(*_: Any) -> None:
         raise MemoryError("out of memory")
@@ -158,6 +269,34 @@ def test_who_loads_nothing_goes_on_with_no_slots_that_are_half_raised(
     assert not loads_nothing(other.loading)
     with pytest.raises(PrefixUnreadable):
         world.load(other, 1)
+    # Who comes then loads it into slots of its own.
+    third = world.loaded("third", bits=MOST)
+    assert not set(third.slots.tolist()) & set(raising.slots.tolist())
+    assert third.report["bits_mean"] == MOST
+
+
+def test_planes_that_cannot_be_read_break_their_part(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.end(world.loaded("first", bits=LEAST))
+    raising = admitted(world, "raising", MOST)
+    part = raising.uses[0].part
+
+    def fails(*_: Any) -> None:
+        raise PrefixUnreadable("ab12", "test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CodedSource, "read", fails)
+        with pytest.raises(PrefixUnreadable) as error:
+            world.load(raising)
+    world.runtime.give_up_reading(raising, error.value)
+    assert part.broken and part.users
+    assert not any(cover.part for cover in world.cache._residents.cover(_spans(world)))
+
+
+def _spans(world: World) -> Any:
+    req = world.ask("looking")
+    return world.cache._known[req.rid].plan.spans
 
 
 @pytest.mark.parametrize("options", [{"load": "faster", "readahead": 0.2, "host_gb": 0.1}])
@@ -165,19 +304,17 @@ def test_who_loads_nothing_goes_on_with_no_slots_that_are_half_raised(
 def test_what_need_not_be_read_costs_nothing(
     world: World, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefix in slots in 4 bits, and a request for 8."""
+    """A prefix in slots in the fewest bits, and a request for the most."""
     if state == "under way":
-        admitted(world, "first", 8.0)
+        admitted(world, "first", MOST)
     else:
-        world.end(world.loaded("first", bits=8.0 if state == "in host memory" else 4.0))
+        world.end(world.loaded("first", bits=MOST if state == "in host memory" else LEAST))
         (part,) = world.cache._residents
-        part.levels[:] = part.planes = 0
-        part.whole = False
+        part.planes[:] = 0
     forecast, estimator = world.runtime.store.forecast, world.runtime.estimator
-    for name in ("seconds_to_read", "seconds_to_pick"):
-        monkeypatch.setattr(forecast, name, lambda num_bytes: num_bytes)
+    monkeypatch.setattr(forecast, "seconds_to_read", lambda num_bytes: num_bytes)
     for name in ("seconds", "least"):
         monkeypatch.setattr(estimator.computing, name, lambda new, pairs: 1e-3 * new)
-    found = world.ask("second", bits=8.0).host_hit_length
+    found = world.ask("second", bits=MOST).host_hit_length
     assert (found > 0) == (state != "on SSD")
     assert found in (0, 1, TOKENS)

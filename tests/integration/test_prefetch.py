@@ -14,8 +14,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from impress_sglang.integration import radix_cache
 from impress_sglang.integration.passes import KnownRequest
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import AUTO, EXACT_BITS
+from impress_sglang.options import AUTO, AUTO_BITS, BITS, EXACT_BITS
+from impress_sglang.precision.codec import NUM_PLANES, planes_of
 from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
@@ -75,8 +77,7 @@ def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float
     """Lets reading take a second per byte, and computing so many seconds."""
     runtime = world.runtime
     runtime.admission._config = dataclasses.replace(runtime.config, load="always")
-    for name in ("seconds_to_read", "seconds_to_pick"):
-        monkeypatch.setattr(runtime.store.forecast, name, lambda count: count)
+    monkeypatch.setattr(runtime.store.forecast, "seconds_to_read", lambda count: count)
     computing = runtime.estimator.computing
 
     def compute_for(seconds: float) -> None:
@@ -96,24 +97,26 @@ def read_layers(world: World, rid: str, layers: int) -> None:
     assert source.next_ahead == layers and source.there == layers / SHAPE.num_layers
 
 
-@pytest.mark.parametrize(
-    ("share", "bits"),
-    [(0.0, 5.0), (0.5, 6.0), (0.95, 8.0)],
-    ids=["a slow drive", "six bits hide", "eight nearly do"],
-)
+@pytest.mark.parametrize("bits", [bits for bits in BITS if bits >= AUTO_BITS])
+@pytest.mark.parametrize("longer", [1.0, 1.05], ids=["they hide", "they nearly do"])
 def test_auto_gives_the_bits_that_take_hardly_longer(
-    world: World, share: float, bits: float, slow_reads: Callable[[float], None]
+    world: World, bits: float, longer: float, slow_reads: Callable[[float], None]
 ) -> None:
-    """Computing takes as long as reading the base, and this share of the planes."""
+    """Computing takes as long as reading these bits, or hardly less."""
     stored = world.runtime.store.forecast.coded_bytes(planned(world, "r").spans)
-    slow_reads(stored.base + share * stored.planes)
+    slow_reads(stored.expected(planes_of(bits)) / longer)
 
-    estimate = planned(world, "r").estimate
+    plan = planned(world, "r")
 
-    assert (estimate.bits, estimate.planes) == (bits, int(bits - 4) // 2)
-    picked = stored.planes / 4 if bits == 5 else 0.0
-    assert estimate.waits == pytest.approx(picked)
-    assert estimate.io == pytest.approx(stored.expected(bits) - picked)
+    assert (plan.estimate.bits, plan.planes) == (bits, planes_of(bits))
+    assert plan.estimate.io == pytest.approx(stored.expected(planes_of(bits)))
+
+
+def test_auto_gives_its_fewest_bits_where_nothing_hides(
+    world: World, slow_reads: Callable[[float], None]
+) -> None:
+    slow_reads(0.0)
+    assert planned(world, "r").estimate.bits == AUTO_BITS
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -123,84 +126,76 @@ def test_auto_counts_what_was_read_meanwhile(
     """Planes that come with the base are as good as there, whatever they were read for."""
     spans = planned(world, "r").spans
     stored = world.runtime.store.forecast.coded_bytes(spans)
-    slow_reads(stored.base + stored.planes)
+    slow_reads(stored.expected(NUM_PLANES))
     read_layers(world, "r", layers)
     slow_reads(0.0)
     for rid in ("r", "another"):
         estimate = planned(world, rid).estimate
-        assert (estimate.bits, estimate.waits) == (8.0, 0.0)
+        assert estimate.bits == BITS[-1]
         # Who orders the queue takes off by itself what was read.
-        assert estimate.io == pytest.approx(stored.expected(8))
+        assert estimate.io == pytest.approx(stored.expected(NUM_PLANES))
 
 
 def test_auto_raises_what_is_in_slots_only_if_that_takes_hardly_longer(
     world: World, slow_reads: Callable[[float], None]
 ) -> None:
     stored = world.runtime.store.forecast.coded_bytes(planned(world, "r").spans)
-    slow_reads(stored.base + stored.planes / 2)
+    slow_reads(stored.expected(planes_of(6)))
     req = world.request("six", [*STORED, *range(5000, 5008)], bits=AUTO)
     world.match(req)
     request = world.admit(req)
     assert request is not None and request.bits == 6.0
     world.load(request)
-    (use,) = request.uses
-    missing = use.part.missing_bytes()
-    assert missing > 0 == use.part.missing_bytes(use.part.planes)
-    slow_reads(20 * missing)
-    assert planned(world, "r").estimate.bits == 8.0
+    missing = (NUM_PLANES - planes_of(6)) * stored.plane
     slow_reads(missing)
     estimate = planned(world, "r").estimate
-    assert (estimate.io, estimate.waits) == (0.0, 0.0) and estimate.bits < 8.0
+    assert (estimate.io, estimate.bits) == (pytest.approx(missing), BITS[-1])
+    slow_reads(missing / 10)
+    estimate = planned(world, "r").estimate
+    assert (estimate.io, estimate.bits) == (0.0, 6.0)
 
 
-@pytest.mark.parametrize("allocate", ["query", "even"])
 @pytest.mark.parametrize(
-    ("there", "wanted", "planes"), [(4, 6, 1), (4, 7, 1.5), (4, 8, 2), (6, 7, 0.5), (6, 5, 0)]
+    ("there", "wanted"), [(BITS[0], 6.0), (BITS[0], 8.0), (6.0, 8.0), (8.0, 6.0)]
 )
-def test_what_a_part_in_slots_lacks_is_read_when_a_layer_asks(
-    world: World,
-    slow_reads: Callable[[float], None],
-    allocate: str,
-    there: int,
-    wanted: int,
-    planes: float,
+def test_a_request_reads_what_a_part_in_slots_lacks(
+    world: World, slow_reads: Callable[[float], None], there: float, wanted: float
 ) -> None:
-    """As many blocks as the estimate says, whoever decides where they are read."""
-    admission = world.runtime.admission
-    admission._config = dataclasses.replace(admission._config, allocate=allocate)
+    """As many blocks as the estimate says."""
     slow_reads(1.0)
     world.end(world.loaded("first", bits=there))
     (part,) = world.cache._residents
-    plan = admission.plan(
+    plan = world.runtime.admission.plan(
         planned(world, "r").match,
         np.array([*STORED, *range(5000, 5007)]),
         0,
-        LoadOptions(bits=float(wanted)),
+        LoadOptions(bits=wanted),
     )
-    assert plan is not None and plan.estimate.io == 0.0
-    assert plan.estimate.waits == planes * part.levels.size * 4096
+    planes = max(planes_of(wanted) - planes_of(there), 0)
+    assert plan is not None and plan.loads_nothing == (not planes)
+    units = SHAPE.num_layers * SHAPE.num_kv_heads * len(part.units)
+    assert plan.estimate.io == planes * units * BLOCK_BYTES
     request = world.loaded("second", bits=wanted)
     world.end(request)
-    assert request.reads.ssd_needed_bytes == plan.estimate.waits
+    assert request.reads.ssd_needed_bytes == plan.estimate.io
 
 
-@pytest.mark.parametrize("share", [0.95, 0.0])
+@pytest.mark.parametrize("hides", [True, False])
 def test_auto_gives_up_tokens_only_if_the_fewest_bits_do_not_hide(
-    world: World, share: float, slow_reads: Callable[[float], None]
+    world: World, hides: bool, slow_reads: Callable[[float], None]
 ) -> None:
     stored = world.runtime.store.forecast.coded_bytes(planned(world, "r").spans)
-    slow_reads(stored.base + share * stored.planes)
+    least = stored.expected(planes_of(AUTO_BITS))
+    slow_reads(least if hides else 0.99 * least)
     admission = world.runtime.admission
     admission._config = dataclasses.replace(admission._config, retention=AUTO)
     match, tokens = planned(world, "r").match, np.array([*STORED, *range(5000, 5007)])
-    wanted = LoadOptions(retention=0.25, bits=5.0, auto_bits=True)
+    wanted = LoadOptions(retention=0.25, bits=AUTO_BITS, auto_bits=True)
 
     plan = admission.plan(match, tokens, 0, wanted)
 
-    assert plan is not None
-    # What is read block by block hides behind nothing.
-    expected = (1.0, 8.0) if share else (0.25, 5.0)
-    assert (plan.estimate.retention, plan.estimate.bits) == expected
+    assert plan is not None and plan.estimate.bits == AUTO_BITS
+    assert plan.estimate.retention == (1.0 if hides else 0.25)
 
 
 @pytest.mark.parametrize("layers", [0, 1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +10,8 @@ import pytest
 import torch
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.precision.allocation import planes_of
-from impress_sglang.precision.codec import NUM_PLANES
-from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import RequestLengths
-from impress_sglang.serving.loading import SelectiveLoading, SharedLoading, loads_nothing
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.loading import SelectiveLoading, SharedLoading
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import Quality
 from tests.integration.worlds import SHAPE, TOKENS, World
@@ -61,7 +55,7 @@ def test_nobody_joins_what_ran_out_of_memory(
     assert first is not None and second is not None
     for request in (first, second):
         world.load(request, 0)
-    writer = world.runtime._loaders.precise._writer
+    writer = world.runtime._loaders.coded._writer
 
     def fails(*_: Any) -> None:
         raise MemoryError("out of memory")
@@ -101,77 +95,19 @@ def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: World) 
         assert segment.hits == before[0] + 1 and segment.last_access > before[1]
 
 
-def test_a_part_that_much_was_spent_on_is_raised_whole(world: World) -> None:
-    """Then nothing is scored or read for it any more, and its bits are for what is beside it."""
-    world.store_prompt(1000, FORK)
-    first = world.loaded("first")
-    world.end(first)
-    (use,) = first.uses
-    part, spent = use.part, world.runtime.store.forecast.seconds_to_read(use.part.missing_bytes())
-    assert 0.0 == part.spent_seconds < spent, "loading it is not raising it"
-    part.spent_seconds = 0.99 * spent
-    second = timed(world, "second")
-    assert part.spent_seconds >= 0.99 * spent + 0.01 and not part.whole
-    part.spent_seconds = spent
-    third = world.loaded("third")
-    assert part.whole and part.missing_bytes() == 0
-    assert third.stats.units and third.report["bits_mean"] == 8.0
-    fourth = world.admit(world.ask("fourth"))
-    assert fourth is not None and loads_nothing(fourth.loading)
-    assert torch.equal(fourth.slots, third.slots)
-    world.load(fourth)
-    assert fourth.report["bits_mean"] == 8.0 and not fourth.reads.ssd_needed_bytes
-    for request in (second, third, fourth):
-        world.end(request)
-    beside = world.loaded("beside", fork=FORK)
-    whole, fresh = (own.part for own in beside.uses)
-    assert whole.has(NUM_PLANES) and whole.missing_bytes() == 0 and not fresh.whole
-    assert beside.tops_up == beside.uses[:1], "what is new is not topped up"
-    assert (fresh.levels[0].sum((0, 1)) <= planes_of(5.0, whole.levels[0].size * 2)).all()
-    assert fresh.levels.any(), "planes that the whole part does not need are for the rest"
-
-
-def timed(world: World, rid: str, *args: Any, **wanted: Any) -> StoredRequest:
-    """A request whose loading takes 10 ms and more."""
-    request = world.admit(world.ask(rid, *args, **wanted))
-    assert request is not None
-    request.time_loading(clock_for(torch.device("cpu")).stopwatch())
-    with request.stopwatch or pytest.fail():
-        time.sleep(0.01)
-    world.load(request)
-    return request
-
-
-def test_what_is_spent_on_a_part_is_counted_beside_what_is_new_and_divided(world: World) -> None:
-    """A conversation has something new in each turn."""
-    world.store_prompt(1000, FORK)
-    world.idle_part()
-    fork = timed(world, "fork", fork=FORK)
-    old, new = (use.part for use in fork.uses)
-    assert old.spent_seconds >= 0.01 * len(old) / fork.num_tokens and new.spent_seconds == 0.0
-    world.end(fork)
-    old.spent_seconds = 8.0
-    world.end(world.loaded("short", 16))
-    pieces = [part for part in world.cache._residents if part.spent_seconds]
-    assert sum(part.spent_seconds for part in pieces) == pytest.approx(8.0)
-    assert len({round(part.spent_seconds / len(part), 6) for part in pieces}) == 1 < len(pieces)
-
-
 @pytest.mark.parametrize("options", [{"load": "faster"}])
 def test_what_is_complete_is_used_however_slow_loading_is(world: World) -> None:
     world.idle_part()
     (part,) = world.cache._residents
-    part.spent_seconds = math.inf
-    world.end(world.loaded("whole"))
     estimator = world.runtime.estimator
     for _ in range(9):
         for new in (8, TOKENS):
             estimator.note_forward(new, new * TOKENS, new * 1e-4)
-        estimator.note_load(RequestLengths(0, TOKENS, 8), 9.0, whole=False)
-    part.levels[0, 0, 0] = part.planes = 1
+        estimator.note_load(RequestLengths(0, TOKENS, 8), 9.0, whole=True, bits=6.0)
+    part.planes[0] -= 1
     assert world.ask("declined").host_hit_length == 0, "the control: loading is slow"
-    part.levels[0, 0, 0] = NUM_PLANES
-    assert world.ask("used").host_hit_length == TOKENS and part.has(NUM_PLANES)
+    part.planes[0] += 1
+    assert world.ask("used").host_hit_length == TOKENS
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
@@ -183,13 +119,13 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
     assert request.k == TOKENS // 4 and request.start == TOKENS - TOKENS // 4
     assert not request.uses and isinstance(request.loading, SelectiveLoading)
     assert world.cache._private_tokens == TOKENS // 4
-    assert request.quality == Quality(1, 0.25, 5.0)
+    assert request.quality == Quality(1, 0.25, 6.0)
     assert request.report["used_tokens"] == request.report["loaded_tokens"] == TOKENS // 4
-    assert request.report["shared_tokens"] == 0 and request.report["bits"] == 5.0
+    assert request.report["shared_tokens"] == 0 and request.report["bits"] == 6.0
     world.load(request)
     assert request.loading is None, "given back after the last layer"
     assert request.stats.layers_by_probe == SHAPE.num_layers
-    assert 4.0 <= float(str(request.report["bits_mean"])) <= 5.0
+    assert request.report["bits_mean"] == 6.0
     assert int(str(request.report["base_bytes"])) > 0
     assert world.cache._residents.idle_tokens == TOKENS, "what others share stays"
 
@@ -238,7 +174,7 @@ def test_slots_are_taken_and_given_back_in_pages(world: World, page_size: int) -
 
 
 @pytest.mark.parametrize("page_size", [16])
-@pytest.mark.parametrize("bits", [5.0, "exact"])
+@pytest.mark.parametrize("bits", [6.0, "exact"])
 def test_a_prefix_ends_with_a_page(world: World, bits: object) -> None:
     request = world.admit(world.ask("r", length=50, bits=bits))
     assert request is not None and request.prefix_len == request.k == 48

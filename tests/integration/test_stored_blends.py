@@ -57,7 +57,7 @@ def world(
 
 def wait(world: World, prompt: list[int], rid: str = "r", **wanted: object) -> Any:
     """A request is matched; by default it blends what is stored and computes a quarter again."""
-    req = world.request(rid, prompt, **({"bits": 5.0, "retention": 1.0, "blend": 0.25} | wanted))
+    req = world.request(rid, prompt, **({"bits": 6.0, "retention": 1.0, "blend": 0.25} | wanted))
     world.match(req)
     return req
 
@@ -121,10 +121,10 @@ def test_the_second_request_loads_what_the_first_one_blended(world: World) -> No
     again = plan_of(world, [*PROMPT, 5])
     assert not isinstance(again, BlendPlan) and again.stop == whole
     assert again.match.quality == Quality(1, 1.0, 6.0, 0.25)
-    assert again.quality == Quality(2, 1.0, 5.0, 0.25)
+    assert again.quality == Quality(2, 1.0, 6.0, 0.25)
     assert isinstance(plan_of(world, PROMPT, blend=0.5), BlendPlan)
     assert plan_of(world, PROMPT, bits="exact") is None
-    assert plan_of(world, PROMPT, bits=7.0).match.quality == Quality()
+    assert plan_of(world, PROMPT, bits=8.0).match.quality == Quality()
     for refused in ("off", 1.0):
         assert plan_of(world, PROMPT, blend=refused) is None
     assert plan_of(world, [*PROMPT, 5], blend="auto").match == again.match
@@ -240,7 +240,7 @@ def test_new_documents_of_a_blend_are_donors_once_they_are_asked_for_again(world
     req = wait(world, other, "waits")
     assert world.cache._known["waits"].plan is None, "it blends nothing, to be computed exactly"
     world.cache.release_aborted_request(req.cache_request_handle)
-    world.compute("other", 9000, prompt=other, bits=5.0, retention=1.0, blend=0.25)
+    world.compute("other", 9000, prompt=other, bits=6.0, retention=1.0, blend=0.25)
     assert exact_tokens() >= before + len(other)
     plan = plan_of(world, shuffled(7, 5, 6))
     assert isinstance(plan, BlendPlan) and plan.reused > 500

@@ -17,7 +17,7 @@ from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.why import Reason
 from tests.integration import worlds
 
-WISHES = {"bits": 5.0, "retention": 1.0}
+WISHES = {"bits": 6.0, "retention": 1.0}
 
 
 @pytest.fixture

@@ -243,9 +243,9 @@ class World:
     def ask(
         self, rid: str, length: int = TOKENS, new: int = 8, *, fork: int = TOKENS, **wanted: object
     ) -> Any:
-        """A request with the first tokens of a stored prompt is matched; it gets 5 bits."""
+        """A request with the first tokens of a stored prompt is matched; it gets 6 bits."""
         tokens = [*prompt_of(1000, fork)[:length], *range(5000, 5000 + new)]
-        req = self.request(rid, tokens, **({"bits": 5.0, "retention": 1.0} | wanted))
+        req = self.request(rid, tokens, **({"bits": 6.0, "retention": 1.0} | wanted))
         self.match(req)
         return req
 

@@ -307,17 +307,18 @@ class Life:
         with contextlib.ExitStack() as stack:
             if not flush:
                 stack.enter_context(world.disturbed(MIXED))
-            world.may_have(new)
-            response = self._server.post(
-                "/update_weights_from_disk",
-                model_path=str(self._lives.models[new]),
-                flush_cache=flush,
-            )
-            told = response.json()
-            world.note(f"update to {new}, flush {flush}: {told}")
-            if not told["success"] and flush:
-                # SGLang changes the weights, and does not flush while an aborted request goes.
-                stack.enter_context(world.disturbed(MIXED))
+            began = world.may_have(new).began
+            with world.outcome:
+                response = self._server.post(
+                    "/update_weights_from_disk",
+                    model_path=str(self._lives.models[new]),
+                    flush_cache=flush,
+                )
+                told = response.json()
+                world.note(f"update to {new}, flush {flush}: {told}")
+                if not told["success"] and flush:
+                    # SGLang changes the weights, and does not flush while an aborted request goes.
+                    stack.enter_context(world.disturbed(MIXED, began))
             changed = told["success"] or "were updated" in told["message"]
             world.count(f"update {'refused' if not changed else 'flush' if flush else 'no flush'}")
             if not flush:

@@ -44,6 +44,8 @@ class World:
         """Whether nothing may be asked but what is answered with one report each."""
         self.retracts = False
         """Whether the server takes requests out and puts them back."""
+        self.outcome = threading.Lock()
+        """Held while weights change: what that does to answers is known when it is over."""
         self._lock = threading.RLock()
         self._began = time.monotonic()
         self._disturbances: list[Span] = []
@@ -100,9 +102,9 @@ class World:
             self.note(f"PROBLEM {text}")
 
     @contextlib.contextmanager
-    def disturbed(self, kind: str) -> Iterator[None]:
-        """A disturbance for the time of a `with` block."""
-        span = Span(kind, time.monotonic())
+    def disturbed(self, kind: str, began: float | None = None) -> Iterator[None]:
+        """A disturbance until the end of a `with` block, from its beginning or from `began` on."""
+        span = Span(kind, time.monotonic() if began is None else began)
         with self._lock:
             self._disturbances.append(span)
         try:
@@ -162,18 +164,23 @@ class World:
 
         `said` is what the server told of where the answer came from.
         """
+        ended = time.monotonic()
         if not exact or self.is_disturbed(MIXED, began):
             self._check_form(name, answers, next(iter(stock.values())))
             return
         found = {w: _difference(stock[w], answers) for w in self.weights_since(began)}
-        if all(found.values()):
+        if not all(found.values()):
+            return
+        with self.outcome:
+            mixed = self.is_disturbed(MIXED, began, ended)
+        if not mixed:
             self.problem(f"{name} differs: {found} {said}")
 
-    def is_disturbed(self, kind: str, began: float) -> bool:
-        """Whether something was going on since a request began."""
-        now = time.monotonic()
+    def is_disturbed(self, kind: str, began: float, ended: float | None = None) -> bool:
+        """Whether something was going on since a request began; `ended`: None for now."""
+        ended = time.monotonic() if ended is None else ended
         with self._lock:
-            return any(s.what == kind and s.overlaps(began, now) for s in self._disturbances)
+            return any(s.what == kind and s.overlaps(began, ended) for s in self._disturbances)
 
     def _check_form(self, name: str, answers: list[Answer], like: list[Answer]) -> None:
         """An answer is of the right kind, whatever it says."""

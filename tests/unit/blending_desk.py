@@ -20,7 +20,7 @@ from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.blending import Blending
 from impress_sglang.serving.estimate import Estimator
 from impress_sglang.timeline import NO_TIMELINE
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.coded_loader import CodedLoader
 from tests.unit.kv_factory import as_tokens, make_shape
 from tests.unit.store_factory import DEFAULTS, Workbench
 
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "blend_select": "first",
     "load": "always",
 }
-APPROXIMATE = LoadOptions(bits=5.0, blend=0.0)
+APPROXIMATE = LoadOptions(bits=6.0, blend=0.0)
 DOCUMENTS = [
     np.random.default_rng(seed).integers(0, 1000, 200 + seed).tolist() for seed in range(4)
 ]
@@ -109,5 +109,4 @@ class Desk:
             self.estimator.note_forward(1000, 500_500.0, seconds)
 
     def loading(self, plan: BlendPlan) -> BlendedLoading:
-        loader = PreciseLoader(SHAPE, ALLOCATIONS["even"])
-        return BlendedLoading(loader, self.store, plan, ROTATION, NO_TIMELINE)
+        return BlendedLoading(CodedLoader(), self.store, plan, ROTATION, NO_TIMELINE)

@@ -12,8 +12,6 @@ def column_sums(
     resident: Tensor,
     new: Tensor,
     scaling: float,
-    *,
-    squares: bool = False,
 ) -> np.ndarray:
     """Of the columns of the prefix, float64 [Hq, m]."""
     q, p, c, x = (t.double().numpy() for t in (queries, prefix, resident, new))
@@ -27,5 +25,5 @@ def column_sums(
             logits = seen @ q[i, head] * scaling
             weights = np.exp(logits - logits.max())
             weights /= weights.sum()
-            total[head] += weights[len(c) : len(c) + len(p)] ** (2 if squares else 1)
+            total[head] += weights[len(c) : len(c) + len(p)]
     return total

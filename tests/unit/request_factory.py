@@ -19,5 +19,5 @@ def stored_request(
     m = len(tokens) - len(resident)
     quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
     report = new_report("impress", len(resident), len(tokens))
-    own = {"bits": EXACT_BITS, "planes": 0, "quality": quality, "loading": None, "report": report}
+    own = {"bits": EXACT_BITS, "quality": quality, "loading": None, "report": report}
     return StoredRequest(rid, tokens, resident, slots, m, **(own | fields))

@@ -164,23 +164,20 @@ def rows_of() -> list[Row]:
     found = [
         measured(reference, exact),
         measured(QUARTER, [[-1.0, -2.0]] * 6 + [[-3.0, -1.0]] * 2),
-        measured(Asked("random", 0.25, approximate=True), [[-3.0, -1.0]] * 8),
     ]
     return make_rows(found, kv_bytes=100, seed=1)
 
 
-def test_rows_compare_with_the_reference_and_with_random() -> None:
-    _, row, random = rows_of()
+def test_rows_compare_with_the_reference() -> None:
+    _, row = rows_of()
     assert (row["accuracy"], row["agreement"], row["difference_points"]) == (0.75, 0.75, -25.0)
     low, high = row["agreement_interval"]
     assert low < 0.75 < high <= 1.0
-    assert row["agreement_over_random_points"] == 75.0
-    assert "agreement_over_random_points" not in random
     # Of two requests the one that found its prefix on the device is left out.
     assert (row["read"], row["needed"]) == (0.4, 0.25)
     assert row["shift_nats"] == pytest.approx(0.375)
     text = str(Table(COLUMNS, rows_of()))
-    assert "75.0 [" in text and "over random" in text
+    assert "75.0 [" in text
 
 
 def test_the_mean_over_tasks_gives_each_the_same_weight() -> None:

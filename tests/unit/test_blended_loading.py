@@ -13,7 +13,7 @@ from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.precision.codec import GROUP_TOKENS, code_keys, code_values
+from impress_sglang.precision.codec import GROUP_TOKENS, LEVELS, code_keys, code_values
 from impress_sglang.precision.codec import restore as restore_codes
 from impress_sglang.serving import blended_loading
 from impress_sglang.serving.blend_plan import BlendPlan, Kind, apart
@@ -96,22 +96,16 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
         assert keys[layer].isnan().any(2).any(1).sum() == 3
 
 
-@pytest.mark.parametrize(("bits", "later"), [(6.0, False), (7.0, True), (8.0, False)])
-def test_the_planes_that_all_units_get_are_certain(
-    bench: Workbench, bits: float, later: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So they are read ahead, and with the base."""
-    asked = calls_of(monkeypatch, CodedSource, "read_units")
+@pytest.mark.parametrize("bits", [6.0, 8.0])
+def test_all_planes_that_are_wanted_are_read_ahead(bench: Workbench, bits: float) -> None:
     desk = Desk(bench, (0, 1, 2), base_error=0.0)
     plan = desk.planned(texts(2, 1, 0), wanted=LoadOptions(bits=bits, blend=0.0))
-    restore(desk, plan, SHAPE)
-    assert bool(asked) == later
     source = plan.open_source(desk.store, NO_TIMELINE)
     assert isinstance(source, CodedSource)
     span = source.spans[0]
-    units = span.floor_units(0)
-    assert set(units[:, 0]) == set(range(plan.planes)) and plan.planes == (bits - 4) // 2
-    assert list(span.certain_chunks(0)) == [*span.pages, *span.unit_chunks(units)]
+    units = span.wanted_units(0, source.planes)
+    assert set(units[:, 0]) == set(range(plan.planes)) and LEVELS[plan.planes] == bits
+    assert list(span.wanted_chunks(0, source.planes)) == [*span.pages, *span.unit_chunks(units)]
     desk.store.close_source(source)
 
 
@@ -133,9 +127,9 @@ def test_of_many_runs_of_a_segment_it_is_looked_at_once(
     desk = Desk(bench, (0, 1))
     plan = desk.planned([4, *texts(1), 5, *texts(0), 6, *texts(1)])
     assert len(plan.runs) == 3
-    expected = [desk.store.forecast.coded_bytes([span]).expected(6.0) for span in plan.spans]
+    expected = [desk.store.forecast.coded_bytes([span]).expected(1) for span in plan.spans]
     looked = calls_of(monkeypatch, desk.store.versions, "code_tiers")
-    found = desk.store.forecast.coded_bytes(plan.spans).expected(6.0)
+    found = desk.store.forecast.coded_bytes(plan.spans).expected(1)
     assert found == pytest.approx(sum(expected)) and len(looked) == 1
 
 

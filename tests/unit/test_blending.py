@@ -55,13 +55,13 @@ def test_a_prefix_stays_exact_and_is_a_head(bench: Workbench) -> None:
 def test_behind_what_was_blended_before_only_the_rest_is(bench: Workbench) -> None:
     """Its own text is no run for anybody, and who computes more again begins anew."""
     desk = Desk(bench, (0, 1, 2))
-    bench.put(desk.store, texts(3, 2, 1), quality=Quality(2, 1.0, 5.0, 0.5))
-    plan = desk.plan(texts(3, 2, 1, 0), wanted=LoadOptions(bits=5.0, blend=0.25))
+    bench.put(desk.store, texts(3, 2, 1), quality=Quality(2, 1.0, 6.0, 0.5))
+    plan = desk.plan(texts(3, 2, 1, 0), wanted=LoadOptions(bits=6.0, blend=0.25))
     assert kinds_of(plan) == 606 * "k" + 50 * "c" + 150 * "r"
     assert plan is not None and plan.blended == plan.reused + 50 == 200
-    assert plan.quality == Quality(3, 1.0, 5.0, 0.25)
-    assert desk.plan(texts(3, 2, 1), wanted=LoadOptions(bits=5.0, blend=0.25)) is None
-    plan = desk.planned(texts(3, 2, 1, 0), wanted=LoadOptions(bits=5.0, blend=0.75))
+    assert plan.quality == Quality(3, 1.0, 6.0, 0.25)
+    assert desk.plan(texts(3, 2, 1), wanted=LoadOptions(bits=6.0, blend=0.25)) is None
+    plan = desk.planned(texts(3, 2, 1, 0), wanted=LoadOptions(bits=6.0, blend=0.75))
     assert kinds_of(plan).startswith(203 * "c" + 152 * "c" + 50 * "r")
     assert plan.quality == Quality(1, 1.0, 6.0, 0.75)
     assert desk.plan([7, *texts(3)]) is None, "what was blended is no donor"
@@ -95,7 +95,7 @@ def test_too_little_is_not_worth_it(bench: Workbench) -> None:
 
 @pytest.mark.parametrize(
     "wanted",
-    [LoadOptions(blend=0.0), LoadOptions(bits=5.0, blend=1.0), LoadOptions(bits=5.0, blend="off")],
+    [LoadOptions(blend=0.0), LoadOptions(bits=6.0, blend=1.0), LoadOptions(bits=6.0, blend="off")],
 )
 def test_who_never_blends(bench: Workbench, wanted: LoadOptions) -> None:
     desk = Desk(bench, (0, 1))
@@ -137,7 +137,7 @@ def test_whole_pages(bench: Workbench, page_size: int) -> None:
 @pytest.mark.parametrize("select", ["first", "random", "deviation"])
 def test_which_tokens_are_computed_again(bench: Workbench, select: str) -> None:
     desk = Desk(bench, (0, 1, 2), blend_select=select)
-    plan = desk.planned(texts(0, 2, 1), wanted=LoadOptions(bits=5.0, blend=0.25))
+    plan = desk.planned(texts(0, 2, 1), wanted=LoadOptions(bits=6.0, blend=0.25))
     kinds = plan.kinds[200:]
     assert plan.quality == Quality(1, 1.0, 6.0, 0.25) and plan.blended == 403
     if select == "deviation":
@@ -152,7 +152,7 @@ def test_which_tokens_are_computed_again(bench: Workbench, select: str) -> None:
 
 def test_auto_computes_what_hides_behind_reading(bench: Workbench) -> None:
     desk = Desk(bench, (0, 1, 2))
-    wanted = LoadOptions(bits=5.0, blend="auto")
+    wanted = LoadOptions(bits=6.0, blend="auto")
 
     def computed(seconds: float) -> int:
         desk.reading_takes(seconds)
@@ -191,7 +191,7 @@ def test_nobody_blends_for_longer_than_others_may_wait(bench: Workbench) -> None
     desk = Desk(bench, (0, 1, 2))
     unknown = desk.planned(texts(0, 2, 1))
     assert unknown.estimate.compute is None
-    short = dataclasses.replace(unknown, estimate=Estimate(1.0, 0.0, 0.4 * 5.0, 100.0))
+    short = dataclasses.replace(unknown, estimate=Estimate(1.0, 0.0, 0.4 * 5.0, 100.0, bits=8.0))
     first, second, other = loadings = [desk.loading(plan) for plan in (short, short, unknown)]
     assert fits(short, [first, object()], 5.0) and not fits(short, [first, second], 5.0)
     assert fits(unknown, [], 5.0) and not fits(unknown, [first], 5.0)
@@ -293,12 +293,12 @@ def test_why_nobody_blends(bench: Workbench) -> None:
 
     short = texts(0)[:90]
     assert why(texts(3)) is None and why([4, *short]) == "blend_too_short: 90 of 100 tokens"
-    assert why([4, *short], LoadOptions(bits=5.0, blend=1.0)) is None, "it would not have"
+    assert why([4, *short], LoadOptions(bits=6.0, blend=1.0)) is None, "it would not have"
     desk.passes_take(1.0)
     desk.reading_takes(100.0)
     assert str(why(texts(0, 2, 1))).startswith("blend_slower: 100000.0 ms and ")
     desk.passes_take(1e6, times=20)
-    assert str(why([4, *texts(2)], wanted=LoadOptions(bits=5.0, blend=0.9))).startswith(
+    assert str(why([4, *texts(2)], wanted=LoadOptions(bits=6.0, blend=0.9))).startswith(
         "blend_too_long: "
     )
     desk.blending.refusal = "a test"
@@ -311,7 +311,7 @@ def test_what_blends_take_is_learnt_and_tried_again(
     desk = Desk(bench, (0, 1, 2), load="faster")
     desk.reading_takes(0.0)
     desk.passes_take(0.5)
-    wanted, now = LoadOptions(bits=5.0, blend=0.5), [100.0]
+    wanted, now = LoadOptions(bits=6.0, blend=0.5), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def plan(notes: BlendNotes | None = None) -> BlendPlan | None:

@@ -132,9 +132,7 @@ def test_caches_give_what_the_drive_gave(device_pages: int, host_pages: int, cod
 
 @with_and_without_floors
 @pytest.mark.parametrize("planes", PLANES)
-def test_all_that_is_wanted_is_read_ahead(
-    planes: int, floors: Floors | None, coded: Coded
-) -> None:
+def test_all_that_is_wanted_is_read_ahead(planes: int, floors: Floors | None, coded: Coded) -> None:
     case = coded(PREFIXES["several"], floors=floors)
     case.request(planes)
     case.read_ahead(0.5)

@@ -96,9 +96,7 @@ def load_pass(
     loads = []
     for group in (pieces[::2], pieces[1::2]) if apart else (pieces,):
         spans = [
-            dataclasses.replace(
-                case.spans[own.segment], start=own.part.start, stop=own.part.stop
-            )
+            dataclasses.replace(case.spans[own.segment], start=own.part.start, stop=own.part.stop)
             for own in group
         ]
         source = case.open(spans, planes, in_slots([own.part for own in group]))

@@ -14,10 +14,10 @@ import pytest
 from impress_sglang.config import CONFIG_VARIABLE, ImpressConfig, enable_for_engine
 from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
-    ALLOCATIONS,
     AUTO,
     AUTO_BITS,
     AUTO_FLOOR,
+    BITS,
     BLEND_SELECTORS,
     CODED_POLICIES,
     EXACT_BITS,
@@ -46,9 +46,8 @@ NO_ROOM = (0.0, -1.0, NO_NUMBER, float("inf"))
 WRONG_VALUES: dict[str, Sequence[object]] = {
     "retention": (0.0, -0.25, 1.0001, NO_NUMBER, "", "0.5", "Auto", "auto ", "most"),
     "min_retention": (-0.001, 1.0001, NO_NUMBER),
-    "bits": (0, 3.999, 8.001, 16.0, -5.0, NO_NUMBER, float("inf"), "", "5", "Exact", "exact "),
+    "bits": (0, 3.999, 5.5, 8.001, 16.0, -5.0, NO_NUMBER, float("inf"), "", "5", "Exact", "exact "),
     "base_error": (-0.5, NO_NUMBER, float("inf")),
-    "allocate": ("queries", ""),
     "probe_heads": (0, -3),
     "alpha": (0.0, 1.5, NO_NUMBER),
     "chunk_tokens": (0, 7, 12, 4104),
@@ -88,8 +87,7 @@ WRONG_TYPES: dict[str, Sequence[object]] = {
 EDGE_VALUES: dict[str, Sequence[object]] = {
     "retention": (1, 0.05, AUTO),
     "min_retention": (0, 0.05),
-    "bits": (4, 4.0, 5.5, 8, EXACTLY, AUTO),
-    "allocate": ALLOCATIONS,
+    "bits": (6, *BITS, 8, EXACTLY, AUTO),
     "alpha": (1.0, 5e-324),
     "probe_heads": (1,),
     "chunk_tokens": (8, 4096),
@@ -173,7 +171,7 @@ FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     # Who uses a part uses no more than that floor.
     *(({"retention": own}, "part_retention", AUTO_FLOOR) for own in (1.0, 0.6, AUTO)),
     ({"retention": 0.1}, "part_retention", 0.1),
-    *(({"bits": own}, "usual_bits", float(own)) for own in (4, 5.25, 8.0)),
+    *(({"bits": own}, "usual_bits", float(own)) for own in (6, 6.0, 8.0)),
     ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
     ({"bits": AUTO}, "usual_bits", AUTO_BITS),
     ({"retention": AUTO}, "auto_retention", True),

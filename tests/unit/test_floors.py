@@ -13,7 +13,6 @@ from torch import Tensor
 
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.precision import floors as measuring
-from impress_sglang.precision.allocation import allocate_planes
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.floors import (
     MEASURED_TOKENS,
@@ -23,11 +22,10 @@ from impress_sglang.precision.floors import (
     sampled_groups,
 )
 from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.precise import PreciseLoader
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedPart
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import Workbench, look_up
-from tests.unit.test_precise import FLOORS, PREFIXES, Coded, inputs, least_planes, load, load_all
+from tests.unit.test_coded_loader import FLOORS, Coded, load_all
 
 HEADS, DIM, GROUP = 3, 32, 2
 
@@ -136,47 +134,13 @@ def test_what_was_measured_says_the_same_again(monkeypatch: pytest.MonkeyPatch) 
     assert max(sizes) <= MEASURED_TOKENS and len(set(sizes)) == 1
 
 
-@pytest.mark.parametrize("count", range(8))
-def test_planes_are_given_above_the_floors(count: int) -> None:
-    weights = torch.tensor([[5.0, 1.0, 0.0], [100.0, 0.1, 3.0]])
-    floors = torch.tensor([[0, 2, 0], [1, 1, 0]])
-    planes = allocate_planes(weights, count, floors)
-    assert int((planes - floors).sum()) == count
-    assert (planes >= floors).all() and int(planes.max()) <= NUM_PLANES
-    # No plane above a floor would serve another unit better.
-    given = torch.where(planes > floors, weights * 16.0 ** -(planes.float() - 1), torch.inf)
-    free = torch.where(planes < NUM_PLANES, weights * 16.0 ** -planes.float(), -torch.inf)
-    assert given.min() >= free.max()
-
-
-@pytest.mark.parametrize("name", ["one", "several"])
-def test_planes_go_by_keys_in_the_bits_of_their_floors(name: str, coded: Coded) -> None:
-    case = coded(PREFIXES[name], floors=FLOORS)
-    seen: list[Tensor] = []
-
-    class Spy:
-        weighs = True
-
-        def planes(self, layer: int, weights: Tensor, count: int, floors: Tensor) -> Tensor:
-            seen.append(weights)
-            return floors
-
-    given, units = inputs(case), len(case.units)
-    for layer in range(SHAPE.num_layers):
-        loader = PreciseLoader(SHAPE, Spy())
-        loader.load(layer, case.units, given, case.layer_slots(layer), 5.0, LoadStats())
-        case.check(layer)
-        assert torch.equal(case.levels(layer), least_planes(FLOORS, layer).expand(-1, units))
-    assert len(seen) == SHAPE.num_layers
-
-
 def test_bytes_of_a_raised_base_are_counted_and_read_ahead(coded: Coded) -> None:
     case = coded([CodedPart(1500)], floors=FLOORS)
     (span,) = case.spans
     units = int(FLOORS.sum()) * len(span.units)
     wanted = SHAPE.num_layers * span.layout.base_bytes + units * BLOCK
     stats = LoadStats()
-    load_all(case, 4.0, stats=stats)
+    load_all(case, 0, stats)
     assert case.source.stats.ssd_needed_bytes == wanted
     groups = span.layout.num_groups * span.layout.group_bytes
     assert stats.base_bytes == SHAPE.num_layers * groups
@@ -186,15 +150,6 @@ def test_bytes_of_a_raised_base_are_counted_and_read_ahead(coded: Coded) -> None
     case.read_ahead(0.0)
     case.source.close()
     assert case.source.stats.ahead_bytes == wanted
-
-
-def test_a_resident_part_has_its_floors_already(coded: Coded) -> None:
-    case = coded(PREFIXES["several"], floors=FLOORS)
-    load_all(case, 4.0)
-    case.request(resident=True)
-    for layer in range(SHAPE.num_layers):
-        assert (load(case, layer, 4.0) >= least_planes(FLOORS, layer)).all()
-    assert case.source.stats.ssd_bytes == 0
 
 
 def test_a_store_raises_what_must_be_raised_and_finds_it_again(tmp_path: Path) -> None:
@@ -225,8 +180,8 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(tmp_path: Path) -
     put(range(300))
     assert floors_in(store)[1] == [[0, 0, 2], [0, 0, 0]]
     stored = store.forecast.coded_bytes(look_up(store, range(400)).spans)
-    assert 0 < stored.base == stored.expected(4) < stored.expected(6) < stored.expected(8)
-    assert stored.expected(8) == stored.base + stored.planes
+    assert 0 < stored.base == stored.expected(0) < stored.expected(1)
+    assert stored.expected(2) == stored.base + 2 * stored.plane
     # Nothing is measured here, but headers say what was.
     store = bench.reopen(store, **options)
     assert floors_in(store) == [[[0, 0, 2], [0, 0, 0]]] * 2

@@ -242,9 +242,9 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
         match = look_up(store, prefix)
         assert match.num_tokens == len(prefix)
         if coded:
-            source = store.open_coded(match.spans, [False] * len(match.spans))
+            source = store.open_coded(match.spans, [None] * len(match.spans), 0)
             for layer in range(bench.shape.num_layers):
-                source.read_base(layer)
+                source.read(layer)
         else:
             source = store.open_source(match, 0, len(prefix), ReadNeeds(whole=True, probe=False))
             for layer in range(bench.shape.num_layers):

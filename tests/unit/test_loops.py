@@ -31,18 +31,16 @@ def test_loops_are_compiled_where_nothing_can_be_kept(
     assert "NUMBA_CACHE_DIR" in caplog.text
 
 
-@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 9))
-def test_units_that_lack_planes(data: st.DataObject, heads: int, units: int, first: int) -> None:
-    """Also of some columns of a table."""
-    planes = st.lists(st.integers(0, 2), min_size=heads * units, max_size=heads * units)
-    levels, wanted = (
-        np.pad(np.array(data.draw(planes), np.uint8).reshape(heads, units), 1)[1:-1, 1:-1]
-        for _ in range(2)
-    )
+@given(st.data(), st.integers(1, 3), st.integers(0, 5), st.integers(0, 9))
+def test_units_of_planes_that_heads_lack(
+    data: st.DataObject, heads: int, units: int, first: int
+) -> None:
+    planes = st.lists(st.integers(0, 3), min_size=heads, max_size=heads)
+    low, high = (np.array(data.draw(planes), np.uint8) for _ in range(2))
 
-    found = areas.missing_units(levels, wanted, first)
+    found = areas.units_between(low, high, first, first + units)
 
-    plane = np.arange(2)[:, None, None]
-    missing = np.argwhere((plane >= levels) & (plane < wanted))
-    missing[:, 2] += first
-    assert found.tolist() == missing.tolist()
+    plane = np.arange(3)[:, None]
+    missing = np.argwhere((plane >= low) & (plane < high))
+    expected = [[*own, unit] for own in missing.tolist() for unit in range(first, first + units)]
+    assert found.tolist() == expected

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import (
     CODE_BITS,
     GROUP_TOKENS,
@@ -144,48 +143,6 @@ def test_a_layer_in_codes_is_as_long_as_the_documentation_says() -> None:
     assert layout.base_bytes / exact == pytest.approx(0.25 + 0.0234, abs=1e-3)
     assert layout.num_groups * layout.group_range_bytes / exact == pytest.approx(0.0234, abs=1e-4)
     assert layout.planes_bytes / exact == 0.25
-
-
-def brute_force(weights: Tensor, num_planes: int) -> float:
-    """The least sum of squared errors of any way to give planes."""
-    best = torch.inf
-    for planes in itertools.product(range(NUM_PLANES + 1), repeat=weights.numel()):
-        if sum(planes) == num_planes:
-            error = (weights.flatten() * 4.0 ** (-PLANE_BITS * torch.tensor(planes))).sum()
-            best = min(best, float(error))
-    return best
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(0, 8))
-def test_no_way_to_give_planes_leaves_less_error(seed: int, num_planes: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weights = 10 ** (4 * torch.rand(2, 2, generator=generator))
-    given_planes = allocate_planes(weights, num_planes)
-    assert given_planes.shape == weights.shape
-    assert int(given_planes.sum()) == num_planes
-    assert int(given_planes.min()) >= 0 and int(given_planes.max()) <= NUM_PLANES
-    error = float((weights * 4.0 ** (-PLANE_BITS * given_planes)).sum())
-    assert error == pytest.approx(brute_force(weights, num_planes), rel=1e-5)
-
-
-def test_units_without_weight_get_planes_in_order() -> None:
-    assert allocate_planes(torch.zeros(1, 3), 4).tolist() == [[2, 1, 1]]
-
-
-@given(st.lists(st.sampled_from([0.0, 1e-40, 0.25, 1.0, 4.0, torch.nan]), min_size=1), st.data())
-def test_planes_go_where_a_stable_sort_puts_them(values: list[float], data: st.DataObject) -> None:
-    weights, count = torch.tensor([values]), data.draw(st.integers(0, NUM_PLANES * len(values)))
-    gains = weights.flatten() * 4.0 ** -(PLANE_BITS * torch.arange(NUM_PLANES)[:, None])
-    order = gains.flatten().sort(descending=True, stable=True).indices[:count]
-    expected = torch.bincount(order % len(values), minlength=len(values))
-    assert allocate_planes(weights, count).tolist() == [expected.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("bits", "planes"), [(3.0, 0), (4.0, 0), (5.0, 50), (6.0, 100), (8.0, 200), (16.0, 200)]
-)
-def test_planes_of_an_average(bits: float, planes: int) -> None:
-    assert planes_of(bits, 100) == planes
 
 
 class Coded:

@@ -11,7 +11,7 @@ import pytest
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXACTLY, OFF
+from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, BITS, EXACT_BITS, EXACTLY, OFF
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     BLEND_KEY,
@@ -29,13 +29,14 @@ from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_
 from impress_sglang.storage.segment import Priority
 
 CONFIG = ImpressConfig()
+USUAL = CONFIG.usual_bits
 
 
 NO_NUMBERS = ("x", "0.5", True, False, None, [0.5], {}, 10**400, math.nan)
-RIGHT = {RETENTION_KEY: (1, 1.0, 0.25, 1e-9), BITS_KEY: (4, 4.0, 5.5, 8, EXACTLY, AUTO)}
+RIGHT = {RETENTION_KEY: (1, 1.0, 0.25, 1e-9), BITS_KEY: (6, *BITS, 8, EXACTLY, AUTO)}
 WRONG = {
     RETENTION_KEY: (*NO_NUMBERS, 0, 0.0, -0.5, 2, 1.0001, math.inf),
-    BITS_KEY: (*NO_NUMBERS, 3.99, 8.01, 0, -5, 16, "5", "Exact", ""),
+    BITS_KEY: (*NO_NUMBERS, 3, 5.5, 8.01, 0, -5, 16, "5", "Exact", ""),
 }
 
 
@@ -138,12 +139,12 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
     """It is let through."""
     check_custom_params(custom_params, CONFIG)
     for config, usual in (
-        (ImpressConfig(), LoadOptions(1.0, 5.0)),
+        (ImpressConfig(), LoadOptions(1.0, USUAL)),
         (
             ImpressConfig(policy="as+h2o+lfu", retention=0.3, bits=EXACTLY),
             LoadOptions(0.3, EXACT_BITS),
         ),
-        (ImpressConfig(retention=AUTO, bits=7), LoadOptions(AUTO_FLOOR, 7.0)),
+        (ImpressConfig(retention=AUTO, bits=8), LoadOptions(AUTO_FLOOR, 8.0)),
         (ImpressConfig(bits=AUTO), LoadOptions(1.0, AUTO_BITS, auto_bits=True)),
     ):
         for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):
@@ -167,13 +168,13 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
 
     found = load_options_of(params, config)
 
-    assert found == LoadOptions(given, 5.0, chosen=True)
+    assert found == LoadOptions(given, USUAL, chosen=True)
     assert type(found.retention) is float
 
 
 @pytest.mark.parametrize(
     ("asked", "given"),
-    [(4, 4.0), (6.5, 6.5), (8.0, 8.0), (EXACTLY, EXACT_BITS), (AUTO, AUTO_BITS)],
+    [(6, 6.0), (8.0, 8.0), (EXACTLY, EXACT_BITS), (AUTO, AUTO_BITS)],
 )
 def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: float) -> None:
     params = SimpleNamespace(custom_params={BITS_KEY: asked})

@@ -60,11 +60,9 @@ def test_blocks_and_tiles_do_not_change_the_sums(
     monkeypatch.setattr(scores_module, "QUERY_BLOCKS", (block, block))
     monkeypatch.setattr(scores_module, "TILE_BYTES", tile * 2 * 16 * 4)
 
-    for squares in (False, True):
-        found = column_sums(*tensors, scaling=0.25, squares=squares)
+    found = column_sums(*tensors, scaling=0.25)
 
-        expected = dense.column_sums(*tensors, 0.25, squares=squares)
-        check(found, expected)
+    check(found, dense.column_sums(*tensors, 0.25))
 
 
 @pytest.mark.parametrize("most", [1, 200, 4000])
@@ -91,24 +89,16 @@ def test_so_many_weights_are_there_at_once(
     assert largest <= max(most, 2 * 2 * max(21, num_resident))
 
 
-@pytest.mark.parametrize("last", [1, 5, 17])
-def test_keys_are_taken_from_their_rows_for_the_last_queries(
-    monkeypatch: pytest.MonkeyPatch, last: int
-) -> None:
+def test_resident_keys_are_taken_from_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, prefix, resident, new = inputs(17, 21, 9, 4, 2, 16, torch.float32)
     monkeypatch.setattr(scores_module, "TILE_BYTES", 8 * 2 * 16 * 4)
     pool = torch.full((50, 2, 16), torch.nan)
-    rows = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:30]
-    pool[rows] = torch.cat([prefix, resident])
+    rows = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:9]
+    pool[rows] = resident
 
-    found = column_sums(
-        queries[-last:], pool, pool, new, 0.25, prefix_rows=rows[:21], resident_rows=rows[21:]
-    )
+    found = column_sums(queries, prefix, pool, new, 0.25, resident_rows=rows)
 
-    # To the last queries the new tokens before them are like resident ones.
-    before = torch.cat([resident, new[: 17 - last]])
-    expected = dense.column_sums(queries[-last:], prefix, before, new[17 - last :], 0.25)
-    check(found, expected)
+    check(found, dense.column_sums(queries, prefix, resident, new, 0.25))
 
 
 class Largest(TorchDispatchMode):
@@ -129,9 +119,7 @@ def test_no_copy_of_all_keys_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, rows = torch.zeros(100_000, 4, 16, dtype=torch.bfloat16), torch.arange(100_000)
 
     with Largest() as largest:
-        sums = column_sums(
-            queries, pool, pool, new, 0.25, prefix_rows=rows, resident_rows=rows.flip(0)
-        )
+        sums = column_sums(queries, pool, pool, new, 0.25, resident_rows=rows.flip(0))
 
     assert largest.found == sums.nbytes < pool.nbytes / 4
 

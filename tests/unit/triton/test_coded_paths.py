@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
@@ -17,18 +18,16 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
 from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
-from impress_sglang.transfer.scoring import kernel_scorer
-from impress_sglang.triton import codes, gather, pages, scores
+from impress_sglang.triton import codes, gather, pages
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
-from tests.unit.reading import layer_inputs
 from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
-KERNELS = (codes, gather, pages, scores)
+KERNELS = (codes, gather, pages)
 CPU = torch.device("cpu")
 FRAMES = 7
 
@@ -100,17 +99,18 @@ def test_a_buffer_is_fenced_while_a_kernel_reads_it() -> None:
     assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
 
 
-def load_requests(case: CodedCase, loader: PreciseLoader, bits: float) -> list[list[Tensor]]:
+def load_requests(case: CodedCase, loader: CodedLoader, planes: int) -> list[list[Tensor]]:
     """Levels, keys and values after each layer of three requests.
 
     The second one finds what the first has left in the caches, and the third one in the slots.
     """
     found = []
-    for more, resident in ((0.0, False), (0.0, False), (1.0, True)):
-        case.request(resident=resident)
+    for more, resident in ((0, False), (0, False), (1, True)):
+        wanted = min(planes + more, NUM_PLANES)
+        case.request(wanted, resident=resident)
         for layer in range(case.shape.num_layers):
-            slots, inputs = case.layer_slots(layer), layer_inputs(case.shape, layer)
-            loader.load(layer, case.units, inputs, slots, min(8.0, bits + more), LoadStats())
+            slots = case.layer_slots(layer)
+            loader.load(layer, case.uses, wanted, slots, LoadStats())
             case.check(layer)
             pools = slots.keys.pool.clone(), slots.values.pool.clone()
             found.append([case.levels(layer), *pools])
@@ -126,20 +126,20 @@ DIMS = [(64, 32), (80, 48)]
 
 
 @pytest.mark.parametrize(
-    ("name", "dims", "dtype", "bits", "pages"),
+    ("name", "dims", "dtype", "planes", "pages"),
     [
-        ("one", DIMS[1], torch.bfloat16, 6.5, (40, 60)),
-        ("several", DIMS[1], torch.float32, 6.0, (9, 13)),
-        ("one", DIMS[0], torch.bfloat16, 4.0, (0, 0)),
-        ("several", DIMS[0], torch.bfloat16, 4.2, (0, 0)),
-        ("several", DIMS[0], torch.float16, 8.0, (0, 400)),
+        ("one", DIMS[1], torch.bfloat16, 1, (40, 60)),
+        ("several", DIMS[1], torch.float32, 1, (9, 13)),
+        ("one", DIMS[0], torch.bfloat16, 0, (0, 0)),
+        ("several", DIMS[0], torch.bfloat16, NUM_PLANES - 1, (0, 0)),
+        ("several", DIMS[0], torch.float16, NUM_PLANES, (0, 400)),
     ],
 )
 def test_a_layer_is_loaded_alike(
     name: str,
     dims: tuple[int, int],
     dtype: torch.dtype,
-    bits: float,
+    planes: int,
     pages: tuple[int, int],
     tmp_path: Path,
     reader: BlockReader,
@@ -162,9 +162,8 @@ def test_a_layer_is_loaded_alike(
         )
         # The same slots in both, whichever was made first.
         case.slots = torch.arange(case.num_tokens).flip(0) + 2
-        parts = (kernel_scorer(), KernelCodeWriter(CPU)) if kernels else ()
-        loader = PreciseLoader(shape, ALLOCATIONS["query"], *parts)
-        found.append(load_requests(case, loader, bits))
+        loader = CodedLoader(KernelCodeWriter(CPU) if kernels else None)
+        found.append(load_requests(case, loader, planes))
         stats.append(dataclasses.replace(case.source.stats, wait_ms=0.0))
         case.close()
     for (levels, *pools), (expected, *references) in zip(found[1], found[0], strict=True):

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from impress_sglang.importance.selection import top_tokens, vote
 from impress_sglang.importance.selectors import PaperSelector
+from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.floors import Floors
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
@@ -27,9 +29,9 @@ from impress_sglang.tiers import page_copies
 from impress_sglang.tiers import staging as staging_module
 from impress_sglang.tiers.staging import Staging
 from impress_sglang.transfer import gather as gather_module
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.resident import ResidentPart
 from impress_sglang.transfer.scoring import TorchScorer, kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
@@ -256,24 +258,23 @@ def test_each_layer_has_its_codes(
     case = CodedCase(tmp_path, parts, reader, device_pages=9, host_pages=13)
     begin_layer = ResidentPart.begin_layer
 
-    def begun(part: ResidentPart, layer: int, groups: Tensor) -> CodedTokens:
-        tokens, ranges = begin_layer(part, layer, groups), part.tokens(layer).groups
+    def begun(part: ResidentPart, layer: int, groups: Tensor, floors: Floors) -> CodedTokens:
+        tokens = begin_layer(part, layer, groups, floors)
+        ranges = part.tokens(layer).groups
         # Its copy of the ranges is made on the device, too.
         fake.launch(lambda: ranges.copy_(groups[:, : ranges.shape[1]]))
         return tokens
 
     monkeypatch.setattr(ResidentPart, "begin_layer", begun)
-    # Other rules look at slots, for which the host waits.
-    writer = KernelCodeWriter(torch.device("cpu"))
-    loader = PreciseLoader(case.shape, ALLOCATIONS["random"], kernel_scorer(), writer)
-    inputs, found = LayerInputs(*[torch.empty(0)] * 3, 1.0), []
-    for bits in (5.0, 7.0):
-        case.request()
+    loader = CodedLoader(KernelCodeWriter(torch.device("cpu")))
+    found = []
+    for planes in (0, 1, NUM_PLANES):
+        case.request(planes)
         case.pools = [torch.full_like(pool, -77.0) for pool in case.pools]
         found.append((case.pools, case.parts))
         for layer in range(case.shape.num_layers):
             overwrite_free_memory(case)
-            loader.load(layer, case.units, inputs, case.layer_slots(layer), bits, LoadStats())
+            loader.load(layer, case.uses, planes, case.layer_slots(layer), LoadStats())
     case.source.close()
     overwrite_free_memory(case)
     fake.computing.run()

@@ -23,12 +23,13 @@ from triton.runtime.jit import create_function_from_signature
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance import selection
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
@@ -176,7 +177,6 @@ PREFIXES = {
     "long": Prefix([LONG], (40,), NEW),
     "long after short": Prefix([SHORT, LONG], (40,), NEW),
 }
-BITS = (4.0, 5.0, 8.0)
 
 
 def layer_inputs(shape: KVShape, new: int, resident: int) -> LayerInputs:
@@ -221,30 +221,27 @@ def make_coded_requests(
     shape = server.shape
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
-    loader = PreciseLoader(shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter(CPU))
-    for new, resident in zip(prefix.new, RESIDENT, strict=False):
-        for bits in BITS:
-            case.request()
+    loader = CodedLoader(KernelCodeWriter(CPU))
+    for planes in (0, 1, NUM_PLANES):
+        case.request(planes)
+        for layer in range(shape.num_layers):
+            loader.load(layer, case.uses, planes, case.layer_slots(layer), LoadStats())
+        for new, resident in zip(prefix.new, RESIDENT, strict=False):
             inputs = layer_inputs(shape, new, resident)
-            for layer in range(shape.num_layers):
-                slots = case.layer_slots(layer)
-                loader.load(layer, case.units, inputs, slots, bits, LoadStats())
             for k in prefix.used if server.rule is not None else ():
                 if k < case.num_tokens:
-                    load_selected(case, k, bits, inputs)
+                    load_selected(case, k, planes, inputs)
     case.close()
 
 
-def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> None:
+def load_selected(case: CodedCase, k: int, planes: int, inputs: LayerInputs) -> None:
     case.source.close()
-    case.source = case.open(case.spans)
-    loader = SelectiveLoader(
-        case.shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter(CPU)
-    )
-    units = loader.begin(case.source, CPU)
+    case.source = case.open(case.spans, planes)
+    loader = SelectiveLoader(case.shape, kernel_scorer(), KernelCodeWriter(CPU))
+    uses = loader.begin(case.source, CPU)
     for layer in range(case.shape.num_layers):
         slots = LayerSlots.fresh(k, case.shape, CPU)
-        loader.load(layer, case.source, units, inputs, slots, bits, LoadStats())
+        loader.load(layer, case.source, uses, inputs, slots, LoadStats())
 
 
 def load(case: Case, rule: TokenSelector, k: int, inputs: LayerInputs) -> None:
@@ -341,25 +338,24 @@ def test_what_is_launched_can_be_carried_out(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kind", "instead"),
+    ("kernel", "instead"),
     [
-        ("row_sums", "", "--impress-policy as,"),
-        ("weight_sums", "", "--impress-policy as,"),
-        ("top_kernel", "", "--impress-policy as,"),
-        ("_gather_kernel", "", "--impress-policy recompute,"),
-        ("weight_sums", "'SQUARES': ('constexpr', True)", "--impress-policy paper,"),
-        ("_restore_kernel", "", "--impress-policy paper,"),
-        ("_raise_kernel", "", "--impress-policy paper,"),
+        ("row_sums", "--impress-policy as,"),
+        ("weight_sums", "--impress-policy as,"),
+        ("top_kernel", "--impress-policy as,"),
+        ("_gather_kernel", "--impress-policy recompute,"),
+        ("_restore_kernel", "--impress-policy paper,"),
+        ("_raise_kernel", "--impress-policy paper,"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(
-    kernel: str, kind: str, instead: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    kernel: str, instead: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note = launches.note
 
     def compiled(function: Any, positional: Sequence[Any], options: dict[str, Any]) -> bool:
         carried_out = note(function, positional, options)
-        if any(name == kernel and kind in kinds for name, _, kinds in launches.take()):
+        if any(name == kernel for name, *_ in launches.take()):
             raise OutOfResources(147456, 101376, "shared memory")
         return carried_out
 
