@@ -9,12 +9,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.loops import codes as loops
-from impress_sglang.precision.codec import BASE_BITS, GROUP_TOKENS, PLANE_BITS
-from impress_sglang.precision.layer import range_views
+from impress_sglang.precision.codec import PLANE_BITS
+from impress_sglang.precision.layer import range_views, section_view
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 
 
@@ -28,16 +29,19 @@ def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
     """
     layout = tokens.layout
     place = tokens.start - tokens.first_token
-    key_ranges, value_ranges = range_views(layout, tokens.groups)
-    first = layout.group_range_bytes
-    split = first + GROUP_TOKENS * layout.num_heads * layout.key_dim * BASE_BITS // 8
-    groups = tokens.groups.contiguous().numpy()
-    for loop, begin, ranges, pool in (
-        (loops.restore_keys, first, key_ranges, keys),
-        (loops.restore_values, split, value_ranges, values),
-    ):
-        with _numbers_of(pool, tokens.slots) as (numbers, slots):
-            loop(groups, begin, ranges.float().contiguous().numpy(), place, slots, numbers)
+    key_ranges, value_ranges = (
+        own.float().contiguous().numpy() for own in range_views(layout, tokens.groups)
+    )
+    sections = section_view(layout, tokens.groups).contiguous().view(-1).numpy()
+    groups = tokens.groups.contiguous().view(-1).numpy()
+    begins = np.array(layout.base_places).reshape(2, 2)
+    size = layout.group_bytes
+    with _numbers_of(keys, tokens.slots) as (numbers, slots):
+        loops.restore_keys(
+            groups, size, begins[0], sections, key_ranges, place, slots, numbers
+        )
+    with _numbers_of(values, tokens.slots) as (numbers, slots):
+        loops.restore_values(groups, size, begins[1], value_ranges, place, slots, numbers)
 
 
 def raise_units(
@@ -54,24 +58,23 @@ def raise_units(
         values: pool [slots, G, Dv].
     """
     layout = tokens.layout
+    place = tokens.start - tokens.first_token
     units = planes_by_unit(raised, layout, tokens.start)
-    split = layout.unit_tokens * layout.key_dim * PLANE_BITS // 8
     key_ranges, value_ranges = range_views(layout, tokens.groups)
-    for begin, steps, pool in (
-        (0, key_ranges[:, None, :, 1], keys),
-        (split, value_ranges[..., 1:], values),
-    ):
-        with _numbers_of(pool, tokens.slots) as (numbers, slots):
-            loops.raise_units(
-                planes.contiguous().numpy(),
-                begin,
-                layout.unit_tokens,
-                units,
-                steps.float().contiguous().numpy(),
-                tokens.start - tokens.first_token,
-                slots,
-                numbers,
-            )
+    key_steps = key_ranges[:, None, :, 1].float().contiguous().numpy()
+    value_steps = value_ranges[..., 1:].float().contiguous().numpy()
+    sections = section_view(layout, tokens.groups).contiguous().view(-1).numpy()
+    size, unit_tokens = layout.unit_bytes, layout.unit_tokens
+    split = unit_tokens * layout.key_dim * PLANE_BITS // 8
+    flat = planes.contiguous().view(-1).numpy()
+    with _numbers_of(keys, tokens.slots) as (numbers, slots):
+        loops.raise_keys(
+            flat, size, unit_tokens, units, sections, key_steps, place, slots, numbers
+        )
+    with _numbers_of(values, tokens.slots) as (numbers, slots):
+        loops.raise_values(
+            flat, size, split, unit_tokens, units, value_steps, place, slots, numbers
+        )
 
 
 @contextlib.contextmanager
