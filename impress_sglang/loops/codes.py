@@ -30,8 +30,9 @@ GROUP_TOKENS = 64
 NUM_SECTIONS = 4
 # Bytes of a word, and thus of what is turned at once: so many tokens by so many channels.
 WORD = 8
-# The lowest bit, and the two lowest bits, of each byte of a word.
+# The lowest bit, the two and the four lowest bits of each byte of a word.
 _ONES = np.uint64(0x0101010101010101)
+_FIFTEENS = np.uint64(0x0F0F0F0F0F0F0F0F)
 _THREES = 0x0303030303030303
 
 
@@ -55,38 +56,39 @@ def _number_of(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.uint32), generate
 
 
-def _get(row: Any, element: int) -> Any:
-    """A number of a pool's row, float32."""
+def _get(pool: Any, slot: int, head: int, element: int) -> Any:
+    """A number of a pool, float32."""
     raise NotImplementedError
 
 
-def _set(row: Any, element: int, number: Any) -> None:
-    """Put a float32 number into a pool's row, rounded to nearest even."""
+def _set(pool: Any, slot: int, head: int, element: int, number: Any) -> None:
+    """Put a float32 number into a pool, rounded to nearest even."""
     raise NotImplementedError
 
 
 @overload(_get, inline="always")
-def _get_compiled(row: Any, element: Any) -> Any:
-    def same(row: Any, element: Any) -> Any:
-        return row[element]
+def _get_compiled(pool: Any, slot: Any, head: Any, element: Any) -> Any:
+    def same(pool: Any, slot: Any, head: Any, element: Any) -> Any:
+        return pool[slot, head, element]
 
-    def widened(row: Any, element: Any) -> Any:
-        return _number_of(np.uint32(np.uint32(row[element]) << np.uint32(16)))
+    def widened(pool: Any, slot: Any, head: Any, element: Any) -> Any:
+        return _number_of(np.uint32(np.uint32(pool[slot, head, element]) << np.uint32(16)))
 
-    return same if row.dtype == types.float32 else widened
+    return same if pool.dtype == types.float32 else widened
 
 
 @overload(_set, inline="always")
-def _set_compiled(row: Any, element: Any, number: Any) -> Any:
-    def same(row: Any, element: Any, number: Any) -> None:
-        row[element] = number
+def _set_compiled(pool: Any, slot: Any, head: Any, element: Any, number: Any) -> Any:
+    def same(pool: Any, slot: Any, head: Any, element: Any, number: Any) -> None:
+        pool[slot, head, element] = number
 
-    def rounded(row: Any, element: Any, number: Any) -> None:
+    def rounded(pool: Any, slot: Any, head: Any, element: Any, number: Any) -> None:
         bits = _bits_of(np.float32(number))
         odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
-        row[element] = np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        word = np.uint32(bits + np.uint32(0x7FFF) + odd)
+        pool[slot, head, element] = np.uint16(word >> np.uint32(16))
 
-    return same if row.dtype == types.float32 else rounded
+    return same if pool.dtype == types.float32 else rounded
 
 
 @intrinsic
@@ -246,23 +248,20 @@ def _find_pairs(
             before the pairs of a channel that are present are known, less what it is after that.
     """
     width = dim // 8
+    none = NUM_SECTIONS * width * GROUP_TOKENS
     # How many pairs of each section were seen, in the 16-bit parts of a word.
     seen = np.uint64(0)
-    for pair in range(2 * dim):
-        lower = pair >= dim
-        both = np.int64(sections[at + pair - dim if lower else at + pair])
-        section = both >> 4 if lower else both & 15
-        part = np.uint64(16 * section)
-        place = np.int64((seen >> part) & np.uint64(0xFFFF))
-        seen += np.uint64(1) << part
-        quarter = (place >= width) + (place >= 2 * width) + (place >= 3 * width)
-        if wanted >> section & 1:
-            places[pair] = (section * width + place - quarter * width) * GROUP_TOKENS
-            shifts[pair] = 2 * quarter
-        else:
-            places[pair] = NUM_SECTIONS * width * GROUP_TOKENS
-            shifts[pair] = 0
-    none = NUM_SECTIONS * width * GROUP_TOKENS
+    for lower in range(2):
+        for channel in range(dim):
+            section = np.int64(sections[at + channel]) >> (4 * lower) & 15
+            part = np.uint64(16 * section)
+            place = np.int64((seen >> part) & np.uint64(0xFFFF))
+            seen += np.uint64(1) << part
+            quarter = (place >= width) + (place >= 2 * width) + (place >= 3 * width)
+            column = (section * width + place - quarter * width) * GROUP_TOKENS
+            # Selected, because a branch would often be guessed wrong.
+            places[lower * dim + channel] = column if wanted >> section & 1 else none
+            shifts[lower * dim + channel] = 2 * quarter
     for channel in range(dim):
         upper = np.float32(0 if places[channel] == none else 6)
         gains[channel] = upper + np.float32(0 if places[dim + channel] == none else 1.5)
@@ -294,6 +293,23 @@ def _to_rows(joined: Uint8s, count: int, dim: int, rows: Uint8s) -> None:
             _turned(joined, begin, GROUP_TOKENS, rows, row * dim + channel, dim)
 
 
+@compiled(f"({_BYTES}, int64, int64, {_BYTES}, int64)", makes_arrays=False)
+def _add_upper(source: Uint8s, at: int, width: int, rows: Uint8s, to: int) -> None:
+    """Set the upper 4 bits of a row of 2 x `width` codes, which stand packed at `source[at]`."""
+    if width < WORD:
+        for byte in range(width):
+            rows[to + byte] |= (source[at + byte] & 15) << 4
+            rows[to + width + byte] |= source[at + byte] & 240
+        return
+    for byte in range(0, width, WORD):
+        # The last bytes again, if they are no whole word: a bit may be set twice.
+        begin = min(byte, width - WORD)
+        word = _word(source, at + begin)
+        first, second = to + begin, to + width + begin
+        _put_word(rows, first, _word(rows, first) | (word & _FIFTEENS) << np.uint64(4))
+        _put_word(rows, second, _word(rows, second) | (word & ~_FIFTEENS))
+
+
 @compiled(f"({_BYTES}, int64, int64, {_BYTES}, int64, int64)", makes_arrays=False)
 def _add_bits(source: Uint8s, at: int, width: int, rows: Uint8s, to: int, shift: int) -> None:
     """Set a bit of each element of a row: from `source[at]` on one bit, packed, of each."""
@@ -310,6 +326,30 @@ def _add_bits(source: Uint8s, at: int, width: int, rows: Uint8s, to: int, shift:
             begin = to + place * width + first
             bits = ((word >> np.uint64(place)) & _ONES) << np.uint64(shift)
             _put_word(rows, begin, _word(rows, begin) | bits)
+
+
+@compiled(f"({_BYTES}, int64, int64, int64, {_BYTES}, int64)", makes_arrays=False)
+def _five_bits(
+    source: Uint8s, upper: int, fifth: int, narrow: int, rows: Uint8s, to: int
+) -> None:
+    """A row of 8 x `narrow` codes, of which the upper 4 bits and the fifth ones are packed."""
+    if narrow < WORD:
+        for element in range(8 * narrow):
+            rows[to + element] = 0
+        _add_upper(source, upper, 4 * narrow, rows, to)
+        _add_bits(source, fifth, narrow, rows, to, 3)
+        return
+    for byte in range(0, narrow, WORD):
+        # The last bytes again, if they are no whole word.
+        begin = min(byte, narrow - WORD)
+        bits = _word(source, fifth + begin)
+        for place in range(4):
+            at = place * narrow + begin
+            word = _word(source, upper + at)
+            first = ((bits >> np.uint64(place)) & _ONES) << np.uint64(3)
+            second = ((bits >> np.uint64(place + 4)) & _ONES) << np.uint64(3)
+            _put_word(rows, to + at, (word & _FIFTEENS) << np.uint64(4) | first)
+            _put_word(rows, to + 4 * narrow + at, (word & ~_FIFTEENS) | second)
 
 
 @compiled(
@@ -362,20 +402,23 @@ def restore_keys(
             _to_rows(joined, whole, dim, rows)
             for channel in range(dim):
                 middles[channel] = np.float32(7.5) - middles[channel]
-            low, step = ranges[group, head, 0], ranges[group, head, 1]
             for inner in range(count):
                 at = group * group_bytes + begin[0] + ((token + inner) * heads + head) * width
+                if width % 64:
+                    _add_upper(groups, at, width, rows, (skipped + inner) * dim)
+                    continue
+                # Slices, because LLVM makes vectors of 64 bytes of these and of nothing else.
                 both = groups[at : at + width]
                 own = rows[(skipped + inner) * dim : (skipped + inner + 1) * dim]
                 for byte in range(width):
                     own[byte] |= (both[byte] & 15) << 4
                     own[width + byte] |= both[byte] & 240
             for inner in range(count):
-                own = rows[(skipped + inner) * dim : (skipped + inner + 1) * dim]
-                row = pool[slots[place + inner], head]
+                slot, own = slots[place + inner], (skipped + inner) * dim
                 for element in range(dim):
-                    middle = np.float32(own[element]) + middles[element]
-                    _set(row, element, low[element] + middle * step[element])
+                    middle = np.float32(rows[own + element]) + middles[element]
+                    number = ranges[group, head, 0, element] + middle * ranges[group, head, 1, element]
+                    _set(pool, slot, head, element, number)
         place += count
 
 
@@ -417,20 +460,15 @@ def restore_values(
             for inner in range(count):
                 vector = (token + inner) * heads + head
                 at = group * group_bytes + begin[0] + vector * width
-                both, own = groups[at : at + width], rows[inner * dim : (inner + 1) * dim]
-                for byte in range(width):
-                    own[byte] = (both[byte] & 15) << 4
-                    own[width + byte] = both[byte] & 240
-                at = group * group_bytes + begin[1] + vector * narrow
-                _add_bits(groups, at, narrow, rows, inner * dim, 3)
+                bits = group * group_bytes + begin[1] + vector * narrow
+                _five_bits(groups, at, bits, narrow, rows, inner * dim)
             for inner in range(count):
-                own = rows[inner * dim : (inner + 1) * dim]
-                row = pool[slots[place + inner], head]
+                slot, own = slots[place + inner], inner * dim
                 low = ranges[group, token + inner, head, 0]
                 step = ranges[group, token + inner, head, 1]
                 for element in range(dim):
-                    middle = np.float32(own[element]) + np.float32(3.5)
-                    _set(row, element, low + middle * step)
+                    middle = np.float32(rows[own + element]) + np.float32(3.5)
+                    _set(pool, slot, head, element, low + middle * step)
         place += count
 
 
@@ -493,13 +531,12 @@ def raise_keys(
             _find_pairs(sections, at, dim, wanted, places, shifts, middles)
             _join_pairs(columns, places, shifts, dim, joined)
             _to_rows(joined, whole, dim, rows)
-            step = steps[group, 0, head]
             for more in range(count):
-                own = rows[(skipped + more) * dim : (skipped + more + 1) * dim]
-                row = pool[slots[start + inner + more], head]
+                slot, own = slots[start + inner + more], (skipped + more) * dim
                 for element in range(dim):
-                    gained = np.float32(own[element]) - middles[element]
-                    _set(row, element, _get(row, element) + gained * step[element])
+                    gained = np.float32(rows[own + element]) - middles[element]
+                    better = _get(pool, slot, head, element) + gained * steps[group, 0, head, element]
+                    _set(pool, slot, head, element, better)
             inner += count
 
 
@@ -553,10 +590,10 @@ def raise_values(
                     for more in range(count):
                         _add_bits(planes, at + more * narrow, narrow, rows, more * dim, shift)
             for more in range(count):
-                own = rows[more * dim : (more + 1) * dim]
-                row = pool[slots[start + inner + more], head]
+                slot, own = slots[start + inner + more], more * dim
                 step = steps[group, token + more, head, 0]
                 for element in range(dim):
-                    gained = np.float32(own[element]) - middle
-                    _set(row, element, _get(row, element) + gained * step)
+                    gained = np.float32(rows[own + element]) - middle
+                    better = _get(pool, slot, head, element) + gained * step
+                    _set(pool, slot, head, element, better)
             inner += count
