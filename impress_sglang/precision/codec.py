@@ -160,11 +160,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     treat neighbours alike and can be vectorised.
     """
     per_byte = 8 // bits
-    parts = codes.unflatten(-1, (per_byte, -1))
-    packed = torch.zeros_like(parts[..., 0, :])
-    for place in range(per_byte):
+    parts = codes.contiguous().unflatten(-1, (per_byte, -1))
+    if not parts.shape[-1] % 8 and not parts.storage_offset() % 8:
+        # Eight bytes of a word do not disturb each other.
+        parts = parts.view(torch.int64)
+    packed = parts[..., 0, :].clone()
+    for place in range(1, per_byte):
         packed |= parts[..., place, :] << (place * bits)
-    return packed
+    return packed.view(torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -189,10 +192,14 @@ def packed_sections(codes: Codes) -> Tensor:
         bits = codes.codes >> shifts.to(torch.uint8)[:, None, None, None] & 1
         return pack(bits, 1)
     both = torch.cat([codes.sections & 15, codes.sections >> 4], -1)
-    order = both.sort(stable=True).indices.repeat_interleave(GROUP_TOKENS, 0)
-    pairs = torch.cat([codes.codes >> PAIR_BITS & 3, codes.codes & 3], -1)
-    sorted_pairs = pairs.gather(-1, order[: len(pairs)])
-    return pack(sorted_pairs.unflatten(-1, (NUM_SECTIONS, -1)).movedim(-2, 0), PAIR_BITS)
+    order = both.sort(stable=True).indices[:, None]
+    rest = -len(codes.codes) % GROUP_TOKENS
+    padded = torch.nn.functional.pad(codes.codes, (0, 0, 0, 0, 0, rest))
+    groups = padded.unflatten(0, (-1, GROUP_TOKENS))
+    pairs = torch.cat([groups >> PAIR_BITS & 3, groups & 3], -1)
+    # Expanded, so that indices of a group are not repeated in memory for each of its tokens.
+    ordered = pairs.gather(-1, order.expand_as(pairs)).flatten(0, 1)[: len(codes.codes)]
+    return pack(ordered.unflatten(-1, (NUM_SECTIONS, -1)).movedim(-2, 0), PAIR_BITS)
 
 
 def _range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
