@@ -53,7 +53,7 @@ def raise_units(
         tokens: of the layer; of their bytes only ranges are read. Others of a unit are skipped.
         raised: int64 [n, 3] on the CPU, distinct: plane, head and unit. The planes below each must
             be in the slots or among these.
-        planes: uint8 [n, unit_bytes], the bytes of `raised`.
+        planes: uint8 [n, unit_bytes or more], the bytes of `raised`.
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
@@ -64,7 +64,7 @@ def raise_units(
     key_steps = key_ranges[:, None, :, 1].float().contiguous().numpy()
     value_steps = value_ranges[..., 1:].float().contiguous().numpy()
     sections = section_view(layout, tokens.groups).contiguous().view(-1).numpy()
-    size, unit_tokens = layout.unit_bytes, layout.unit_tokens
+    size, unit_tokens = planes.shape[1], layout.unit_tokens
     split = unit_tokens * layout.key_dim * PLANE_BITS // 8
     flat = planes.contiguous().view(-1).numpy()
     with _numbers_of(keys, tokens.slots) as (numbers, slots):

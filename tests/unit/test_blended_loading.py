@@ -96,7 +96,7 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
         assert keys[layer].isnan().any(2).any(1).sum() == 3
 
 
-@pytest.mark.parametrize(("bits", "later"), [(6.0, False), (7.0, True), (8.0, False)])
+@pytest.mark.parametrize(("bits", "later"), [(6.0, False), (6.5, True), (7.0, False), (8.0, False)])
 def test_the_planes_that_all_units_get_are_certain(
     bench: Workbench, bits: float, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +110,7 @@ def test_the_planes_that_all_units_get_are_certain(
     assert isinstance(source, CodedSource)
     span = source.spans[0]
     units = span.floor_units(0)
-    assert set(units[:, 0]) == set(range(plan.planes)) and plan.planes == (bits - 4) // 2
+    assert set(units[:, 0]) == set(range(plan.planes)) and plan.planes == int(bits) - 5
     assert list(span.certain_chunks(0)) == [*span.pages, *span.unit_chunks(units)]
     desk.store.close_source(source)
 

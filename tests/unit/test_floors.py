@@ -41,7 +41,7 @@ def some_layer(num_tokens: int, biases: tuple[float, ...]) -> tuple[Tensor, ...]
     values = torch.randn(num_tokens, HEADS, DIM, generator=generator)
     queries = 2 * torch.randn(16, HEADS * GROUP, DIM, generator=generator)
     for head, bias in enumerate(biases):
-        keys[:, head, 0] += bias * torch.cos(0.7 * torch.arange(num_tokens))
+        keys[:, head] += bias * torch.cos(0.7 * torch.arange(num_tokens))[:, None]
     return keys, values, queries
 
 
