@@ -304,7 +304,14 @@ def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, [], {**LLAMA, "kv_lora_rank": 512}, {**LLAMA, "torch_dtype": "float17"}]
+    "config",
+    [
+        {},
+        [],
+        {**LLAMA, "kv_lora_rank": 512},
+        {**LLAMA, "torch_dtype": "float17"},
+        {**LLAMA, "head_dim": 100},
+    ],
 )
 def test_a_model_that_says_nothing_of_its_kvs(tmp_path: Path, capsys: Said, config: Any) -> None:
     path = tmp_path / "config.json"
