@@ -29,7 +29,7 @@ from torch import Tensor
 
 GROUP_TOKENS = 64
 CODE_BITS = 8
-# Bits of an element that are in the base whatever its channel.
+# Bits of an element that are in the base of every channel.
 CHANNEL_BITS = 4
 # Bits per element of a base and of a plane: on average over the channels of keys.
 BASE_BITS = 5
@@ -177,7 +177,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def packed_base(codes: Codes) -> Tensor:
-    """The bits of codes that are in the base whatever their channel, packed: uint8 [t, G, D / 2]."""
+    """The bits of codes that are in the base of every channel, packed: uint8 [t, G, D / 2]."""
     return pack(codes.codes >> (CODE_BITS - CHANNEL_BITS), CHANNEL_BITS)
 
 

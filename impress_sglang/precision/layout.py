@@ -84,7 +84,9 @@ class CodeLayout:
             for dim in (self.key_dim, self.value_dim)
             for bits in (CHANNEL_BITS, BASE_BITS - CHANNEL_BITS)
         ]
-        first, second, third, fourth, end = itertools.accumulate(sizes, initial=self.group_range_bytes)
+        first, second, third, fourth, end = itertools.accumulate(
+            sizes, initial=self.group_range_bytes
+        )
         assert end == self.group_bytes
         return first, second, third, fourth
 

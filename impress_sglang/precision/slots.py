@@ -37,9 +37,7 @@ def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
     begins = np.array(layout.base_places).reshape(2, 2)
     size = layout.group_bytes
     with _numbers_of(keys, tokens.slots) as (numbers, slots):
-        loops.restore_keys(
-            groups, size, begins[0], sections, key_ranges, place, slots, numbers
-        )
+        loops.restore_keys(groups, size, begins[0], sections, key_ranges, place, slots, numbers)
     with _numbers_of(values, tokens.slots) as (numbers, slots):
         loops.restore_values(groups, size, begins[1], value_ranges, place, slots, numbers)
 
@@ -68,9 +66,7 @@ def raise_units(
     split = unit_tokens * layout.key_dim * PLANE_BITS // 8
     flat = planes.contiguous().view(-1).numpy()
     with _numbers_of(keys, tokens.slots) as (numbers, slots):
-        loops.raise_keys(
-            flat, size, unit_tokens, units, sections, key_steps, place, slots, numbers
-        )
+        loops.raise_keys(flat, size, unit_tokens, units, sections, key_steps, place, slots, numbers)
     with _numbers_of(values, tokens.slots) as (numbers, slots):
         loops.raise_values(
             flat, size, split, unit_tokens, units, value_steps, place, slots, numbers

@@ -62,7 +62,9 @@ def test_heads_with_large_biases_are_raised_and_no_others(num_tokens: int, behin
 
 
 def test_less_is_bearable_than_more() -> None:
-    sums = [sum(measured(CodingMeter(own), 900, (0.0, 20.0, 60.0))) for own in (1e-4, 0.1, 0.4, 9.0)]
+    sums = [
+        sum(measured(CodingMeter(own), 900, (0.0, 20.0, 60.0))) for own in (1e-4, 0.1, 0.4, 9.0)
+    ]
     assert sums == sorted(sums, reverse=True)
     assert sums[0] == NUM_PLANES * HEADS and sums[-1] == 0
 

@@ -95,7 +95,9 @@ class Case:
                 for plane in range(NUM_PLANES)
             ]
             entries.append([head, unit * UNIT_TOKENS - first, *own])
-        uploaded = torch.tensor(entries, dtype=torch.int64).view(-1, 2 + NUM_PLANES).to(self._device)
+        uploaded = (
+            torch.tensor(entries, dtype=torch.int64).view(-1, 2 + NUM_PLANES).to(self._device)
+        )
         codes.raise_units(groups, uploaded, UNIT_TOKENS, *self.views(self.pools))
         for view, own in zip(self.views(self.expected), self.codes, strict=True):
             gained = torch.zeros(own.codes.shape)
