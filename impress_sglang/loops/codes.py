@@ -94,15 +94,16 @@ def _set_compiled(pool: Any, slot: Any, head: Any, element: Any, number: Any) ->
 
 @compiled(
     *(
-        f"({_BYTES}, int64, int64[::1], {_BYTES}, float32[:, :, :, ::1], int64, int64[::1], {pool})"
+        f"({_BYTES}, int64, int64, int64, int64, float32[:, ::1], int64, int64[::1], {pool})"
         for pool in _POOLS
     )
 )
 def restore_keys(
     groups: Uint8s,
     group_bytes: int,
-    begin: Indices,
-    sections: Uint8s,
+    sections: int,
+    upper: int,
+    pairs: int,
     ranges: Float32s,
     first: int,
     slots: Indices,
@@ -113,10 +114,10 @@ def restore_keys(
     Args:
         groups: groups of `group_bytes` bytes.
         group_bytes: see there.
-        begin: where upper bits [tokens of a group, G, Dk / 2] and the first section [tokens of a
-            group, G, Dk / 8] begin in a group.
-        sections: [groups, G, Dk], flat; see `precision.codec.Codes`.
-        ranges: [groups, G, 2, Dk], low and step of each channel.
+        sections: where in a group those of pairs begin, [G, Dk]; see `precision.codec.Codes`.
+        upper: where upper bits begin, [tokens of a group, G, Dk / 2].
+        pairs: where the first section begins, [tokens of a group, G, Dk / 8].
+        ranges: [groups, n], of each group [G, 2, Dk] first, low and step of each channel.
         first: counted from the first token of the groups.
         slots: [n], distinct.
         pool: [slots, G, Dk].
@@ -134,17 +135,18 @@ def restore_keys(
         count = min(GROUP_TOKENS - token, len(slots) - place)
         skipped = token % WORD
         whole = (skipped + count + WORD - 1) // WORD * WORD
+        begin = group * group_bytes
         for head in range(heads):
-            at = group * group_bytes + begin[1] + ((token - skipped) * heads + head) * narrow
+            at = begin + pairs + ((token - skipped) * heads + head) * narrow
             to_columns(groups, at, heads * narrow, narrow, whole, columns, 0)
-            find_pairs(sections, (group * heads + head) * dim, dim, 1, places, shifts, means)
+            find_pairs(groups, begin + sections + head * dim, dim, 1, places, shifts, means)
             join_pairs(columns, places, shifts, dim, joined)
             to_rows(joined, whole, dim, rows)
             for channel in range(dim):
                 # From the lowest value of a cell to its middle; what is known is no longer in it.
                 halves[channel] = np.float32(7.5) - means[channel]
             for inner in range(count):
-                at = group * group_bytes + begin[0] + ((token + inner) * heads + head) * width
+                at = begin + upper + ((token + inner) * heads + head) * width
                 if width % 64:
                     add_upper(groups, at, width, rows, (skipped + inner) * dim)
                     continue
@@ -154,28 +156,29 @@ def restore_keys(
                 for byte in range(width):
                     own[byte] |= (both[byte] & 15) << 4
                     own[width + byte] |= both[byte] & 240
+            low, step = head * 2 * dim, (head * 2 + 1) * dim
             for inner in range(count):
                 slot, own = slots[place + inner], (skipped + inner) * dim
                 for element in range(dim):
                     middle = np.float32(rows[own + element]) + halves[element]
-                    number = (
-                        ranges[group, head, 0, element] + middle * ranges[group, head, 1, element]
-                    )
+                    number = ranges[group, low + element] + middle * ranges[group, step + element]
                     _set(pool, slot, head, element, number)
         place += count
 
 
 @compiled(
     *(
-        f"({_BYTES}, int64, int64[::1], float32[:, :, :, ::1], int64, int64[::1], {pool})"
+        f"({_BYTES}, int64, int64, int64, float32[:, ::1], int64, int64, int64[::1], {pool})"
         for pool in _POOLS
     )
 )
 def restore_values(
     groups: Uint8s,
     group_bytes: int,
-    begin: Indices,
+    upper: int,
+    bits: int,
     ranges: Float32s,
+    first_range: int,
     first: int,
     slots: Indices,
     pool: Any,
@@ -185,9 +188,11 @@ def restore_values(
     Args:
         groups: groups of `group_bytes` bytes.
         group_bytes: see there.
-        begin: where upper bits [tokens of a group, G, Dv / 2] and the first section [tokens of a
-            group, G, Dv / 8] begin in a group.
-        ranges: [groups, tokens of a group, G, 2], low and step of each vector.
+        upper: where in a group upper bits begin, [tokens of a group, G, Dv / 2].
+        bits: where the first section begins, [tokens of a group, G, Dv / 8].
+        ranges: [groups, n], of each group from `first_range` on [tokens of a group, G, 2], low and
+            step of each vector.
+        first_range: see there.
         first: counted from the first token of the groups.
         slots: [n], distinct.
         pool: [slots, G, Dv].
@@ -202,13 +207,13 @@ def restore_values(
         for head in range(heads):
             for inner in range(count):
                 vector = (token + inner) * heads + head
-                at = group * group_bytes + begin[0] + vector * width
-                bits = group * group_bytes + begin[1] + vector * narrow
-                five_bits(groups, at, bits, narrow, rows, inner * dim)
+                at = group * group_bytes + upper + vector * width
+                fifth = group * group_bytes + bits + vector * narrow
+                five_bits(groups, at, fifth, narrow, rows, inner * dim)
             for inner in range(count):
                 slot, own = slots[place + inner], inner * dim
-                low = ranges[group, token + inner, head, 0]
-                step = ranges[group, token + inner, head, 1]
+                own_range = first_range + ((token + inner) * heads + head) * 2
+                low, step = ranges[group, own_range], ranges[group, own_range + 1]
                 for element in range(dim):
                     middle = np.float32(rows[own + element]) + np.float32(3.5)
                     _set(pool, slot, head, element, low + middle * step)
@@ -217,7 +222,7 @@ def restore_values(
 
 @compiled(
     *(
-        f"({_BYTES}, int64, int64, int64[:, ::1], {_BYTES}, float32[:, :, :, ::1], int64, "
+        f"({_BYTES}, int64, int64, int64[:, ::1], {_BYTES}, int64, int64, float32[:, ::1], int64, "
         f"int64[::1], {pool})"
         for pool in _POOLS
     )
@@ -227,8 +232,10 @@ def raise_keys(
     plane_bytes: int,
     unit_tokens: int,
     units: Indices,
-    sections: Uint8s,
-    steps: Float32s,
+    groups: Uint8s,
+    group_bytes: int,
+    sections: int,
+    ranges: Float32s,
     first: int,
     slots: Indices,
     pool: Any,
@@ -241,19 +248,21 @@ def raise_keys(
         unit_tokens: number of tokens of a unit, a multiple of `WORD`.
         units: [k, 5]: head, first token (counted from that of the first slot, may be below 0), and
             which of `planes` are its planes, -1 for one that is not added.
-        sections: [groups, G, Dk], flat; see `precision.codec.Codes`.
-        steps: of the ranges, [groups, 1, G, Dk].
+        groups: groups of `group_bytes` bytes.
+        group_bytes: see there.
+        sections: where in a group those of pairs begin, [G, Dk]; see `precision.codec.Codes`.
+        ranges: as of `restore_keys`.
         first: place of the first slot's token in the first group.
         slots: [n], distinct.
         pool: [slots, G, Dk].
     """
-    heads, dim = pool.shape[1:]
+    dim = pool.shape[2]
     narrow = dim // 8
     columns = np.zeros((NUM_SECTIONS * narrow + 1) * GROUP_TOKENS, np.uint8)
     joined = np.empty(dim * GROUP_TOKENS, np.uint8)
     rows = np.empty(dim * GROUP_TOKENS, np.uint8)
     places, shifts = np.empty(2 * dim, np.int64), np.empty(2 * dim, np.int64)
-    means = np.empty(dim, np.float32)
+    means, step = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for number in range(len(units)):
         head, start = units[number, 0], units[number, 1]
         inner, stop = max(0, -start), min(unit_tokens, len(slots) - start)
@@ -270,24 +279,26 @@ def raise_keys(
                     at = plane * plane_bytes + (inner - skipped) * narrow
                     to = section * narrow * GROUP_TOKENS
                     to_columns(planes, at, narrow, narrow, whole, columns, to)
-            at = (group * heads + head) * dim
-            find_pairs(sections, at, dim, wanted, places, shifts, means)
+            at = group * group_bytes + sections + head * dim
+            find_pairs(groups, at, dim, wanted, places, shifts, means)
             join_pairs(columns, places, shifts, dim, joined)
             to_rows(joined, whole, dim, rows)
+            for channel in range(dim):
+                # A copy: Numba counts an index from the end where it may be negative.
+                step[channel] = ranges[group, (head * 2 + 1) * dim + channel]
             for more in range(count):
                 slot, own = slots[start + inner + more], (skipped + more) * dim
                 for element in range(dim):
                     gained = np.float32(rows[own + element]) - means[element]
-                    better = (
-                        _get(pool, slot, head, element) + gained * steps[group, 0, head, element]
-                    )
+                    old = _get(pool, slot, head, element)
+                    better = old + gained * step[element]
                     _set(pool, slot, head, element, better)
             inner += count
 
 
 @compiled(
     *(
-        f"({_BYTES}, int64, int64, int64, int64[:, ::1], float32[:, :, :, ::1], int64, "
+        f"({_BYTES}, int64, int64, int64, int64[:, ::1], float32[:, ::1], int64, int64, "
         f"int64[::1], {pool})"
         for pool in _POOLS
     )
@@ -298,7 +309,8 @@ def raise_values(
     begin: int,
     unit_tokens: int,
     units: Indices,
-    steps: Float32s,
+    ranges: Float32s,
+    first_range: int,
     first: int,
     slots: Indices,
     pool: Any,
@@ -311,12 +323,13 @@ def raise_values(
         begin: see there.
         unit_tokens: number of tokens of a unit.
         units: as of `raise_keys`.
-        steps: of the ranges, [groups, tokens of a group, G, 1].
+        ranges: as of `restore_values`.
+        first_range: see there.
         first: place of the first slot's token in the first group.
         slots: [n], distinct.
         pool: [slots, G, Dv].
     """
-    dim = pool.shape[2]
+    heads, dim = pool.shape[1:]
     narrow, rows = dim // 8, np.empty(dim * GROUP_TOKENS, np.uint8)
     for number in range(len(units)):
         head, start = units[number, 0], units[number, 1]
@@ -336,7 +349,7 @@ def raise_values(
                         add_bits(planes, at + more * narrow, narrow, rows, more * dim, shift)
             for more in range(count):
                 slot, own = slots[start + inner + more], more * dim
-                step = steps[group, token + more, head, 0]
+                step = ranges[group, first_range + ((token + more) * heads + head) * 2 + 1]
                 for element in range(dim):
                     gained = np.float32(rows[own + element]) - middle
                     better = _get(pool, slot, head, element) + gained * step

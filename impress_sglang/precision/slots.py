@@ -9,13 +9,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.loops import codes as loops
+from impress_sglang.loops.types import Float32s
 from impress_sglang.precision.codec import PLANE_BITS
-from impress_sglang.precision.layer import range_views, section_view
+from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 
 
@@ -27,19 +27,16 @@ def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
-    layout = tokens.layout
+    layout, ranges = tokens.layout, _ranges_of(tokens)
     place = tokens.start - tokens.first_token
-    key_ranges, value_ranges = (
-        own.float().contiguous().numpy() for own in range_views(layout, tokens.groups)
-    )
-    sections = section_view(layout, tokens.groups).contiguous().view(-1).numpy()
-    groups = tokens.groups.contiguous().view(-1).numpy()
-    begins = np.array(layout.base_places).reshape(2, 2)
-    size = layout.group_bytes
+    groups, size = tokens.groups.contiguous().view(-1).numpy(), layout.group_bytes
+    upper_keys, pairs, upper_values, bits = layout.base_places
+    sections = layout.group_bounds_bytes
     with _numbers_of(keys, tokens.slots) as (numbers, slots):
-        loops.restore_keys(groups, size, begins[0], sections, key_ranges, place, slots, numbers)
+        loops.restore_keys(groups, size, sections, upper_keys, pairs, ranges, place, slots, numbers)
+    first = _first_of_values(layout)
     with _numbers_of(values, tokens.slots) as (numbers, slots):
-        loops.restore_values(groups, size, begins[1], value_ranges, place, slots, numbers)
+        loops.restore_values(groups, size, upper_values, bits, ranges, first, place, slots, numbers)
 
 
 def raise_units(
@@ -55,22 +52,32 @@ def raise_units(
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
-    layout = tokens.layout
+    layout, ranges = tokens.layout, _ranges_of(tokens)
     place = tokens.start - tokens.first_token
     units = planes_by_unit(raised, layout, tokens.start)
-    key_ranges, value_ranges = range_views(layout, tokens.groups)
-    key_steps = key_ranges[:, None, :, 1].float().contiguous().numpy()
-    value_steps = value_ranges[..., 1:].float().contiguous().numpy()
-    sections = section_view(layout, tokens.groups).contiguous().view(-1).numpy()
-    size, unit_tokens = planes.shape[1], layout.unit_tokens
-    split = unit_tokens * layout.key_dim * PLANE_BITS // 8
-    flat = planes.contiguous().view(-1).numpy()
+    groups, size = tokens.groups.contiguous().view(-1).numpy(), tokens.groups.shape[1]
+    sections = layout.group_bounds_bytes
+    flat, stride = planes.contiguous().view(-1).numpy(), planes.shape[1]
+    count = layout.unit_tokens
     with _numbers_of(keys, tokens.slots) as (numbers, slots):
-        loops.raise_keys(flat, size, unit_tokens, units, sections, key_steps, place, slots, numbers)
-    with _numbers_of(values, tokens.slots) as (numbers, slots):
-        loops.raise_values(
-            flat, size, split, unit_tokens, units, value_steps, place, slots, numbers
+        loops.raise_keys(
+            flat, stride, count, units, groups, size, sections, ranges, place, slots, numbers
         )
+    split, first = count * layout.key_dim * PLANE_BITS // 8, _first_of_values(layout)
+    with _numbers_of(values, tokens.slots) as (numbers, slots):
+        loops.raise_values(flat, stride, split, count, units, ranges, first, place, slots, numbers)
+
+
+def _ranges_of(tokens: CodedTokens) -> Float32s:
+    """All ranges of the groups, those of keys first: [groups, n]."""
+    bounds = tokens.groups[:, : tokens.layout.group_bounds_bytes]
+    ranges: Float32s = bounds.view(torch.float16).float().contiguous().numpy()
+    return ranges
+
+
+def _first_of_values(layout: CodeLayout) -> int:
+    """Which number of the ranges of a group is the first of values."""
+    return 2 * layout.num_heads * layout.key_dim
 
 
 @contextlib.contextmanager
