@@ -49,7 +49,7 @@ class ImpressConfig:
     ttl: float = 0.0
     retention: float | str = 1.0
     min_retention: float = 0.05
-    bits: float | str = 6.0
+    bits: float | str = 5.0
     base_error: float = 0.33
     probe_heads: int = 3
     alpha: float = 0.6

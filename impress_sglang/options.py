@@ -38,9 +38,9 @@ AUTO_SHARE = 0.15
 # whatever their dtype has; else the bits of the base, and with each plane (`precision.codec`).
 EXACTLY = "exact"
 EXACT_BITS = 16.0
-BITS = (4.0, 6.0, 8.0)
+BITS = (5.0, 6.0, 7.0, 8.0)
 BITS_TEXT = ", ".join(f"{bits:g}" for bits in BITS)
-AUTO_BITS = 6.0
+AUTO_BITS = 5.0
 ON, OFF = "on", "off"
 CLASSES, ESTIMATE, SHORTEST = "classes", "estimate", "shortest"
 SCHEDULES = (OFF, CLASSES, ESTIMATE, SHORTEST)

@@ -43,7 +43,7 @@ from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.options import BITS
 from impress_sglang.precision.codec import GROUP_TOKENS, planes_of
-from impress_sglang.precision.floors import FloorMeter, Floors
+from impress_sglang.precision.floors import CodingMeter, Floors
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
@@ -150,7 +150,7 @@ class _Case:
         )
         self._reader = cast("BlockReader", _NoReader())
         self._forecast = ReadForecast(
-            shape, self._reader, self._versions, self._memory, FloorMeter(0.0), retention=1.0
+            shape, self._reader, self._versions, self._memory, CodingMeter(0.0), retention=1.0
         )
         writer = KernelCodeWriter(CPU) if kernels else _NoWriter()
         self._loader = CodedLoader(writer)

@@ -17,7 +17,7 @@ from impress_sglang.cli.outcome import Refused
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.forecast import CodedBytes
 from impress_sglang.options import BITS
-from impress_sglang.precision.codec import NUM_PLANES, planes_of
+from impress_sglang.precision.codec import DIM_GRAIN, NUM_PLANES, planes_of
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 
 _GB = 1e9
@@ -87,6 +87,8 @@ def shape_of(config: Mapping[str, Any]) -> KVShape:
         raise Refused(f"the model's config.json does not say its KVs: {error!r}") from error
     if not isinstance(dtype, torch.dtype) or not key_heads or heads % key_heads:
         raise Refused("the model's config.json does not say its KVs")
+    if dim % DIM_GRAIN:
+        raise Refused(f"heads of {dim} dimensions, no multiple of {DIM_GRAIN}, are not supported")
     return KVShape(layers, heads, key_heads, dim, dim, dtype, (), coded=True)
 
 

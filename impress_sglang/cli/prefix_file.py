@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from impress_sglang.cli.outcome import Refused
-from impress_sglang.precision.floors import FloorRule, Floors
+from impress_sglang.precision.floors import Coding, CodingRule, Floors
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import decode_layer
@@ -205,12 +205,12 @@ class PrefixFile:
         keys, values = (self._file.get_slice(f"{number}.{own}") for own in ("keys", "values"))
         return keys[layer, first:], values[layer, first:]
 
-    def floors(self, number: int) -> FloorRule | None:
-        """The rule for the floors of a prefix's heads (planes in the base); None without codes."""
+    def coding(self, number: int) -> CodingRule | None:
+        """How the layers of a prefix are coded, by its floors; None without codes."""
         if not self.contents.shape.coded:
             return None
         floors: Floors = self._read(f"{number}.floors").numpy()
-        return lambda layer, keys, values: floors[layer]
+        return lambda layer, keys, values: Coding(floors[layer])
 
     def _read(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)

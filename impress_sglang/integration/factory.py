@@ -24,6 +24,7 @@ from impress_sglang.integration.recompute import block_tokens
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import LoadOptions, Policy, make_policy
 from impress_sglang.options import OFF
+from impress_sglang.precision.codec import DIM_GRAIN
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
@@ -118,9 +119,19 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
-    """The shape of the KVs in the pool of a model runner, as a policy stores them."""
+    """The shape of the KVs in the pool of a model runner, as a policy stores them.
+
+    Raises:
+        UnsupportedError: it stores codes, and vectors of the model do not fill their bytes.
+    """
     pool = runner.token_to_kv_pool
     num_query_heads = runner.model_config.num_attention_heads
+    dims = pool.head_dim, pool.v_head_dim
+    if not policy.probes and any(dim % DIM_GRAIN for dim in dims):
+        raise UnsupportedError(
+            f"IMPRESS codes keys and values whose dimensions are multiples of {DIM_GRAIN}, and "
+            f"those of this model are {dims[0]} and {dims[1]}: use --impress-policy paper"
+        )
     probes = probe_kv_heads(num_query_heads, pool.head_num, probe_heads) if policy.probes else ()
     return KVShape(
         num_layers=pool.layer_num,

@@ -23,7 +23,7 @@ from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.uses import Uses
 from impress_sglang.options import OFF
-from impress_sglang.precision.floors import FloorMeter
+from impress_sglang.precision.floors import CodingMeter
 from impress_sglang.storage.directory import StoreDirectory, other_stores
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.health import Health
@@ -56,7 +56,7 @@ class StoreDisk:
         self.files = files or installed()
         self._seconds = config.io_timeout
         self._note_at = time.monotonic() + NOTE_SECONDS
-        self.meter = FloorMeter(config.base_error)
+        self.meter = CodingMeter(config.base_error)
         self.directory = StoreDirectory(self.files, config.ssd_path, identity)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)

@@ -15,7 +15,7 @@ from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.precision.codec import NUM_PLANES
-from impress_sglang.precision.floors import FloorMeter
+from impress_sglang.precision.floors import CodingMeter
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
@@ -72,7 +72,7 @@ class ReadForecast:
         reader: BlockReader,
         versions: SegmentVersions,
         memory: StoreMemory,
-        meter: FloorMeter,
+        meter: CodingMeter,
         *,
         retention: float,
     ) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.management.quarantine import Quarantine, unremoved
 from impress_sglang.management.removals import Removals
-from impress_sglang.precision.floors import FloorRule
+from impress_sglang.precision.floors import CodingRule
 from impress_sglang.storage.catalog import Catalog, CatalogEntry, SegmentUse
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.directory import (
@@ -183,7 +183,7 @@ class Keeper:
         self,
         entry: CatalogEntry,
         read_layer: LayerReader,
-        floors: FloorRule | None,
+        coding: CodingRule | None,
         unremoved: frozenset[str],
         is_wanted: Callable[[], bool],
     ) -> Future[None]:
@@ -193,7 +193,7 @@ class Keeper:
         is unremovable when the write begins, that room does not exist, and the write fails. The
         future raises `WriteAbandoned` or the error of the disk; then no file is left behind.
         """
-        return self._submit(self._write, entry, read_layer, floors, unremoved, is_wanted)
+        return self._submit(self._write, entry, read_layer, coding, unremoved, is_wanted)
 
     def delete(self, segments: Mapping[str, int]) -> None:
         """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
@@ -253,7 +253,7 @@ class Keeper:
         self,
         entry: CatalogEntry,
         read_layer: LayerReader,
-        floors: FloorRule | None,
+        coding: CodingRule | None,
         before: frozenset[str],
         is_wanted: Callable[[], bool],
     ) -> None:
@@ -273,7 +273,7 @@ class Keeper:
                 self._buffer,
                 self._files,
                 direct=self._direct,
-                floors=floors,
+                coding=coding,
                 is_wanted=is_wanted,
             )
         except OSError as error:

@@ -39,7 +39,8 @@ class StoreMemory:
         policy = make_policy(config)
         usual = policy.bits(LoadOptions(bits=config.usual_bits))
         page = PageShape.of(shape, config.chunk_tokens)
-        layout = CodeLayout(1, shape.num_kv_heads, shape.key_dim, shape.value_dim, BLOCK_BYTES)
+        dims = shape.num_kv_heads, shape.key_dim, shape.value_dim
+        most = most_pages(CodeLayout(1, *dims, BLOCK_BYTES)) if shape.coded else 1
 
         def make(page: PageShape, max_pages: int, *, used: bool) -> ChunkCache:
             used = used and policy.stores
@@ -53,7 +54,7 @@ class StoreMemory:
             )
 
         cache = make(page, page.max_chunk_pages(shape), used=usual == EXACT_BITS)
-        codes = make(CODE_PAGE, most_pages(layout), used=usual < EXACT_BITS)
+        codes = make(CODE_PAGE, most, used=usual < EXACT_BITS)
         # Chunks are cached in whole pages, even if they end inside one.
         pool = BufferPool(
             bytes_of(config.buffer_gb),

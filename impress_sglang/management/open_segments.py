@@ -15,7 +15,7 @@ from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnav
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
-from impress_sglang.precision.floors import FloorMeter
+from impress_sglang.precision.floors import CodingMeter
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
@@ -42,7 +42,7 @@ class OpenSegments:
         reader: BlockReader,
         versions: SegmentVersions,
         memory: StoreMemory,
-        meter: FloorMeter,
+        meter: CodingMeter,
         *,
         direct: bool,
         learns: bool,

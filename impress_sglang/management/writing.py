@@ -25,7 +25,7 @@ from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
-from impress_sglang.precision.floors import FloorMeter, FloorRule, QuerySource, no_queries
+from impress_sglang.precision.floors import CodingMeter, CodingRule, QuerySource, no_queries
 from impress_sglang.storage.directory import WrittenBefore
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
@@ -101,7 +101,7 @@ class Offer:
         num_behind: tokens between the last of `tokens` and the last token of `queries`.
         ttl: seconds after which the new KVs are removed; 0: only when room is needed.
         priority: priority of the new KVs when room is needed.
-        floors: floors of heads, where they are known; None: they are measured.
+        coding: how layers are coded, where that is known; None: it is measured.
     """
 
     tokens: Tokens
@@ -116,7 +116,7 @@ class Offer:
     num_behind: int = 0
     ttl: float = 0.0
     priority: Priority = Priority.NORMAL
-    floors: FloorRule | None = None
+    coding: CodingRule | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -141,7 +141,7 @@ class SegmentWrites:
         tree: StoredTree,
         quota: Quota,
         keeper: Keeper,
-        meter: FloorMeter,
+        meter: CodingMeter,
         health: Health,
         stats: StoreStats,
         losses: Losses,
@@ -331,10 +331,10 @@ class SegmentWrites:
         self._quota.begin(segment)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
         behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
-        floors = offer.floors or self._meter.rule(offer.queries, behind)
+        coding = offer.coding or self._meter.rule(offer.queries, behind)
         write = _Write(segment, offer)
         write.future = self._keeper.write(
-            segment.entry, reader, floors, unremoved, lambda: write.discarded is None
+            segment.entry, reader, coding, unremoved, lambda: write.discarded is None
         )
         self._writes.append(write)
 

@@ -1,13 +1,23 @@
 """Codes of keys and values: a base of few bits, and planes that add bits to it.
 
-Every element is rounded once, to `CODE_BITS` bits between the bounds of its range. The base holds
-the high bits of that code and each plane the next ones, so that planes only add: what is read later
-raises what is there. A code of which b bits are known stands for the middle of the values that
-share these bits; the ranges are those of the full code.
+Every element is rounded once, to `CODE_BITS` bits between the bounds of its range. The base and
+each plane hold some bits of these codes, so that planes only add: what is read later raises what is
+there. A code of which b bits are known stands for the middle of the values that share these bits;
+the ranges are those of the full code.
 
 Keys have a range per channel and group of `GROUP_TOKENS` tokens, because a few channels are far
 larger than the others; values one per token and head (KIVI, https://arxiv.org/abs/2402.02750).
 Groups are short, since one range for a whole segment costs several times the error.
+
+The upper `CHANNEL_BITS` bits of all elements are in the base. The others are in `NUM_SECTIONS`
+*sections* of one bit per element; the first belongs to the base, each other one is a plane. A
+section of values has the next bit of each element. One of keys has *pairs* of bits of some channels
+only. In a logit an error of a key is multiplied by the query, so its square counts in proportion to
+
+    step of the channel^2 x mean square of the queries in this channel,
+
+and halves twice with each bit. The pairs with the largest gain come first (reverse water-filling,
+Cover and Thomas, Elements of Information Theory, 10.3.3).
 """
 
 from __future__ import annotations
@@ -18,13 +28,22 @@ import torch
 from torch import Tensor
 
 GROUP_TOKENS = 64
-BASE_BITS = 4
-PLANE_BITS = 2
 CODE_BITS = 8
+# Bits of an element that are in the base of every channel.
+CHANNEL_BITS = 4
+# Bits per element of a base and of a plane: on average over the channels of keys.
+BASE_BITS = 5
+PLANE_BITS = 1
 # Planes above the base, the one with the higher bits first.
 NUM_PLANES = (CODE_BITS - BASE_BITS) // PLANE_BITS
-# Bits of an element once that many planes are known.
+# Bits of an element once that many planes are known, on average.
 LEVELS = tuple(BASE_BITS + PLANE_BITS * planes for planes in range(NUM_PLANES + 1))
+# Of the base, and of each plane.
+NUM_SECTIONS = 1 + NUM_PLANES
+# Bits of a channel of keys that are known or unknown together.
+PAIR_BITS = 2
+# Dimensions are multiples of this: a byte has one bit of so many elements.
+DIM_GRAIN = 8
 
 
 def planes_of(bits: float) -> int:
@@ -44,15 +63,21 @@ class Codes:
     """Codes of one tensor, and their ranges.
 
     codes uint8 [t, G, D]; low and step float16, [groups, G, D] for keys, and [t, G] for values.
+    sections uint8 [groups, G, D] for keys, the section of the upper pair of each channel in the low
+    nibble and that of its lower pair in the high nibble; None for values.
     """
 
     codes: Tensor
     low: Tensor
     step: Tensor
+    sections: Tensor | None = None
 
 
-def code_keys(keys: Tensor) -> Codes:
+def code_keys(keys: Tensor, energy: Tensor | None = None) -> Codes:
     """Code keys [t, G, D] of any floating dtype.
+
+    `energy` float32 [G, D] is the mean square of the queries in each channel of a KV head; None:
+    the same in all.
 
     Raises:
         NotCodable: no range holds them.
@@ -64,7 +89,9 @@ def code_keys(keys: Tensor) -> Codes:
     groups = padded.unflatten(0, (-1, GROUP_TOKENS))
     low, step = _range(groups.amin(1), groups.amax(1))
     codes = _code(groups, low[:, None], step[:, None])
-    return Codes(codes.flatten(0, 1)[:num_tokens], low, step)
+    weight = step.float().square()
+    sections = sections_of(weight if energy is None else weight * energy)
+    return Codes(codes.flatten(0, 1)[:num_tokens], low, step, sections)
 
 
 def code_values(values: Tensor) -> Codes:
@@ -78,15 +105,41 @@ def code_values(values: Tensor) -> Codes:
     return Codes(_code(exact, low[..., None], step[..., None]), low, step)
 
 
+def sections_of(weight: Tensor) -> Tensor:
+    """Which section each pair of bits of a channel is in, so that those that gain most come first.
+
+    Args:
+        weight: float32 [..., D], the squared error of a channel counts in proportion to it.
+
+    Returns:
+        uint8 [..., D], see `Codes`. The upper pair is in no later section than the lower one.
+    """
+    # A pair takes the error of a channel to a quarter, and its square to a sixteenth. Of equal
+    # gains upper pairs come first, and then lower channels.
+    gains = torch.cat([weight, weight / 4**PAIR_BITS], -1)
+    order = gains.sort(stable=True, descending=True).indices
+    ranks = torch.arange(gains.shape[-1], device=gains.device) // (weight.shape[-1] // PAIR_BITS)
+    found = torch.empty_like(gains, dtype=torch.uint8)
+    found.scatter_(-1, order, ranks.to(torch.uint8).expand_as(order))
+    upper, lower = found.chunk(2, -1)
+    return upper | lower << 4
+
+
 def restore(codes: Codes, bits: int) -> Tensor:
-    """The values that the first `bits` bits of codes stand for, float32 [t, G, D]."""
+    """The values that codes stand for once the planes of a level are known, float32 [t, G, D].
+
+    `bits` is one of `LEVELS`.
+    """
+    planes = LEVELS.index(bits)
     low, step = codes.low.float(), codes.step.float()
-    if low.ndim == 3:
-        groups = torch.arange(len(codes.codes), device=low.device) // GROUP_TOKENS
-        low, step = low[groups], step[groups]
-    else:
+    if codes.sections is None:
         low, step = low[..., None], step[..., None]
-    cell = 2 ** (CODE_BITS - bits)
+        cell = torch.tensor(2.0 ** (CODE_BITS - bits), device=low.device)
+    else:
+        groups = torch.arange(len(codes.codes), device=low.device) // GROUP_TOKENS
+        known = sum((own <= planes).float() for own in (codes.sections & 15, codes.sections >> 4))
+        cell = 2.0 ** (CODE_BITS - CHANNEL_BITS - PAIR_BITS * known)
+        low, step, cell = low[groups], step[groups], cell[groups]
     middle = (codes.codes.float() / cell).floor_().add_(0.5).mul_(cell).sub_(0.5)
     return middle * step + low
 
@@ -113,11 +166,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     treat neighbours alike and can be vectorised.
     """
     per_byte = 8 // bits
-    parts = codes.unflatten(-1, (per_byte, -1))
-    packed = torch.zeros_like(parts[..., 0, :])
-    for place in range(per_byte):
+    parts = codes.contiguous().unflatten(-1, (per_byte, -1))
+    if not parts.shape[-1] % 8 and not parts.storage_offset() % 8:
+        # Eight bytes of a word do not disturb each other.
+        parts = parts.view(torch.int64)
+    packed = parts[..., 0, :].clone()
+    for place in range(1, per_byte):
         packed |= parts[..., place, :] << (place * bits)
-    return packed
+    return packed.view(torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -126,14 +182,30 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.cat(places, -1)
 
 
-def base_of(codes: Tensor) -> Tensor:
-    """The base of full codes, uint8 below 2**BASE_BITS."""
-    return codes >> (CODE_BITS - BASE_BITS)
+def packed_base(codes: Codes) -> Tensor:
+    """The bits of codes that are in the base of every channel, packed: uint8 [t, G, D / 2]."""
+    return pack(codes.codes >> (CODE_BITS - CHANNEL_BITS), CHANNEL_BITS)
 
 
-def plane_of(codes: Tensor, plane: int) -> Tensor:
-    """A plane of full codes, uint8 below 2**PLANE_BITS; plane 0 has the higher bits."""
-    return (codes >> (CODE_BITS - BASE_BITS - PLANE_BITS * (plane + 1))) & (2**PLANE_BITS - 1)
+def packed_sections(codes: Codes) -> Tensor:
+    """The sections of codes, packed: uint8 [NUM_SECTIONS, t, G, D / 8].
+
+    Of values the next bits, one of each element. Of keys the pairs of a section, upper ones by
+    channel and behind them lower ones by channel.
+    """
+    if codes.sections is None:
+        shifts = torch.arange(NUM_SECTIONS - 1, -1, -1, device=codes.codes.device)
+        bits = codes.codes >> shifts.to(torch.uint8)[:, None, None, None] & 1
+        return pack(bits, 1)
+    both = torch.cat([codes.sections & 15, codes.sections >> 4], -1)
+    order = both.sort(stable=True).indices[:, None]
+    rest = -len(codes.codes) % GROUP_TOKENS
+    padded = torch.nn.functional.pad(codes.codes, (0, 0, 0, 0, 0, rest))
+    groups = padded.unflatten(0, (-1, GROUP_TOKENS))
+    pairs = torch.cat([groups >> PAIR_BITS & 3, groups & 3], -1)
+    # Expanded, so that indices of a group are not repeated in memory for each of its tokens.
+    ordered = pairs.gather(-1, order.expand_as(pairs)).flatten(0, 1)[: len(codes.codes)]
+    return pack(ordered.unflatten(-1, (NUM_SECTIONS, -1)).movedim(-2, 0), PAIR_BITS)
 
 
 def _range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,16 @@
-"""Which heads need more than the bits of the base: what rounding does to attention's output.
+"""How the heads of a layer are coded: measured with the last queries of a prompt.
 
-Keys of some models have large biases (norms of hundreds in the first and last layer of Qwen2.5-7B),
-which widen the ranges of all tokens once they are rotated. So the writer of a layer measures: some
-tokens of the layer are rounded, and the queries of the prompt's last tokens attend to them and, as
-a request would, to the last tokens unrounded. The *floor* of a KV head is the number of planes that
-belong to its base. It is 0 if the error of the output with the base alone is bearable; otherwise it
-is the least with which the error is a third of that, as it is for most heads with the base alone.
+Which bits of keys come first depends on the *energy* of their channels, the mean square of queries
+(see `codec`). Some heads need more than the bits of the base: keys of some models have large biases
+(norms of hundreds in the first and last layer of Qwen2.5-7B), which widen the ranges of all tokens
+once they are rotated. So the writer of a layer measures: some tokens of the layer are rounded, and
+the queries of the prompt's last tokens attend to them and, as a request would, to the last tokens
+unrounded. The *floor* of a KV head is the number of planes that belong to its base. It is 0 if the
+error of the output with the base alone is bearable; otherwise it is the least with which the error
+is a third of that, as it is for most heads with the base alone.
 
-Floors depend more on the model than on the text: where no queries are known, the floors measured
-last are used, and where none were measured, all planes belong to the base.
+Both depend more on the model than on the text: where no queries are known, what was measured last
+is used. Where nothing was measured, all planes belong to the base, and all channels count alike.
 """
 
 from __future__ import annotations
@@ -43,8 +45,22 @@ RAISED_SHARE = 1 / 3
 
 # Planes that belong to the base: uint8 [G] of a layer, [L, G] of a segment.
 Floors = npt.NDArray[np.uint8]
-# Returns the floors of a layer, given its number, keys [t, G, Dk] and values [t, G, Dv].
-FloorRule = Callable[[int, Tensor, Tensor], Floors]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Coding:
+    """How a layer is coded.
+
+    `floors` uint8 [G]; `energy` float32 [G, Dk], see `codec.code_keys`; None: all channels count
+    alike.
+    """
+
+    floors: Floors
+    energy: Tensor | None = None
+
+
+# Returns how a layer is coded, given its number, keys [t, G, Dk] and values [t, G, Dv].
+CodingRule = Callable[[int, Tensor, Tensor], Coding]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,45 +78,58 @@ def no_queries(layer: int) -> None:
     """A `QuerySource` that knows no queries."""
 
 
-class FloorMeter:
-    """Measures floors on the writing thread; others may `note` floors from headers."""
+class CodingMeter:
+    """Measures on the writing thread how layers are coded; others may `note` floors of headers."""
 
     def __init__(self, bearable: float) -> None:
-        """`bearable`: relative error of the output of a KV head's queries; 0: measure nothing."""
+        """`bearable`: relative error of the output of a KV head's queries; 0: no floors."""
         self._bearable = bearable
-        self._known: dict[int, Floors] = {}
+        self._floors: dict[int, Floors] = {}
+        self._energies: dict[int, Tensor] = {}
 
     @property
     def mean_planes(self) -> float:
         """Planes of a unit that belong to the base, on average over the known floors; else 0."""
-        known = list(self._known.values())
+        known = list(self._floors.values())
         return float(np.mean(known)) if known else 0.0
 
     def note(self, floors: Floors) -> None:
         """Note the floors [L, G] of a segment that was written earlier."""
         # All planes for all heads may also mean that nothing was measured.
         if (floors < NUM_PLANES).any():
-            self._known.update(enumerate(floors))
+            self._floors.update(enumerate(floors))
 
-    def rule(self, queries: QuerySource, num_behind: int) -> FloorRule:
+    def rule(self, queries: QuerySource, num_behind: int) -> CodingRule:
         """The rule for a segment that has `num_behind` tokens of its prompt behind it."""
 
-        def floors(layer: int, keys: Tensor, values: Tensor) -> Floors:
-            if not self._bearable:
-                return np.zeros(keys.shape[1], np.uint8)
+        def coding(layer: int, keys: Tensor, values: Tensor) -> Coding:
+            heads = keys.shape[1]
             given = queries(layer)
+            if given is not None:
+                self._energies[layer] = energy_of(given.rows, heads)
+            energy = self._energies.get(layer)
+            if not self._bearable:
+                return Coding(np.zeros(heads, np.uint8), energy)
             own = 0 if given is None else max(0, len(given.rows) - num_behind)
             if given is not None and len(keys) - own >= GROUP_TOKENS:
-                self._known[layer] = self._measure(keys, values, given, own)
-            return self._known.get(layer, np.full(keys.shape[1], NUM_PLANES, np.uint8))
+                self._floors[layer] = self._measure(keys, values, given, own, energy)
+            every = np.full(heads, NUM_PLANES, np.uint8)
+            return Coding(self._floors.get(layer, every), energy)
 
-        return floors
+        return coding
 
-    def _measure(self, keys: Tensor, values: Tensor, given: LayerQueries, own: int) -> Floors:
+    def _measure(
+        self, keys: Tensor, values: Tensor, given: LayerQueries, own: int, energy: Tensor | None
+    ) -> Floors:
         old = len(keys) - own
         rows = sampled_groups(old, MEASURED_TOKENS)
         rounded, exact = (keys[:old][rows], values[:old][rows]), (keys[old:], values[old:])
-        return floors_of(rounded, exact, given, self._bearable)
+        return floors_of(rounded, exact, given, self._bearable, energy)
+
+
+def energy_of(queries: Tensor, num_kv_heads: int) -> Tensor:
+    """The mean square of queries [n, Hq, Dk] of each KV head in each channel, float32 [G, Dk]."""
+    return queries.float().square().unflatten(1, (num_kv_heads, -1)).mean((0, 2))
 
 
 def sampled_groups(num_tokens: int, most: int) -> Tensor:
@@ -116,6 +145,7 @@ def floors_of(
     own: tuple[Tensor, Tensor],
     given: LayerQueries,
     bearable: float,
+    energy: Tensor | None = None,
 ) -> Floors:
     """How many planes each KV head needs besides the base, see above.
 
@@ -125,8 +155,9 @@ def floors_of(
         given: the queries.
         bearable: root of the squared error over the squared output, over all queries of a head.
             A head for which fewer bits do not suffice gets all bits without a measurement.
+        energy: with which keys are coded, float32 [G, Dk].
     """
-    codes = code_keys(old[0]), code_values(old[1])
+    codes = code_keys(old[0], energy), code_values(old[1])
     exact = _output(old, own, given)
     floors = np.zeros(old[0].shape[1], np.uint8)
     limit = bearable**2 * exact.square().sum((1, 2, 3))

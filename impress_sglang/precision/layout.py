@@ -3,9 +3,11 @@
 A coded layer is a base and planes above it, each made of pages, which begin at a block:
 
     base    page after page; a page has some groups, and a group is its ranges and its codes:
-            keys [G, 2, Dk], values [GROUP_TOKENS, G, 2], float16 (low, step), then
-            keys [GROUP_TOKENS, G, Dk / 2], values [GROUP_TOKENS, G, Dv / 2]
-    planes  of each plane and KV head its units: keys [u, Dk / 4], then values [u, Dv / 4]
+            keys [G, 2, Dk], values [GROUP_TOKENS, G, 2], float16 (low, step),
+            the sections of pairs of keys [G, Dk],
+            then with T = GROUP_TOKENS upper bits of keys [T, G, Dk / 2] and a section of them
+            [T, G, Dk / 8], upper bits of values [T, G, Dv / 2] and a section of them [T, G, Dv / 8]
+    planes  of each plane and KV head its units: keys [u, Dk / 8], then values [u, Dv / 8]
 
 A group is `GROUP_TOKENS` tokens of all heads; the base is always wanted whole, so it is long and in
 sequence. A *unit* is u neighbouring tokens of one head in one plane: it is read, cached and raised
@@ -17,8 +19,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
-from impress_sglang.precision.codec import BASE_BITS, GROUP_TOKENS, NUM_PLANES, PLANE_BITS
+from impress_sglang.precision.codec import (
+    BASE_BITS,
+    CHANNEL_BITS,
+    DIM_GRAIN,
+    GROUP_TOKENS,
+    NUM_PLANES,
+    PLANE_BITS,
+)
 
 _HALF_BYTES = 2
 # Tokens of a unit are a multiple of this, so that the tiles of a kernel fit into units and groups.
@@ -43,7 +53,7 @@ class CodeLayout:
 
     def __post_init__(self) -> None:
         assert self.num_tokens > 0
-        assert not self.key_dim % 4 and not self.value_dim % 4, "a byte holds four elements"
+        assert not self.key_dim % DIM_GRAIN and not self.value_dim % DIM_GRAIN
 
     @property
     def num_groups(self) -> int:
@@ -52,13 +62,33 @@ class CodeLayout:
 
     @functools.cached_property
     def group_range_bytes(self) -> int:
-        """Bytes of the ranges of one group."""
+        """Bytes of the ranges of one group, and of the sections of its keys' pairs behind them."""
+        return self.group_bounds_bytes + self.num_heads * self.key_dim
+
+    @functools.cached_property
+    def group_bounds_bytes(self) -> int:
+        """Bytes of the ranges alone."""
         return 2 * _HALF_BYTES * self.num_heads * (self.key_dim + GROUP_TOKENS)
 
     @functools.cached_property
     def group_base_bytes(self) -> int:
         """Bytes of the codes of one group in the base."""
         return GROUP_TOKENS * self.num_heads * (self.key_dim + self.value_dim) * BASE_BITS // 8
+
+    @functools.cached_property
+    def base_places(self) -> tuple[int, int, int, int]:
+        """Where the codes of a group begin in it: upper bits and section, of keys and of values."""
+        rows = GROUP_TOKENS * self.num_heads
+        sizes = [
+            rows * dim * bits // 8
+            for dim in (self.key_dim, self.value_dim)
+            for bits in (CHANNEL_BITS, BASE_BITS - CHANNEL_BITS)
+        ]
+        first, second, third, fourth, end = itertools.accumulate(
+            sizes, initial=self.group_range_bytes
+        )
+        assert end == self.group_bytes
+        return first, second, third, fourth
 
     @functools.cached_property
     def group_bytes(self) -> int:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from impress_sglang.loops import codes as loops
-from impress_sglang.precision.codec import BASE_BITS, GROUP_TOKENS, PLANE_BITS
-from impress_sglang.precision.layer import range_views
+from impress_sglang.loops.types import Float32s
+from impress_sglang.precision.codec import PLANE_BITS
+from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 
 
@@ -26,18 +27,16 @@ def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
-    layout = tokens.layout
+    layout, ranges = tokens.layout, _ranges_of(tokens)
     place = tokens.start - tokens.first_token
-    key_ranges, value_ranges = range_views(layout, tokens.groups)
-    first = layout.group_range_bytes
-    split = first + GROUP_TOKENS * layout.num_heads * layout.key_dim * BASE_BITS // 8
-    groups = tokens.groups.contiguous().numpy()
-    for loop, begin, ranges, pool in (
-        (loops.restore_keys, first, key_ranges, keys),
-        (loops.restore_values, split, value_ranges, values),
-    ):
-        with _numbers_of(pool, tokens.slots) as (numbers, slots):
-            loop(groups, begin, ranges.float().contiguous().numpy(), place, slots, numbers)
+    groups, size = tokens.groups.contiguous().view(-1).numpy(), layout.group_bytes
+    upper_keys, pairs, upper_values, bits = layout.base_places
+    sections = layout.group_bounds_bytes
+    with _numbers_of(keys, tokens.slots) as (numbers, slots):
+        loops.restore_keys(groups, size, sections, upper_keys, pairs, ranges, place, slots, numbers)
+    first = _first_of_values(layout)
+    with _numbers_of(values, tokens.slots) as (numbers, slots):
+        loops.restore_values(groups, size, upper_values, bits, ranges, first, place, slots, numbers)
 
 
 def raise_units(
@@ -49,29 +48,36 @@ def raise_units(
         tokens: of the layer; of their bytes only ranges are read. Others of a unit are skipped.
         raised: int64 [n, 3] on the CPU, distinct: plane, head and unit. The planes below each must
             be in the slots or among these.
-        planes: uint8 [n, unit_bytes], the bytes of `raised`.
+        planes: uint8 [n, unit_bytes or more], the bytes of `raised`.
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
-    layout = tokens.layout
+    layout, ranges = tokens.layout, _ranges_of(tokens)
+    place = tokens.start - tokens.first_token
     units = planes_by_unit(raised, layout, tokens.start)
-    split = layout.unit_tokens * layout.key_dim * PLANE_BITS // 8
-    key_ranges, value_ranges = range_views(layout, tokens.groups)
-    for begin, steps, pool in (
-        (0, key_ranges[:, None, :, 1], keys),
-        (split, value_ranges[..., 1:], values),
-    ):
-        with _numbers_of(pool, tokens.slots) as (numbers, slots):
-            loops.raise_units(
-                planes.contiguous().numpy(),
-                begin,
-                layout.unit_tokens,
-                units,
-                steps.float().contiguous().numpy(),
-                tokens.start - tokens.first_token,
-                slots,
-                numbers,
-            )
+    groups, size = tokens.groups.contiguous().view(-1).numpy(), tokens.groups.shape[1]
+    sections = layout.group_bounds_bytes
+    flat, stride = planes.contiguous().view(-1).numpy(), planes.shape[1]
+    count = layout.unit_tokens
+    with _numbers_of(keys, tokens.slots) as (numbers, slots):
+        loops.raise_keys(
+            flat, stride, count, units, groups, size, sections, ranges, place, slots, numbers
+        )
+    split, first = count * layout.key_dim * PLANE_BITS // 8, _first_of_values(layout)
+    with _numbers_of(values, tokens.slots) as (numbers, slots):
+        loops.raise_values(flat, stride, split, count, units, ranges, first, place, slots, numbers)
+
+
+def _ranges_of(tokens: CodedTokens) -> Float32s:
+    """All ranges of the groups, those of keys first: [groups, n]."""
+    bounds = tokens.groups[:, : tokens.layout.group_bounds_bytes]
+    ranges: Float32s = bounds.view(torch.float16).float().contiguous().numpy()
+    return ranges
+
+
+def _first_of_values(layout: CodeLayout) -> int:
+    """Which number of the ranges of a group is the first of values."""
+    return 2 * layout.num_heads * layout.key_dim
 
 
 @contextlib.contextmanager

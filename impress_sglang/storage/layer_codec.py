@@ -23,8 +23,11 @@ def encode_layer(
     values: Tensor,
     mapping: LayerMapping | None,
     memory: memoryview,
+    energy: Tensor | None = None,
 ) -> None:
     """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes` long.
+
+    `energy` float32 [G, Dk] is that of the queries, if there are codes; see `codec.code_keys`.
 
     Raises:
         NotCodable: the layout has codes, and no range holds these KVs.
@@ -40,7 +43,7 @@ def encode_layer(
         start += size
     if layout.codes is not None:
         coded = CodedLayer.empty(layout.codes)
-        encode_codes(layout.codes, keys, values, coded)
+        encode_codes(layout.codes, keys, values, coded, energy)
         coded.put(layout.codes, torch.frombuffer(memory[start:], dtype=torch.uint8))
 
 

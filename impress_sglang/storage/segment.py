@@ -30,11 +30,11 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 from impress_sglang.storage.quality import EXACT, Quality
 
-MAGIC = b"IMPRSEG\x07"
-FORMAT_VERSION = 7
+MAGIC = b"IMPRSEG\x09"
+FORMAT_VERSION = 9
 # The version of blended segments: software that does not know about blending takes them for
 # damaged, and not for better than they are.
-BLENDED_VERSION = 8
+BLENDED_VERSION = 10
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")

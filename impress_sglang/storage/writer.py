@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from impress_sglang.precision.floors import FloorRule
+from impress_sglang.precision.floors import CodingRule
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import encode_layer
@@ -63,15 +63,16 @@ def write_segment(
     *,
     direct: bool,
     mapping: MappingLists | None = None,
-    floors: FloorRule | None = None,
+    coding: CodingRule | None = None,
     written_ns: int | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
-    `floors` gives the number of planes that belong to the base; None: none. `written_ns` is when
-    these KVs were first written, so that the file has their age; None: now. `is_wanted` is called
-    last: a segment purged meanwhile is not published, so that the next start does not find it.
+    `coding` says how layers are coded; None: without floors, and all channels count alike.
+    `written_ns` is when these KVs were first written, so that the file has their age; None: now.
+    `is_wanted` is called last: a segment purged meanwhile is not published, so that the next start
+    does not find it.
 
     Raises:
         OSError: the file system refused, for example because it is full; nothing is left behind.
@@ -83,7 +84,7 @@ def write_segment(
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
         descriptor = files.open(temporary, flags)
         try:
-            _write_contents(files, descriptor, info, read_layer, buffer, mapping, floors)
+            _write_contents(files, descriptor, info, read_layer, buffer, mapping, coding)
             if written_ns is not None:
                 _date(files, descriptor, written_ns)
             files.sync(descriptor)
@@ -121,7 +122,7 @@ def _write_contents(
     read_layer: LayerReader,
     buffer: AlignedBuffer,
     mapping: MappingLists | None,
-    floor_rule: FloorRule | None,
+    rule: CodingRule | None,
 ) -> None:
     layout, shape = info.layout(), info.shape
     checksums = np.zeros(layout.num_blocks, np.uint64)
@@ -130,11 +131,13 @@ def _write_contents(
     memory = buffer.view(max(layout.layer_bytes, layout.header_bytes))
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
-        if floor_rule is not None and shape.coded:
-            floors[layer] = floor_rule(layer, keys, values)
+        energy = None
+        if rule is not None and shape.coded:
+            coding = rule(layer, keys, values)
+            floors[layer], energy = coding.floors, coding.energy
         own_mapping = None if mapping is None else mapping[layer]
         body = memory[: layout.layer_bytes]
-        encode_layer(layout, keys, values, own_mapping, body)
+        encode_layer(layout, keys, values, own_mapping, body, energy)
         checksums[layer * blocks : (layer + 1) * blocks] = block_checksums(body, range(blocks))
         files.write(descriptor, layout.layer_offset(layer), body)
     header = memory[: layout.header_bytes]

@@ -11,8 +11,11 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration.factory import kv_shape
 from impress_sglang.integration.layers import check_layers
+from impress_sglang.management.policies import make_policy
 
 
 class LlamaForCausalLM(torch.nn.Module):
@@ -111,3 +114,14 @@ def test_changed_model(model: Callable[[], torch.nn.Module], word: str) -> None:
 def test_changed_pool(changed: dict[str, Any], word: str) -> None:
     with pytest.raises(UnsupportedError, match=word):
         check_layers(runner(LlamaForCausalLM(), make_pool(**changed)))
+
+
+@pytest.mark.parametrize("changed", [{"head_dim": 100}, {"v_head_dim": 12}])
+def test_vectors_that_do_not_fill_bytes_of_bits(changed: dict[str, int]) -> None:
+    """They are refused where they would be coded."""
+    own = runner(LlamaForCausalLM(), make_pool(**changed))
+    coded, paper = (make_policy(ImpressConfig(policy=name)) for name in ("impress", "paper"))
+    assert kv_shape(runner(LlamaForCausalLM()), coded, 1).coded
+    assert not kv_shape(own, paper, 1).coded
+    with pytest.raises(UnsupportedError, match="multiples of 8"):
+        kv_shape(own, coded, 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.precision.codec import (
+    GROUP_TOKENS,
     LEVELS,
     NUM_PLANES,
     Codes,
@@ -57,6 +58,18 @@ def restored(codes: Codes, planes: Tensor, part: slice = slice(None)) -> Tensor:
     for count in range(1, NUM_PLANES + 1):
         rows = torch.where(planes >= count, restore(codes, LEVELS[count])[part], rows)
     return rows
+
+
+def gained_of(codes: Codes, plane: int) -> Tensor:
+    """What a plane adds to values that have all below it, float32 [t, G, D]: bit by bit."""
+    whole = codes.codes.int()
+    if codes.sections is None:
+        shift = NUM_PLANES - 1 - plane
+        return ((whole >> shift & 1) - 0.5) * 2**shift * codes.step.float()[..., None]
+    each = torch.arange(len(whole)) // GROUP_TOKENS
+    upper, lower = ((codes.sections >> shift & 15)[each] == 1 + plane for shift in (0, 4))
+    gained = ((whole >> 2 & 3) - 1.5) * 4 * upper + ((whole & 3) - 1.5) * lower
+    return gained * codes.step.float()[each]
 
 
 def check_pool(pool: Tensor, rows: Tensor, expected: Tensor, *, empty: float = EMPTY) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.stored import SegmentState, StoredSegment
-from impress_sglang.precision.floors import Floors
+from impress_sglang.precision.floors import Coding, Floors
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
@@ -131,7 +131,7 @@ def write_kvs(
         FileSystem(),
         direct=direct,
         mapping=mapping,
-        floors=None if floors is None else lambda layer, keys, values: floors[layer],
+        coding=None if floors is None else lambda layer, keys, values: Coding(floors[layer]),
     )
     return path
 

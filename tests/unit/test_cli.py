@@ -289,13 +289,13 @@ LLAMA = {
 def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     asked = ["plan", "--prefixes=100", "--tokens=4096", "--per-day=10", "--json"]
-    assert main([*asked, f"--model={tmp_path}", "--bits=4"]) == DONE
+    assert main([*asked, f"--model={tmp_path}", "--bits=5"]) == DONE
     few = json.loads(capsys.readouterr().out)
     assert main([*asked, f"--model={tmp_path / 'config.json'}", "--bits=8"]) == DONE
     many = json.loads(capsys.readouterr().out)
     assert few["kv_bytes_per_token"] == 131_072
     # Ranges of keys and values come on top of their bits.
-    assert 4 / 16 < few["read_share"] < 5 / 16 and 8 / 16 < many["read_share"] < 9 / 16
+    assert 5 / 16 < few["read_share"] < 6 / 16 and 8 / 16 < many["read_share"] < 9 / 16
     assert few["ssd_gb"] == many["ssd_gb"] == pytest.approx(0.1 * few["file_mb"], abs=0.1)
     exact_mb = 4096 * 131_072 / 1e6
     assert few["file_mb"] == pytest.approx(exact_mb * (1 + many["read_share"]), rel=1e-3)
@@ -304,7 +304,14 @@ def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, [], {**LLAMA, "kv_lora_rank": 512}, {**LLAMA, "torch_dtype": "float17"}]
+    "config",
+    [
+        {},
+        [],
+        {**LLAMA, "kv_lora_rank": 512},
+        {**LLAMA, "torch_dtype": "float17"},
+        {**LLAMA, "head_dim": 100},
+    ],
 )
 def test_a_model_that_says_nothing_of_its_kvs(tmp_path: Path, capsys: Said, config: Any) -> None:
     path = tmp_path / "config.json"

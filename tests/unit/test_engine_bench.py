@@ -326,7 +326,7 @@ def test_more_bits_are_nearer_to_what_was_computed(prepared: Prepared) -> None:
     """The policy `impress` reads codes, also for a second request: slots are not kept."""
     request = prepared.engine.workload.measured[0]
     expected, errors = prepared.engine.serve_computed(request).logits, []
-    for bits in (4.0, 8.0):
+    for bits in (5.0, 8.0):
         with prepared.stored("impress", 1.0, bits) as engine:
             engine.warm(request)
             served = engine.serve(request)

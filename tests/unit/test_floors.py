@@ -16,8 +16,10 @@ from impress_sglang.precision import floors as measuring
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.floors import (
     MEASURED_TOKENS,
-    FloorMeter,
+    CodingMeter,
     LayerQueries,
+    energy_of,
+    floors_of,
     no_queries,
     sampled_groups,
 )
@@ -37,28 +39,30 @@ def some_layer(num_tokens: int, biases: tuple[float, ...]) -> tuple[Tensor, ...]
     values = torch.randn(num_tokens, HEADS, DIM, generator=generator)
     queries = 2 * torch.randn(16, HEADS * GROUP, DIM, generator=generator)
     for head, bias in enumerate(biases):
-        keys[:, head, 0] += bias * torch.cos(0.7 * torch.arange(num_tokens))
+        keys[:, head] += bias * torch.cos(0.7 * torch.arange(num_tokens))[:, None]
     return keys, values, queries
 
 
 def measured(
-    meter: FloorMeter, num_tokens: int, biases: tuple[float, ...], behind: int = 0
+    meter: CodingMeter, num_tokens: int, biases: tuple[float, ...], behind: int = 0
 ) -> list[int]:
     keys, values, queries = some_layer(num_tokens, biases)
     rule = meter.rule(lambda layer: LayerQueries(queries, DIM**-0.5), behind)
-    return rule(0, keys, values).tolist()
+    return rule(0, keys, values).floors.tolist()
 
 
 @pytest.mark.parametrize("num_tokens", [100, 1000, 1016, 5000])
 @pytest.mark.parametrize("behind", [0, 5, 400])
 def test_heads_with_large_biases_are_raised_and_no_others(num_tokens: int, behind: int) -> None:
-    floors = measured(FloorMeter(0.5), num_tokens, (0.0, 0.0, 3000.0), behind)
+    floors = measured(CodingMeter(0.5), num_tokens, (0.0, 0.0, 3000.0), behind)
     assert floors == [0, 0, NUM_PLANES]
-    assert measured(FloorMeter(0.5), num_tokens, (0.0, 0.0, 0.0), behind) == [0, 0, 0]
+    assert measured(CodingMeter(0.5), num_tokens, (0.0, 0.0, 0.0), behind) == [0, 0, 0]
 
 
 def test_less_is_bearable_than_more() -> None:
-    sums = [sum(measured(FloorMeter(own), 900, (0.0, 20.0, 60.0))) for own in (1e-4, 0.1, 0.4, 9.0)]
+    sums = [
+        sum(measured(CodingMeter(own), 900, (0.0, 20.0, 60.0))) for own in (1e-4, 0.1, 0.4, 9.0)
+    ]
     assert sums == sorted(sums, reverse=True)
     assert sums[0] == NUM_PLANES * HEADS and sums[-1] == 0
 
@@ -72,36 +76,79 @@ def test_the_own_tokens_of_the_queries_are_not_rounded() -> None:
     # The first query sees none of them.
     one = LayerQueries(torch.cat([queries[:1]] + [torch.zeros_like(queries[:1])] * 15), DIM**-0.5)
     for own, changed in ((given, keys), (one, late)):
-        rule = FloorMeter(0.5).rule(lambda layer, own=own: own, 0)
-        assert rule(0, changed, values).tolist() == [0, 0, NUM_PLANES]
+        rule = CodingMeter(0.5).rule(lambda layer, own=own: own, 0)
+        assert rule(0, changed, values).floors.tolist() == [0, 0, NUM_PLANES]
 
 
 def test_without_queries_what_was_measured_last_holds() -> None:
-    meter = FloorMeter(0.5)
+    meter = CodingMeter(0.5)
     keys, values, _ = some_layer(300, (0.0, 0.0, 3000.0))
     unknown = meter.rule(no_queries, 0)
-    assert unknown(0, keys, values).tolist() == [NUM_PLANES] * HEADS
+    assert unknown(0, keys, values).floors.tolist() == [NUM_PLANES] * HEADS
     # What nobody has measured says nothing.
     meter.note(np.full((1, HEADS), NUM_PLANES, np.uint8))
     assert meter.mean_planes == 0.0
     assert measured(meter, 300, (0.0, 0.0, 3000.0)) == [0, 0, NUM_PLANES]
-    assert unknown(0, keys, values).tolist() == [0, 0, NUM_PLANES]
-    assert unknown(1, keys, values).tolist() == [NUM_PLANES] * HEADS
+    assert unknown(0, keys, values).floors.tolist() == [0, 0, NUM_PLANES]
+    assert unknown(1, keys, values).floors.tolist() == [NUM_PLANES] * HEADS
     meter.note(np.array([[1, 0, 0], [0, 1, 0]], np.uint8))
-    assert unknown(0, keys, values).tolist() == [1, 0, 0]
-    assert unknown(1, keys, values).tolist() == [0, 1, 0]
+    assert unknown(0, keys, values).floors.tolist() == [1, 0, 0]
+    assert unknown(1, keys, values).floors.tolist() == [0, 1, 0]
     assert meter.mean_planes == pytest.approx(1 / 3)
     # Too few tokens before the queries to say anything.
     short = meter.rule(lambda layer: LayerQueries(some_layer(70, (0.0,))[2], 1.0), 0)
-    assert short(0, keys[:70], values[:70]).tolist() == [1, 0, 0]
+    assert short(0, keys[:70], values[:70]).floors.tolist() == [1, 0, 0]
 
 
-def test_nothing_is_measured_if_that_is_not_wanted() -> None:
-    def fail(layer: int) -> None:
-        raise AssertionError
+def test_no_floors_are_measured_if_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But which channels are used is known."""
+    monkeypatch.setattr(measuring, "floors_of", None)
+    keys, values, queries = some_layer(300, (3000.0,))
+    rule = CodingMeter(0.0).rule(lambda layer: LayerQueries(queries, DIM**-0.5), 0)
+    found = rule(0, keys, values)
+    assert found.floors.tolist() == [0, 0, 0] and found.energy is not None
 
-    keys, values, _ = some_layer(300, (3000.0,))
-    assert FloorMeter(0.0).rule(fail, 0)(0, keys, values).tolist() == [0, 0, 0]
+
+def test_energy_is_the_mean_square_of_the_queries_of_a_kv_head() -> None:
+    queries = torch.zeros(2, 4, 3, dtype=torch.bfloat16)
+    queries[0, 0] = torch.tensor([1.0, 2.0, 0.0])
+    queries[1, 1] = torch.tensor([3.0, 0.0, 0.0])
+    queries[1, 3] = torch.tensor([0.0, 0.0, -4.0])
+    found = energy_of(queries, 2)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[2.5, 1.0, 0.0], [0.0, 0.0, 4.0]]
+
+
+@pytest.mark.parametrize("bearable", [0.0, 0.5])
+def test_the_energy_of_a_layer_is_that_measured_last(bearable: float) -> None:
+    meter = CodingMeter(bearable)
+    keys, values, queries = some_layer(300, (0.0,))
+    unknown = meter.rule(no_queries, 0)
+    assert unknown(0, keys, values).energy is None
+    found = []
+    # Also of too few tokens to measure floors, and of queries behind the segment.
+    for factor, tokens, behind in ((1.0, 300, 0), (2.0, 20, 0), (3.0, 300, 50)):
+        given = LayerQueries(factor * queries, 1.0)
+        rule = meter.rule(lambda layer, given=given: given, behind)
+        found.append(rule(0, keys[:tokens], values[:tokens]).energy)
+        assert torch.equal(found[-1], energy_of(factor * queries, HEADS))
+        assert torch.equal(unknown(0, keys, values).energy, found[-1])
+        assert unknown(1, keys, values).energy is None
+    # Floors of headers say nothing of it.
+    meter.note(np.zeros((2, HEADS), np.uint8))
+    assert torch.equal(unknown(0, keys, values).energy, found[-1])
+    assert unknown(1, keys, values).energy is None
+
+
+def test_floors_are_those_of_keys_in_the_order_of_the_energy() -> None:
+    """Queries that have nothing in a channel with a large range lose nothing there."""
+    keys, values, queries = some_layer(300, ())
+    keys[:, 1, :8] *= 30.0
+    queries[:, GROUP : 2 * GROUP, :8] *= 1e-3
+    given = LayerQueries(queries, DIM**-0.5)
+    floors = CodingMeter(0.1).rule(lambda layer: given, 0)(0, keys, values).floors
+    other = floors_of((keys[:-16], values[:-16]), (keys[-16:], values[-16:]), given, 0.1)
+    assert floors[1] < other[1] and floors[0] <= other[0] and floors[2] <= other[2]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 65, 1000, 4096, 5001])
@@ -122,13 +169,13 @@ def test_what_was_measured_says_the_same_again(monkeypatch: pytest.MonkeyPatch) 
     sizes = []
     rounded = measuring.code_keys
 
-    def code_keys(keys: Tensor) -> object:
+    def code_keys(keys: Tensor, energy: Tensor) -> object:
         sizes.append(len(keys))
         time.sleep(0.03 * (len(sizes) % 2))
-        return rounded(keys)
+        return rounded(keys, energy)
 
     monkeypatch.setattr(measuring, "code_keys", code_keys)
-    meter = FloorMeter(0.5)
+    meter = CodingMeter(0.5)
     floors = [measured(meter, 5000, (0.0, 20.0, 60.0)) for _ in range(3)]
     assert floors == floors[:1] * 3
     assert max(sizes) <= MEASURED_TOKENS and len(set(sizes)) == 1
@@ -176,15 +223,15 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(tmp_path: Path) -
 
     store = bench.open(**options)
     put(range(200), lambda layer: LayerQueries(kvs[layer][2], DIM**-0.5))
-    assert floors_in(store) == [[[0, 0, 2], [0, 0, 0]]]
+    assert floors_in(store) == [[[0, 0, NUM_PLANES], [0, 0, 0]]]
     put(range(300))
-    assert floors_in(store)[1] == [[0, 0, 2], [0, 0, 0]]
+    assert floors_in(store)[1] == [[0, 0, NUM_PLANES], [0, 0, 0]]
     stored = store.forecast.coded_bytes(look_up(store, range(400)).spans)
     assert 0 < stored.base == stored.expected(0) < stored.expected(1)
     assert stored.expected(2) == stored.base + 2 * stored.plane
     # Nothing is measured here, but headers say what was.
     store = bench.reopen(store, **options)
-    assert floors_in(store) == [[[0, 0, 2], [0, 0, 0]]] * 2
+    assert floors_in(store) == [[[0, 0, NUM_PLANES], [0, 0, 0]]] * 2
     put(range(400))
-    assert floors_in(store)[2] == [[0, 0, 2], [0, 0, 0]]
+    assert floors_in(store)[2] == [[0, 0, NUM_PLANES], [0, 0, 0]]
     bench.close(store)

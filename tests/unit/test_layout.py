@@ -30,7 +30,7 @@ def shapes(draw: st.DrawFn) -> KVShape:
         value_dim=value_dim,
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         probe_kv_heads=tuple(sorted(probe)),
-        # A byte has four elements of a plane.
+        # A byte has eight elements of a plane.
         coded=key_dim > 1 and value_dim > 1 and draw(st.booleans()),
     )
 
@@ -152,22 +152,23 @@ def test_the_probe_column_is_of_no_head_group() -> None:
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:
-    """The same model: 16 groups of tokens in the base, and a unit has 64 tokens of a head."""
+    """The same model: 16 groups of tokens in the base, and a unit has 128 tokens of a head."""
     shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True)
     layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
     codes = layout.codes
 
     assert codes is not None
-    # Two halves for each channel of keys and for each value; then 4 bits of each element.
-    assert codes.group_bytes == 2 * 2 * 8 * (128 + 64) + 64 * 8 * 256 // 2
-    assert codes.unit_tokens == 64 and codes.num_units == 16
-    assert codes.planes_bytes == 2 * 8 * 16 * BLOCK
-    # 16 groups of 71,680 bytes; a page has 2 of them, which are 35 blocks.
-    assert (codes.page_groups, codes.page_bytes) == (2, 35 * BLOCK)
-    assert codes.base_bytes == 8 * 35 * BLOCK
+    # Two halves for each channel of keys and for each value, and a byte for each channel of keys;
+    # then 5 bits of each element.
+    assert codes.group_bytes == 2 * 2 * 8 * (128 + 64) + 8 * 128 + 64 * 8 * 256 * 5 // 8
+    assert codes.unit_tokens == 128 and codes.num_units == 8
+    assert codes.planes_bytes == 3 * 8 * 8 * BLOCK
+    # 16 groups of 89,088 bytes; a page has 4 of them, which are 87 blocks.
+    assert (codes.page_groups, codes.page_bytes) == (4, 87 * BLOCK)
+    assert codes.base_bytes == 4 * 87 * BLOCK
     assert layout.columns_bytes == 1008 * BLOCK
-    assert layout.codes_offset(1) == BLOCK * (1 + 2 * 1008 + 280 + 256)
-    assert layout.num_blocks == 32 * (1008 + 280 + 256)
+    assert layout.codes_offset(1) == BLOCK * (1 + 2 * 1008 + 348 + 192)
+    assert layout.num_blocks == 32 * (1008 + 348 + 192)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,22 +17,25 @@ from impress_sglang.precision.codec import (
     GROUP_TOKENS,
     LEVELS,
     NUM_PLANES,
+    NUM_SECTIONS,
     PLANE_BITS,
     Codes,
     NotCodable,
     code_keys,
     code_values,
     pack,
-    plane_of,
+    packed_base,
+    packed_sections,
     raised,
     restore,
+    sections_of,
     unpack,
 )
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.slots import raise_units, restore_base
 from impress_sglang.precision.tokens import CodedTokens
-from tests.unit.coded_factory import check_pool, restored
+from tests.unit.coded_factory import check_pool, gained_of, restored
 
 COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -43,6 +48,15 @@ def random_kv(num_tokens: int, heads: int = 2, dim: int = 8, seed: int = 1) -> T
     rows = torch.randn(num_tokens, heads, dim, generator=generator)
     scale = 10 ** (2 * torch.rand(heads, dim, generator=generator) - 1)
     return rows * scale + 100 * torch.randn(heads, dim, generator=generator)
+
+
+def known_bits(codes: Codes, planes: int) -> Tensor:
+    """How many bits of each element so many planes tell, float32 [t, G, D] or [1]."""
+    if codes.sections is None:
+        return torch.tensor([5.0 + planes])
+    both = torch.stack([codes.sections & 15, codes.sections >> 4])
+    known = 4 + 2 * (both <= planes).sum(0).float()
+    return known.repeat_interleave(GROUP_TOKENS, 0)[: len(codes.codes)]
 
 
 def steps_of(codes: Codes) -> Tensor:
@@ -60,12 +74,13 @@ def test_no_element_is_off_by_more_than_half_a_cell(
 ) -> None:
     exact = random_kv(count).to(dtype)
     codes = KINDS[kind](exact)
-    for bits in LEVELS:
+    for planes, bits in enumerate(LEVELS):
         found = restore(codes, bits)
         assert found.shape == exact.shape and found.dtype == torch.float32
-        cell = 2 ** (CODE_BITS - bits) * steps_of(codes)
+        known = known_bits(codes, planes)
+        cell = 2 ** (CODE_BITS - known) * steps_of(codes)
         # Rounding to the nearest of all codes may put an element half a step beyond its cell.
-        limit = cell / 2 + (steps_of(codes) / 2 if bits < CODE_BITS else 0)
+        limit = cell / 2 + steps_of(codes) / 2 * (known < CODE_BITS)
         assert ((found - exact.float()).abs() <= limit + 1e-4).all()
 
 
@@ -85,10 +100,103 @@ def test_ranges_are_no_wider_than_half_precision_makes_them(count: int) -> None:
 def test_each_plane_adds_its_bits_to_what_is_there(kind: str) -> None:
     codes = KINDS[kind](random_kv(200))
     value = restore(codes, LEVELS[0])
-    for plane, bits in enumerate(LEVELS[:-1]):
-        part = plane_of(codes.codes, plane)
-        value = value + raised(part, bits, PLANE_BITS) * steps_of(codes)
-        assert torch.allclose(value, restore(codes, bits + PLANE_BITS), atol=1e-4)
+    for plane, bits in enumerate(LEVELS[1:]):
+        value = value + gained_of(codes, plane)
+        assert torch.allclose(value, restore(codes, bits), atol=1e-4)
+
+
+def test_what_more_bits_add_is_the_way_to_the_next_middle() -> None:
+    """From the middle of a cell to that of the part of it that these bits name."""
+    for bits, more in itertools.product(range(1, 7), (1, 2)):
+        codes = torch.arange(256)
+        cell, smaller = 2 ** (CODE_BITS - bits), 2 ** (CODE_BITS - bits - more)
+        middles = [(codes // own + 0.5) * own for own in (cell, smaller)]
+        part = codes // smaller % 2**more
+        assert torch.equal(middles[0] + raised(part, bits, more), middles[1])
+
+
+def brute_sections(weight: list[float]) -> list[int]:
+    """Sections of the pairs of one head, one pair after another."""
+    gains = [np.float32(weight), np.float32(weight) / np.float32(16)]
+    left = [(lower, channel) for lower in range(2) for channel in range(len(weight))]
+    found = [0] * len(weight)
+    for rank in range(2 * len(weight)):
+        best = left[0]
+        for pair in left:
+            if gains[pair[0]][pair[1]] > gains[best[0]][best[1]]:
+                best = pair
+        left.remove(best)
+        found[best[1]] |= rank // (len(weight) // 2) << 4 * best[0]
+    return found
+
+
+WEIGHTS = st.sampled_from([0.0, 1e-45, 1e-20, 0.25, 1.0, 4.0, 16.0, 20.0, 300.0, torch.inf])
+
+
+@given(st.sampled_from([8, 16]).flatmap(lambda n: st.lists(WEIGHTS, min_size=n, max_size=n)))
+def test_pairs_are_in_the_order_of_what_they_gain(weight: list[float]) -> None:
+    """Of equal gains (zeros too) upper pairs are first, and then lower channels."""
+    found = sections_of(torch.tensor([[weight]]))
+    assert found.tolist() == [[brute_sections(weight)]]
+    upper, lower = found & 15, found >> 4
+    assert (upper <= lower).all()
+    counts = torch.bincount(torch.cat([upper, lower]).flatten().int(), minlength=NUM_SECTIONS)
+    assert counts.tolist() == [len(weight) // 2] * NUM_SECTIONS
+
+
+def test_channels_that_count_alike_get_their_upper_bits_first() -> None:
+    for weight in (torch.zeros(8), torch.ones(8), torch.full((8,), torch.nan)):
+        assert sections_of(weight).tolist() == [0x20] * 4 + [0x31] * 4
+
+
+def test_a_channel_with_a_large_range_and_large_queries_gets_its_bits_first() -> None:
+    keys, energy = torch.randn(100, 2, 16), torch.ones(2, 16)
+    keys[:, :, 3] *= 30.0
+    codes = code_keys(keys, energy)
+    assert codes.sections is not None
+    assert (codes.sections[:, :, 3] == 0).all() and (codes.sections[..., 4:] > 0).all()
+    # A head whose queries have nothing there does without.
+    energy[1, 3] = 0.0
+    other = code_keys(keys, energy)
+    assert other.sections is not None
+    assert torch.equal(other.sections[:, 0], codes.sections[:, 0])
+    assert (other.sections[:, 1, 3] == 0x33).all()
+    # Only the order of bits differs.
+    assert torch.equal(other.codes, codes.codes) and torch.equal(other.step, codes.step)
+    assert torch.equal(restore(other, LEVELS[-1]), restore(codes, LEVELS[-1]))
+    assert not torch.equal(restore(other, LEVELS[0])[:, 1], restore(codes, LEVELS[0])[:, 1])
+
+
+def test_logits_are_nearer_with_the_energy_of_their_queries() -> None:
+    keys = random_kv(GROUP_TOKENS * 4, dim=32)
+    queries = torch.randn(16, 2, 32) * 10 ** (2 * torch.rand(2, 32) - 1)
+    energy = queries.square().mean(0)
+    for bits in LEVELS[:-1]:
+        found = [
+            torch.einsum("nhd,thd->hnt", queries, restore(own, bits) - keys).square().mean()
+            for own in (code_keys(keys, energy), code_keys(keys))
+        ]
+        assert found[0] < 0.9 * found[1]
+
+
+@pytest.mark.parametrize("dim", [8, 80, 96, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_is_in_the_base_or_a_plane_once(kind: str, dim: int) -> None:
+    """Put together from packed bytes, by the definition, they are the codes."""
+    codes = KINDS[kind](random_kv(70, dim=dim))
+    sections = packed_sections(codes)
+    assert sections.shape == (NUM_SECTIONS, 70, 2, dim // 8)
+    whole = unpack(packed_base(codes), 4).int() << 4
+    if codes.sections is None:
+        for section, rows in enumerate(sections):
+            whole |= unpack(rows, 1).int() << 3 - section
+    for token, head in itertools.product(range(70), range(2)) if kind == "keys" else ():
+        own = codes.sections[token // GROUP_TOKENS, head].tolist()
+        rows = [unpack(sections[section, token, head], 2).tolist() for section in range(4)]
+        for shift, nibble in ((2, 0), (0, 4)):
+            for channel, both in enumerate(own):
+                whole[token, head, channel] |= rows[both >> nibble & 15].pop(0) << shift
+    assert torch.equal(whole, codes.codes.int())
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
@@ -114,7 +222,7 @@ def test_what_no_range_holds_is_refused(bad: float, kind: str) -> None:
         KINDS[kind](exact)
 
 
-SHAPES = [(3, 64, 64), (8, 128, 128), (4, 256, 256), (8, 80, 80), (2, 192, 128), (1, 4, 4)]
+SHAPES = [(3, 64, 64), (8, 128, 128), (4, 256, 256), (8, 80, 80), (2, 192, 128), (1, 8, 8)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -123,8 +231,8 @@ def test_layouts_hold_every_bit(shape: tuple[int, int, int], num_tokens: int) ->
     heads, key_dim, value_dim = shape
     layout = CodeLayout(num_tokens, heads, key_dim, value_dim, 4096)
     elements = num_tokens * heads * (key_dim + value_dim)
-    assert layout.base_bytes >= elements / 2
-    assert layout.planes_bytes >= elements / 2
+    assert layout.base_bytes >= elements * 5 / 8
+    assert layout.planes_bytes >= elements * 3 / 8
     assert 0.93 * 4096 < layout.unit_bytes <= layout.unit_stride == 4096
     assert not layout.base_bytes % 4096 and not layout.page_bytes % 4096
     ends = [layout.group_offset(group) + layout.group_bytes for group in range(layout.num_groups)]
@@ -140,9 +248,26 @@ def test_layouts_hold_every_bit(shape: tuple[int, int, int], num_tokens: int) ->
 def test_a_layer_in_codes_is_as_long_as_the_documentation_says() -> None:
     layout = CodeLayout(3008, 8, 128, 128, 4096)
     exact = 3008 * 8 * 256 * 2
-    assert layout.base_bytes / exact == pytest.approx(0.25 + 0.0234, abs=1e-3)
-    assert layout.num_groups * layout.group_range_bytes / exact == pytest.approx(0.0234, abs=1e-4)
-    assert layout.planes_bytes / exact == 0.25
+    ranges = layout.num_groups * layout.group_range_bytes
+    assert layout.base_bytes / exact == pytest.approx(5 / 16 + 0.0273, abs=1e-3)
+    assert ranges / exact == pytest.approx(0.0273, abs=1e-4)
+    # The last unit of 24 is half empty.
+    assert layout.planes_bytes / exact == pytest.approx(3 / 16 * 24 / 23.5)
+
+
+def test_parts_of_a_group_stand_one_behind_the_other() -> None:
+    layout = CodeLayout(100, 3, 16, 24, 4096)
+    assert layout.group_bounds_bytes == 3 * 2 * 16 * 2 + 64 * 3 * 2 * 2 == 960
+    assert layout.group_range_bytes == 960 + 3 * 16 == 1008
+    assert layout.base_places == (1008, 1008 + 1536, 1008 + 1536 + 384, 1008 + 1536 + 384 + 2304)
+    assert layout.group_bytes == 1008 + 1536 + 384 + 2304 + 576
+    assert layout.token_unit_bytes == 5 and layout.unit_tokens == 816
+
+
+@pytest.mark.parametrize("dims", [(12, 16), (16, 4), (100, 100)])
+def test_dimensions_are_multiples_of_eight(dims: tuple[int, int]) -> None:
+    with pytest.raises(AssertionError):
+        CodeLayout(100, 3, *dims, 4096)
 
 
 class Coded:
@@ -151,15 +276,48 @@ class Coded:
     def __init__(self, num_tokens: int, heads: int = 2, dims: tuple[int, int] = (16, 8)) -> None:
         self.keys = random_kv(num_tokens, heads, dims[0])
         self.values = random_kv(num_tokens, heads, dims[1], seed=2)
+        energy = random_kv(heads, 1, dims[0], seed=3)[:, 0].square()
         # Units of 32 tokens, half a group.
         self.layout = CodeLayout(num_tokens, heads, *dims, 32 * sum(dims) * PLANE_BITS // 8)
         self.coded = CodedLayer.empty(self.layout)
-        encode_layer(self.layout, self.keys, self.values, self.coded)
-        self.codes = code_keys(self.keys), code_values(self.values)
+        encode_layer(self.layout, self.keys, self.values, self.coded, energy)
+        self.codes = code_keys(self.keys, energy), code_values(self.values)
 
     def tokens(self, start: int, stop: int, slots: Tensor) -> CodedTokens:
         groups = self.coded.groups[start // GROUP_TOKENS : -(-stop // GROUP_TOKENS)]
         return CodedTokens(self.layout, groups, start, slots)
+
+
+DIMS = [(8, 16), (64, 64), (80, 96), (96, 80), (128, 128), (72, 56)]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(("num_tokens", "start"), [(200, 0), (150, 37), (64, 3), (1, 0)])
+def test_slots_hold_what_codes_say_bit_by_bit(
+    num_tokens: int, start: int, dims: tuple[int, int]
+) -> None:
+    """The base, and any planes that are added to it at once."""
+    layer = Coded(num_tokens, 3, dims)
+    tokens = layer.tokens(start, num_tokens, torch.randperm(num_tokens + 3)[start:num_tokens])
+    pools = [torch.zeros(num_tokens + 3, 3, dim) for dim in dims]
+    restore_base(tokens, *pools)
+    for pool, codes in zip(pools, layer.codes, strict=True):
+        assert torch.equal(pool[tokens.slots], restore(codes, LEVELS[0])[start:])
+    units = range(start // layer.layout.unit_tokens, layer.layout.num_units)
+    for count in range(1, NUM_PLANES + 1):
+        for some in itertools.combinations(range(NUM_PLANES), count):
+            copies = [pool.clone() for pool in pools]
+            places = torch.tensor(list(itertools.product(some, range(3), units)))
+            raise_units(tokens, places, layer.coded.planes[places.unbind(1)], *copies)
+            for pool, copy, codes in zip(pools, copies, layer.codes, strict=True):
+                # In steps, which are exact; so they are added in one rounding.
+                whole = dataclasses.replace(codes, step=torch.ones_like(codes.step))
+                gained = sum(gained_of(whole, plane) for plane in some) * steps_of(codes)
+                assert torch.equal(copy[tokens.slots], pool[tokens.slots] + gained[start:])
+            if some == tuple(range(count)):
+                for copy, codes in zip(copies, layer.codes, strict=True):
+                    expected = restore(codes, LEVELS[count])[start:]
+                    assert torch.allclose(copy[tokens.slots], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -183,7 +183,7 @@ def resealed(header: bytes, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("quality", "own", "other"), [(EXACT, 7, 6), (EXACT, 7, 8), (Quality(1, 1.0, 6.0, 0.5), 8, 7)]
+    ("quality", "own", "other"), [(EXACT, 9, 7), (EXACT, 9, 10), (Quality(1, 1.0, 6.0, 0.5), 10, 9)]
 )
 def test_another_format_version_is_unreadable_and_says_so(
     tmp_path: Path, quality: Quality, own: int, other: int
@@ -191,7 +191,9 @@ def test_another_format_version_is_unreadable_and_says_so(
     """What was blended has one that software without blended segments does not know."""
     path = header_file(tmp_path, dataclasses.replace(SMALL, quality=quality))
     header = path.read_bytes()
-    body = header[32:].replace(b'"version": %d' % own, b'"version": %d' % other)
+    # Both as long, with as many spaces as that takes.
+    before, after = f'"version": {own}', f'"version":{other:>{1 + len(str(own))}}'
+    body = header[32:].replace(before.encode(), after.encode())
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 

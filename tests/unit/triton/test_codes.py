@@ -11,16 +11,14 @@ from impress_sglang.precision.codec import (
     GROUP_TOKENS,
     LEVELS,
     NUM_PLANES,
-    PLANE_BITS,
     code_keys,
     code_values,
-    plane_of,
-    raised,
     restore,
 )
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.triton import codes
+from tests.unit.coded_factory import gained_of
 from tests.unit.triton.conftest import compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -36,7 +34,7 @@ class Case:
     ) -> None:
         heads, key_dim, value_dim = shape
         self.num_tokens = num_tokens
-        bits = UNIT_TOKENS * (key_dim + value_dim) * 2
+        bits = UNIT_TOKENS * (key_dim + value_dim)
         self.layout = CodeLayout(num_tokens, *shape, bits // 8)
         assert self.layout.unit_tokens == UNIT_TOKENS
         keys, values = (
@@ -44,10 +42,9 @@ class Case:
             for dim in (key_dim, value_dim)
         )
         self.coded = CodedLayer.empty(self.layout)
-        encode_layer(self.layout, keys, values, self.coded)
-        self.codes = code_keys(keys), code_values(values)
-        key_steps = self.codes[0].step.float().repeat_interleave(GROUP_TOKENS, 0)[:num_tokens]
-        self.steps = key_steps, self.codes[1].step.float()[..., None].expand(-1, -1, value_dim)
+        energy = torch.rand(heads, key_dim) ** 4
+        encode_layer(self.layout, keys, values, self.coded, energy)
+        self.codes = code_keys(keys, energy), code_values(values)
         self.slots = torch.randperm(num_tokens + 7)[:num_tokens]
         memory = torch.zeros(num_tokens + 7, heads + 1, max(key_dim, value_dim) + 16, dtype=dtype)
         self.pools = [memory.clone().to(device) for _ in range(2)]
@@ -98,12 +95,14 @@ class Case:
                 for plane in range(NUM_PLANES)
             ]
             entries.append([head, unit * UNIT_TOKENS - first, *own])
-        uploaded = torch.tensor(entries, dtype=torch.int64).view(-1, 4).to(self._device)
+        uploaded = (
+            torch.tensor(entries, dtype=torch.int64).view(-1, 2 + NUM_PLANES).to(self._device)
+        )
         codes.raise_units(groups, uploaded, UNIT_TOKENS, *self.views(self.pools))
-        for view, own, steps in zip(self.views(self.expected), self.codes, self.steps, strict=True):
-            gained = torch.zeros(steps.shape)
+        for view, own in zip(self.views(self.expected), self.codes, strict=True):
+            gained = torch.zeros(own.codes.shape)
             for plane in range(NUM_PLANES):
-                part = raised(plane_of(own.codes, plane), LEVELS[plane], PLANE_BITS) * steps
+                part = gained_of(own, plane)
                 wanted = planes[plane].repeat_interleave(UNIT_TOKENS, 1)[:, : self.num_tokens]
                 gained += part * wanted.T[..., None]
             slots = self.slots[start:stop]
@@ -128,9 +127,9 @@ def test_slots_hold_what_the_oracle_restores(
     case = Case(device, shape, 150, dtype)
     groups = case.restore(*span)
     case.check()
-    # No plane, the first, the second, and both, in turn.
-    turn = (torch.arange(case.layout.num_units) + torch.arange(shape[0])[:, None]) % 4
-    planes = torch.stack([turn % 2 == 1, turn >= 2])
+    # No plane, the first, the second, both, and so on, in turn.
+    turn = (torch.arange(case.layout.num_units) + 3 * torch.arange(shape[0])[:, None]) % 8
+    planes = torch.stack([turn >> plane & 1 == 1 for plane in range(NUM_PLANES)])
     case.raise_units(groups, planes, *span)
     case.check()
 
@@ -146,9 +145,9 @@ def test_nothing_to_do_is_done(device: str) -> None:
 @pytest.mark.parametrize("kernel", [codes._restore_kernel, codes._raise_kernel])
 def test_kernels_compile_for_an_h100(kernel: triton.runtime.JITFunction, dim: int) -> None:
     constants = {
-        "RANGE_BYTES": 32 * (dim + 64),
+        "RANGE_BYTES": 32 * (dim + 64) + 8 * dim,
         "GROUP_TOKENS": 64,
-        "UNIT_TOKENS": 8192 // dim,
+        "UNIT_TOKENS": 16384 // dim,
         "HEADS": 8,
         "KEY_DIM": dim,
         "VALUE_DIM": dim,
