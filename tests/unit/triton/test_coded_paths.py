@@ -122,7 +122,7 @@ PREFIXES = {
     "several": [CodedPart(300, 97), CodedPart(64), CodedPart(300, 0, 155)],
 }
 # In pages of the first there is no padding.
-DIMS = [(64, 32), (80, 48)]
+DIMS = [(64, 24), (80, 48)]
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ DIMS = [(64, 32), (80, 48)]
     [
         ("one", DIMS[1], torch.bfloat16, 6.5, (40, 60)),
         ("several", DIMS[1], torch.float32, 6.0, (9, 13)),
-        ("one", DIMS[0], torch.bfloat16, 4.0, (0, 0)),
-        ("several", DIMS[0], torch.bfloat16, 4.2, (0, 0)),
+        ("one", DIMS[0], torch.bfloat16, 5.0, (0, 0)),
+        ("several", DIMS[0], torch.bfloat16, 5.2, (0, 0)),
         ("several", DIMS[0], torch.float16, 8.0, (0, 400)),
     ],
 )

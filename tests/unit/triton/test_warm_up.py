@@ -176,7 +176,7 @@ PREFIXES = {
     "long": Prefix([LONG], (40,), NEW),
     "long after short": Prefix([SHORT, LONG], (40,), NEW),
 }
-BITS = (4.0, 5.0, 8.0)
+BITS = (5.0, 6.5, 8.0)
 
 
 def layer_inputs(shape: KVShape, new: int, resident: int) -> LayerInputs:
