@@ -35,8 +35,8 @@ from impress_sglang.precision.codec import (
 
 # How many queries, of the last tokens of a prompt, are noted for this.
 MEASURED_QUERIES = 16
-# The most tokens of a layer that are rounded for this: 3 to 4 ms of the writing thread for
-# SmolLM2-135M, 18 to 31 ms for Llama-3-8B. It is no limit of time, so that a busy machine stores
+# The most tokens of a layer that are rounded for this: 2 to 4 ms of the writing thread for
+# SmolLM2-135M, 8 to 23 ms for Llama-3-8B. It is no limit of time, so that a busy machine stores
 # the same prompt with the same floors.
 MEASURED_TOKENS = 8 * GROUP_TOKENS
 

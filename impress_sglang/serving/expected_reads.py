@@ -61,13 +61,19 @@ class ExpectedReads:
             return self.forecast.seconds_to_read((1.0 - there) * self._exact_bytes(retention))
         num_tokens = sum(map(len, self.spans))
         whole = self.policy.tokens_to_load(num_tokens, retention) == num_tokens
-        coded, planes = self._missing if whole else self._everything, planes_of(bits)
-        left = coded.expected(planes)
-        if ahead is not None:
-            left = coded.expected(max(planes, ahead.planes)) - there * coded.expected(ahead.planes)
-        for cover in self.covers if whole else ():
-            left += self._lacking_bytes(cover, planes)
-        return self.forecast.seconds_to_read(left)
+        planes = planes_of(bits)
+        if ahead is None:
+            return self.forecast.seconds_to_read(self._coded_bytes(planes, whole=whole))
+        most = self._coded_bytes(max(planes, ahead.planes), whole=whole)
+        done = there * self._coded_bytes(ahead.planes, whole=whole)
+        return self.forecast.seconds_to_read(most - done)
+
+    def _coded_bytes(self, planes: int, *, whole: bool) -> float:
+        if not whole:
+            # A request that uses a part of a prefix shares nothing.
+            return self._everything.expected(planes)
+        lacking = sum(self._lacking_bytes(cover, planes) for cover in self.covers)
+        return self._missing.expected(planes) + lacking
 
     def _exact_bytes(self, retention: float) -> float:
         if retention >= 1.0:
@@ -86,7 +92,6 @@ class ExpectedReads:
 
     @functools.cached_property
     def _everything(self) -> CodedBytes:
-        """A request that uses a part of a prefix shares nothing."""
         return self.forecast.coded_bytes(self.spans)
 
     def _lacking_bytes(self, cover: Cover, planes: int) -> float:

@@ -222,22 +222,25 @@ class SharedLoading:
         left, self._left = self._left, []
         return left
 
-    def _join(self, source: CodedSource | None = None) -> list[PartLoad]:
+    def _join(self, source: CodedSource | None = None, planes: int = 0) -> list[PartLoad]:
+        """`planes`: how many others want that will join what is opened."""
         parts = list(dict.fromkeys(use.part for use in self._uses))
         fresh = [part for part in parts if part.load is None]
         if fresh:
             if source is None:
-                source = self._open(fresh)
+                source = self._open(fresh, max(planes, self._planes))
             source.timeline = self._timeline
             PartLoad(source, fresh)
             self._store.ahead.join(source)
         loads = list(dict.fromkeys(part.load[0] for part in parts if part.load is not None))
         for load in loads:
             load.pending += 1
-            load.source.want(self._planes)
+            load.planes = max(load.planes, self._planes)
+            if load.source.layer < 0:
+                load.source.want(self._planes)
         return loads
 
-    def _open(self, parts: Sequence[ResidentPart]) -> CodedSource:
+    def _open(self, parts: Sequence[ResidentPart], planes: int) -> CodedSource:
         spans = []
         for part in parts:
             segment = self._store.tree.get(part.segment_id)
@@ -245,7 +248,7 @@ class SharedLoading:
                 raise SegmentUnreadable(part.segment_id, "was removed after it was matched")
             spans.append(StoredSpan(segment, part.start, part.stop))
         in_slots = [part.planes if part.layers_loaded else None for part in parts]
-        return self._store.open_coded(spans, in_slots, self._planes)
+        return self._store.open_coded(spans, in_slots, planes)
 
     def _renew(self) -> None:
         """As a pass begins, replace joined loads from which another pass has read already.
@@ -263,7 +266,8 @@ class SharedLoading:
                         part.load = None
         if stale:
             own = {id(load) for load in self._loads}
-            joined = self._join()
+            # Others of this pass may join when it has been read from.
+            joined = self._join(planes=max(load.planes for load in stale))
             for load in joined:
                 load.pending -= id(load) in own
             self._loads = joined

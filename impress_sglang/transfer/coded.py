@@ -25,7 +25,7 @@ from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, SSD_READ, Timeline
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
-from impress_sglang.transfer.coded_span import CodedSpan
+from impress_sglang.transfer.coded_span import CodedSpan, Planes
 from impress_sglang.transfer.frames import FrameTaker, make_taker
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.stored_source import StoredSource
@@ -55,6 +55,7 @@ class ResidentRange(Protocol):
     start: int
     stop: int
     layers_loaded: int
+    planes: Planes
 
 
 class CodedSource(StoredSource):
@@ -125,14 +126,13 @@ class CodedSource(StoredSource):
         return found
 
     def reads(self, parts: Sequence[ResidentRange]) -> bool:
-        """Whether its spans are these parts, and it reads the base of just those not in slots."""
-        mine = [
-            (own.segment.segment_id, own.start, own.stop, own.in_slots is not None)
-            for own in self.spans
-        ]
-        return mine == [
-            (own.segment_id, own.start, own.stop, own.layers_loaded > 0) for own in parts
-        ]
+        """Whether its spans are these parts, and it reads just what of them is not in slots."""
+        mine = [(own.segment.segment_id, own.start, own.stop) for own in self.spans]
+        if mine != [(own.segment_id, own.start, own.stop) for own in parts]:
+            return False
+        # Another part in the place of an evicted one may have fewer planes.
+        there = (own.planes if own.layers_loaded else None for own in parts)
+        return all(own.in_slots is has for own, has in zip(self.spans, there, strict=True))
 
     def read_ahead(self, waste_budget: float) -> None:
         """See `StoredSource.read_ahead`; all of it is wanted, whatever `waste_budget` is."""

@@ -28,12 +28,14 @@ class PartLoad:
     """A source that several requests read from, in the same pass of the model.
 
     `parts` belong to the source's spans, one each. `pending` requests have joined and have not
-    loaded their last layer; `ended` of them are done with `layer`.
+    loaded their last layer; `ended` of them are done with `layer`. Who has joined wants `planes` at
+    most, and the source reads them, except for who joins when it has been read from.
     """
 
     source: CodedSource
     parts: Sequence[ResidentPart]
     pending: int = 0
+    planes: int = 0
     layer: int = -1
     ended: int = 0
 

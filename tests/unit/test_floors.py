@@ -23,9 +23,11 @@ from impress_sglang.precision.floors import (
     no_queries,
     sampled_groups,
 )
+from impress_sglang.storage import layer_codec
 from impress_sglang.transfer.loader import LoadStats
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedPart
 from tests.unit.kv_factory import make_shape
+from tests.unit.spying import calls_of
 from tests.unit.store_factory import Workbench, look_up
 from tests.unit.test_coded_loader import FLOORS, Coded, load_all
 
@@ -199,7 +201,9 @@ def test_bytes_of_a_raised_base_are_counted_and_read_ahead(coded: Coded) -> None
     assert case.source.stats.ahead_bytes == wanted
 
 
-def test_a_store_raises_what_must_be_raised_and_finds_it_again(tmp_path: Path) -> None:
+def test_a_store_raises_what_must_be_raised_and_finds_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the offer with queries to the header, and from there to what is read and estimated."""
     shape = make_shape(
         layers=2, query_heads=6, kv_heads=3, key_dim=DIM, value_dim=DIM, probe=(), coded=True
@@ -221,10 +225,14 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(tmp_path: Path) -
             store._readers.release(segment.segment_id)
         return found
 
+    coded = calls_of(monkeypatch, layer_codec, "encode_codes")
     store = bench.open(**options)
     put(range(200), lambda layer: LayerQueries(kvs[layer][2], DIM**-0.5))
     assert floors_in(store) == [[[0, 0, NUM_PLANES], [0, 0, 0]]]
     put(range(300))
+    # The layers of both, in the order of the energy that is known.
+    energies = [energy_of(kvs[layer][2], HEADS) for layer in (0, 1, 0, 1)]
+    assert all(map(torch.equal, [call.args[4] for call in coded], energies)) and len(coded) == 4
     assert floors_in(store)[1] == [[0, 0, NUM_PLANES], [0, 0, 0]]
     stored = store.forecast.coded_bytes(look_up(store, range(400)).spans)
     assert 0 < stored.base == stored.expected(0) < stored.expected(1)
@@ -233,5 +241,6 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(tmp_path: Path) -
     store = bench.reopen(store, **options)
     assert floors_in(store) == [[[0, 0, NUM_PLANES], [0, 0, 0]]] * 2
     put(range(400))
+    assert coded[-1].args[4] is None, "of that they say nothing"
     assert floors_in(store)[2] == [[0, 0, NUM_PLANES], [0, 0, 0]]
     bench.close(store)

@@ -97,19 +97,22 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
         for start in range(0, len(rows) if kv.row_size(shape, column) else 0, layout.chunk_tokens):
             expected += b"".join(rows[start : start + layout.chunk_tokens])
             expected += bytes(-len(expected) % 4096)
-    expected += codes_in_logical_order(layout, keys, values)
+    energy = torch.rand(shape.num_kv_heads, shape.key_dim) ** 4
+    expected += codes_in_logical_order(layout, keys, values, energy)
 
     memory = dirty(layout)
-    encode_layer(layout, keys, values, mapping, memory)
+    encode_layer(layout, keys, values, mapping, memory, energy)
 
     assert bytes(memory) == bytes(expected)
 
 
-def codes_in_logical_order(layout: SegmentLayout, keys: Tensor, values: Tensor) -> bytes:
+def codes_in_logical_order(
+    layout: SegmentLayout, keys: Tensor, values: Tensor, energy: Tensor
+) -> bytes:
     if layout.codes is None:
         return b""
     coded, memory = CodedLayer.empty(layout.codes), torch.empty(layout.codes.layer_bytes).byte()
-    encode_codes(layout.codes, keys, values, coded)
+    encode_codes(layout.codes, keys, values, coded, energy)
     coded.put(layout.codes, memory)
     return memory.numpy().tobytes()
 

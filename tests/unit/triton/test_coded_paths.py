@@ -122,7 +122,7 @@ PREFIXES = {
     "several": [CodedPart(300, 97), CodedPart(64), CodedPart(300, 0, 155)],
 }
 # In pages of the first there is no padding.
-DIMS = [(64, 32), (80, 48)]
+DIMS = [(64, 24), (80, 48)]
 
 
 @pytest.mark.parametrize(

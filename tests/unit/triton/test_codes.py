@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import triton
 from torch import Tensor
 
+from impress_sglang.precision import slots as loops
 from impress_sglang.precision.codec import (
     GROUP_TOKENS,
     LEVELS,
@@ -17,7 +20,10 @@ from impress_sglang.precision.codec import (
 )
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.precision.tokens import CodedTokens
+from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.triton import codes
+from impress_sglang.triton.sizes import power_of_two
 from tests.unit.coded_factory import gained_of
 from tests.unit.triton.conftest import compiled
 
@@ -134,6 +140,25 @@ def test_slots_hold_what_the_oracle_restores(
     case.check()
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 96, 80)], ids=str)
+def test_kernels_and_loops_agree_bit_by_bit(interpreted: None, shape: tuple[int, int, int]) -> None:
+    """Where no device contracts a product and a sum to one rounding."""
+    case = Case("cpu", shape, 150, torch.float32)
+    layout, slots = case.layout, case.slots[37:]
+    tokens = CodedTokens(layout, case.coded.groups, 37, slots)
+    dims = layout.key_dim, layout.value_dim
+    pools = [[torch.zeros(157, shape[0], dim) for dim in dims] for _ in range(2)]
+    units = range(37 // UNIT_TOKENS, layout.num_units)
+    for writer, own in zip((loops, KernelCodeWriter(torch.device("cpu"))), pools, strict=True):
+        writer.restore_base(tokens, *own)
+        # The second plane later than the two others.
+        for planes in ((0, 2), (1,)):
+            raised = torch.tensor(list(itertools.product(planes, range(shape[0]), units)))
+            writer.raise_units(tokens, raised, case.coded.planes[raised.unbind(1)], *own)
+    for found, expected in zip(pools[1], pools[0], strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_nothing_to_do_is_done(device: str) -> None:
     case = Case(device, SHAPES[0], 64, torch.float32)
     groups = case.restore(10, 10)
@@ -141,18 +166,20 @@ def test_nothing_to_do_is_done(device: str) -> None:
     case.check()
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48)])
 @pytest.mark.parametrize("kernel", [codes._restore_kernel, codes._raise_kernel])
-def test_kernels_compile_for_an_h100(kernel: triton.runtime.JITFunction, dim: int) -> None:
+def test_kernels_compile_for_an_h100(
+    kernel: triton.runtime.JITFunction, dims: tuple[int, int]
+) -> None:
     constants = {
-        "RANGE_BYTES": 32 * (dim + 64) + 8 * dim,
+        "RANGE_BYTES": 32 * (dims[0] + 64) + 8 * dims[0],
         "GROUP_TOKENS": 64,
-        "UNIT_TOKENS": 16384 // dim,
+        "UNIT_TOKENS": 32768 // sum(dims) // 16 * 16,
         "HEADS": 8,
-        "KEY_DIM": dim,
-        "VALUE_DIM": dim,
-        "KEY_PADDED": dim,
-        "VALUE_PADDED": dim,
+        "KEY_DIM": dims[0],
+        "VALUE_DIM": dims[1],
+        "KEY_PADDED": power_of_two(dims[0]),
+        "VALUE_PADDED": power_of_two(dims[1]),
         "TILE_TOKENS": codes.TILE_TOKENS,
     }
     kinds = {"keys": "*bf16", "values": "*bf16", "start": "i32", "count": "i32", "groups": "*u8"}

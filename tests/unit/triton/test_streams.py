@@ -7,6 +7,7 @@ allow; meanwhile all memory that is said to be free is overwritten.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import scores as score_module
-from tests.unit.coded_factory import CodedCase, CodedPart
+from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.reading import ScatteredSlots, layer_inputs
 from tests.unit.source_factory import Case, opened
 
@@ -255,7 +256,11 @@ def test_each_layer_has_its_codes(
 ) -> None:
     """Blocks that are taken are in slots later; meanwhile they move, and buffers are used again."""
     parts = [CodedPart(200, 17), CodedPart(64)]
-    case = CodedCase(tmp_path, parts, reader, device_pages=9, host_pages=13)
+    # In its pages there is no padding, for the copy without it would be made at once.
+    shape = dataclasses.replace(SHAPE, value_dim=24)
+    case = CodedCase(tmp_path, parts, reader, shape=shape, device_pages=9, host_pages=13)
+    layout = case.spans[0].layout
+    assert layout.page_groups * layout.group_bytes == layout.page_bytes
     begin_layer = ResidentPart.begin_layer
 
     def begun(part: ResidentPart, layer: int, groups: Tensor, floors: Floors) -> CodedTokens:
