@@ -7,8 +7,10 @@ there, for each question or text by itself. Rules, and the bits of their names p
     uniform 5    the same ranges, and as many bits for every element
     question 5   4 bits, and 6 or 8 for blocks of 16 tokens of a KV head that a question attends to
     foresight 5  the same, by what the question attends to and the text that follows it
+    drop 0.25    such a share of the tokens, exactly: for each KV head those that a question attends
+                 to most (H2O)
 
-`question` knows what a server knows when it loads a prefix: the prompt, not the answer.
+`question` and `drop` know what a server knows when it loads a prefix: the prompt, not the answer.
 
 bytes     of codes and ranges, over those in 16 bits
 KL        of the next tokens' distributions, of text that follows prefixes of wikitext2, in nats;
@@ -54,12 +56,12 @@ MEASURED_QUERIES = 16
 # What is raised by itself under `question`, and its bits with no, one and two planes.
 BLOCK_TOKENS = 16
 BLOCK_BITS = (4, 6, 8)
-KINDS = ("coded", "uniform", "question", "foresight")
+KINDS = ("coded", "uniform", "question", "foresight", "drop")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """How KVs are rounded."""
+    """How KVs are rounded; `bits` per element, of `drop` the share of tokens that stay."""
 
     kind: str
     bits: float
@@ -72,9 +74,14 @@ class Rule:
             rule = cls(kind, float(bits))
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not KIND BITS") from None
-        exact = rule.bits in (LEVELS if kind == "coded" else range(1, CODE_BITS + 1))
-        between = BLOCK_BITS[0] <= rule.bits <= BLOCK_BITS[-1]
-        if kind not in KINDS or not (exact if kind in KINDS[:2] else between):
+        possible = {
+            "coded": rule.bits in LEVELS,
+            "uniform": rule.bits in range(1, CODE_BITS + 1),
+            "question": BLOCK_BITS[0] <= rule.bits <= BLOCK_BITS[-1],
+            "foresight": BLOCK_BITS[0] <= rule.bits <= BLOCK_BITS[-1],
+            "drop": 0 < rule.bits <= 1,
+        }
+        if not possible.get(kind, False):
             raise argparse.ArgumentTypeError(f"there is no rule {text!r}")
         return rule
 
@@ -86,7 +93,7 @@ RULES = ("coded 5", "coded 6", "coded 8", "uniform 4", "uniform 5", "uniform 6",
 OPTIONS = (
     Option(
         "rules",
-        tuple(Rule.parse(own) for own in (*RULES, "question 5", "foresight 5")),
+        tuple(Rule.parse(own) for own in (*RULES, "question 5", "foresight 5", "drop 0.25")),
         f"of {', '.join(KINDS)}, with bits",
         quick=tuple(Rule.parse(own) for own in ("coded 5", "uniform 5")),
         parse=Rule.parse,
@@ -153,7 +160,7 @@ class Reader:
         ).eval()
         self.queries: list[Tensor] = []
         """Of each layer of the last pass, [n, Hq, D]."""
-        self._sizes = (0, 0, 0)
+        self._sizes, self._length = (0, 0, 0), 0
 
     def prefix(self, tokens: Sequence[int]) -> Prefix:
         """Compute a prefix."""
@@ -161,7 +168,7 @@ class Reader:
         cache = self._read(None, tokens)
         kvs = [(own.keys[0].transpose(0, 1), own.values[0].transpose(0, 1)) for own in cache.layers]
         heads, key_dim, value_dim = *kvs[0][0].shape[1:], kvs[0][1].shape[2]
-        self._sizes = heads, key_dim, value_dim
+        self._sizes, self._length = (heads, key_dim, value_dim), len(tokens)
         return Prefix(kvs, [own[-MEASURED_QUERIES:] for own in self.queries])
 
     def follow(self, kvs: Sequence[tuple[Tensor, Tensor]], tokens: Sequence[int]) -> Tensor:
@@ -171,6 +178,8 @@ class Reader:
 
     def bytes_of(self, rule: Rule) -> float:
         """Bytes of a whole group of tokens, over those in 16 bits."""
+        if rule.kind == "drop":
+            return rule.bits
         heads, key_dim, value_dim = self._sizes
         ranges = 2 * heads * (2 * key_dim + 2 * GROUP_TOKENS)
         # A byte for each channel says which bits are where.
@@ -185,7 +194,12 @@ class Reader:
         for layer, own in enumerate(kvs or ()):
             keys, values = (one.transpose(0, 1)[None].contiguous() for one in own)
             cache.update(keys, values, layer)
-        self._last = self.model(torch.tensor([list(tokens)]), past_key_values=cache)
+        first = self._length if kvs else 0
+        self._last = self.model(
+            torch.tensor([list(tokens)]),
+            past_key_values=cache,
+            position_ids=torch.arange(first, first + len(tokens))[None],
+        )
         return cache
 
     def _logits(self, kvs: Sequence[tuple[Tensor, Tensor]], tokens: Sequence[int]) -> Tensor:
@@ -215,7 +229,15 @@ class Prefix:
         return self._rounded[1]
 
     def _layers(self, rule: Rule, questions: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        for layer, (codes, (keys, _)) in enumerate(zip(self._codes, self.kvs, strict=True)):
+        for layer, (codes, own) in enumerate(zip(self._codes, self.kvs, strict=True)):
+            if rule.kind == "drop":
+                k = round(rule.bits * len(own[0]))
+                best = _shares(questions[layer], own[0]).sum((1, 2)).topk(k).indices.sort().values
+                keys, values = (
+                    one.gather(0, best.T[..., None].expand(-1, -1, one.shape[2])) for one in own
+                )
+                yield keys, values
+                continue
             if rule.kind == "coded":
                 yield restore(codes[0], int(rule.bits)), restore(codes[1], int(rule.bits))
                 continue
@@ -223,15 +245,20 @@ class Prefix:
                 yield _uniform(codes[0], int(rule.bits)), _uniform(codes[1], int(rule.bits))
                 continue
             count = (rule.bits - BLOCK_BITS[0]) / (BLOCK_BITS[1] - BLOCK_BITS[0])
-            planes = _planes(_weights(questions[layer], keys), count)
+            planes = _planes(_weights(questions[layer], own[0]), count)
             yield _raised(codes[0], planes), _raised(codes[1], planes)
+
+
+def _shares(queries: Tensor, keys: Tensor) -> Tensor:
+    """What the queries [n, Hq, D] give to each token of a prefix, [G, n, Hq / G, m]."""
+    grouped = queries.unflatten(1, (keys.shape[1], -1))
+    logits = torch.einsum("nghd,mgd->gnhm", grouped, keys) * keys.shape[2] ** -0.5
+    return logits.softmax(-1)
 
 
 def _weights(queries: Tensor, keys: Tensor) -> Tensor:
     """Squared attention weights of blocks of tokens, [G, blocks]."""
-    grouped = queries.unflatten(1, (keys.shape[1], -1))
-    logits = torch.einsum("nghd,mgd->gnhm", grouped, keys) * keys.shape[2] ** -0.5
-    by_token = logits.softmax(-1).square().sum((1, 2))
+    by_token = _shares(queries, keys).square().sum((1, 2))
     padded = functional.pad(by_token, (0, -by_token.shape[1] % BLOCK_TOKENS))
     return padded.unflatten(1, (-1, BLOCK_TOKENS)).sum(2)
 
