@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import read_header
@@ -34,11 +35,15 @@ def impress(serve: Serve) -> Iterator[Server]:
 
 
 def add_key_bias(folder: Path, layer: int) -> None:
-    """Give the first KV head of a layer one channel with a large bias, which its queries see."""
+    """Give the first KV head of a layer large biases, one of which its queries see.
+
+    Rotated, they widen the ranges of half of the channels. Those of a single one would not do: it
+    would have all its bits in the base.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     attention = model.model.layers[layer].self_attn
     with torch.no_grad():
-        attention.k_proj.bias[2] = 500.0
+        attention.k_proj.bias[: attention.head_dim // 4] = 5000.0
         # Four query heads share it.
         attention.q_proj.bias[2 :: attention.head_dim][:4] = 3.0
     model.save_pretrained(folder)
@@ -52,12 +57,12 @@ def test_a_head_with_a_large_key_bias_is_always_read_in_more_bits(
     add_key_bias(folder, layer=1)
     with serve("biased", model=folder) as server:
         prefix = server.store(1000, seed=21)
-        said = report(server.generate([*prefix, *random_tokens(20, seed=22)], 1, impress_bits=4))
+        said = report(server.generate([*prefix, *random_tokens(20, seed=22)], 1, impress_bits=5))
     (path,) = workdir.glob("store-biased/*/segments/*/*.kv")
     floors = read_header(path, FileSystem()).floors
-    assert floors[1, 0] == 2 and floors.sum() == 2
+    assert floors[1, 0] == NUM_PLANES and floors.sum() == NUM_PLANES
     # Of six heads in all.
-    assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(4 + 4 / 6, abs=0.01)
+    assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(5 + 3 / 6, abs=0.01)
 
 
 def test_more_bits_are_nearer_to_what_was_computed(impress: Server, stock: Server) -> None:
@@ -65,7 +70,7 @@ def test_more_bits_are_nearer_to_what_was_computed(impress: Server, stock: Serve
     question = [*prefix, *random_tokens(25, seed=4)]
     right = logprob(stock.generate(question, 1, return_logprob=True))
     errors = []
-    for number in (4, 6, 8):
+    for number in (5, 6, 8):
         answer = impress.generate(question, 1, return_logprob=True, impress_bits=number)
         assert abs(report(answer)["bits_mean"] - number) < 0.1
         errors.append(abs(logprob(answer) - right))

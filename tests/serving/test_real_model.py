@@ -78,7 +78,7 @@ def test_bytes_of_a_part_of_a_prefix(server: Server, workdir: Path) -> None:
     assert codes is not None and codes.num_tokens == TOKENS
     assert said["base_bytes"] == 30 * codes.num_groups * codes.group_bytes
     assert 0 < said["selected_chunks"] * BLOCK_BYTES == sum(said["plane_bytes"])
-    # Five bits, and the planes of heads that do not bear four.
+    # Five bits, and the planes of heads that do not bear them.
     assert said["bits_mean"] == pytest.approx(5 + PLANE_BITS * header.floors.mean(), abs=0.01)
     assert (header.floors > 0).mean() < 0.2
     analytic = 30 * codes.base_bytes + sum(said["plane_bytes"])
