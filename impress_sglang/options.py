@@ -212,7 +212,7 @@ OPTIONS: tuple[Option, ...] = (
         at_least(0),
         f"Relative error that {BITS[0]:g} bits may cause in the attention output of a KV head. "
         "A head above it, as measured when a prompt is stored, is always read in more bits. 0: "
-        "nothing is measured.",
+        "no head is.",
     ),
     Option(
         "probe_heads",

@@ -35,11 +35,15 @@ def impress(serve: Serve) -> Iterator[Server]:
 
 
 def add_key_bias(folder: Path, layer: int) -> None:
-    """Give the first KV head of a layer one channel with a large bias, which its queries see."""
+    """Give the first KV head of a layer large biases, one of which its queries see.
+
+    Rotated, they widen the ranges of half of the channels. Those of a single one would not do: it
+    would have all its bits in the base.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     attention = model.model.layers[layer].self_attn
     with torch.no_grad():
-        attention.k_proj.bias[2] = 500.0
+        attention.k_proj.bias[: attention.head_dim // 4] = 5000.0
         # Four query heads share it.
         attention.q_proj.bias[2 :: attention.head_dim][:4] = 3.0
     model.save_pretrained(folder)
