@@ -145,16 +145,14 @@ class Reader:
     """A model that reads on behind prefixes whose KVs were rounded."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        from transformers.masking_utils import sdpa_mask
 
         def attend(module: Any, query: Tensor, *more: Any, **how: Any) -> Any:
             self.queries.append(query[0].transpose(0, 1))
             return sdpa_attention_forward(module, query, *more, **how)
 
         AttentionInterface.register("noting", attend)
-        AttentionMaskInterface.register("noting", sdpa_mask)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="noting"
         ).eval()
@@ -194,11 +192,14 @@ class Reader:
         for layer, own in enumerate(kvs or ()):
             keys, values = (one.transpose(0, 1)[None].contiguous() for one in own)
             cache.update(keys, values, layer)
-        first = self._length if kvs else 0
+        # Where tokens were dropped, positions go on behind all of them.
+        first, held = self._length if kvs else 0, len(kvs[0][0]) if kvs else 0
+        seen = torch.ones(len(tokens), held + len(tokens), dtype=torch.bool).tril(held)
         self._last = self.model(
             torch.tensor([list(tokens)]),
             past_key_values=cache,
             position_ids=torch.arange(first, first + len(tokens))[None],
+            attention_mask=seen[None, None],
         )
         return cache
 
@@ -338,7 +339,7 @@ def _passages(
 def _logliks(reader: Reader, prefix: Prefix, rule: Rule, item: Item) -> list[float]:
     """Of the options, where the prefix is rounded by what is known before they are asked for."""
     if rule.kind != "foresight":
-        if rule.kind == "question":
+        if rule.kind not in KINDS[:2]:
             reader.follow(prefix.kvs, item.question)
         kvs = prefix.rounded(rule, list(reader.queries))
         return [_loglik(reader, kvs, item, option) for option in item.options]
