@@ -4,6 +4,7 @@ The model computes each prefix exactly, its KVs are rounded by a rule, and the m
 there, for each question or text by itself. Rules, and the bits of their names per element:
 
     coded 5      as the store codes prefixes
+    blind 5      the same, by the ranges of channels alone, where no queries are known
     uniform 5    the same ranges, and as many bits for every element
     question 5   4 bits, and 6 or 8 for blocks of 16 tokens of a KV head that a question attends to
     foresight 5  the same, by what the question attends to and the text that follows it
@@ -56,7 +57,9 @@ MEASURED_QUERIES = 16
 # What is raised by itself under `question`, and its bits with no, one and two planes.
 BLOCK_TOKENS = 16
 BLOCK_BITS = (4, 6, 8)
-KINDS = ("coded", "uniform", "question", "foresight", "drop")
+KINDS = ("coded", "blind", "uniform", "question", "foresight", "drop")
+# Those that ask no question.
+ALIKE = KINDS[:3]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Rule:
             raise argparse.ArgumentTypeError(f"{text!r} is not KIND BITS") from None
         possible = {
             "coded": rule.bits in LEVELS,
+            "blind": rule.bits in LEVELS,
             "uniform": rule.bits in range(1, CODE_BITS + 1),
             "question": BLOCK_BITS[0] <= rule.bits <= BLOCK_BITS[-1],
             "foresight": BLOCK_BITS[0] <= rule.bits <= BLOCK_BITS[-1],
@@ -89,7 +93,16 @@ class Rule:
         return f"{self.kind} {self.bits:g}"
 
 
-RULES = ("coded 5", "coded 6", "coded 8", "uniform 4", "uniform 5", "uniform 6", "uniform 8")
+RULES = (
+    "coded 5",
+    "coded 6",
+    "coded 8",
+    "blind 5",
+    "uniform 4",
+    "uniform 5",
+    "uniform 6",
+    "uniform 8",
+)
 OPTIONS = (
     Option(
         "rules",
@@ -181,7 +194,7 @@ class Reader:
         heads, key_dim, value_dim = self._sizes
         ranges = 2 * heads * (2 * key_dim + 2 * GROUP_TOKENS)
         # A byte for each channel says which bits are where.
-        ranges += heads * key_dim if rule.kind == "coded" else 0
+        ranges += heads * key_dim if rule.kind in ("coded", "blind") else 0
         elements = GROUP_TOKENS * heads * (key_dim + value_dim)
         return round((elements * rule.bits / 8 + ranges) / (2 * elements), 4)
 
@@ -223,7 +236,7 @@ class Prefix:
 
     def rounded(self, rule: Rule, questions: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer by a rule; `questions` are its queries, [n, Hq, D]."""
-        if rule.kind not in KINDS[:2]:
+        if rule.kind not in ALIKE:
             return list(self._layers(rule, questions))
         if self._rounded[0] != rule:
             self._rounded = rule, list(self._layers(rule, questions))
@@ -234,13 +247,14 @@ class Prefix:
             if rule.kind == "drop":
                 k = round(rule.bits * len(own[0]))
                 best = _shares(questions[layer], own[0]).sum((1, 2)).topk(k).indices.sort().values
-                keys, values = (
-                    one.gather(0, best.T[..., None].expand(-1, -1, one.shape[2])) for one in own
+                yield (
+                    own[0].gather(0, best.T[..., None].expand(-1, -1, own[0].shape[2])),
+                    own[1].gather(0, best.T[..., None].expand(-1, -1, own[1].shape[2])),
                 )
-                yield keys, values
                 continue
-            if rule.kind == "coded":
-                yield restore(codes[0], int(rule.bits)), restore(codes[1], int(rule.bits))
+            if rule.kind in ("coded", "blind"):
+                keys = codes[0] if rule.kind == "coded" else code_keys(own[0])
+                yield restore(keys, int(rule.bits)), restore(codes[1], int(rule.bits))
                 continue
             if rule.kind == "uniform":
                 yield _uniform(codes[0], int(rule.bits)), _uniform(codes[1], int(rule.bits))
@@ -339,7 +353,7 @@ def _passages(
 def _logliks(reader: Reader, prefix: Prefix, rule: Rule, item: Item) -> list[float]:
     """Of the options, where the prefix is rounded by what is known before they are asked for."""
     if rule.kind != "foresight":
-        if rule.kind not in KINDS[:2]:
+        if rule.kind not in ALIKE:
             reader.follow(prefix.kvs, item.question)
         kvs = prefix.rounded(rule, list(reader.queries))
         return [_loglik(reader, kvs, item, option) for option in item.options]

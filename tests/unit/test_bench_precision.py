@@ -12,7 +12,16 @@ from torch import Tensor
 from bench.quality.precision import Prefix, Reader, Rule
 from tests.serving.tiny_models import make_model, random_tokens
 
-RULES = ("coded 5", "coded 8", "uniform 5", "uniform 8", "question 5", "drop 0.25", "drop 1")
+RULES = (
+    "coded 5",
+    "coded 8",
+    "blind 5",
+    "uniform 5",
+    "uniform 8",
+    "question 5",
+    "drop 0.25",
+    "drop 1",
+)
 PREFIX, TEXT = random_tokens(200, seed=1), random_tokens(30, seed=2)
 
 
@@ -86,7 +95,7 @@ def test_the_last_queries_say_which_channels_count(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["coded 4", "coded", "uniform 0", "question 3", "drop 2", "best 5"]
+    "text", ["coded 4", "blind 9", "uniform 0", "question 3", "drop 2", "best 5"]
 )
 def test_rules_that_there_are_not(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
