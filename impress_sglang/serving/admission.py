@@ -354,4 +354,4 @@ def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[Planes | 
         part, span = cover.part, cover.span
         spans.append(span if part is None else StoredSpan(span.segment, part.start, part.stop))
     parts = [cover.part for cover in covers]
-    return spans, [part.planes if part and part.layers_loaded else None for part in parts]
+    return spans, [None if part is None else part.in_slots for part in parts]

@@ -54,8 +54,11 @@ class ResidentRange(Protocol):
     segment_id: str
     start: int
     stop: int
-    layers_loaded: int
-    planes: Planes
+
+    @property
+    def in_slots(self) -> Planes | None:
+        """See `CodedSpan`."""
+        ...
 
 
 class CodedSource(StoredSource):
@@ -131,8 +134,9 @@ class CodedSource(StoredSource):
         if mine != [(own.segment_id, own.start, own.stop) for own in parts]:
             return False
         # Another part in the place of an evicted one may have fewer planes.
-        there = (own.planes if own.layers_loaded else None for own in parts)
-        return all(own.in_slots is has for own, has in zip(self.spans, there, strict=True))
+        return all(
+            own.in_slots is part.in_slots for own, part in zip(self.spans, parts, strict=True)
+        )
 
     def read_ahead(self, waste_budget: float) -> None:
         """See `StoredSource.read_ahead`; all of it is wanted, whatever `waste_budget` is."""

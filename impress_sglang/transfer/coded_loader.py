@@ -77,7 +77,12 @@ class CodedLoader:
             for part, codes in zip(load.parts, found, strict=True):
                 if load.loads(part):
                     stats.base_bytes += 0 if codes.groups is None else codes.groups.numel()
-                    _put(part, layer, codes, writer, keys, values)
+                    try:
+                        _put(part, layer, codes, writer, keys, values)
+                    except BaseException:
+                        # Its slots do not hold what its levels say, whoever uses it.
+                        part.broken = True
+                        raise
                     part.planes[layer] = max(part.planes[layer], load.source.planes)
 
 

@@ -42,6 +42,9 @@ class PartLoad:
     def __post_init__(self) -> None:
         for number, part in enumerate(self.parts):
             part.load = self, number
+            if not part.loaded:
+                # Who began has failed.
+                part.restart()
 
     def loads(self, part: ResidentPart) -> bool:
         """Whether one of its parts is still to be loaded by it."""
@@ -114,6 +117,17 @@ class ResidentPart:
     def loaded(self) -> bool:
         """Whether all layers are in the slots."""
         return self.layers_loaded == self.num_layers
+
+    @property
+    def in_slots(self) -> Planes | None:
+        """What a source need not read, see `CodedSpan`; nothing unless all layers are there."""
+        return self.planes if self.loaded else None
+
+    def restart(self) -> None:
+        """Begin again with the first layer."""
+        self.layers_loaded = 0
+        self.planes[:] = 0
+        self._ranges.clear()
 
     def check(self) -> None:
         """Check that its slots hold what its levels say.

@@ -50,16 +50,20 @@ class Pools:
 
     def load(self, *requests: StoredRequest) -> list[Tensor]:
         """A pass loads them all; returns the KVs of each."""
-        for layer, pools in enumerate(self._layers):
+        for layer in range(len(self._layers)):
             for request in requests:
-                inputs = LayerInputs(*[torch.zeros(1, 2, SHAPE.key_dim)] * 3, 0.3)
-                slots = LayerSlots.of(*pools, request.slots)
-                self._world.runtime.load_layer(layer, request, inputs, slots)
-                self._world.runtime.finish_layer(request)
+                self.load_layer(layer, request)
         return [
             torch.stack([pool[own.slots] for pools in self._layers for pool in pools])
             for own in requests
         ]
+
+    def load_layer(self, layer: int, request: StoredRequest) -> None:
+        """Load a layer of one request."""
+        inputs = LayerInputs(*[torch.zeros(1, 2, SHAPE.key_dim)] * 3, 0.3)
+        slots = LayerSlots.of(*self._layers[layer], request.slots)
+        self._world.runtime.load_layer(layer, request, inputs, slots)
+        self._world.runtime.finish_layer(request)
 
 
 def admitted(world: World, rid: str, bits: float) -> StoredRequest:
@@ -318,3 +322,70 @@ def test_what_need_not_be_read_costs_nothing(
     found = world.ask("second", bits=MOST).host_hit_length
     assert (found > 0) == (state != "on SSD")
     assert found in (0, 1, TOKENS)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("where", ["read", "restore_base", "raise_units"])
+@pytest.mark.parametrize("bits", [LEAST, MOST])
+def test_who_fails_leaves_no_part_half_loaded(
+    world: World, bits: float, where: str, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also none that it does not use itself, but that the same load brings for a longer prompt."""
+    pools = Pools(world)
+    first = world.admit(world.ask("first", 32, bits=LEAST))
+    assert first is not None
+    pools.load(first)
+    world.end(first)
+    longer = admitted(world, "longer", SIX)
+    shorter = world.admit(world.ask("shorter", 32, bits=SIX))
+    assert shorter is not None and len(longer.uses) == 2 and len(shorter.uses) == 1
+    for number in range(layer):
+        pools.load_layer(number, shorter)
+    fail_at_last(monkeypatch, world, where)
+    with pytest.raises(MemoryError):
+        pools.load_layer(layer, shorter)
+    monkeypatch.undo()
+    world.runtime.fail(shorter)
+    world.runtime.finish_layer(shorter)
+    third = admitted(world, "third", bits)
+    (found,) = pools.load(third)
+    expected = found.clone()
+    got = [(use.start, use.stop, use.part.planes.tolist()) for use in third.uses]
+    assert all(min(planes) >= planes_of(bits) for _, _, planes in got)
+    for request in (third, longer, shorter):
+        world.end(request)
+    residents = world.cache._residents
+    residents.check_integrity()
+    for planes, own in enumerate(BITS):
+        for part in list(residents):
+            residents.evict(part)
+        request = admitted(world, f"at once in {own}", own)
+        (at_once,) = Pools(world).load(request)
+        world.end(request)
+        for start, stop, levels in got:
+            for number, level in enumerate(levels):
+                if level == planes:
+                    each = slice(2 * number, 2 * number + 2)
+                    expected[each, start:stop] = at_once[each, start:stop]
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def fail_at_last(monkeypatch: pytest.MonkeyPatch, world: World, where: str) -> None:
+    """Memory runs out in the last step of a layer in which so much is done."""
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    if where == "read":
+        monkeypatch.setattr(CodedSource, "_read", fails)
+        return
+    writer = world.runtime._loaders.coded._writer
+    usual, left = getattr(writer, where), [where == "raise_units"]
+
+    def fails_at_last(*args: Any) -> None:
+        if not left.pop():
+            fails()
+        left.append(False)
+        usual(*args)
+
+    monkeypatch.setattr(writer, where, fails_at_last)

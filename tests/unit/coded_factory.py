@@ -88,7 +88,7 @@ def uses_of(parts: Sequence[ResidentPart]) -> list[PartUse]:
 
 def in_slots(parts: Sequence[ResidentPart]) -> list[Planes | None]:
     """What a source for these parts need not read."""
-    return [part.planes if part.layers_loaded else None for part in parts]
+    return [part.in_slots for part in parts]
 
 
 class CodedCase:
