@@ -12,7 +12,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import AUTO, BITS
 from impress_sglang.precision.codec import NUM_PLANES, planes_of
-from impress_sglang.serving.loading import loads_nothing
+from impress_sglang.serving.loading import SharedLoading, loads_nothing
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded import CodedSource
@@ -322,6 +322,32 @@ def test_what_need_not_be_read_costs_nothing(
     found = world.ask("second", bits=MOST).host_hit_length
     assert (found > 0) == (state != "on SSD")
     assert found in (0, 1, TOKENS)
+
+
+@pytest.mark.parametrize("bits", [LEAST, MOST])
+def test_what_another_request_loads_is_not_read_ahead(world: World, bits: float) -> None:
+    """Who waits meanwhile joins that load; what is read for it beside would be for nothing."""
+    first = admitted(world, "first", LEAST)
+    second = world.ask("second", bits=bits)
+    world.cache.prefetch(second)
+    assert "second" not in world.runtime.prefetches
+    run(world, first)
+    request = world.admit(second)
+    assert request is not None and run(world, request) == [bits]
+    assert world.runtime.store.ahead._ahead_bytes == world.runtime.store.ahead._used_bytes
+
+
+@pytest.mark.parametrize("length", [TOKENS, 32])
+def test_planes_of_a_shorter_prefix_are_read_ahead(world: World, length: int) -> None:
+    """Of a part that goes on behind it, which is cut there as the request is admitted."""
+    world.end(world.loaded("first", bits=LEAST))
+    second = world.ask("second", length, bits=MOST)
+    world.cache.prefetch(second)
+    source = world.runtime.prefetches._waiting["second"].source
+    request = world.admit(second)
+    assert request is not None and isinstance(request.loading, SharedLoading)
+    assert [own.source for own in request.loading._loads] == [source]
+    assert run(world, request) == [MOST]
 
 
 @pytest.mark.parametrize("layer", [0, 1])
