@@ -142,13 +142,13 @@ class ResidentPart:
         """How many planes each head has in a loaded layer, uint8 [G]."""
         return levels_of(self.floors[layer], int(self.planes[layer]))
 
-    def lacking(self, planes: int, brought: int = 0) -> float:
-        """How many of the first planes it lacks, on average over its layers.
+    def lacking(self, planes: int, brought: int = 0) -> npt.NDArray[np.float64]:
+        """In which share of its layers it lacks each of the first planes, float64 [planes].
 
         `brought`: so many are being loaded in any case.
         """
-        there = np.maximum(self.planes, np.uint8(brought)).astype(np.int64)
-        return float(np.maximum(planes - there, 0).mean())
+        there = np.maximum(self.planes, np.uint8(brought))
+        return (there[:, None] <= np.arange(planes)).mean(0)
 
     def has(self, planes: int) -> bool:
         """Whether it is loaded, with so many planes."""

@@ -415,3 +415,18 @@ def fail_at_last(monkeypatch: pytest.MonkeyPatch, world: World, where: str) -> N
         usual(*args)
 
     monkeypatch.setattr(writer, where, fails_at_last)
+
+
+@pytest.mark.parametrize("options", [{"load": "always", "readahead": 0.2, "host_gb": 0.1}])
+@pytest.mark.parametrize("cached", BITS)
+def test_planes_in_host_memory_cost_nothing_and_others_do(world: World, cached: float) -> None:
+    """Also where nothing is in slots: as much is expected to be read as is read."""
+    first = world.loaded("first", bits=cached)
+    world.end(first)
+    part = first.uses[0].part
+    fresh(world, part)
+    forecast = world.runtime.store.forecast
+    stored = forecast.coded_bytes(_spans(world))
+    for bits in BITS:
+        lacking = max(planes_of(bits) - planes_of(cached), 0)
+        assert stored.expected(planes_of(bits)) == blocks_of(part, lacking) * BLOCK_BYTES

@@ -146,7 +146,7 @@ def test_auto_raises_what_is_in_slots_only_if_that_takes_hardly_longer(
     request = world.admit(req)
     assert request is not None and request.bits == 6.0
     world.load(request)
-    missing = (NUM_PLANES - planes_of(6)) * stored.plane
+    missing = stored.expected(NUM_PLANES) - stored.expected(planes_of(6))
     slow_reads(missing)
     estimate = planned(world, "r").estimate
     assert (estimate.io, estimate.bits) == (pytest.approx(missing), BITS[-1])
