@@ -238,6 +238,7 @@ class SharedLoading:
             load.planes = max(load.planes, self._planes)
             if load.source.layer < 0:
                 load.source.want(self._planes)
+        self._store.ahead.top_up()
         return loads
 
     def _open(self, parts: Sequence[ResidentPart], planes: int) -> CodedSource:

@@ -103,7 +103,10 @@ class CodedSource(StoredSource):
     def want(self, planes: int) -> None:
         """Let the source read at least so many planes; no layer has been read."""
         assert self.layer < 0
-        self.planes = max(self.planes, planes)
+        if planes > self.planes:
+            self.planes = planes
+            # What was read ahead of its layers lacks these.
+            self.next_ahead = self._layers_there = 0
 
     def read(self, layer: int) -> list[LayerCodes]:
         """Read what each span lacks in a layer; valid until any source is read from again.

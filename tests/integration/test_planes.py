@@ -174,6 +174,24 @@ def test_who_takes_what_was_read_for_another_gets_its_own_bits(
     assert run(world, request) == [max(first, second)]
 
 
+@pytest.mark.parametrize("joins", [False, True], ids=["takes it", "joins it"])
+def test_planes_that_are_wanted_late_are_read_ahead_too(world: World, joins: bool) -> None:
+    """What was read ahead before has all layers, without them."""
+    request = world.admit(read_ahead(world, "first", LEAST)) if joins else None
+    if not joins:
+        read_ahead(world, "first", LEAST)
+    second = admitted(world, "second", MOST)
+    assert isinstance(second.loading, SharedLoading)
+    (load,) = second.loading._loads
+    wait_until(lambda: not load.source.is_reading)
+    assert load.source.next_ahead == SHAPE.num_layers and load.source.there == 1.0
+    assert run(world, second) == [MOST]
+    for own in filter(None, (second, request)):
+        world.end(own)
+    reads = (request or second).reads
+    assert reads.ahead_used_bytes == reads.ssd_needed_bytes == reads.ssd_bytes > 0
+
+
 @pytest.mark.parametrize(("first", "then"), [(SIX, MOST), (MOST, SIX)])
 def test_who_changes_its_mind_gets_the_bits_of_its_last_plan(
     world: World, first: float, then: float, monkeypatch: pytest.MonkeyPatch
