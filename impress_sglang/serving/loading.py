@@ -129,7 +129,7 @@ class CompleteLoading:
         stats.layers_whole += 1
         for use in self._uses:
             use.part.check()
-            stats.note_planes(use.part.levels(layer), len(use.part.units))
+            stats.note_planes(use.part.levels(layer), len(use.units))
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""

@@ -59,7 +59,7 @@ class CodedLoader:
                     assert part.load is not None
                     self._load(layer, part.load[0], keys, values, stats, timeline)
                     assert part.layers_loaded > layer and part.planes[layer] >= planes
-                stats.note_planes(part.levels(layer), len(part.units))
+                stats.note_planes(part.levels(layer), len(use.units))
 
     def _load(
         self,

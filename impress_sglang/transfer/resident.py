@@ -108,12 +108,6 @@ class ResidentPart:
         return self.stop - self.start
 
     @property
-    def units(self) -> range:
-        """The units of a head that have tokens of the part."""
-        size = self.layout.unit_tokens
-        return range(self.start // size, -(-self.stop // size))
-
-    @property
     def loaded(self) -> bool:
         """Whether all layers are in the slots."""
         return self.layers_loaded == self.num_layers
@@ -210,6 +204,12 @@ class PartUse:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def units(self) -> range:
+        """The units of a head that have some of the tokens."""
+        size = self.part.layout.unit_tokens
+        return range(self.start // size, -(-self.stop // size))
 
     @property
     def slots(self) -> Tensor:

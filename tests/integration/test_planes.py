@@ -17,7 +17,7 @@ from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs
-from impress_sglang.transfer.resident import ResidentPart
+from impress_sglang.transfer.resident import PartUse, ResidentPart
 from impress_sglang.transfer.scoring import TorchScorer
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
@@ -93,7 +93,13 @@ def read_ahead(world: World, rid: str, bits: float) -> Any:
 def blocks_of(part: ResidentPart, planes: int) -> int:
     """How many blocks so many planes of a part are in all layers."""
     size = part.layout.unit_stride // BLOCK_BYTES
-    return planes * SHAPE.num_layers * part.layout.num_heads * len(part.units) * size
+    return (
+        planes
+        * SHAPE.num_layers
+        * part.layout.num_heads
+        * len(PartUse(part, part.start, part.stop).units)
+        * size
+    )
 
 
 @pytest.mark.parametrize("bits", BITS)
