@@ -49,7 +49,7 @@ def plan(
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
     codes = layout.codes
     assert codes is not None
-    coded = CodedBytes(codes.base_bytes, codes.planes_bytes / NUM_PLANES)
+    coded = CodedBytes(codes.base_bytes, (codes.planes_bytes / NUM_PLANES,) * NUM_PLANES)
     read = shape.num_layers * coded.expected(planes_of(bits))
     exact = tokens * shape.num_layers * sum(map(shape.row_bytes, shape.columns))
     stored = layout.file_bytes

@@ -53,14 +53,14 @@ class StoredBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodedBytes:
-    """Bytes of a prefix in codes that would have to come from SSD: of its base, and of a plane."""
+    """Bytes of a prefix in codes that would have to come from SSD: of its base and each plane."""
 
     base: float
-    plane: float
+    planes: tuple[float, ...]
 
     def expected(self, planes: int) -> float:
         """Bytes that a request for so many planes is expected to read."""
-        return self.base + planes * self.plane
+        return self.base + sum(self.planes[:planes])
 
 
 class ReadForecast:
@@ -130,7 +130,7 @@ class ReadForecast:
 
     def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
         """Bytes of spans in codes that would have to come from SSD."""
-        base_bytes = plane_bytes = 0.0
+        base_bytes, plane_bytes = 0.0, np.zeros(NUM_PLANES)
         # The share of planes that belongs to bases, because of the floors of heads.
         certain = self._meter.mean_planes / NUM_PLANES
         # There may be many spans of one segment.
@@ -144,11 +144,11 @@ class ReadForecast:
             chunks = chunks_of(layout)
             tiers = self._versions.code_tiers(version)
             on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
-            units = float(on_ssd[layout.num_pages :].sum())
+            units = on_ssd[layout.num_pages :].reshape(NUM_PLANES, -1).sum(1)
             share = length / version.layout.num_tokens * BLOCK_BYTES
-            base_bytes += share * (float(on_ssd[: layout.num_pages].sum()) + certain * units)
-            plane_bytes += share * (1.0 - certain) * units / NUM_PLANES
-        return CodedBytes(base_bytes, plane_bytes)
+            base_bytes += share * float(on_ssd[: layout.num_pages].sum() + certain * units.sum())
+            plane_bytes += share * (1.0 - certain) * units
+        return CodedBytes(base_bytes, tuple(plane_bytes.tolist()))
 
     def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
         """Bytes of whole spans of exact KVs that would have to come from SSD."""

@@ -352,6 +352,9 @@ def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[Planes | 
     spans = []
     for cover in covers:
         part, span = cover.part, cover.span
-        spans.append(span if part is None else StoredSpan(span.segment, part.start, part.stop))
+        # A part that nobody uses is cut as the request is admitted: see `ResidentParts.cut_idle`.
+        if part is not None and part.users:
+            span = StoredSpan(span.segment, part.start, part.stop)
+        spans.append(span)
     parts = [cover.part for cover in covers]
-    return spans, [part.planes if part and part.layers_loaded else None for part in parts]
+    return spans, [None if part is None else part.in_slots for part in parts]

@@ -101,4 +101,6 @@ class ExpectedReads:
             return 0.0
         brought = 0 if part.load is None else part.load[0].source.planes
         lacking = part.lacking(planes, brought)
-        return lacking and lacking * self.forecast.coded_bytes([cover.span]).plane
+        if not lacking.any():
+            return 0.0
+        return float(lacking @ self.forecast.coded_bytes([cover.span]).planes[:planes])

@@ -129,7 +129,7 @@ class CompleteLoading:
         stats.layers_whole += 1
         for use in self._uses:
             use.part.check()
-            stats.note_planes(use.part.levels(layer), len(use.part.units))
+            stats.note_planes(use.part.levels(layer), len(use.units))
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""
@@ -238,6 +238,7 @@ class SharedLoading:
             load.planes = max(load.planes, self._planes)
             if load.source.layer < 0:
                 load.source.want(self._planes)
+        self._store.ahead.top_up()
         return loads
 
     def _open(self, parts: Sequence[ResidentPart], planes: int) -> CodedSource:
@@ -247,8 +248,7 @@ class SharedLoading:
             if segment is None:
                 raise SegmentUnreadable(part.segment_id, "was removed after it was matched")
             spans.append(StoredSpan(segment, part.start, part.stop))
-        in_slots = [part.planes if part.layers_loaded else None for part in parts]
-        return self._store.open_coded(spans, in_slots, planes)
+        return self._store.open_coded(spans, [part.in_slots for part in parts], planes)
 
     def _renew(self) -> None:
         """As a pass begins, replace joined loads from which another pass has read already.
@@ -256,7 +256,12 @@ class SharedLoading:
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
         """
-        stale = [load for load in self._loads if load.source.layer > 0]
+        # A pass that failed may have read from the first layer only, before others joined.
+        stale = [
+            load
+            for load in self._loads
+            if load.source.layer > 0 or load.source.planes < load.planes
+        ]
         for load in stale:
             self._loads.remove(load)
             if not self._leave(load):

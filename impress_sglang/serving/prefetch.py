@@ -46,7 +46,7 @@ class Prefetches:
             if waiting.plan.same_tokens(plan):
                 return
             self.drop(rid)
-        if not store.ahead.enabled or plan.loads_nothing:
+        if not store.ahead.enabled or plan.loads_nothing or _joins(plan):
             return
         if any(reads_for(other.plan, plan) for other in self._waiting.values()):
             return
@@ -122,6 +122,11 @@ class Prefetches:
         """Drop what was read for all requests."""
         for rid in list(self._waiting):
             self.drop(rid)
+
+
+def _joins(plan: AdmissionPlan) -> bool:
+    """Whether some of its tokens are being loaded: what is left to read is not known until then."""
+    return any(cover.part is not None and cover.part.load is not None for cover in plan.covers)
 
 
 class _Prefetching(Waiting):

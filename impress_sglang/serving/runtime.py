@@ -297,8 +297,11 @@ class ServingRuntime:
         return NO_TIMELINE if self._timelines is None else RequestTimeline(rid)
 
     def _hide_parts(self, request: StoredRequest) -> None:
-        for use in request.uses:
-            self.residents.hide(use.part)
+        own = {use.part for use in request.uses}
+        for part in list(self.residents):
+            # Also of others, if a load of the request broke them.
+            if part in own or part.broken:
+                self.residents.hide(part)
 
     def _learn(self, request: StoredRequest) -> None:
         """Tell the estimator how long loading took, less the time spent waiting for the drive."""

@@ -54,8 +54,11 @@ class ResidentRange(Protocol):
     segment_id: str
     start: int
     stop: int
-    layers_loaded: int
-    planes: Planes
+
+    @property
+    def in_slots(self) -> Planes | None:
+        """See `CodedSpan`."""
+        ...
 
 
 class CodedSource(StoredSource):
@@ -100,7 +103,10 @@ class CodedSource(StoredSource):
     def want(self, planes: int) -> None:
         """Let the source read at least so many planes; no layer has been read."""
         assert self.layer < 0
-        self.planes = max(self.planes, planes)
+        if planes > self.planes:
+            self.planes = planes
+            # What was read ahead of its layers lacks these.
+            self.next_ahead = self._layers_there = 0
 
     def read(self, layer: int) -> list[LayerCodes]:
         """Read what each span lacks in a layer; valid until any source is read from again.
@@ -131,8 +137,9 @@ class CodedSource(StoredSource):
         if mine != [(own.segment_id, own.start, own.stop) for own in parts]:
             return False
         # Another part in the place of an evicted one may have fewer planes.
-        there = (own.planes if own.layers_loaded else None for own in parts)
-        return all(own.in_slots is has for own, has in zip(self.spans, there, strict=True))
+        return all(
+            own.in_slots is part.in_slots for own, part in zip(self.spans, parts, strict=True)
+        )
 
     def read_ahead(self, waste_budget: float) -> None:
         """See `StoredSource.read_ahead`; all of it is wanted, whatever `waste_budget` is."""

@@ -59,7 +59,7 @@ class CodedLoader:
                     assert part.load is not None
                     self._load(layer, part.load[0], keys, values, stats, timeline)
                     assert part.layers_loaded > layer and part.planes[layer] >= planes
-                stats.note_planes(part.levels(layer), len(part.units))
+                stats.note_planes(part.levels(layer), len(use.units))
 
     def _load(
         self,
@@ -77,7 +77,12 @@ class CodedLoader:
             for part, codes in zip(load.parts, found, strict=True):
                 if load.loads(part):
                     stats.base_bytes += 0 if codes.groups is None else codes.groups.numel()
-                    _put(part, layer, codes, writer, keys, values)
+                    try:
+                        _put(part, layer, codes, writer, keys, values)
+                    except BaseException:
+                        # Its slots do not hold what its levels say, whoever uses it.
+                        part.broken = True
+                        raise
                     part.planes[layer] = max(part.planes[layer], load.source.planes)
 
 

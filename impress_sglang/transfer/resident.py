@@ -42,6 +42,9 @@ class PartLoad:
     def __post_init__(self) -> None:
         for number, part in enumerate(self.parts):
             part.load = self, number
+            if not part.loaded:
+                # Who began has failed.
+                part.restart()
 
     def loads(self, part: ResidentPart) -> bool:
         """Whether one of its parts is still to be loaded by it."""
@@ -105,15 +108,20 @@ class ResidentPart:
         return self.stop - self.start
 
     @property
-    def units(self) -> range:
-        """The units of a head that have tokens of the part."""
-        size = self.layout.unit_tokens
-        return range(self.start // size, -(-self.stop // size))
-
-    @property
     def loaded(self) -> bool:
         """Whether all layers are in the slots."""
         return self.layers_loaded == self.num_layers
+
+    @property
+    def in_slots(self) -> Planes | None:
+        """What a source need not read, see `CodedSpan`; nothing unless all layers are there."""
+        return self.planes if self.loaded else None
+
+    def restart(self) -> None:
+        """Begin again with the first layer."""
+        self.layers_loaded = 0
+        self.planes[:] = 0
+        self._ranges.clear()
 
     def check(self) -> None:
         """Check that its slots hold what its levels say.
@@ -128,13 +136,13 @@ class ResidentPart:
         """How many planes each head has in a loaded layer, uint8 [G]."""
         return levels_of(self.floors[layer], int(self.planes[layer]))
 
-    def lacking(self, planes: int, brought: int = 0) -> float:
-        """How many of the first planes it lacks, on average over its layers.
+    def lacking(self, planes: int, brought: int = 0) -> npt.NDArray[np.float64]:
+        """In which share of its layers it lacks each of the first planes, float64 [planes].
 
         `brought`: so many are being loaded in any case.
         """
-        there = np.maximum(self.planes, np.uint8(brought)).astype(np.int64)
-        return float(np.maximum(planes - there, 0).mean())
+        there = np.maximum(self.planes, np.uint8(brought))
+        return (there[:, None] <= np.arange(planes)).mean(0)
 
     def has(self, planes: int) -> bool:
         """Whether it is loaded, with so many planes."""
@@ -196,6 +204,12 @@ class PartUse:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def units(self) -> range:
+        """The units of a head that have some of the tokens."""
+        size = self.part.layout.unit_tokens
+        return range(self.start // size, -(-self.stop // size))
 
     @property
     def slots(self) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import AUTO, BITS
 from impress_sglang.precision.codec import NUM_PLANES, planes_of
-from impress_sglang.serving.loading import loads_nothing
+from impress_sglang.serving.loading import SharedLoading, loads_nothing
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs
-from impress_sglang.transfer.resident import ResidentPart
+from impress_sglang.transfer.resident import PartUse, ResidentPart
 from impress_sglang.transfer.scoring import TorchScorer
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
@@ -50,16 +50,20 @@ class Pools:
 
     def load(self, *requests: StoredRequest) -> list[Tensor]:
         """A pass loads them all; returns the KVs of each."""
-        for layer, pools in enumerate(self._layers):
+        for layer in range(len(self._layers)):
             for request in requests:
-                inputs = LayerInputs(*[torch.zeros(1, 2, SHAPE.key_dim)] * 3, 0.3)
-                slots = LayerSlots.of(*pools, request.slots)
-                self._world.runtime.load_layer(layer, request, inputs, slots)
-                self._world.runtime.finish_layer(request)
+                self.load_layer(layer, request)
         return [
             torch.stack([pool[own.slots] for pools in self._layers for pool in pools])
             for own in requests
         ]
+
+    def load_layer(self, layer: int, request: StoredRequest) -> None:
+        """Load a layer of one request."""
+        inputs = LayerInputs(*[torch.zeros(1, 2, SHAPE.key_dim)] * 3, 0.3)
+        slots = LayerSlots.of(*self._layers[layer], request.slots)
+        self._world.runtime.load_layer(layer, request, inputs, slots)
+        self._world.runtime.finish_layer(request)
 
 
 def admitted(world: World, rid: str, bits: float) -> StoredRequest:
@@ -89,7 +93,13 @@ def read_ahead(world: World, rid: str, bits: float) -> Any:
 def blocks_of(part: ResidentPart, planes: int) -> int:
     """How many blocks so many planes of a part are in all layers."""
     size = part.layout.unit_stride // BLOCK_BYTES
-    return planes * SHAPE.num_layers * part.layout.num_heads * len(part.units) * size
+    return (
+        planes
+        * SHAPE.num_layers
+        * part.layout.num_heads
+        * len(PartUse(part, part.start, part.stop).units)
+        * size
+    )
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -168,6 +178,24 @@ def test_who_takes_what_was_read_for_another_gets_its_own_bits(
     request = admitted(world, "second", second)
     assert "first" not in world.runtime.prefetches
     assert run(world, request) == [max(first, second)]
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["takes it", "joins it"])
+def test_planes_that_are_wanted_late_are_read_ahead_too(world: World, joins: bool) -> None:
+    """What was read ahead before has all layers, without them."""
+    request = world.admit(read_ahead(world, "first", LEAST)) if joins else None
+    if not joins:
+        read_ahead(world, "first", LEAST)
+    second = admitted(world, "second", MOST)
+    assert isinstance(second.loading, SharedLoading)
+    (load,) = second.loading._loads
+    wait_until(lambda: not load.source.is_reading)
+    assert load.source.next_ahead == SHAPE.num_layers and load.source.there == 1.0
+    assert run(world, second) == [MOST]
+    for own in filter(None, (second, request)):
+        world.end(own)
+    reads = (request or second).reads
+    assert reads.ahead_used_bytes == reads.ssd_needed_bytes == reads.ssd_bytes > 0
 
 
 @pytest.mark.parametrize(("first", "then"), [(SIX, MOST), (MOST, SIX)])
@@ -318,3 +346,111 @@ def test_what_need_not_be_read_costs_nothing(
     found = world.ask("second", bits=MOST).host_hit_length
     assert (found > 0) == (state != "on SSD")
     assert found in (0, 1, TOKENS)
+
+
+@pytest.mark.parametrize("bits", [LEAST, MOST])
+def test_what_another_request_loads_is_not_read_ahead(world: World, bits: float) -> None:
+    """Who waits meanwhile joins that load; what is read for it beside would be for nothing."""
+    first = admitted(world, "first", LEAST)
+    second = world.ask("second", bits=bits)
+    world.cache.prefetch(second)
+    assert "second" not in world.runtime.prefetches
+    run(world, first)
+    request = world.admit(second)
+    assert request is not None and run(world, request) == [bits]
+    assert world.runtime.store.ahead._ahead_bytes == world.runtime.store.ahead._used_bytes
+
+
+@pytest.mark.parametrize("length", [TOKENS, 32])
+def test_planes_of_a_shorter_prefix_are_read_ahead(world: World, length: int) -> None:
+    """Of a part that goes on behind it, which is cut there as the request is admitted."""
+    world.end(world.loaded("first", bits=LEAST))
+    second = world.ask("second", length, bits=MOST)
+    world.cache.prefetch(second)
+    source = world.runtime.prefetches._waiting["second"].source
+    request = world.admit(second)
+    assert request is not None and isinstance(request.loading, SharedLoading)
+    assert [own.source for own in request.loading._loads] == [source]
+    assert run(world, request) == [MOST]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("where", ["read", "restore_base", "raise_units"])
+@pytest.mark.parametrize("bits", [LEAST, MOST])
+def test_who_fails_leaves_no_part_half_loaded(
+    world: World, bits: float, where: str, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also none that it does not use itself, but that the same load brings for a longer prompt."""
+    pools = Pools(world)
+    first = world.admit(world.ask("first", 32, bits=LEAST))
+    assert first is not None
+    pools.load(first)
+    world.end(first)
+    longer = admitted(world, "longer", SIX)
+    shorter = world.admit(world.ask("shorter", 32, bits=SIX))
+    assert shorter is not None and len(longer.uses) == 2 and len(shorter.uses) == 1
+    for number in range(layer):
+        pools.load_layer(number, shorter)
+    fail_at_last(monkeypatch, world, where)
+    with pytest.raises(MemoryError):
+        pools.load_layer(layer, shorter)
+    monkeypatch.undo()
+    world.runtime.fail(shorter)
+    world.runtime.finish_layer(shorter)
+    third = admitted(world, "third", bits)
+    (found,) = pools.load(third)
+    expected = found.clone()
+    got = [(use.start, use.stop, use.part.planes.tolist()) for use in third.uses]
+    assert all(min(planes) >= planes_of(bits) for _, _, planes in got)
+    for request in (third, longer, shorter):
+        world.end(request)
+    residents = world.cache._residents
+    residents.check_integrity()
+    for planes, own in enumerate(BITS):
+        for part in list(residents):
+            residents.evict(part)
+        request = admitted(world, f"at once in {own}", own)
+        (at_once,) = Pools(world).load(request)
+        world.end(request)
+        for start, stop, levels in got:
+            for number, level in enumerate(levels):
+                if level == planes:
+                    each = slice(2 * number, 2 * number + 2)
+                    expected[each, start:stop] = at_once[each, start:stop]
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def fail_at_last(monkeypatch: pytest.MonkeyPatch, world: World, where: str) -> None:
+    """Memory runs out in the last step of a layer in which so much is done."""
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    if where == "read":
+        monkeypatch.setattr(CodedSource, "_read", fails)
+        return
+    writer = world.runtime._loaders.coded._writer
+    usual, left = getattr(writer, where), [where == "raise_units"]
+
+    def fails_at_last(*args: Any) -> None:
+        if not left.pop():
+            fails()
+        left.append(False)
+        usual(*args)
+
+    monkeypatch.setattr(writer, where, fails_at_last)
+
+
+@pytest.mark.parametrize("options", [{"load": "always", "readahead": 0.2, "host_gb": 0.1}])
+@pytest.mark.parametrize("cached", BITS)
+def test_planes_in_host_memory_cost_nothing_and_others_do(world: World, cached: float) -> None:
+    """Also where nothing is in slots: as much is expected to be read as is read."""
+    first = world.loaded("first", bits=cached)
+    world.end(first)
+    part = first.uses[0].part
+    fresh(world, part)
+    forecast = world.runtime.store.forecast
+    stored = forecast.coded_bytes(_spans(world))
+    for bits in BITS:
+        lacking = max(planes_of(bits) - planes_of(cached), 0)
+        assert stored.expected(planes_of(bits)) == blocks_of(part, lacking) * BLOCK_BYTES

@@ -19,6 +19,7 @@ from impress_sglang.precision.codec import NUM_PLANES, planes_of
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT
+from impress_sglang.transfer.resident import PartUse
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
 
@@ -146,7 +147,7 @@ def test_auto_raises_what_is_in_slots_only_if_that_takes_hardly_longer(
     request = world.admit(req)
     assert request is not None and request.bits == 6.0
     world.load(request)
-    missing = (NUM_PLANES - planes_of(6)) * stored.plane
+    missing = stored.expected(NUM_PLANES) - stored.expected(planes_of(6))
     slow_reads(missing)
     estimate = planned(world, "r").estimate
     assert (estimate.io, estimate.bits) == (pytest.approx(missing), BITS[-1])
@@ -173,7 +174,7 @@ def test_a_request_reads_what_a_part_in_slots_lacks(
     )
     planes = max(planes_of(wanted) - planes_of(there), 0)
     assert plan is not None and plan.loads_nothing == (not planes)
-    units = SHAPE.num_layers * SHAPE.num_kv_heads * len(part.units)
+    units = SHAPE.num_layers * SHAPE.num_kv_heads * len(PartUse(part, part.start, part.stop).units)
     assert plan.estimate.io == planes * units * BLOCK_BYTES
     request = world.loaded("second", bits=wanted)
     world.end(request)

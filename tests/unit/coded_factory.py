@@ -88,7 +88,7 @@ def uses_of(parts: Sequence[ResidentPart]) -> list[PartUse]:
 
 def in_slots(parts: Sequence[ResidentPart]) -> list[Planes | None]:
     """What a source for these parts need not read."""
-    return [part.planes if part.layers_loaded else None for part in parts]
+    return [part.in_slots for part in parts]
 
 
 class CodedCase:
@@ -201,8 +201,8 @@ class CodedCase:
     def levels(self, layer: int) -> Tensor:
         """Planes of all units, int64 [G, units]."""
         own = [
-            torch.from_numpy(part.levels(layer))[:, None].expand(-1, len(part.units))
-            for part in self.parts
+            torch.from_numpy(use.part.levels(layer))[:, None].expand(-1, len(use.units))
+            for use in uses_of(self.parts)
         ]
         return torch.cat(own, 1).long()
 

@@ -217,6 +217,18 @@ def test_a_request_for_a_part_of_a_part_raises_all_of_it(coded: Coded) -> None:
     assert part.has(2) and not part.has(3)
 
 
+def test_bits_are_counted_of_what_is_used(coded: Coded) -> None:
+    """And not of what else is in the same parts."""
+    case, stats = coded([CodedPart(64), CodedPart(1500)]), LoadStats()
+    load_all(case, 0)
+    first, second = case.parts
+    second.planes[:] = 2
+    for layer in range(SHAPE.num_layers):
+        uses = [PartUse(first, 0, 64), PartUse(second, 0, 10)]
+        CodedLoader().load(layer, uses, 0, case.layer_slots(layer), stats)
+    assert stats.mean_bits == (LEVELS[0] + LEVELS[2]) / 2
+
+
 def test_a_broken_part_serves_nobody_else(coded: Coded) -> None:
     case = coded(PREFIXES["one"])
     case.parts[0].broken = True

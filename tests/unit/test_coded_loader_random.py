@@ -12,7 +12,6 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -178,6 +177,7 @@ def test_slots_hold_what_levels_say(
             pieces.insert(place + 1, Piece(piece.segment, piece.part.cut(at)))
         for part in (own.part for own in pieces[place : place + 2]):
             for planes in range(NUM_PLANES + 1):
-                lacking = np.maximum(planes - part.planes.astype(int), 0).mean()
-                assert part.has(planes) == (not lacking) and part.lacking(planes) == lacking
-                assert part.lacking(planes, brought=NUM_PLANES) == 0
+                lacking = [(part.planes <= plane).mean() for plane in range(planes)]
+                assert part.has(planes) == (not any(lacking))
+                assert part.lacking(planes).tolist() == lacking
+                assert not part.lacking(planes, brought=NUM_PLANES).any()

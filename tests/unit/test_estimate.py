@@ -370,5 +370,5 @@ def test_as_much_is_read_before_as_would_be_waited_for(
 
 
 def test_coded_bytes_are_the_base_and_planes() -> None:
-    found = CodedBytes(1000.0, 400.0)
-    assert [found.expected(planes) for planes in range(3)] == [1000, 1400, 1800]
+    found = CodedBytes(1000.0, (0.0, 400.0, 300.0))
+    assert [found.expected(planes) for planes in range(4)] == [1000, 1000, 1400, 1700]

@@ -57,7 +57,7 @@ class Request:
     def planes(self, layer: int) -> Tensor:
         """Of all units [G, units]."""
         parts = [
-            torch.from_numpy(use.part.levels(layer))[:, None].expand(-1, len(use.part.units))
+            torch.from_numpy(use.part.levels(layer))[:, None].expand(-1, len(use.units))
             for use in self.uses
         ]
         return torch.cat(parts, 1).long()
