@@ -244,7 +244,7 @@ OPTIONS: tuple[Option, ...] = (
         "policy",
         str,
         one_of(POLICIES),
-        "impress: prefixes in few bits, more of them where a request attends. Baselines: "
+        "impress: prefixes in few bits. Baselines: "
         "impress+lfu and impress+lru (the same with other caches), paper "
         "(IMPRESS as published: tokens found by probe heads, reordering, caches by score), "
         "paper+itf+reorder (the same with LFU caches), paper+itf (nor reordering), as+h2o+lru and "

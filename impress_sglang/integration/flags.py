@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser, enable: type[argparse.Action]) ->
         action=enable,
         nargs=0,
         default=False,
-        help="Keep prefixes on SSD, and load them in few bits, with more where a request attends.",
+        help="Keep prefixes on SSD, and load them in few bits.",
     )
     for option in OPTIONS:
         default = getattr(defaults, option.field)

@@ -13,7 +13,7 @@ a difference between two servers is a difference of policy. They are the paper's
 
 and ours:
 
-    impress+lru        the prefix in few bits and more where a request looks; LRU
+    impress+lru        the prefix in few bits; LRU
     impress+lfu        the same with LFU
     impress            the same, caches by score
 """

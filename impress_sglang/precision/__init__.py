@@ -1,1 +1,1 @@
-"""KVs in a few bits: coded in planes, restored into slots, and raised where a query attends."""
+"""KVs in a few bits: coded in planes, restored into slots, and raised there."""
