@@ -164,8 +164,8 @@ def floors_of(
     for bits in LEVELS[:-1]:
         rounded = restore(codes[0], bits), restore(codes[1], bits)
         error = (_output(rounded, own, given) - exact).square().sum((1, 2, 3))
-        # A head for which fewer bits were enough keeps them.
-        raised = (error > limit).numpy() & (floors == LEVELS.index(bits))
+        # A head for which fewer bits were enough keeps them. What is no number is not bearable.
+        raised = ~(error <= limit).numpy() & (floors == LEVELS.index(bits))
         if not raised.any():
             break
         floors += raised

@@ -140,7 +140,7 @@ class AdmissionPlan:
             PrefixUnreadable: a segment is gone or cannot be opened.
         """
         if self.covers:
-            spans, in_slots = _spans_of(self.covers)
+            spans, in_slots = _spans_of(self.covers, self.planes)
             return store.open_coded(spans, in_slots, self.planes, timeline)
         if self.estimate.bits < EXACT_BITS:
             return store.open_coded(self.spans, [None] * len(self.spans), self.planes, timeline)
@@ -347,14 +347,16 @@ def least_of(wanted: LoadOptions, config: ImpressConfig, policy: Policy) -> Qual
     return Quality(depth, wanted.retention, wanted.bits, wanted.share)
 
 
-def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[Planes | None]]:
+def _spans_of(covers: Sequence[Cover], planes: int) -> tuple[list[StoredSpan], list[Planes | None]]:
     """The spans that a source for `covers` reads, and what of them is in slots already."""
-    spans = []
+    spans, parts = [], []
     for cover in covers:
         part, span = cover.part, cover.span
+        if part is not None and part.has(planes):
+            continue
         # A part that nobody uses is cut as the request is admitted: see `ResidentParts.cut_idle`.
         if part is not None and part.users:
             span = StoredSpan(span.segment, part.start, part.stop)
         spans.append(span)
-    parts = [cover.part for cover in covers]
+        parts.append(part)
     return spans, [None if part is None else part.in_slots for part in parts]

@@ -20,7 +20,7 @@ from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, parts_to_read
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
@@ -224,15 +224,14 @@ class SharedLoading:
 
     def _join(self, source: CodedSource | None = None, planes: int = 0) -> list[PartLoad]:
         """`planes`: how many others want that will join what is opened."""
-        parts = list(dict.fromkeys(use.part for use in self._uses))
-        fresh = [part for part in parts if part.load is None]
+        fresh = parts_to_read(self._uses, self._planes)
         if fresh:
             if source is None:
                 source = self._open(fresh, max(planes, self._planes))
             source.timeline = self._timeline
             PartLoad(source, fresh)
             self._store.ahead.join(source)
-        loads = list(dict.fromkeys(part.load[0] for part in parts if part.load is not None))
+        loads = list(dict.fromkeys(use.part.load[0] for use in self._uses if use.part.load))
         for load in loads:
             load.pending += 1
             load.planes = max(load.planes, self._planes)

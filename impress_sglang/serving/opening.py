@@ -34,7 +34,12 @@ from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.resident import PartUse, ResidentPart, have_planes
+from impress_sglang.transfer.resident import (
+    PartUse,
+    ResidentPart,
+    have_planes,
+    parts_to_read,
+)
 from impress_sglang.transfer.source import SegmentSource
 
 Allocate = Callable[[int], Tensor | None]
@@ -183,17 +188,13 @@ class RequestOpener:
                     uses,
                     plan.planes,
                     timeline,
-                    self._read_before(rid, uses),
+                    self._prefetches.take_parts(rid, parts_to_read(uses, plan.planes)),
                 )
             except BaseException:
                 self._residents.leave(uses)
                 raise
         self._served.store.tree.touch(plan.match)
         return _Opened(plan, torch.cat([use.slots for use in uses]), loading, timeline, tuple(uses))
-
-    def _read_before(self, rid: str, uses: list[PartUse]) -> CodedSource | None:
-        fresh = list(dict.fromkeys(use.part for use in uses if use.part.load is None))
-        return self._prefetches.take_parts(rid, fresh)
 
     def _parts_of(self, plan: AdmissionPlan, slots: Tensor | None) -> list[PartUse]:
         """The parts of a plan; tokens that are in none get a new part with some of `slots`."""

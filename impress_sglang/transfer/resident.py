@@ -219,7 +219,13 @@ class PartUse:
 
 def have_planes(uses: Sequence[PartUse], planes: int) -> bool:
     """Whether parts have so many planes, so that nothing is left to load."""
-    return all(part.has(planes) for part in dict.fromkeys(use.part for use in uses))
+    return all(use.part.has(planes) for use in uses)
+
+
+def parts_to_read(uses: Sequence[PartUse], planes: int) -> list[ResidentPart]:
+    """The parts that lack some of so many planes and that nobody reads, each once, in order."""
+    parts = dict.fromkeys(use.part for use in uses)
+    return [part for part in parts if part.load is None and not part.has(planes)]
 
 
 def parts_alone(source: CodedSource, slots: Tensor) -> list[PartUse]:

@@ -454,3 +454,20 @@ def test_planes_in_host_memory_cost_nothing_and_others_do(world: World, cached: 
     for bits in BITS:
         lacking = max(planes_of(bits) - planes_of(cached), 0)
         assert stored.expected(planes_of(bits)) == blocks_of(part, lacking) * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_in_slots_is_not_opened(
+    world: World, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prefix of which a part has what is wanted, only the rest is."""
+    world.end(world.loaded("first", 32, bits=SIX))
+    opened = calls_of(monkeypatch, type(world.runtime.store), "open_coded")
+    second = world.admit(
+        read_ahead(world, "second", SIX) if ahead else world.ask("second", bits=SIX)
+    )
+    assert second is not None and len(second.uses) == 2
+    (call,) = opened
+    (span,) = call.args[1]
+    assert (span.start, span.stop) == (32, second.uses[1].stop) and call.args[2] == [None]
+    assert run(world, second) == [SIX]
