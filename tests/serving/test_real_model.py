@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from demo.model import model_path
-from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.precision.codec import BASE_BITS, PLANE_BITS, planes_of
 from impress_sglang.storage.files import FileSystem
@@ -71,7 +70,7 @@ def test_bytes_of_a_part_of_a_prefix(server: Server, workdir: Path) -> None:
     server.generate([*other, *range(1000, 1064)], 1)
     server.flush()
     before = _bytes_read_by(server)
-    said = report(server.generate([*prefix, *range(1000, 1064)], 1))
+    said = report(server.generate([*prefix, *range(1000, 1064)], 1, impress_bits=6))
     from_device = _bytes_read_by(server) - before
     assert said["loaded_tokens"] == retained_tokens(TOKENS, 0.25) == 375, said
     assert said["layers_by_probe"] == 30
@@ -80,7 +79,7 @@ def test_bytes_of_a_part_of_a_prefix(server: Server, workdir: Path) -> None:
     assert codes is not None and codes.num_tokens == TOKENS
     assert said["base_bytes"] == 30 * codes.num_groups * codes.group_bytes
     assert 0 < said["selected_chunks"] * BLOCK_BYTES == sum(said["plane_bytes"])
-    assert said["bits_mean"] == pytest.approx(_bits_of(header, ImpressConfig().bits), abs=0.001)
+    assert said["bits_mean"] == pytest.approx(_bits_of(header, 6), abs=0.001)
     assert (header.floors > 0).mean() < 0.2
     analytic = 30 * codes.base_bytes + sum(said["plane_bytes"])
     in_vain = said["ahead_bytes"] - said["ahead_used_bytes"]
@@ -89,7 +88,7 @@ def test_bytes_of_a_part_of_a_prefix(server: Server, workdir: Path) -> None:
     if server.stats()["store"]["direct_io"]:
         # The processes may also read pages of their code, and read the header.
         assert said["ssd_bytes"] <= from_device <= 1.05 * said["ssd_bytes"]
-    again = report(server.generate([*prefix, *range(2000, 2064)], 1))
+    again = report(server.generate([*prefix, *range(2000, 2064)], 1, impress_bits=6))
     assert again["device_chunks"] > 0.8 * again["chunks_accessed"]
     assert again["ssd_bytes"] < said["ssd_bytes"] / 4
 
@@ -102,9 +101,8 @@ def _header_of(workdir: Path, prefix: list[int]) -> SegmentHeader:
     return header
 
 
-def _bits_of(header: SegmentHeader, bits: float | str) -> float:
+def _bits_of(header: SegmentHeader, bits: float) -> float:
     """Per element, with the planes that belong to the base of some heads."""
-    assert isinstance(bits, float)
     return BASE_BITS + PLANE_BITS * float(levels_of(header.floors, planes_of(bits)).mean())
 
 
