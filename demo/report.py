@@ -139,8 +139,7 @@ def _check(way: Way, report: Mapping[str, Any], text: str) -> None:
     if way.approximate is not None and report["approximate"] != way.approximate:
         expected = "in few bits" if way.approximate else "as it was computed"
         raise DemoFailed(f"{way.name!r} did not use the prefix {expected}")
-    # What a question lacks of a shared prefix is read, too.
-    if way is not SHARED and (report["ssd_bytes"] > 0) != (way.served_by == "ssd"):
+    if (report["ssd_bytes"] > 0) != (way.served_by == "ssd"):
         raise DemoFailed(f"{way.name!r} read {report['ssd_bytes']} bytes of SSD")
     if not text.strip():
         raise DemoFailed(f"{way.name!r}: the answer is empty")

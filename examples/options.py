@@ -19,5 +19,5 @@ def engine_options(description: str) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--impress-ssd-dir", help="default: a temporary directory")
-    parser.add_argument("--impress-bits", type=float, default=6.0)
+    parser.add_argument("--impress-bits", type=float, default=5.0)
     return parser.parse_args()

@@ -104,16 +104,18 @@ def test_rows_are_medians_and_count_the_answers_of_the_exact_prefix() -> None:
     replies = [reply_of(report.COMPUTED)]
     replies += [reply_of(DEVICE, question, times[question]) for question in QUESTIONS]
     for number, question in enumerate(QUESTIONS):
-        replies.append(reply_of(report.SHARED, question, ssd_bytes=number, bits_mean=5 + number))
+        replies.append(
+            reply_of(report.FEW_BITS, question, ssd_bytes=1 + number, bits_mean=5 + number)
+        )
     replies[-1] = dataclasses.replace(replies[-1], text="Another answer.")
-    replies += [reply_of(way) for way in WAYS[2:] if way is not report.SHARED]
+    replies += [reply_of(way) for way in WAYS[2:] if way is not report.FEW_BITS]
 
     rows = {row.way: row for row in report.make_rows(replies[::-1])}
 
     assert list(rows) == [way.name for way in WAYS]
     answer = f"Answer to {QUESTIONS[0]}"
     assert rows[DEVICE.name] == Row(DEVICE.name, 3, 20.0, 0, 16.0, 3, answer)
-    assert rows[report.SHARED.name] == Row(report.SHARED.name, 3, 12.3, 1, 6, 2, answer)
+    assert rows[report.FEW_BITS.name] == Row(report.FEW_BITS.name, 3, 12.3, 2, 6, 2, answer)
     assert rows[report.COMPUTED.name] == Row(report.COMPUTED.name, 1, 12.3, 0, None, 1, answer)
 
 
