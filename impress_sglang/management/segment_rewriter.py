@@ -18,7 +18,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from impress_sglang.management import token_order
-from impress_sglang.precision.floors import Coding
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layer_codec import decode_layer
@@ -105,7 +104,6 @@ class SegmentRewriter:
             files,
             direct=self._direct,
             mapping=mapping,
-            coding=lambda layer, keys, values: Coding(rewrite.segment.floors[layer]),
             written_ns=written.st_mtime_ns,
             is_wanted=lambda: not rewrite.left.is_set(),
         )

@@ -144,21 +144,6 @@ def restore(codes: Codes, bits: int) -> Tensor:
     return middle * step + low
 
 
-def raised(code_part: Tensor, bits: int, more: int) -> Tensor:
-    """What the next `more` bits of codes add to values of which `bits` are known, in steps.
-
-    Args:
-        code_part: the next bits, any integer dtype.
-        bits: how many bits are known.
-        more: how many bits `code_part` has.
-
-    Returns:
-        float32; multiplied by the step of its range, it is what must be added to a value.
-    """
-    cell = 2.0 ** (CODE_BITS - bits - more)
-    return (code_part.float() - (2**more - 1) / 2) * cell
-
-
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes below 2**bits, uint8 [..., D], into bytes [..., D * bits / 8].
 

@@ -26,7 +26,6 @@ from impress_sglang.precision.codec import (
     pack,
     packed_base,
     packed_sections,
-    raised,
     restore,
     sections_of,
     unpack,
@@ -103,16 +102,6 @@ def test_each_plane_adds_its_bits_to_what_is_there(kind: str) -> None:
     for plane, bits in enumerate(LEVELS[1:]):
         value = value + gained_of(codes, plane)
         assert torch.allclose(value, restore(codes, bits), atol=1e-4)
-
-
-def test_what_more_bits_add_is_the_way_to_the_next_middle() -> None:
-    """From the middle of a cell to that of the part of it that these bits name."""
-    for bits, more in itertools.product(range(1, 7), (1, 2)):
-        codes = torch.arange(256)
-        cell, smaller = 2 ** (CODE_BITS - bits), 2 ** (CODE_BITS - bits - more)
-        middles = [(codes // own + 0.5) * own for own in (cell, smaller)]
-        part = codes // smaller % 2**more
-        assert torch.equal(middles[0] + raised(part, bits, more), middles[1])
 
 
 def brute_sections(weight: list[float]) -> list[int]:
