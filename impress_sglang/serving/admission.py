@@ -30,7 +30,6 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded_span import Planes
-from impress_sglang.transfer.resident import PartUse, have_planes
 from impress_sglang.transfer.source import ReadNeeds
 
 
@@ -81,8 +80,8 @@ class AdmissionPlan:
     @property
     def loads_nothing(self) -> bool:
         """Whether all its tokens are in slots that requests share, with all that it wants."""
-        uses = [PartUse(c.part, c.span.start, c.span.stop) for c in self.covers if c.part]
-        return 0 < len(uses) == len(self.covers) and have_planes(uses, self.planes)
+        parts = [cover.part for cover in self.covers]
+        return bool(parts) and all(part is not None and part.has(self.planes) for part in parts)
 
     @property
     def planes(self) -> int:

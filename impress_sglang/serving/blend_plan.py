@@ -181,7 +181,7 @@ def apart(runs: Sequence[Run]) -> list[list[Run]]:
 def open_group(
     store: PrefixStore, runs: Sequence[Run], timeline: Timeline, planes: int
 ) -> CodedSource:
-    """Open a source for the tokens of some runs, run after run; with so many planes.
+    """Open a source for so many planes of the tokens of some runs, run after run.
 
     Raises:
         PrefixUnreadable: a segment is gone or cannot be opened.

@@ -51,16 +51,13 @@ class RequestOpener:
     def __init__(
         self,
         num_layers: int,
-        device: torch.device,
         served: ServedStore,
         residents: ResidentParts,
         prefetches: Prefetches,
         loaders: Loaders,
         timeline_for: Callable[[str], Timeline],
     ) -> None:
-        """`device`: where the slots are."""
         self._num_layers = num_layers
-        self._device = device
         self._served = served
         self._residents = residents
         self._prefetches = prefetches

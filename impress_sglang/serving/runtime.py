@@ -123,7 +123,6 @@ class ServingRuntime:
         """Says why a request got its prefix, or got none."""
         self._opener = RequestOpener(
             shape.num_layers,
-            device,
             self.served,
             self.residents,
             self.prefetches,

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from impress_sglang.loops import packed
+from impress_sglang.options import BITS
 from impress_sglang.precision.codec import (
     CODE_BITS,
     GROUP_TOKENS,
@@ -93,6 +95,11 @@ def test_ranges_are_no_wider_than_half_precision_makes_them(count: int) -> None:
         assert (low <= rows.amin(0)).all() and (high >= rows.amax(0)).all()
         # Numbers of some hundred are a quarter apart in half precision.
         assert (high - low <= (rows.amax(0) - rows.amin(0)) * 1.001 + 0.51).all()
+
+
+def test_packages_that_may_not_import_each_other_agree_on_numbers() -> None:
+    assert BITS == LEVELS
+    assert (packed.GROUP_TOKENS, packed.NUM_SECTIONS) == (GROUP_TOKENS, NUM_SECTIONS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
