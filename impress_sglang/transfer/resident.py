@@ -102,7 +102,8 @@ class ResidentPart:
         self.planes: Planes = np.zeros(self.num_layers, np.uint8)
         shape = self.num_layers, self.layout.num_heads
         self.floors: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
-        self._ranges: dict[int, Tensor] = {}
+        # Those of all layers, or of the last one: uint8 [L or 1, groups, group_range_bytes].
+        self._ranges: Tensor | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -121,7 +122,6 @@ class ResidentPart:
         """Begin again with the first layer."""
         self.layers_loaded = 0
         self.planes[:] = 0
-        self._ranges.clear()
 
     def check(self) -> None:
         """Check that its slots hold what its levels say.
@@ -150,7 +150,10 @@ class ResidentPart:
 
     def tokens(self, layer: int) -> CodedTokens:
         """The part's codes in a loaded layer; only the ranges of their bytes are present."""
-        return CodedTokens(self.layout, self._ranges[layer], self.start, self.slots)
+        assert self._ranges is not None and layer < self.layers_loaded
+        assert self.lasting or layer == self.layers_loaded - 1
+        ranges = self._ranges[layer if self.lasting else 0]
+        return CodedTokens(self.layout, ranges, self.start, self.slots)
 
     def begin_layer(self, layer: int, groups: Tensor, floors: Floors) -> CodedTokens:
         """Begin the next layer with its base, uint8 [groups, group_bytes]; keeps the ranges.
@@ -159,10 +162,14 @@ class ResidentPart:
         """
         assert layer == self.layers_loaded
         assert len(groups) == -(-self.stop // GROUP_TOKENS) - self.start // GROUP_TOKENS
-        if not self.lasting:
-            self._ranges.clear()
+        if self._ranges is None:
+            # Of all layers at once: what lasts must not lie between what is freed at once.
+            layers = self.num_layers if self.lasting else 1
+            size = self.layout.group_range_bytes
+            self._ranges = groups.new_empty(layers, len(groups), size)
         # A copy, because the bytes that were read belong to the source.
-        self._ranges[layer] = groups[:, : self.layout.group_range_bytes].clone()
+        own = self._ranges[layer if self.lasting else 0]
+        own.copy_(groups[:, : self.layout.group_range_bytes])
         self.floors[layer] = floors
         self.layers_loaded += 1
         return CodedTokens(self.layout, groups, self.start, self.slots)
@@ -182,12 +189,10 @@ class ResidentPart:
         )
         rest.planes, rest.floors = self.planes.copy(), self.floors
         group = self.start // GROUP_TOKENS
-        rest._ranges = {
-            layer: own[token // GROUP_TOKENS - group :] for layer, own in self._ranges.items()
-        }
+        if self._ranges is not None:
+            rest._ranges = self._ranges[:, token // GROUP_TOKENS - group :]
+            self._ranges = self._ranges[:, : -(-token // GROUP_TOKENS) - group]
         self.slots, self.stop = self.slots[: token - self.start], token
-        kept = -(-token // GROUP_TOKENS) - group
-        self._ranges = {layer: own[:kept] for layer, own in self._ranges.items()}
         return rest
 
 
