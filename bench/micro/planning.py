@@ -45,23 +45,27 @@ from impress_sglang.options import BITS
 from impress_sglang.precision.codec import GROUP_TOKENS, planes_of
 from impress_sglang.precision.floors import CodingMeter, Floors
 from impress_sglang.precision.tokens import CodedTokens
+from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.tiers import slab
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.moves import KernelMover, LoadedChunks
+from impress_sglang.tiers.moves import ChunkMover, LoadedChunks
+from impress_sglang.tiers.page_copies import KernelCopier
 from impress_sglang.tiers.placement import Access
 from impress_sglang.tiers.rules import ImportanceScore
 from impress_sglang.tiers.slab import PageShape
+from impress_sglang.transfer import coded
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.coded_span import CodedSpan, most_pages
-from impress_sglang.transfer.frames import CODE_PAGE, KernelTaker
+from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.slots import LayerSlots
@@ -87,7 +91,7 @@ OPTIONS = (
 def run(args: argparse.Namespace) -> Result:
     """Measure all shapes and lengths."""
     torch.set_num_threads(1)
-    with _no_launches() if args.kernels else contextlib.nullcontext():
+    with _no_launches() if args.kernels else _no_copies():
         rows = [
             row
             for name in args.shapes
@@ -155,7 +159,6 @@ class _Case:
         writer = KernelCodeWriter(CPU) if kernels else _NoWriter()
         self._loader = CodedLoader(writer)
         self._kernels = kernels
-        self._no_taker = _NoTaker(layout.layer_bytes // BLOCK_BYTES)
         self.chunks = shape.num_layers * (layout.num_pages + layout.total_units)
 
     def request(self, bits: float) -> tuple[float, float, float]:
@@ -189,9 +192,7 @@ class _Case:
         codes.placement.advance()
         base = self._versions.codes(self._versions.of(stored.segment))
         span = CodedSpan(self._file, stored.start, stored.stop, base)
-        taker = KernelTaker(codes) if self._kernels else self._no_taker
-        pool = self._memory.pool
-        source = CodedSource([span], self._reader, pool, codes, planes, taker=taker)
+        source = CodedSource([span], self._reader, self._memory.pool, codes, planes)
         slots = torch.arange(len(self._tokens))
         own, layers = stored.segment.segment_id, self._shape.num_layers
         part = _NoRanges(own, span.layout, layers, span.start, span.stop, slots)
@@ -224,9 +225,26 @@ def _no_launches() -> Iterator[None]:
 
     kernels = ((pages, "_copy_kernel"), (codes, "_restore_kernel"), (codes, "_raise_kernel"))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_no_pages())
         for module, name in kernels:
             stack.enter_context(mock.patch.object(module, name, _NoKernel()))
         yield
+
+
+@contextlib.contextmanager
+def _no_copies() -> Iterator[None]:
+    """Blocks are not taken from where they are."""
+    with _no_pages(), mock.patch.object(coded, "take_frames", _take_nothing):
+        yield
+
+
+def _no_pages() -> contextlib.AbstractContextManager[Any]:
+    """Caches are larger than this machine, and nothing is written to them."""
+    return mock.patch.object(slab, "_host_memory", lambda size, pin: AlignedMemory(size))
+
+
+def _take_nothing(cache: ChunkCache, tiers: Any, frames: Any, memory: Any) -> Tensor:
+    return torch.empty(len(frames), BLOCK_BYTES, dtype=torch.uint8)
 
 
 class _NoKernel:
@@ -246,7 +264,8 @@ class _Prepared(ChunkCache):
 
     def __init__(self, *arguments: Any, **sizes: Any) -> None:
         super().__init__(*arguments, **sizes)
-        self._mover = KernelMover(self.page, self.slabs, self.copy_stream, self.staging)
+        self.copier = KernelCopier(self.page, self.device, self.staging)
+        self._mover = ChunkMover(self.page, self.slabs, self.copy_stream, self.copier)
 
 
 class _NoFile(OpenSegment):
@@ -279,14 +298,6 @@ class _NoReader:
 
     def cancel(self, read: _NoRead) -> tuple[Any, Any]:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-
-
-class _NoTaker:
-    def __init__(self, num_blocks: int) -> None:
-        self._blocks = torch.empty(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
-
-    def take(self, tiers: Any, frames: Any, memory: Any) -> Tensor:
-        return self._blocks[: len(frames)]
 
 
 class _NoWriter:

@@ -17,7 +17,8 @@ import torch
 
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.fence import CopyStream, Fence
-from impress_sglang.tiers.moves import LoadedChunks, make_mover
+from impress_sglang.tiers.moves import ChunkMover, LoadedChunks
+from impress_sglang.tiers.page_copies import make_copier
 from impress_sglang.tiers.placement import (
     CACHES,
     Access,
@@ -79,7 +80,9 @@ class ChunkCache:
         """Moves chunks; readers on the device call `join` before and `note_reading` after."""
         self.staging = Staging(device)
         """Where addresses of chunks are left for kernels."""
-        self._mover = make_mover(self.page, self.slabs, self.copy_stream, self.staging)
+        self.copier = make_copier(self.page, device, self.staging)
+        """Copies pages from and to the slabs."""
+        self._mover = ChunkMover(self.page, self.slabs, self.copy_stream, self.copier)
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
         """An empty cache that takes over the memory; this one must not be read any more."""

@@ -1,48 +1,114 @@
-"""Copies pages with a kernel, from any memory that the device can read to any that it can write."""
+"""Copies pages between addresses: with a compiled loop on a CPU, with a kernel on a GPU.
+
+`PageCopier` is the contract; tests/unit/triton/test_page_copies.py compares the two.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from impress_sglang.loops import copies
 from impress_sglang.loops.types import Indices
 from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.tiers.staging import Staging
-from impress_sglang.triton import pages
 
 
-class PageCopier:
-    """Launches on the current stream; nothing is waited for."""
+class PageCopier(Protocol):
+    """The contract. No page that is read is written."""
+
+    in_place: bool
+    """Whether who reads pages may as well read them where they are: all is on the host."""
+
+    def copy(self, sources: Indices, targets: Indices) -> Fence:
+        """Copy pages between addresses, int64 [n] each.
+
+        Returns:
+            A fence after which all is copied.
+        """
+        ...
+
+    def begin(self, count: int) -> Indices:
+        """Begin to copy pages: int64 [2 * count], for the addresses of sources, then of targets."""
+        ...
+
+    def launch(self) -> Fence:
+        """Copy what was begun; see `copy`."""
+        ...
+
+
+def make_copier(page: PageShape, device: torch.device, staging: Staging) -> PageCopier:
+    """The copier that fits the device."""
+    if device.type == "cuda":
+        return KernelCopier(page, device, staging)
+    return LoopCopier(page, device, staging)
+
+
+class LoopCopier:
+    """Has copied when it returns."""
+
+    in_place = True
 
     def __init__(self, page: PageShape, device: torch.device, staging: Staging) -> None:
+        self._page_bytes = page.page_bytes
+        self._device = device
+        self._numbers = np.empty(0, np.int64)
+
+    def copy(self, sources: Indices, targets: Indices) -> Fence:
+        """See `PageCopier`."""
+        copies.copy_pages(sources, targets, self._page_bytes)
+        return Fence(self._device)
+
+    def begin(self, count: int) -> Indices:
+        """See `PageCopier`."""
+        self._numbers = np.empty(2 * count, np.int64)
+        return self._numbers
+
+    def launch(self) -> Fence:
+        """See `PageCopier`."""
+        half = len(self._numbers) // 2
+        return self.copy(self._numbers[:half], self._numbers[half:])
+
+
+class KernelCopier:
+    """Launches on the current stream; nothing is waited for.
+
+    It copies from any memory that the device can read to any that it can write.
+    """
+
+    in_place = False
+
+    def __init__(self, page: PageShape, device: torch.device, staging: Staging) -> None:
+        # Imported only where it is used: Triton is not needed on a CPU.
+        from impress_sglang.triton import pages
+
+        self._kernels = pages
         self._page_bytes = page.page_bytes
         self._device = device
         self._staging = staging
         self._table, self._numbers = staging.take(0)
 
     def copy(self, sources: Indices, targets: Indices) -> Fence:
-        """Copy pages between addresses, int64 [n] each; no page that is read is written.
-
-        Returns:
-            A fence after which all is copied.
-        """
+        """See `PageCopier`."""
         numbers = self.begin(len(sources))
         numbers[: len(sources)] = sources
         numbers[len(sources) :] = targets
         return self.launch()
 
     def begin(self, count: int) -> Indices:
-        """Begin to copy pages: int64 [2 * count], for the addresses of sources, then of targets."""
+        """See `PageCopier`."""
         self._table, self._numbers = self._staging.take(2 * count)
         return self._numbers
 
     def launch(self) -> Fence:
-        """Copy what was begun; see `copy`."""
+        """See `PageCopier`."""
         # The largest power of two that divides them all.
-        most = self._page_bytes | pages.WORD_BYTES
+        most = self._page_bytes | self._kernels.WORD_BYTES
         bits = int(np.bitwise_or.reduce(self._numbers, initial=most))
-        pages.copy_pages(self._table, self._page_bytes, bits & -bits)
+        self._kernels.copy_pages(self._table, self._page_bytes, bits & -bits)
         fence = Fence(self._device)
         self._staging.protect(fence)
         return fence

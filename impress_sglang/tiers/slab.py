@@ -7,6 +7,7 @@ with different numbers of heads share the memory without fragments.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, Column, KVShape, SegmentLayout, round_up
+from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.tiers.pinning import pin_memory
 
 
@@ -78,21 +80,19 @@ class Slab:
             ConfigError: there is not enough memory; the message names `option`.
         """
         size = (num_pages * page.page_vectors, page.unit)
+        num_bytes = num_pages * page.page_bytes
         try:
-            if pin and num_pages:
-                memory = AlignedMemory(round_up(num_pages * page.page_bytes, BLOCK_BYTES))
-                pin_memory(memory)
-                count = size[0] * size[1]
-                flat = torch.frombuffer(memory.view, dtype=page.dtype, count=count)
-                self._vectors = flat.view(size)
+            if device.type == "cpu" and num_pages:
                 # The tensor keeps the bytes alive; they stay pinned as long as this object exists.
-                self._memory = memory
+                self._memory = _host_memory(num_bytes, pin=pin)
+                flat = torch.frombuffer(self._memory.view, dtype=page.dtype, count=math.prod(size))
+                self._vectors = flat.view(size)
             else:
                 self._vectors = torch.empty(size, dtype=page.dtype, device=device)
-        except (RuntimeError, OSError) as error:
+        except (MemoryError, RuntimeError, OSError) as error:
             raise ConfigError(
-                f"{num_pages * page.page_bytes / 1e9:.1f} GB for chunks cannot be allocated on "
-                f"{device}; lower {option}: {error}"
+                f"{num_bytes / 1e9:.1f} GB for chunks cannot be allocated on {device}; lower "
+                f"{option}: {error}"
             ) from error
         self._page = page
 
@@ -137,3 +137,21 @@ class Slab:
 
     def _index(self, index: npt.NDArray[np.signedinteger]) -> Tensor:
         return torch.from_numpy(index.astype(np.int64, copy=False)).to(self.device)
+
+
+def _host_memory(num_bytes: int, *, pin: bool) -> AlignedMemory:
+    """Memory that is there, not only promised, so that no request waits for it later.
+
+    Raises:
+        MemoryError: there is less.
+        OSError: the system refused.
+    """
+    with contextlib.suppress(OSError):
+        if num_bytes > (available := available_bytes()):
+            raise MemoryError(f"{available / 1e9:.1f} GB are available")
+    memory = AlignedMemory(round_up(num_bytes, BLOCK_BYTES))
+    if pin:
+        pin_memory(memory)
+    else:
+        memory.words[:: BLOCK_BYTES // memory.words.itemsize] = 0
+    return memory

@@ -26,7 +26,7 @@ from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, SSD_READ, Timeline
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.coded_span import CodedSpan, Planes
-from impress_sglang.transfer.frames import FrameTaker, make_taker
+from impress_sglang.transfer.frames import take_frames
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.stored_source import StoredSource
 
@@ -73,7 +73,6 @@ class CodedSource(StoredSource):
         planes: int,
         *,
         timeline: Timeline = NO_TIMELINE,
-        taker: FrameTaker | None = None,
     ) -> None:
         """Begin with nothing read.
 
@@ -84,7 +83,6 @@ class CodedSource(StoredSource):
             cache: the cache of codes.
             planes: how many are wanted of all units, besides the floors of heads.
             timeline: the timeline of the request that opens the source.
-            taker: None for the one that fits the device.
         """
         assert spans
         self.spans = tuple(spans)
@@ -98,7 +96,6 @@ class CodedSource(StoredSource):
         super().__init__(segments, layer_bytes, reader, ReadStats(), timeline)
         self._pool = pool
         self._cache = cache
-        self._taker = make_taker(cache) if taker is None else taker
 
     def want(self, planes: int) -> None:
         """Let the source read at least so many planes; no layer has been read."""
@@ -145,6 +142,8 @@ class CodedSource(StoredSource):
         """See `StoredSource.read_ahead`; all of it is wanted, whatever `waste_budget` is."""
         layer = self.next_ahead
         self.next_ahead += 1
+        # What enters a cache is wanted whole, and would cost each layer a read of its own.
+        whole = self._cache.placement.enabled
         of_buffer: dict[int, list[Indices]] = {}
         for number, span in enumerate(self.spans):
             chunks, first = span.chunks, self._first_id(layer, span)
@@ -154,7 +153,7 @@ class CodedSource(StoredSource):
                 chunks.first,
                 chunks.count,
                 tiers,
-                span.spared_blocks,
+                span.no_blocks if whole else span.spared_blocks,
             )
             if len(wanted):
                 of_buffer.setdefault(self._buffer_of[number], []).append(wanted)
@@ -223,7 +222,7 @@ class CodedSource(StoredSource):
 
     def _take(self, part: _Part) -> Tensor:
         memory = None if part.buffer is None else part.buffer.memory
-        return self._taker.take(part.tiers, part.frames, memory)
+        return take_frames(self._cache, part.tiers, part.frames, memory)
 
     def _settle(self, parts: Sequence[_Part], access: Access) -> None:
         """Move chunks between tiers; those that were read to be cached come from the buffers."""
@@ -256,7 +255,7 @@ class _Part:
     """What a read wants of a span: chunks of these `ids`, of which some will be cached (`kept`).
 
     `starts` int64 is the first block of each chunk. For their blocks, one after another, `tiers`
-    uint8 and `frames` int64 say where each is; see `FrameTaker.take`. Blocks `wanted` int64,
+    uint8 and `frames` int64 say where each is; see `take_frames`. Blocks `wanted` int64,
     ascending, must come from SSD into `buffer`; `not_on_device` counts those of chunks that stood
     elsewhere than on the device.
     """

@@ -116,6 +116,11 @@ class CodedSpan:
         blocks[first : -(-last // BLOCK_BYTES)] = False
         return blocks
 
+    @functools.cached_property
+    def no_blocks(self) -> Flags:
+        """None of the blocks of a layer."""
+        return np.zeros(self.chunks.num_blocks, np.bool_)
+
     def levels(self, layer: int, planes: int) -> Floors:
         """How many planes each head has if `planes` are read of a layer, uint8 [G]."""
         return levels_of(self.segment.floors[layer], planes)

@@ -176,12 +176,10 @@ class KernelGatherer:
 
     def __init__(self, cache: ChunkCache) -> None:
         # Imported only where it is used: Triton is not needed on a CPU.
-        from impress_sglang.tiers import page_copies
         from impress_sglang.triton import chunk_rows, gather
 
         self._kernels = gather
         self._chunk_rows = chunk_rows
-        self._copier = page_copies.PageCopier(cache.page, cache.device, cache.staging)
         self._cache = cache
         page, size = cache.page, cache.page.dtype.itemsize
         # Elements of the kernel's vectors: the largest of which rows, pages and blocks are made.
@@ -229,7 +227,7 @@ class KernelGatherer:
         if group.chunk_rows == page.page_vectors:
             addresses = self._page_addresses(part, memory)
             targets = np.arange(len(addresses)) * page.page_bytes + rows.data_ptr()
-            self._note_reading(self._copier.copy(addresses, targets), [memory])
+            self._note_reading(self._cache.copier.copy(addresses, targets), [memory])
         else:
             self._gather_all_rows(part, memory, rows)
         return rows

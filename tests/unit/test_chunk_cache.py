@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -326,6 +328,32 @@ def test_memory_that_a_device_has_not_is_a_config_error(monkeypatch: pytest.Monk
 
     with pytest.raises(ConfigError, match=r"--impress-device-gb.*out of memory"):
         Slab(PAGE, 10, torch.device("cuda"), option="--impress-device-gb", pin=False)
+
+
+def test_memory_that_the_host_has_not_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "available_bytes", lambda: 10 * PAGE.page_bytes)
+    Slab(PAGE, 10, CPU, option="--impress-host-gb", pin=False)
+
+    with pytest.raises(ConfigError, match=r"lower --impress-host-gb: .* available"):
+        Slab(PAGE, 11, CPU, option="--impress-host-gb", pin=False)
+
+
+def test_memory_is_there_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody knows how much there is."""
+
+    def unknown() -> int:
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(slab_module, "available_bytes", unknown)
+    pages, before = (64 << 20) // PAGE.page_bytes, resident_bytes()
+    slab = Slab(PAGE, pages, CPU, option="--impress-host-gb", pin=False)
+    assert resident_bytes() - before > 60 << 20
+    assert len(slab.pages) == pages
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize(("unit", "pages"), [(5, 3), (64, 100), (8, 0)])

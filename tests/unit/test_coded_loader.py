@@ -13,6 +13,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.codec import BASE_BITS, LEVELS, NUM_PLANES, PLANE_BITS
 from impress_sglang.precision.floors import Floors
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.resident import PartLoad, PartUse
@@ -145,6 +146,21 @@ def test_all_that_is_wanted_is_read_ahead(planes: int, floors: Floors | None, co
     units = sum(int(own.sum()) for own in levels)
     assert stats.ahead_used_bytes == stats.ahead_bytes == SHAPE.num_layers * base + units * BLOCK
     assert stats.ahead_bytes == stats.ssd_bytes
+
+
+@pytest.mark.parametrize("planes", PLANES)
+def test_what_enters_a_cache_is_read_ahead_as_a_whole(planes: int, coded: Coded) -> None:
+    """Else each layer would wait for the rest of its pages."""
+    case = coded(PREFIXES["several"], host_pages=4000)
+    assert any(span.spared_blocks.any() for span in case.spans)
+    case.request(planes)
+    case.read_ahead(0.5)
+    load_all(case, planes)
+    case.source.close()
+    stats = case.source.stats
+    assert stats.ahead_used_bytes == stats.ahead_bytes == stats.ssd_bytes
+    assert case.cache is not None
+    assert stats.ssd_bytes == case.cache.placement.used_pages(Tier.HOST) * BLOCK
 
 
 @pytest.mark.parametrize("where", ["base", "plane"])

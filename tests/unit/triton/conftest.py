@@ -18,9 +18,8 @@ from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
 from impress_sglang.importance import selection
 from impress_sglang.tiers import cache
-from impress_sglang.tiers.moves import KernelMover
-from impress_sglang.transfer import coded, source
-from impress_sglang.transfer.frames import KernelTaker
+from impress_sglang.tiers.page_copies import KernelCopier
+from impress_sglang.transfer import source
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.triton import selection as selection_kernels
 
@@ -127,8 +126,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on."""
     monkeypatch.setattr(source, "make_gatherer", KernelGatherer)
-    monkeypatch.setattr(coded, "make_taker", KernelTaker)
-    monkeypatch.setattr(cache, "make_mover", KernelMover)
+    monkeypatch.setattr(cache, "make_copier", KernelCopier)
     monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
 
 

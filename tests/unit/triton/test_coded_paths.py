@@ -14,13 +14,15 @@ from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopier
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
-from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
+from impress_sglang.transfer.frames import CODE_PAGE, take_frames
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.triton import codes, gather, pages
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
@@ -71,25 +73,26 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", [IndexedTaker, KernelTaker])
+@pytest.mark.parametrize("kind", [LoopCopier, KernelCopier])
 @pytest.mark.parametrize("name", TAKEN)
 def test_blocks_are_taken_from_where_they_are(
-    name: str, kind: type[IndexedTaker | KernelTaker]
+    name: str, kind: type[PageCopier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cache_module, "make_copier", kind)
     held, wanted = Frames(), TAKEN[name]
     tiers = np.array([tier for tier, _ in wanted], np.uint8)
     frames = np.array([frame for _, frame in wanted], np.int64)
     memory = held.memory if Tier.SSD in tiers else None
 
-    found = kind(held.cache).take(tiers, frames, memory)
+    found = take_frames(held.cache, tiers, frames, memory)
 
     assert found.dtype == torch.uint8 and found.shape == (len(wanted), BLOCK_BYTES)
     assert torch.equal(found, held.blocks[torch.from_numpy(tiers.astype(np.int64)), frames])
 
 
-def test_a_buffer_is_fenced_while_a_kernel_reads_it() -> None:
+def test_a_buffer_is_fenced_while_a_kernel_reads_it(kernels: None) -> None:
     held, tiers = Frames(), np.array([Tier.SSD, Tier.DEVICE], np.uint8)
-    found = KernelTaker(held.cache).take(tiers, np.array([3, 4]), held.memory)
+    found = take_frames(held.cache, tiers, np.array([3, 4]), held.memory)
 
     assert held.memory.fence is not None
     # What it gave is its own: neither a buffer nor a cache.

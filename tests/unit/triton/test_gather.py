@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from impress_sglang.tiers.page_copies import PageCopier
+from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopier
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.tiers.staging import Staging
 from impress_sglang.triton import chunk_rows, gather, pages
@@ -194,6 +194,7 @@ def test_nothing_to_gather(device: str) -> None:
     assert_same_bits(pools.memory, before)
 
 
+@pytest.mark.parametrize("kind", [LoopCopier, KernelCopier])
 @pytest.mark.parametrize(
     ("unit", "vectors", "dtype"),
     [
@@ -205,8 +206,12 @@ def test_nothing_to_gather(device: str) -> None:
         (1000, 3, torch.float32),
     ],
 )
-def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype) -> None:
+def test_pages(
+    device: str, unit: int, vectors: int, dtype: torch.dtype, kind: type[PageCopier]
+) -> None:
     """Pages of memory of the host and of the device go to memory of both, in one launch."""
+    if kind is LoopCopier:
+        device = "cpu"
     page, chosen = PageShape(unit, vectors, dtype), np.random.permutation(12)
     sources, found = (random_bits((2, 12, page.elements), dtype) for _ in range(2))
     expected = found.clone()
@@ -216,7 +221,7 @@ def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype) -> None
     step = page.page_bytes
     from_host, from_device = (own.data_ptr() + chosen * step for own in reversed(sources))
     to_device, to_host = (own.data_ptr() + chosen * step for own in found)
-    copier = PageCopier(page, torch.device(device), Staging(torch.device(device)))
+    copier = kind(page, torch.device(device), Staging(torch.device(device)))
     copier.copy(
         np.concatenate([from_host[:5], from_device[5:9]]),
         np.concatenate([to_device[4::-1], to_host[8:4:-1]]),

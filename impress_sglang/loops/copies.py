@@ -1,0 +1,50 @@
+"""Copies memory between addresses, compiled: on a CPU what kernels do on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from typing import Any
+
+from impress_sglang.loops.jit import compiled
+from impress_sglang.loops.types import Indices
+
+if importlib.util.find_spec("numba"):
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def _copy(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
+        """Copy bytes from one address to another."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            to, of = (builder.inttoptr(own, cgutils.voidptr_t) for own in arguments[:2])
+            cgutils.raw_memcpy(builder, to, of, arguments[2], 1)
+            return context.get_dummy_value()
+
+        i64 = types.int64
+        return types.void(i64, i64, i64), generate
+
+else:
+
+    def _copy(target: int, source: int, num_bytes: int) -> None:
+        ctypes.memmove(int(target), int(source), int(num_bytes))
+
+
+@compiled("(int64[::1], int64[::1], int64)")
+def copy_pages(sources: Indices, targets: Indices, page_bytes: int) -> None:
+    """Copy pages between addresses, int64 [n] each; no page that is read is written."""
+    count = len(sources)
+    first = 0
+    while first < count:
+        # Neighbours that stay neighbours are copied at once.
+        stop = first + 1
+        while (
+            stop < count
+            and sources[stop] == sources[stop - 1] + page_bytes
+            and targets[stop] == targets[stop - 1] + page_bytes
+        ):
+            stop += 1
+        _copy(targets[first], sources[first], (stop - first) * page_bytes)
+        first = stop
