@@ -63,6 +63,9 @@ def impress_flags(store: Path, *flags: str) -> tuple[str, ...]:
         "--impress-write-after=1",
         "--impress-load=always",
         "--impress-min-prefix-tokens=64",
+        # Which are taken at the start.
+        "--impress-device-gb=0.1",
+        "--impress-host-gb=0.2",
         f"--impress-ssd-dir={store}",
         *flags,
     )
@@ -93,7 +96,7 @@ def serve(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
 
 @pytest.fixture(scope="session")
 def roomy(serve: Serve) -> Iterator[Server]:
-    """Exact KVs, and all else as it is by default."""
+    """Exact KVs, and caches that hold all of them."""
     with serve("roomy", "--impress-bits=exact") as server:
         yield server
 

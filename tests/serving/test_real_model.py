@@ -45,6 +45,7 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-ssd-dir={workdir / 'store-smollm'}",
+        "--impress-host-gb=0.5",
         "--impress-retention=0.25",
         "--impress-blend=0.15",
         "--impress-blend-min-tokens=128",
