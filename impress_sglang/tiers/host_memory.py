@@ -44,10 +44,10 @@ def _group_bytes(root: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         mounted = root / "sys/fs/cgroup"
         if controllers == "":
-            names = ("memory.max", "memory.current", "inactive_file")
+            names = ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
             mounted /= "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         # In a container the path may be the host's; then only the mounted root is there.
@@ -59,11 +59,13 @@ def _group_bytes(root: Path) -> Iterator[int]:
                 break
 
 
-def _left_in(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+def _left_in(folder: Path, limit_name: str, usage_name: str, prefix: str) -> Iterator[int]:
     limit = (folder / limit_name).read_text().strip()
     if limit == "max":
         return
     usage = int((folder / usage_name).read_text())
-    # The kernel frees file pages that were not used recently when memory is short.
+    # The kernel frees file pages when memory is short; `MemAvailable` counts both kinds, too. Those
+    # of weights that were read twice are active.
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    yield int(limit) - usage + int(stat.get(cache_name, 0))
+    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    yield int(limit) - usage + files

@@ -22,12 +22,13 @@ def machine(root: Path, available: int, groups: str) -> Path:
 def group(folder: Path, limit: object, usage: int, cache: int, version: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = {
-        2: ("memory.max", "memory.current", "inactive_file"),
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", ""),
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     }[version]
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{usage}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+    kinds = f"{names[2]}active_file {cache // 4}\n{names[2]}inactive_file {cache - cache // 4}\n"
+    (folder / "memory.stat").write_text(f"anon 5\n{kinds}")
 
 
 def test_nothing_is_left_within_the_margin(tmp_path: Path) -> None:
