@@ -48,3 +48,48 @@ def copy_pages(sources: Indices, targets: Indices, page_bytes: int) -> None:
             stop += 1
         _copy(targets[first], sources[first], (stop - first) * page_bytes)
         first = stop
+
+
+@compiled("(int64[:, ::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, int64)")
+def copy_rows(
+    sources: Indices,
+    positions: Indices,
+    slots: Indices,
+    heads: Indices,
+    pool: int,
+    slot_bytes: int,
+    head_bytes: int,
+    head_vectors: int,
+    vector_bytes: int,
+) -> None:
+    """Copy vectors from anywhere to the heads of a pool; none that is read is written.
+
+    Args:
+        sources: int64 [n, v], the address of each vector of n entries.
+        positions: int64 [n]; entry p is for head group p % head groups, in slot p // head groups.
+        slots: int64 [k], the rows of the pool.
+        heads: int64 [head groups * heads of a head group].
+        pool: where the pool begins.
+        slot_bytes: from slot to slot.
+        head_bytes: from head to head.
+        head_vectors: vectors of a head.
+        vector_bytes: bytes of a vector.
+    """
+    entries, vectors = sources.shape
+    own_heads = vectors // head_vectors
+    head_groups = len(heads) // own_heads
+    first, begin, size = 0, 0, 0
+    for entry in range(entries):
+        slot, head_group = divmod(positions[entry], head_groups)
+        for number in range(own_heads):
+            target = pool + slots[slot] * slot_bytes
+            target += heads[head_group * own_heads + number] * head_bytes
+            for vector in range(number * head_vectors, (number + 1) * head_vectors):
+                source = sources[entry, vector]
+                # Neighbours that stay neighbours are copied at once.
+                if source != first + size or target != begin + size:
+                    _copy(begin, first, size)
+                    first, begin, size = source, target, 0
+                size += vector_bytes
+                target += vector_bytes
+    _copy(begin, first, size)
