@@ -9,7 +9,12 @@ from typing import Any
 from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Indices
 
+# Rows that are asked for ahead: as many as it takes to copy while the first one comes from memory.
+_AHEAD = 16
+_LINE_BYTES = 64
+
 if importlib.util.find_spec("numba"):
+    from llvmlite import ir  # type: ignore[import-untyped]
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
@@ -26,10 +31,29 @@ if importlib.util.find_spec("numba"):
         i64 = types.int64
         return types.void(i64, i64, i64), generate
 
+    @intrinsic
+    def _prefetch(typing_context: Any, address: Any) -> Any:
+        """Ask for the line of memory at an address, which will be read."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer, number = cgutils.voidptr_t, ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+            prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+            # For reading, to keep in all caches, as data.
+            builder.call(
+                prefetch, [builder.inttoptr(arguments[0], pointer), *map(number, (0, 3, 1))]
+            )
+            return context.get_dummy_value()
+
+        return types.void(types.int64), generate
+
 else:
 
     def _copy(target: int, source: int, num_bytes: int) -> None:
         ctypes.memmove(int(target), int(source), int(num_bytes))
+
+    def _prefetch(address: int) -> None:
+        pass
 
 
 @compiled("(int64[::1], int64[::1], int64)")
@@ -80,6 +104,10 @@ def copy_rows(
     head_groups = len(heads) // own_heads
     first, begin, size = 0, 0, 0
     for entry in range(entries):
+        if entry + _AHEAD < entries:
+            for vector in range(vectors):
+                for line in range(0, vector_bytes, _LINE_BYTES):
+                    _prefetch(sources[entry + _AHEAD, vector] + line)
         slot, head_group = divmod(positions[entry], head_groups)
         for number in range(own_heads):
             target = pool + slots[slot] * slot_bytes
