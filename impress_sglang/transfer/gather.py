@@ -62,7 +62,7 @@ class RowGatherer:
             keys: slots for the heads of the key columns; None if keys are not read.
             values: slots for the values; None if values are not read.
         """
-        # There is nothing as for keys where all heads are probe heads.
+        # There are no parts where keys are read alone, and all heads are probe heads.
         if any(read.parts for read, _ in reads):
             self._cache.copy_stream.join()
             self._gather(reads, keys, values)
