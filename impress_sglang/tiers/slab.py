@@ -71,6 +71,9 @@ class PageShape:
 class Slab:
     """Pages on one device."""
 
+    pages: Tensor
+    """[pages, page_vectors * unit]."""
+
     def __init__(
         self, page: PageShape, num_pages: int, device: torch.device, *, option: str, pin: bool
     ) -> None:
@@ -79,64 +82,31 @@ class Slab:
         Raises:
             ConfigError: there is not enough memory; the message names `option`.
         """
-        size = (num_pages * page.page_vectors, page.unit)
+        size = (num_pages, page.elements)
         num_bytes = num_pages * page.page_bytes
         try:
             if device.type == "cpu" and num_pages:
                 # The tensor keeps the bytes alive; they stay pinned as long as this object exists.
                 self._memory = _host_memory(num_bytes, pin=pin)
                 flat = torch.frombuffer(self._memory.view, dtype=page.dtype, count=math.prod(size))
-                self._vectors = flat.view(size)
+                self.pages = flat.view(size)
             else:
-                self._vectors = torch.empty(size, dtype=page.dtype, device=device)
+                self.pages = torch.empty(size, dtype=page.dtype, device=device)
         except (MemoryError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f"{num_bytes / 1e9:.1f} GB for chunks cannot be allocated on {device}; lower "
                 f"{option}: {error}"
             ) from error
-        self._page = page
 
     @property
     def device(self) -> torch.device:
         """Where the pages are."""
-        return self._vectors.device
-
-    def read_rows(
-        self, pages: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], row_vectors: int
-    ) -> Tensor:
-        """Rows of chunks: pages int32 [k, width] of each row's chunk, offsets int64 [k] in that.
-
-        Returns:
-            [k, row_vectors * unit] on the device of the slab.
-        """
-        vectors = offsets[:, None] * row_vectors + np.arange(row_vectors)
-        page, slot = np.divmod(vectors, self._page.page_vectors)
-        flat = np.take_along_axis(pages, page, axis=1).astype(np.int64) * self._page.page_vectors
-        return self._take((flat + slot).reshape(-1)).view(len(offsets), -1)
-
-    @property
-    def pages(self) -> Tensor:
-        """All pages, [pages, page_vectors * unit]."""
-        return self._vectors.view(-1, self._page.elements)
+        return self.pages.device
 
     @property
     def address(self) -> int:
         """The address at which the first page begins in memory."""
-        return self._vectors.data_ptr()
-
-    def read_pages(self, pages: npt.NDArray[np.signedinteger]) -> Tensor:
-        """Contents of pages [p]: [p, page_vectors * unit]."""
-        return self.pages[self._index(pages)]
-
-    def write_pages(self, pages: npt.NDArray[np.int32], contents: Tensor) -> None:
-        """Fill pages int32 [p] with [p, page_vectors * unit] from any device."""
-        self.pages[self._index(pages)] = contents.to(self.device)
-
-    def _take(self, index: npt.NDArray[np.int64]) -> Tensor:
-        return self._vectors.index_select(0, self._index(index))
-
-    def _index(self, index: npt.NDArray[np.signedinteger]) -> Tensor:
-        return torch.from_numpy(index.astype(np.int64, copy=False)).to(self.device)
+        return self.pages.data_ptr()
 
 
 def _host_memory(num_bytes: int, *, pin: bool) -> AlignedMemory:

@@ -1,21 +1,22 @@
 """Gathers the rows that a read wants from device cache, host cache and layer buffers.
 
-Stage: load. `RowGatherer` is the contract: `IndexedGatherer` indexes tensors, tier by tier, on any
-device; `KernelGatherer`, for GPUs, lets one kernel read all three places, those in pinned CPU
-memory over the bus, and write into slots. tests/unit/triton/test_paths.py compares them.
+Stage: load. Where each vector begins in memory is computed for all three places alike. On a CPU a
+compiled loop copies from there into slots; on a GPU a kernel does, from pinned CPU memory over the
+bus. tests/unit/triton/test_paths.py compares the two.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang import loops
+from impress_sglang.loops import copies
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.tiers.cache import ChunkCache
@@ -31,13 +32,27 @@ LAUNCH_TOKENS = 512
 SpanMemory = tuple[SpanRead, PooledMemory | None]
 """A read of a span, and the memory of its layer buffer; None if nothing is taken from SSD."""
 
+SlotRows = tuple[Slots, Indices]
+"""Slots, and addresses int64 [n, v] of the v vectors of each row that goes there."""
 
-class RowGatherer(Protocol):
-    """The contract.
 
-    Implementations must not change what they read, and must copy rows bit for bit. Chunks may move
-    between caches right after the call; layer buffers are protected by `PooledMemory.fence`.
+def make_gatherer(cache: ChunkCache) -> RowGatherer:
+    """The gatherer that fits the device of the cache."""
+    return KernelGatherer(cache) if cache.device.type == "cuda" else RowGatherer(cache)
+
+
+class RowGatherer:
+    """Gathers with a compiled loop: all is copied when it returns.
+
+    Rows are copied bit for bit, into pools in the dtype of the cache. Chunks may move between
+    caches right after a call; layer buffers are protected by `PooledMemory.fence`.
     """
+
+    def __init__(self, cache: ChunkCache) -> None:
+        self._cache = cache
+        page, size = cache.page, cache.page.dtype.itemsize
+        # Elements of a vector: the largest of which rows, pages and blocks are made.
+        self._unit = math.gcd(page.unit * size, BLOCK_BYTES) // size
 
     def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
         """Put the wanted rows of a layer into slots.
@@ -47,7 +62,10 @@ class RowGatherer(Protocol):
             keys: slots for the heads of the key columns; None if keys are not read.
             values: slots for the values; None if values are not read.
         """
-        ...
+        # There are no parts where keys are read alone, and all heads are probe heads.
+        if any(read.parts for read, _ in reads):
+            self._cache.copy_stream.join()
+            self._gather(reads, keys, values)
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
         """Gather all rows of neighbouring chunks of a group that has one column.
@@ -56,193 +74,68 @@ class RowGatherer(Protocol):
             [chunks * rows of a chunk, heads * dim] on the device of the cache; rows that a short
             last chunk lacks are undefined. May share the memory of a layer buffer.
         """
-        ...
-
-
-def make_gatherer(cache: ChunkCache) -> RowGatherer:
-    """The gatherer that fits the device of the cache."""
-    return KernelGatherer(cache) if cache.device.type == "cuda" else IndexedGatherer(cache)
-
-
-class IndexedGatherer:
-    """Gathers rows by tensor indexing, tier by tier."""
-
-    def __init__(self, cache: ChunkCache) -> None:
-        self._cache = cache
-
-    def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
-        """See `RowGatherer`."""
-        for read, memory in reads:
-            for part in read.parts:
-                slots = values if part.is_values(read.span) else keys
-                assert slots is not None and read.rows is not None
-                rows = self._gather_part(read, part, memory)
-                if read.rows.positions is None:
-                    slots.put(rows.view(len(slots), -1, part.group.head_dim))
-                else:
-                    own = rows.view(len(rows), -1, part.group.head_dim)
-                    slots.put_at(read.rows.positions, own, part.group.head_groups)
-
-    def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
-        """See `RowGatherer`."""
-        group, width = part.group, part.group.heads * part.group.head_dim
-        found = [tier for tier, chunks in enumerate(part.chunks_by_tier) if chunks]
-        if found == [Tier.SSD]:
+        cache, page, group = self._cache, self._cache.page, part.group
+        staged = part.chunks_by_tier[Tier.SSD] == len(part.chunks)
+        if cache.copier.in_place and staged and group.unbroken:
             assert memory is not None
-            return self._staged_chunks(part, memory).to(self._cache.device)
-        size = (len(part.chunks), group.chunk_rows * width)
-        chunks = torch.empty(size, dtype=self._cache.page.dtype, device=self._cache.device)
-        for tier in found:
-            place = np.flatnonzero(part.tiers == tier)
-            if tier == Tier.SSD:
-                assert memory is not None
-                contents = self._staged_chunks(part, memory).view(size)[torch.from_numpy(place)]
-            else:
-                contents = self._cached_chunks(tier, part, place)
-            chunks[torch.from_numpy(place).to(chunks.device)] = contents.to(chunks.device)
-        return chunks.view(-1, width)
+            return self._staged_chunks(part, memory)
+        size = (len(part.chunks) * group.chunk_rows, group.heads * group.head_dim)
+        rows = torch.empty(size, dtype=page.dtype, device=cache.device)
+        cache.copy_stream.join()
+        if group.chunk_rows == page.page_vectors:
+            addresses = self._page_addresses(part, memory)
+            targets = np.arange(len(addresses)) * page.page_bytes + rows.data_ptr()
+            fence = cache.copier.copy(addresses, targets)
+        else:
+            fence = self._copy([(Slots.of(rows[:, None]), self._all_rows(part, memory))])
+        self._note_reading(fence, [memory])
+        return rows
 
-    def _gather_part(self, read: SpanRead, part: GroupPart, memory: PooledMemory | None) -> Tensor:
-        plan, device = read.rows, self._cache.device
-        assert plan is not None
-        found = [tier for tier, chunks in enumerate(part.chunks_by_tier) if chunks]
-        if len(found) == 1:
-            own = self._gather_tier(part, found[0], plan.head_groups, plan.rows, memory)
-            return own.to(device)
-        chunks = part.group.chunks_of_rows(plan.head_groups, plan.rows)
-        tier_of_row = part.tiers[part.place_of_chunk()[chunks]]
-        chosen = [np.flatnonzero(tier_of_row == tier) for tier in found]
-        by_tier = [
-            self._gather_tier(part, tier, plan.head_groups[rows], plan.rows[rows], memory).to(
-                device
-            )
-            for tier, rows in zip(found, chosen, strict=True)
-        ]
-        # Joining and reordering is faster than writing scattered rows.
-        position = np.empty(len(plan.rows), np.int64)
-        position[np.concatenate(chosen)] = np.arange(len(plan.rows))
-        return torch.cat(by_tier).index_select(0, torch.from_numpy(position).to(device))
-
-    def _gather_tier(
-        self,
-        part: GroupPart,
-        tier: int,
-        head_groups: Indices,
-        rows: Indices,
-        memory: PooledMemory | None,
-    ) -> Tensor:
-        """Gather rows [n, heads * dim] that are all in one tier, on the device of that tier."""
-        group, page = part.group, self._cache.page
-        if tier == Tier.SSD:
-            assert memory is not None
-            vector = math.gcd(group.row_bytes, BLOCK_BYTES)
-            first = (group.row_offsets(head_groups, rows) + group.start) // vector
-            index = _vector_index(first, group.row_bytes // vector)
-            vectors = memory.vectors(page.dtype, vector)
-            return vectors.index_select(0, index).view(len(rows), -1)
-        pages = part.pages[part.place_of_chunk()[group.chunks_of_rows(head_groups, rows)]]
-        width = page.row_vectors_of(group.heads * group.head_dim)
-        return self._cache.slabs[tier].read_rows(pages, rows % group.chunk_rows, width)
-
-    def _cached_chunks(self, tier: int, part: GroupPart, place: Indices) -> Tensor:
-        """Chunks of one column, [chunks, chunk rows * heads * dim]; missing rows are undefined."""
-        group, page = part.group, self._cache.page
-        vectors = page.row_vectors_of(group.heads * group.head_dim)
-        if group.chunk_rows != page.page_vectors:
-            # The store has another chunk size than the cache: pages do not end where chunks do.
-            rows = np.tile(np.arange(group.chunk_rows), len(place))
-            held = group.rows_of_chunk[part.chunks[place]].astype(np.int64)
-            offsets = np.minimum(rows, np.repeat(held, group.chunk_rows) - 1)
-            pages = np.repeat(part.pages[place], group.chunk_rows, axis=0)
-            return self._cache.slabs[tier].read_rows(pages, offsets, vectors).view(len(place), -1)
-        pages = _owned_pages(part, place, vectors, page.page_vectors)
-        return self._cache.slabs[tier].read_pages(pages.reshape(-1)).view(len(place), -1)
-
-    def _staged_chunks(self, part: GroupPart, memory: PooledMemory) -> Tensor:
-        """Rows of chunks in a layer buffer; those that were not read are undefined."""
-        group, dtype = part.group, self._cache.page.dtype
-        width, first, count = group.heads * group.head_dim, int(part.chunks[0]), len(part.chunks)
-        flat = memory.vectors(dtype, dtype.itemsize).view(-1)
-        stride = group.stride // dtype.itemsize
-        start = group.start // dtype.itemsize + first * stride
-        if group.unbroken:
-            return flat[start : start + count * stride].view(-1, width)
-        shape = (count, group.chunk_rows * width)
-        return flat.as_strided(shape, (stride, 1), start).reshape(-1, width)
-
-
-class KernelGatherer:
-    """Gathers keys and values of all spans from all tiers in one kernel launch."""
-
-    def __init__(self, cache: ChunkCache) -> None:
-        # Imported only where it is used: Triton is not needed on a CPU.
-        from impress_sglang.triton import chunk_rows, gather
-
-        self._kernels = gather
-        self._chunk_rows = chunk_rows
-        self._cache = cache
-        page, size = cache.page, cache.page.dtype.itemsize
-        # Elements of the kernel's vectors: the largest of which rows, pages and blocks are made.
-        self._unit = math.gcd(page.unit * size, BLOCK_BYTES) // size
-        # Layer buffers begin at memory pages, so they do not limit the alignment.
-        self._grain = math.gcd(self._unit * size, *cache.begins().tolist())
-
-    def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
-        """See `RowGatherer`; nothing is waited for: see `Fence`."""
-        if not any(read.parts for read, _ in reads):
-            # As for keys where all heads are probe heads.
-            return
-        self._cache.copy_stream.join()
-        if self._are_whole([read for read, _ in reads]):
-            for read in reads:
-                self._gather_whole(read, keys, values)
-            return
-        wanted, indices = [], []
+    def _gather(
+        self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None
+    ) -> None:
+        wanted = []
         for slots, is_values in ((keys, False), (values, True)):
             found = self._addresses(reads, is_values=is_values)
             if slots is not None and found:
-                wanted.append(slots)
-                indices.append(np.concatenate(found))
+                wanted.append((slots, np.concatenate(found)))
         # Either one span has all rows, or each span has the positions of its rows.
         positions = [
             read.rows.positions
             for read, _ in reads
             if read.rows is not None and read.rows.positions is not None
         ]
-        joined = [np.concatenate(positions)] if positions else []
-        left = self._cache.staging.leave([*indices, *joined])
-        targets = [
-            self._target(slots, addresses, left[-1] if joined else None)
-            for slots, addresses in zip(wanted, left, strict=False)
-        ]
-        self._launch(targets, [memory for _, memory in reads])
+        fence = self._copy(wanted, np.concatenate(positions) if positions else None)
+        self._note_reading(fence, [memory for _, memory in reads])
 
-    def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
-        """See `RowGatherer`; nothing is waited for."""
-        page, group = self._cache.page, part.group
-        width = group.heads * group.head_dim
-        size = (len(part.chunks) * group.chunk_rows, width)
-        rows = torch.empty(size, dtype=page.dtype, device=self._device)
-        self._cache.copy_stream.join()
-        if group.chunk_rows == page.page_vectors:
-            addresses = self._page_addresses(part, memory)
-            targets = np.arange(len(addresses)) * page.page_bytes + rows.data_ptr()
-            self._note_reading(self._cache.copier.copy(addresses, targets), [memory])
-        else:
-            self._gather_all_rows(part, memory, rows)
-        return rows
+    def _copy(self, wanted: Sequence[SlotRows], positions: Indices | None = None) -> Fence:
+        """Copy rows to slots: position p is token p // head groups of head group p % head groups.
+
+        `positions` int64 [n], those of the rows, for all slots; None: row i has position i.
+        """
+        for slots, addresses in wanted:
+            pool, unit, places = slots.pool, self._unit, slots.rows
+            size, head_vectors = pool.element_size(), pool.shape[2] // unit
+            assert pool.dtype == self._cache.page.dtype
+            assert pool.stride(2) == 1 and not pool.shape[2] % unit
+            if positions is None:
+                assert addresses.size == len(slots) * len(slots.heads) * head_vectors
+            copies.copy_rows(
+                addresses,
+                np.arange(len(addresses)) if positions is None else positions,
+                np.arange(len(pool)) if places is None else places.numpy(),
+                np.array(slots.heads),
+                pool.data_ptr(),
+                pool.stride(0) * size,
+                pool.stride(1) * size,
+                head_vectors,
+                unit * size,
+            )
+        return Fence(self._device)
 
     @property
     def _device(self) -> torch.device:
         return self._cache.device
-
-    def _target(self, slots: Slots, addresses: Tensor, positions: Tensor | None) -> Any:
-        assert slots.pool.dtype == self._cache.page.dtype
-        columns = self._kernels.head_columns(slots.pool, slots.heads, self._unit)
-        head_groups = columns.offsets.numel() // addresses.shape[1]
-        return self._kernels.Target(
-            slots.pool, columns, addresses, slots.rows, positions, head_groups
-        )
 
     def _addresses(self, reads: Sequence[SpanMemory], *, is_values: bool) -> list[Indices]:
         """Addresses of the wanted rows of keys or of values, span by span; see `_row_addresses`."""
@@ -302,6 +195,77 @@ class KernelGatherer:
             page.page_bytes,
         )
 
+    def _all_rows(self, part: GroupPart, memory: PooledMemory | None) -> Indices:
+        """Addresses of all rows, for a store with another chunk size: pages do not end with chunks.
+
+        Those that a short last chunk lacks are that of its last row.
+        """
+        group = part.group
+        chunks = np.repeat(part.chunks, group.chunk_rows)
+        inside = np.tile(np.arange(group.chunk_rows), len(part.chunks))
+        number = np.minimum(chunks * group.chunk_rows + inside, group.rows - 1)
+        return self._row_addresses(part, memory, np.zeros_like(number), number)
+
+    def _staged_chunks(self, part: GroupPart, memory: PooledMemory) -> Tensor:
+        """Rows of chunks of an unbroken group, where they are in a layer buffer."""
+        group, dtype = part.group, self._cache.page.dtype
+        flat = memory.vectors(dtype, dtype.itemsize).view(-1)
+        begin = group.start + int(part.chunks[0]) * group.stride
+        stop = begin + len(part.chunks) * group.stride
+        rows = flat[begin // dtype.itemsize : stop // dtype.itemsize]
+        return rows.view(-1, group.heads * group.head_dim)
+
+    def _note_reading(self, fence: Fence, memories: Sequence[PooledMemory | None]) -> None:
+        """Protect caches and layer buffers from changes until what was launched is done."""
+        self._cache.copy_stream.note_reading(fence)
+        for memory in memories:
+            if memory is not None:
+                memory.fence = fence
+
+
+class KernelGatherer(RowGatherer):
+    """Gathers keys and values of all spans in one launch from all tiers; nothing is waited for."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        # Imported only where it is used: Triton is not needed on a CPU.
+        from impress_sglang.triton import chunk_rows, gather
+
+        super().__init__(cache)
+        self._kernels = gather
+        self._chunk_rows = chunk_rows
+        # Layer buffers begin at memory pages, so they do not limit the alignment.
+        self._grain = math.gcd(self._unit * cache.page.dtype.itemsize, *cache.begins().tolist())
+
+    def _gather(
+        self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None
+    ) -> None:
+        if not self._are_whole([read for read, _ in reads]):
+            super()._gather(reads, keys, values)
+            return
+        for read in reads:
+            self._gather_whole(read, keys, values)
+
+    def _copy(self, wanted: Sequence[SlotRows], positions: Indices | None = None) -> Fence:
+        indices = [addresses for _, addresses in wanted]
+        joined = [] if positions is None else [positions]
+        left = self._cache.staging.leave([*indices, *joined])
+        targets = [
+            self._target(slots, addresses, left[-1] if joined else None)
+            for (slots, _), addresses in zip(wanted, left, strict=False)
+        ]
+        self._kernels.gather(targets, self._unit, grain_bytes=self._grain)
+        fence = Fence(self._device)
+        self._cache.staging.protect(fence)
+        return fence
+
+    def _target(self, slots: Slots, addresses: Tensor, positions: Tensor | None) -> Any:
+        assert slots.pool.dtype == self._cache.page.dtype
+        columns = self._kernels.head_columns(slots.pool, slots.heads, self._unit)
+        head_groups = columns.offsets.numel() // addresses.shape[1]
+        return self._kernels.Target(
+            slots.pool, columns, addresses, slots.rows, positions, head_groups
+        )
+
     def _are_whole(self, reads: Sequence[SpanRead]) -> bool:
         """Whether all want neighbouring rows of chunks of the cache's size, each for a launch."""
         if len(reads) > 1 and sum(len(own.span) for own in reads) < LAUNCH_TOKENS * len(reads):
@@ -333,48 +297,3 @@ class KernelGatherer:
             chosen, rows, group.chunk_rows, self._unit, grain_bytes=self._grain
         )
         self._note_reading(Fence(self._device), [memory])
-
-    def _gather_all_rows(self, part: GroupPart, memory: PooledMemory | None, rows: Tensor) -> None:
-        """Gather row by row, for a store with another chunk size: pages do not end with chunks."""
-        group = part.group
-        chunks = np.repeat(part.chunks, group.chunk_rows)
-        inside = np.tile(np.arange(group.chunk_rows), len(part.chunks))
-        number = np.minimum(chunks * group.chunk_rows + inside, group.rows - 1)
-        found = self._row_addresses(part, memory, np.zeros_like(number), number)
-        (addresses,) = self._cache.staging.leave([found])
-        columns = self._kernels.even_columns(addresses.shape[1], self._unit, self._device)
-        target = self._kernels.Target(rows, columns, addresses)
-        self._launch([target], [memory])
-
-    def _launch(self, targets: Sequence[Any], memories: Sequence[PooledMemory | None]) -> None:
-        self._kernels.gather(targets, self._unit, grain_bytes=self._grain)
-        fence = Fence(self._device)
-        self._cache.staging.protect(fence)
-        self._note_reading(fence, memories)
-
-    def _note_reading(self, fence: Fence, memories: Sequence[PooledMemory | None]) -> None:
-        """Protect caches and layer buffers from changes until what was launched is done."""
-        self._cache.copy_stream.note_reading(fence)
-        for memory in memories:
-            if memory is not None:
-                memory.fence = fence
-
-
-def _vector_index(first: Indices, count: int) -> Tensor:
-    """The numbers of `count` consecutive vectors from each number in `first` on, flattened."""
-    if count == 1:
-        return torch.from_numpy(first)
-    return torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))
-
-
-def _owned_pages(part: GroupPart, place: Indices, vectors: int, page_vectors: int) -> Any:
-    """Pages int32 [chunks, pages of a chunk] of some of the touched chunks of one column.
-
-    A short chunk has fewer pages; the entries behind them are 0 and mean nothing.
-    """
-    owned = np.ceil(part.group.rows_of_chunk[part.chunks[place]] * vectors / page_vectors)
-    known = part.pages[place, :vectors]
-    pages = np.zeros((len(place), vectors), np.int32)
-    pages[:, : known.shape[1]] = known
-    pages[np.arange(vectors) >= owned[:, None]] = 0
-    return pages

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.transfer.expectation import BlockHistory
 
-_I = TypeVar("_I", bound=np.integer[Any])
 MappingRow = npt.NDArray[np.unsignedinteger[Any]]
 NO_MAPPING = np.empty(0, np.uint16)
 _NO_BLOCKS = np.empty(0, np.int32), np.empty(0, np.int32)
@@ -98,10 +97,6 @@ class ColumnGroup:
         first = np.searchsorted(offsets + self.row_bytes, blocks, side="right")
         last = np.searchsorted(offsets, blocks + BLOCK_BYTES) - 1
         return first.astype(np.int32), last.astype(np.int32)
-
-    def chunks_of_rows(self, head_groups: Indices, rows: Indices) -> Indices:
-        """For each row, head group * chunks of a column + chunk."""
-        return divided(rows, self.chunk_rows) + head_groups * self.chunks
 
     def blocks_of_rows(self, head_groups: Indices, rows: Indices) -> Flags:
         """Which blocks of the group hold some rows."""
@@ -304,11 +299,3 @@ def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alon
         value_blocks,
         value_blocks if geometry.keys_like_values else None if other is None else key_blocks,
     )
-
-
-def divided(values: npt.NDArray[_I], divisor: int) -> npt.NDArray[_I]:
-    """`values` // `divisor`, by a shift where possible, which is several times faster."""
-    if divisor & (divisor - 1):
-        return values // divisor
-    shifted: npt.NDArray[_I] = np.right_shift(values, divisor.bit_length() - 1)
-    return shifted

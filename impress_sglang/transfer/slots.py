@@ -11,9 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from impress_sglang.loops.types import Indices
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.tiers.fence import to_device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,20 +70,6 @@ class Slots:
             self.pool.zero_()
         else:
             self.pool.index_fill_(0, self.rows, 0)
-
-    def put_at(self, positions: Indices, rows: Tensor, head_groups: int) -> None:
-        """Fill some: position p is token p // head_groups of head group p % head_groups.
-
-        Args:
-            positions: int64 [n], distinct.
-            rows: [n, heads of a head group, D], from any device.
-            head_groups: number of groups that the heads form; all are of the same size.
-        """
-        place = to_device(torch.from_numpy(positions), self.pool.device)
-        slots = place // head_groups
-        slots = slots if self.rows is None else self.rows[slots]
-        heads = self._heads.view(head_groups, -1)[place % head_groups]
-        self.pool[slots[:, None], heads] = rows.to(self.pool.device)
 
     @property
     def _heads(self) -> Tensor:

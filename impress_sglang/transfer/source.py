@@ -26,7 +26,7 @@ from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.expectation import likely_blocks
-from impress_sglang.transfer.gather import RowGatherer, make_gatherer
+from impress_sglang.transfer.gather import make_gatherer
 from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.read_planner import PlannedRead, PrefixPlanner, ReadStats, SpanRead
 from impress_sglang.transfer.slots import Slots
@@ -126,12 +126,10 @@ class SegmentSource(StoredSource):
         *,
         learns: bool = False,
         timeline: Timeline = NO_TIMELINE,
-        gatherer: RowGatherer | None = None,
     ) -> None:
         """Begin with nothing read.
 
-        `learns`: learn from what layers want what to read ahead for later requests. `gatherer`:
-        None for the one that fits the device.
+        `learns`: learn from what layers want what to read ahead for later requests.
         """
         assert spans
         layouts = [span.segment.layout for span in spans]
@@ -148,7 +146,7 @@ class SegmentSource(StoredSource):
         super().__init__(segments, layer_bytes, reader, self._planner.stats, timeline)
         self._pool = pool
         self._cache = cache
-        self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
+        self._gatherer = make_gatherer(cache)
         self._needs = needs
         # Blocks to read ahead, by span; found once for all layers: faster, at worst out of date.
         self._expected: list[list[Flags]] | None = None

@@ -48,11 +48,6 @@ def head_columns(pool: Tensor, heads: Sequence[int], width: int) -> Columns:
     return _head_columns(tuple(heads), pool.stride(1), pool.shape[2], width, pool.device)
 
 
-def even_columns(count: int, width: int, device: torch.device) -> Columns:
-    """`count` consecutive vectors of `width` elements, from the beginning of the row."""
-    return _head_columns((0,), 0, count * width, width, device)
-
-
 @functools.lru_cache(maxsize=256)
 def _head_columns(
     heads: tuple[int, ...], head_stride: int, dim: int, width: int, device: torch.device

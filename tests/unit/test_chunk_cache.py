@@ -57,7 +57,6 @@ class Bench:
         self.shape = shape
         self.segments: dict[int, SegmentLayout] = {}
         self.bytes: dict[int, Tensor] = {}
-        self.row_vectors: dict[int, int] = {}
         self.generator = torch.Generator().manual_seed(7)
 
     def attach(self, num_tokens: int, chunk_tokens: int = CHUNK) -> int:
@@ -72,7 +71,6 @@ class Bench:
                     chunk = base + layout.chunk_index(layer, column, number)
                     assert chunk not in self.bytes
                     self.bytes[chunk] = self.random(layout.chunk_bytes(column, number))
-                    self.row_vectors[chunk] = self.cache.page.row_vectors(self.shape, column)
         return base
 
     def detach(self, base: int) -> None:
@@ -80,7 +78,6 @@ class Bench:
         self.cache.detach(base, layout.total_chunks)
         for chunk in range(base, base + layout.total_chunks):
             self.bytes.pop(chunk, None)
-            self.row_vectors.pop(chunk, None)
 
     def random(self, size: int) -> Tensor:
         return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=self.generator)
@@ -94,25 +91,15 @@ class Bench:
         for number, chunk in enumerate(ids):
             if access.tiers[number] != Tier.SSD:
                 place = Tier(access.tiers[number]), access.pages[number]
-                for found in (self.rows(chunk, *place), self.whole(chunk, *place)):
-                    assert torch.equal(found, self.bytes[chunk]), f"chunk {chunk} has other bytes"
+                found = self.whole(chunk, *place)
+                assert torch.equal(found, self.bytes[chunk]), f"chunk {chunk} has other bytes"
         return access
 
     def whole(self, chunk: int, tier: Tier, pages: np.ndarray) -> Tensor:
-        """A cached chunk and, before it, another one, read at once."""
+        """The bytes of a cached chunk."""
         own = pages[: -(-len(self.bytes[chunk]) // self.cache.page.page_bytes)]
-        found = self.cache.slabs[tier].read_pages(np.concatenate([own[::-1], own])).view(2, -1)
-        assert found.shape[0] == 2
-        return found[1].contiguous().view(torch.uint8)[: len(self.bytes[chunk])]
-
-    def rows(self, chunk: int, tier: Tier, pages: np.ndarray) -> Tensor:
-        """All rows of a cached chunk, the last one first."""
-        vectors = self.row_vectors[chunk]
-        row_bytes = vectors * self.cache.page.unit * 2
-        offsets = np.arange(len(self.bytes[chunk]) // row_bytes)[::-1].copy()
-        each = np.tile(pages, (len(offsets), 1))
-        found = self.cache.slabs[tier].read_rows(each, offsets, vectors)
-        return found.flip(0).contiguous().view(torch.uint8).reshape(-1)
+        found = self.cache.slabs[tier].pages[torch.from_numpy(own)]
+        return found.view(-1).view(torch.uint8)[: len(self.bytes[chunk])]
 
     def access(self, worths: dict[int, float], *, padding: int = 500) -> Access:
         access = self.begin(worths)
@@ -314,10 +301,8 @@ def test_pages_of_each_chunk_in_the_order_of_the_layout(
     assert page.max_chunk_pages(shape) == max(whole)
 
 
-def test_reading_nothing_gives_nothing() -> None:
-    slab = Slab(PAGE, 0, CPU, option="--impress-host-gb", pin=False)
-
-    assert slab.read_pages(np.empty(0, np.int32)).shape == (0, 64)
+def test_no_pages() -> None:
+    assert Slab(PAGE, 0, CPU, option="--impress-host-gb", pin=False).pages.shape == (0, 64)
 
 
 def test_memory_that_a_device_has_not_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,5 +356,5 @@ def test_pinned_pages_take_no_more_memory_than_they_have(
     if pages:
         assert slab.address == locked[0].address
         contents = torch.arange(2 * page.elements, dtype=torch.float16).view(2, -1)
-        slab.write_pages(np.array([2, 0], np.int32), contents)
-        assert torch.equal(slab.read_pages(np.array([0, 2], np.int32)), contents.flip(0))
+        slab.pages[[2, 0]] = contents
+        assert torch.equal(slab.pages[[0, 2]], contents.flip(0))

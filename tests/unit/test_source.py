@@ -115,6 +115,19 @@ def test_rows_stay_valid_while_the_layer_is_read(case: sources.Case) -> None:
     case.check_rows(keys, 0, "keys")
 
 
+@pytest.mark.parametrize("name", ["full-stride-bfloat16", "gqa-float32"])
+def test_a_probe_column_without_padding_is_used_where_it_was_read(
+    name: str, tmp_path: Path, reader: BlockReader
+) -> None:
+    case = sources.opened(f"tail-of-a-segment, logical: {name}", tmp_path, reader)
+    rows, (span,) = case.source.read_probe(0), case.spans
+    memory, group = case.segment_source._memory(0, span), span.geometry.probe
+    assert group is not None
+    shared = memory.address <= rows.data_ptr() < memory.address + memory.num_bytes
+    assert shared == group.unbroken == (name == "full-stride-bfloat16")
+    case.close()
+
+
 def test_layers_are_asked_for_in_ascending_order(several: sources.Case) -> None:
     several.check(1)
 

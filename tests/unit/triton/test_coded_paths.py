@@ -49,8 +49,7 @@ class Frames:
             0, 256, (len(Tier), FRAMES, BLOCK_BYTES), dtype=torch.uint8, generator=generator
         )
         for tier in (Tier.DEVICE, Tier.HOST):
-            pages = self.blocks[tier].view(torch.int32)
-            self.cache.slabs[tier].write_pages(np.arange(FRAMES, dtype=np.int32), pages)
+            self.cache.slabs[tier].pages.copy_(self.blocks[tier].view(torch.int32))
         self.memory = PooledMemory(size)
         self.memory.vectors(torch.uint8, BLOCK_BYTES).copy_(self.blocks[Tier.SSD])
 
@@ -98,7 +97,7 @@ def test_a_buffer_is_fenced_while_a_kernel_reads_it(kernels: None) -> None:
     # What it gave is its own: neither a buffer nor a cache.
     found.fill_(0)
     assert torch.equal(held.memory.vectors(torch.uint8, BLOCK_BYTES), held.blocks[Tier.SSD])
-    pages = held.cache.slabs[Tier.DEVICE].read_pages(np.arange(FRAMES))
+    pages = held.cache.slabs[Tier.DEVICE].pages
     assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
 
 

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from impress_sglang.loops import copies
 from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopier
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.tiers.staging import Staging
@@ -124,6 +125,29 @@ def check_gather(
     gather.gather(targets, wish.unit, grain_bytes=grain or wish.unit * size)
     assert not torch.equal(bits(wanted.memory), bits(pools.memory))
     assert_same_bits(found.memory, wanted.memory)
+    if device == "cpu":
+        looped = pools.on("cpu")
+        targets = wish.targets([looped.keys, looped.values][:count], "cpu")
+        for target, heads in zip(targets, wish.heads, strict=True):
+            copy_rows(target, heads, wish.unit)
+        assert_same_bits(looped.memory, wanted.memory)
+
+
+def copy_rows(target: gather.Target, heads: Sequence[int], unit: int) -> None:
+    """What a CPU does instead of launching a kernel; it is never asked for no heads."""
+    if heads:
+        pool, count, size = target.pool, len(target.addresses), target.pool.element_size()
+        copies.copy_rows(
+            target.addresses.numpy(),
+            np.arange(count) if target.positions is None else target.positions.numpy(),
+            np.arange(len(pool)) if target.slots is None else target.slots.numpy(),
+            np.array(heads),
+            pool.data_ptr(),
+            pool.stride(0) * size,
+            pool.stride(1) * size,
+            pool.shape[2] // unit,
+            unit * size,
+        )
 
 
 SHAPES = [
