@@ -81,7 +81,7 @@ def record_scores(
         average = old + weight * (shares[place] - old)
         averages[chunk] = average
         if doublings[chunk] != now:
-            frequencies[chunk] = math.ldexp(frequencies[chunk], doublings[chunk] - now)
+            frequencies[chunk] = math.ldexp(frequencies[chunk], int(doublings[chunk]) - now)
             doublings[chunk] = now
         frequencies[chunk] += 1.0
         found[place] = score_of(frequencies[chunk] * average, now)

@@ -1,6 +1,6 @@
 """Copies pages between addresses: with a compiled loop on a CPU, with a kernel on a GPU.
 
-`PageCopier` is the contract; tests/unit/triton/test_page_copies.py compares the two.
+`PageCopier` is the contract; `test_pages` in tests/unit/triton/test_gather.py compares the two.
 """
 
 from __future__ import annotations
