@@ -36,6 +36,7 @@ from torch import Tensor
 
 from bench.core.options import Option, one_of
 from bench.core.report import Result, Table, plain
+from impress_sglang.loops.types import Indices
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
@@ -79,6 +80,7 @@ SHAPES = {
 CACHES = {"no cache": 0.0, "in the cache": 1.01, "a cache of 30%": 0.3}
 CHUNK_TOKENS = 64
 READAHEAD = 0.2
+MOST_BLOCKS = 1 << 18
 OPTIONS = (
     Option("prefixes", (32768, 131072), "tokens", quick=(2048,)),
     Option("shapes", tuple(SHAPES), "of models", quick=("Llama-3-8B",), parse=one_of(SHAPES)),
@@ -234,17 +236,19 @@ def _no_launches() -> Iterator[None]:
 @contextlib.contextmanager
 def _no_copies() -> Iterator[None]:
     """Blocks are not taken from where they are."""
-    with _no_pages(), mock.patch.object(coded, "take_frames", _take_nothing):
+    # As many as the largest layer has, which nobody writes.
+    nothing = torch.empty(MOST_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
+
+    def take(cache: ChunkCache, tiers: Any, frames: Indices, memory: Any) -> Tensor:
+        return nothing[: len(frames)]
+
+    with _no_pages(), mock.patch.object(coded, "take_frames", take):
         yield
 
 
 def _no_pages() -> contextlib.AbstractContextManager[Any]:
     """Caches are larger than this machine, and nothing is written to them."""
     return mock.patch.object(slab, "_host_memory", lambda size, pin: AlignedMemory(size))
-
-
-def _take_nothing(cache: ChunkCache, tiers: Any, frames: Any, memory: Any) -> Tensor:
-    return torch.empty(len(frames), BLOCK_BYTES, dtype=torch.uint8)
 
 
 class _NoKernel:
