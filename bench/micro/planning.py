@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -108,6 +109,8 @@ def _measure(
 ) -> list[dict[str, Any]]:
     rows = []
     for cache, share in CACHES.items():
+        # What earlier cases leave is not collected while one is measured.
+        gc.collect()
         case = _Case(shape, tokens, share, kernels=args.kernels)
         times = [case.request(args.bits) for _ in range(1 + args.repeat)]
         first, again = times[0], _best(times[1:])

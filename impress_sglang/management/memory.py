@@ -7,11 +7,13 @@ import dataclasses
 import torch
 
 from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.errors import ConfigError
 from impress_sglang.management.policies import LoadOptions, make_policy
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded_span import most_pages
@@ -37,6 +39,8 @@ class StoreMemory:
             ConfigError: there is not enough.
         """
         policy = make_policy(config)
+        if policy.stores:
+            _check_host(config, device)
         usual = policy.bits(LoadOptions(bits=config.usual_bits))
         page = PageShape.of(shape, config.chunk_tokens)
         dims = shape.num_kv_heads, shape.key_dim, shape.value_dim
@@ -84,3 +88,24 @@ class StoreMemory:
         self.pool.close()
         self.cache.close()
         self.codes.close()
+
+
+def _check_host(config: ImpressConfig, device: torch.device) -> None:
+    """Check that the host has the memory of the caches, before any of it is touched.
+
+    Raises:
+        ConfigError: it has less.
+    """
+    options = {"--impress-host-gb": config.host_gb}
+    if device.type == "cpu":
+        options["--impress-device-gb"] = config.device_gb
+    wanted = {name: gb for name, gb in options.items() if gb}
+    try:
+        available = available_bytes()
+    except OSError:
+        return
+    if sum(map(bytes_of, wanted.values())) > available:
+        raise ConfigError(
+            f"caches are to take {sum(wanted.values()):g} GB of the host, of which "
+            f"{available / 1e9:.1f} GB are available; lower {' or '.join(wanted)}"
+        )

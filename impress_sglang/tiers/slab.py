@@ -7,7 +7,6 @@ with different numbers of heads share the memory without fragments.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, Column, KVShape, SegmentLayout, round_up
-from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.tiers.pinning import pin_memory
 
 
@@ -92,7 +90,7 @@ class Slab:
                 self.pages = flat.view(size)
             else:
                 self.pages = torch.empty(size, dtype=page.dtype, device=device)
-        except (MemoryError, RuntimeError, OSError) as error:
+        except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"{num_bytes / 1e9:.1f} GB for chunks cannot be allocated on {device}; lower "
                 f"{option}: {error}"
@@ -113,12 +111,8 @@ def _host_memory(num_bytes: int, *, pin: bool) -> AlignedMemory:
     """Memory that is there, not only promised, so that no request waits for it later.
 
     Raises:
-        MemoryError: there is less.
         OSError: the system refused.
     """
-    with contextlib.suppress(OSError):
-        if num_bytes > (available := available_bytes()):
-            raise MemoryError(f"{available / 1e9:.1f} GB are available")
     memory = AlignedMemory(round_up(num_bytes, BLOCK_BYTES))
     if pin:
         pin_memory(memory)

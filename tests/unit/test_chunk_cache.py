@@ -315,21 +315,7 @@ def test_memory_that_a_device_has_not_is_a_config_error(monkeypatch: pytest.Monk
         Slab(PAGE, 10, torch.device("cuda"), option="--impress-device-gb", pin=False)
 
 
-def test_memory_that_the_host_has_not_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slab_module, "available_bytes", lambda: 10 * PAGE.page_bytes)
-    Slab(PAGE, 10, CPU, option="--impress-host-gb", pin=False)
-
-    with pytest.raises(ConfigError, match=r"lower --impress-host-gb: .* available"):
-        Slab(PAGE, 11, CPU, option="--impress-host-gb", pin=False)
-
-
-def test_memory_is_there_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody knows how much there is."""
-
-    def unknown() -> int:
-        raise OSError("no /proc")
-
-    monkeypatch.setattr(slab_module, "available_bytes", unknown)
+def test_memory_is_there_before_the_first_request() -> None:
     pages, before = (64 << 20) // PAGE.page_bytes, resident_bytes()
     slab = Slab(PAGE, pages, CPU, option="--impress-host-gb", pin=False)
     assert resident_bytes() - before > 60 << 20
