@@ -14,7 +14,7 @@ _AHEAD = 16
 _LINE_BYTES = 64
 
 if importlib.util.find_spec("numba"):
-    from llvmlite import ir  # type: ignore[import-untyped]
+    from llvmlite import ir
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
@@ -59,19 +59,14 @@ else:
 @compiled("(int64[::1], int64[::1], int64)")
 def copy_pages(sources: Indices, targets: Indices, page_bytes: int) -> None:
     """Copy pages between addresses, int64 [n] each; no page that is read is written."""
-    count = len(sources)
-    first = 0
-    while first < count:
+    first, begin, size = 0, 0, 0
+    for place in range(len(sources)):
         # Neighbours that stay neighbours are copied at once.
-        stop = first + 1
-        while (
-            stop < count
-            and sources[stop] == sources[stop - 1] + page_bytes
-            and targets[stop] == targets[stop - 1] + page_bytes
-        ):
-            stop += 1
-        _copy(targets[first], sources[first], (stop - first) * page_bytes)
-        first = stop
+        if sources[place] != first + size or targets[place] != begin + size:
+            _copy(begin, first, size)
+            first, begin, size = sources[place], targets[place], 0
+        size += page_bytes
+    _copy(begin, first, size)
 
 
 @compiled("(int64[:, ::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, int64)")

@@ -83,10 +83,6 @@ class Moves:
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def chosen(self, which: npt.NDArray[np.bool_] | Ids) -> Moves:
-        """Some of the moves, by flags or by their places."""
-        return Moves(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
-
     def pages_moved(self) -> npt.NDArray[np.int64]:
         """How many pages go from tier to tier, int64 [source, target]."""
         ways = 3 * self.sources + self.targets

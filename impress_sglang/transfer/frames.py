@@ -59,5 +59,4 @@ def take_frames(
 
 def _in_sequence(tiers: npt.NDArray[np.uint8], frames: Indices) -> bool:
     """Whether blocks stand one after another in the layer buffer."""
-    found = len(frames) and not (tiers != Tier.SSD).any() and (np.diff(frames) == 1).all()
-    return bool(found)
+    return bool(len(frames) and (tiers == Tier.SSD).all() and (np.diff(frames) == 1).all())
