@@ -10,11 +10,23 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+
+def locked(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """Let a method hold the `_lock` of its object, a `threading.RLock`."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        with self._lock:
+            return method(self, *arguments, **keywords)
+
+    return wrapper
 
 
 def compute_alone() -> None:

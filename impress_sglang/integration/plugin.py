@@ -215,13 +215,23 @@ def _after_batch(forward_batch: Any, _: Any, batch: Any, runner: Any, **__: Any)
 
 
 def _make_tree_cache(context: Any) -> Any:
-    from impress_sglang.integration.factory import make_tree_cache
-
     config = config_of(context.server_args)
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     _check_seams()
+    if config.needs_parts:
+        from impress_sglang.integration.factory import make_tree_cache
+    else:
+        from impress_sglang.integration.load_factory import make_tree_cache
     return make_tree_cache(context, config)
+
+
+def _after_init(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
+    from impress_sglang.integration.tree_cache import ImpressTreeCache
+
+    if isinstance(scheduler.tree_cache, ImpressTreeCache):
+        scheduler.tree_cache.attach(scheduler)
+    return result
 
 
 def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> Any:
@@ -283,9 +293,12 @@ def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 def _before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
     """Tell the metrics what has happened: nothing else may happen for a long time."""
     from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.tree_cache import ImpressTreeCache
 
     if isinstance(scheduler.tree_cache, ImpressRadixCache):
         scheduler.tree_cache.runtime.tell_metrics(idle=True)
+    if isinstance(scheduler.tree_cache, ImpressTreeCache):
+        scheduler.tree_cache.rest()
 
 
 def _after_state(result: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -408,6 +421,7 @@ HOOKS = (
     ),
     Hook("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", _after_admission, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", _after_init, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.set_internal_state", _around_order, "around"),

@@ -60,7 +60,7 @@ def add_order(name: str, order: Order) -> None:
 def add_totals(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """After `Scheduler.get_internal_state`: add our totals to the scheduler's state."""
     cache = scheduler.tree_cache
-    if isinstance(cache, ImpressRadixCache):
+    if hasattr(cache, "summary"):
         result.internal_state[REPORT_KEY] = cache.summary()
     return result
 
@@ -99,7 +99,7 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    taken, answer = isinstance(cache, ImpressRadixCache), None
+    taken, answer = hasattr(cache, "summary"), None
     if taken and asked:
         answers = obey if orders == STEER else look if orders == LOOK else _check
         answer = answers(cache, request.rid)

@@ -6,6 +6,7 @@ Files are opened on a thread of their own, and no caller waits for more than `pa
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.threads import BackgroundThread
+from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_span import CodedSpan, Planes
@@ -33,7 +34,10 @@ AnySource = SegmentSource | CodedSource
 
 
 class OpenSegments:
-    """Opens sources on segments; owned by one thread."""
+    """Opens sources on segments.
+
+    One thread opens sources and reads them; others may ask what is read, and settle.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class OpenSegments:
         self._directory = directory
         self._opener = BackgroundThread("impress-open")
         self._patience = patience
+        self._lock = threading.RLock()
         self._closing: list[AnySource] = []
         self._shape = shape
         self._reader = reader
@@ -141,9 +146,11 @@ class OpenSegments:
     def close_source(self, source: AnySource) -> None:
         """Stop the reads of a source, and release its segments when none is in flight."""
         source.close()
-        self._closing.append(source)
+        with self._lock:
+            self._closing.append(source)
         self.settle()
 
+    @locked
     def settle(self) -> None:
         """Release the segments of closed sources whose last reads have ended."""
         ended = [source for source in self._closing if not source.is_reading]
@@ -167,14 +174,11 @@ class OpenSegments:
             SegmentUnreadable: the file is missing, damaged, or not what the index says.
             StoreUnavailable: it cannot be opened now, or not in time.
         """
-        if (version := self._versions.get(stored.segment_id)) is None or version.segment is None:
-            segment = self._open(stored)
-            version = self._versions.of(stored)
-            version.segment = segment
+        segment = self._versions.share(stored.segment_id)
+        if segment is None:
+            segment = self._versions.open(stored, self._open(stored))
             self._meter.note(segment.floors)
-        assert version.segment is not None
-        version.readers += 1
-        return version.segment
+        return segment
 
     def release(self, segment_id: str) -> None:
         """End one reader of a segment."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -53,6 +53,7 @@ from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
 
+_Source = TypeVar("_Source", bound=AnySource)
 # How many names of namespaces are cached; computing one again costs a microsecond.
 _NAMESPACES = 4096
 
@@ -200,7 +201,8 @@ class PrefixStore:
         """
         self._check_there(match.spans)
         self.tree.touch(match)
-        return self._readers.open_source(match.slice(start, stop), needs, timeline)
+        source = self._readers.open_source(match.slice(start, stop), needs, timeline)
+        return self._opened(source, match.spans)
 
     def open_coded(
         self,
@@ -222,7 +224,31 @@ class PrefixStore:
             PrefixUnreadable: as for `open_source`.
         """
         self._check_there(spans)
-        return self._readers.open_coded(spans, in_slots, planes, timeline)
+        source = self._readers.open_coded(spans, in_slots, planes, timeline)
+        return self._opened(source, spans)
+
+    def open_whole(self, spans: Sequence[StoredSpan], planes: int | None) -> AnySource:
+        """Open a source for all of some spans, which `tree.touch` has counted as used.
+
+        `planes`: how many are wanted of codes; None: exact KVs. May be called on another thread,
+        which then reads the source and gives it back with `close_source`.
+
+        Raises:
+            PrefixUnreadable: as for `open_source`.
+        """
+        self._check_there(spans)
+        if planes is None:
+            exact = self._readers.open_source(spans, ReadNeeds(whole=True), NO_TIMELINE)
+            return self._opened(exact, spans)
+        coded = self._readers.open_coded(spans, [None] * len(spans), planes, NO_TIMELINE)
+        return self._opened(coded, spans)
+
+    def _opened(self, source: _Source, spans: Sequence[StoredSpan]) -> _Source:
+        """Return a source; if another thread has removed a segment meanwhile, it goes with it."""
+        for segment in {span.segment for span in spans}:
+            if self.tree.get(segment.segment_id) is not segment:
+                self.versions.retire(segment.segment_id)
+        return source
 
     def _check_there(self, spans: Sequence[StoredSpan]) -> None:
         for span in spans:
@@ -412,8 +438,9 @@ class PrefixStore:
         self._quota.remove(segment)
         self._looks.forget(segment.segment_id)
         self.reorders.forget(segment)
-        self.versions.retire(segment.segment_id)
         self.tree.lose(segment)
+        # Behind that: see `_opened`.
+        self.versions.retire(segment.segment_id)
 
     def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:
         """Act on the verdict of a second look."""

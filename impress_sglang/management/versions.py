@@ -8,6 +8,7 @@ began with, whatever is published meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -21,6 +22,7 @@ from impress_sglang.management.token_order import expected_shares
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.threads import locked
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import NOBODY
@@ -49,7 +51,7 @@ class Version:
 
 
 class SegmentVersions:
-    """The versions read so far of segments in the tree or with readers; owned by one thread."""
+    """The versions read so far of segments in the tree or with readers."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class SegmentVersions:
             certain: columns of exact KVs of which requests usually want all rows.
             by_importance: whether averages are of importance instead of selections.
         """
+        self._lock = threading.RLock()
         self._shape = shape
         self._cache = cache
         self._codes = codes
@@ -88,6 +91,7 @@ class SegmentVersions:
         """The version of a segment; None if it was not read."""
         return self._versions.get(segment_id)
 
+    @locked
     def of(self, stored: StoredSegment) -> Version:
         """The version of a segment, which is made if the segment was not read before."""
         version = self._versions.get(stored.segment_id)
@@ -96,6 +100,7 @@ class SegmentVersions:
             self._versions[stored.segment_id] = version
         return version
 
+    @locked
     def blocks(self, version: Version) -> BlockHistory:
         """What is known of the blocks of exact KVs of a version."""
         if version.blocks is None:
@@ -104,6 +109,7 @@ class SegmentVersions:
             version.blocks = BlockHistory(layout, shares)
         return version.blocks
 
+    @locked
     def columns(self, version: Version) -> int:
         """The first id of a version's chunks of exact KVs, which are about to be read."""
         if version.columns is None:
@@ -112,6 +118,7 @@ class SegmentVersions:
                 self._expect_columns(version, ranges)
         return version.columns
 
+    @locked
     def codes(self, version: Version) -> int:
         """The first id of a version's chunks in codes, which are about to be read."""
         if version.codes is None:
@@ -130,6 +137,7 @@ class SegmentVersions:
         """The tier of each of a version's chunks in codes, `Tier` values."""
         return _tiers(self._codes, version.codes, self._num_codes(version))
 
+    @locked
     def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
         """Note the tokens that requests wait for in some segments; they wait for no others there.
 
@@ -166,6 +174,7 @@ class SegmentVersions:
         layers = version.codes + count * np.arange(self._shape.num_layers)
         self._codes.expect(layers, pages)
 
+    @locked
     def history(self, stored: StoredSegment) -> TokenHistory:
         """The history of the tokens of a segment, which is made if there is none."""
         if stored.history is None:
@@ -178,6 +187,7 @@ class SegmentVersions:
             )
         return stored.history
 
+    @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
         """How many bytes of a segment are in the caches, by `Tier`."""
         version, found = self._versions.get(segment_id), np.zeros(len(Tier), np.int64)
@@ -194,6 +204,25 @@ class SegmentVersions:
         found[Tier.SSD] = 0
         return found
 
+    @locked
+    def share(self, segment_id: str) -> OpenSegment | None:
+        """Count one more reader of a version that is open; None if it is not."""
+        version = self._versions.get(segment_id)
+        if version is None or version.segment is None:
+            return None
+        version.readers += 1
+        return version.segment
+
+    @locked
+    def open(self, stored: StoredSegment, segment: OpenSegment) -> OpenSegment:
+        """Note that a version is open, and count its first reader."""
+        version = self.of(stored)
+        assert version.segment is None
+        version.segment = segment
+        version.readers += 1
+        return segment
+
+    @locked
     def release(self, segment_id: str) -> None:
         """End one reader of a version; after the last one its file is closed."""
         version = self._versions[segment_id]
@@ -206,6 +235,7 @@ class SegmentVersions:
         if version.retired:
             self._forget(segment_id)
 
+    @locked
     def retire(self, segment_id: str) -> None:
         """Retire a segment that has left the tree; its chunks go after the last reader."""
         version = self._versions.get(segment_id)
@@ -215,6 +245,7 @@ class SegmentVersions:
         if not version.readers:
             self._forget(segment_id)
 
+    @locked
     def succeed(self, old_id: str, new: StoredSegment, shares: Floats) -> None:
         """Let a reordered version take over: its chunks inherit what is known of the old ones.
 
@@ -242,6 +273,7 @@ class SegmentVersions:
         ids = np.arange(layout.total_chunks)
         self._cache.placement.inherit(base + ids, old.columns + ids, expected)
 
+    @locked
     def check_integrity(self, live: Iterable[str]) -> None:
         """Compare versions with the segments in the tree, and check the caches.
 
@@ -256,6 +288,7 @@ class SegmentVersions:
         self._cache.check_integrity()
         self._codes.check_integrity()
 
+    @locked
     def check(self, segment_id: str) -> None:
         """Check the version of a segment in the tree.
 

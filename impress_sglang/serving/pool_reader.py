@@ -80,8 +80,8 @@ class PoolLayerReader:
         with torch.cuda.device_of(self._slots), torch.cuda.stream(self._stream):
             while self._stream is not None and self._after:
                 self._stream.wait_event(self._after.pop())
-            keys = self._pool.get_key_buffer(layer_id)[self._slots]
-            values = self._pool.get_value_buffer(layer_id)[self._slots]
+            keys = self._pool._get_key_buffer(layer_id)[self._slots]
+            values = self._pool._get_value_buffer(layer_id)[self._slots]
             return keys.cpu(), values.cpu()
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import threading
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from impress_sglang.loops import heaps, placing
 from impress_sglang.loops.heaps import Heaps
 from impress_sglang.loops.placing import Caches, Touched
 from impress_sglang.loops.types import Floats
+from impress_sglang.threads import locked
 from impress_sglang.tiers.rules import AwaitedLast, Ids, ReplacementRule
 from impress_sglang.tiers.tables import IdRanges, grown
 
@@ -105,13 +107,17 @@ class Access:
 
 
 class Placement:
-    """Places the chunks of two caches; ids are handed out by `attach`. Not thread-safe."""
+    """Places the chunks of two caches; ids are handed out by `attach`.
+
+    Several threads may use it; between an access and the moves that follow from it, only one.
+    """
 
     def __init__(
         self, rule: ReplacementRule, *, device_pages: int, host_pages: int, max_chunk_pages: int
     ) -> None:
         """Begin with empty caches; capacities are in pages. A chunk with no page, or with more than
         `max_chunk_pages`, is never cached."""
+        self._lock = threading.RLock()
         # How many chunks went from tier to tier, by 3 * source + target.
         self._moved = np.zeros(9, np.int64)
         self.evicted_scores: dict[int, float] = {}
@@ -186,6 +192,7 @@ class Placement:
             max_chunk_pages=self._width,
         )
 
+    @locked
     def attach(self, num_pages: npt.NDArray[np.uint16]) -> int:
         """Take a range of ids for new chunks with these numbers of pages; returns the first."""
         base = self._ids.take(len(num_pages))
@@ -195,12 +202,14 @@ class Placement:
         self._caches.num_pages[base:stop] = num_pages
         return base
 
+    @locked
     def detach(self, base: int, size: int) -> None:
         """Give a range of ids back; their chunks leave the caches."""
         self.drop(np.arange(base, base + size))
         self._rule.forget(base, size)
         self._ids.give(base, size)
 
+    @locked
     def drop(self, ids: Ids) -> None:
         """Remove chunks from the caches unconditionally."""
         placing.drop(self._caches, ids)
@@ -209,19 +218,23 @@ class Placement:
         """The present tiers of chunks with neighbouring ids, `Tier` values; not to be changed."""
         return self._caches.tiers[first : first + count]
 
+    @locked
     def advance(self) -> None:
         """Note that a new request begins."""
         self._rule.advance()
 
+    @locked
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Note that requests wait for chunks, or no longer do: see `AwaitedLast.expect`."""
         self._rule.expect(ids, turns)
         heaps.note_falls(self._caches.heaps, ids, self._caches.tiers.take(ids))
 
+    @locked
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """Give new chunks the access history of old ones; the caches keep the old chunks."""
         self._rule.inherit(ids, sources, shares)
 
+    @locked
     def access(self, ids: Ids, shares: Floats) -> Access:
         """Count an access to distinct chunks, and decide where they are from now on.
 
@@ -308,6 +321,7 @@ class Placement:
         )
         self._touched = self._touched._replace(marks=grown(self._touched.marks, size))
 
+    @locked
     def check_integrity(self) -> None:
         """Check that pages, tiers and heaps agree.
 
@@ -359,6 +373,11 @@ def check_members(placement: Placement, tier: int, first: int, most: int) -> boo
     Raises:
         AssertionError: they are not, which is a bug.
     """
+    with placement._lock:
+        return _check_members(placement, tier, first, most)
+
+
+def _check_members(placement: Placement, tier: int, first: int, most: int) -> bool:
     caches, row = placement._caches, tier - 1
     heaps, capacity = caches.heaps, placement.capacity[tier]
     assert 0 <= caches.free[row] <= capacity

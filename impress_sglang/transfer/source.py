@@ -249,7 +249,7 @@ class SegmentSource(StoredSource):
         try:
             with self.timeline.span(stage, plan.layer):
                 self._fetch(plan)
-            with self.timeline.span(COPY, plan.layer):
+            with self.writing(), self.timeline.span(COPY, plan.layer):
                 rows = take()
                 self._settle(plan)
         except BaseException:

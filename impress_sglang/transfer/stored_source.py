@@ -11,6 +11,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import PendingRead
@@ -47,6 +48,8 @@ class StoredSource(abc.ABC):
         """The next layer to be read ahead."""
         self.lead = 0
         """How many layers are read ahead while the request waits; one is in any case."""
+        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What it makes is entered while rows are put into slots; it may raise."""
         self._layers_there = 0
         self._reader = reader
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}

@@ -1,0 +1,68 @@
+"""Builds the tree cache of a server that loads beside the model's passes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.integration.factory import _architecture, kv_shape, kv_tensors
+from impress_sglang.integration.guards import check_arguments, identity_of_options
+from impress_sglang.integration.layers import check_layers
+from impress_sglang.integration.tree_cache import ImpressTreeCache
+from impress_sglang.management.identity import model_identity, weights_digest
+from impress_sglang.management.policies import make_policy
+from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.serving.service import Service
+from impress_sglang.transfer.coded_slots import code_writer_for
+from impress_sglang.transfer.warm_up import warm_up
+
+logger = logging.getLogger(__name__)
+
+
+def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        UnsupportedError: the options or the model are not known to be right; or a kernel for the
+            model does not fit the GPU.
+        ConfigError: a directory cannot be written, or the caches do not fit in memory.
+        StoreInUseError: another server uses it for the same model.
+    """
+    runner, params = context.tp_worker.model_runner, context.params
+    options = resolved_view(context.server_args)
+    check_arguments(config, options)
+    check_layers(runner)
+    policy = make_policy(config)
+    shape = kv_shape(runner, policy, config.probe_heads)
+
+    def read_identity() -> str:
+        return model_identity(
+            weights=weights_digest(kv_tensors(runner.model)),
+            architecture=_architecture(runner.model_config.hf_text_config)
+            | identity_of_options(options),
+            shape=shape,
+            tp_rank=context.tp_rank,
+            tp_size=context.tp_size,
+        )
+
+    pool = runner.token_to_kv_pool
+    device = pool._get_key_buffer(pool.start_layer).device
+    # Kernels first: opening the store takes much memory.
+    if policy.stores:
+        warm_up(shape, None, config.chunk_tokens, device)
+        if shape.coded and device.type == "cpu":
+            # Imports loops, which are compiled then: after an installation that takes seconds.
+            code_writer_for(device)
+    service = Service(config, shape, read_identity(), device, runner.model_config.hidden_size)
+    # Nodes of the other core cannot be looked at, as purging and sharing by score must.
+    params.tree_core_backend = "python"
+    cache = create_unified_radix_cache(context, cache_class=ImpressTreeCache)
+    assert isinstance(cache, ImpressTreeCache)
+    if cache.metrics_collector is not None:
+        service.metrics = ServingMetrics(cache.metrics_collector.labels)
+    cache.connect(service, runner.model, runner.forward_stream, read_identity)
+    return cache

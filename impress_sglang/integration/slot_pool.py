@@ -1,0 +1,156 @@
+"""SGLang's pool and tree as load jobs need them (`serving.job_queue.SlotPool`)."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from impress_sglang.integration.tree_nodes import drop_below
+from impress_sglang.serving.job_queue import Waiter
+from impress_sglang.serving.kv_class import marked
+from impress_sglang.serving.load_jobs import LoadJob
+
+if TYPE_CHECKING:
+    from impress_sglang.integration.tree_cache import ImpressTreeCache
+
+
+class TreeSlots:
+    """Slots of SGLang's pool for jobs; the scheduler's thread owns them."""
+
+    def __init__(self, cache: ImpressTreeCache, scheduler: Any) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._allocator = cache.token_to_kv_pool_allocator
+
+    def room(self) -> int:
+        """See `SlotPool.room`."""
+        return int(self._allocator.available_size() + self._cache.evictable_size()) - self._promised
+
+    @property
+    def _promised(self) -> int:
+        """What SGLang counts on for what it has admitted: the rest of a prompt, and answers."""
+        scheduler = self._scheduler
+        requests = {id(own): own for own in scheduler.running_batch.reqs}
+        if scheduler.last_batch is not None:
+            requests |= {id(own): own for own in scheduler.last_batch.reqs}
+        tokens, chunked = 0, scheduler.chunked_req
+        if chunked is not None:
+            requests[id(chunked)] = chunked
+            tokens = len(chunked.full_untruncated_fill_ids) - chunked.kv.kv_committed_len
+        ratio, page = scheduler.new_token_ratio_tracker.current, self._cache.page_size
+        for own in requests.values():
+            if not own.finished():
+                # Rounded up as SGLang does, and the page that the next token may need.
+                share = 1.0 if own.sampling_params.ignore_eos else ratio
+                tokens += int(_new_tokens(own) * share) + page
+        return max(tokens, 0)
+
+    def need(self, waiter: Waiter, counted: set[object]) -> int:
+        """See `SlotPool.need`."""
+        req, job = self._cache.request(waiter.rid), waiter.job
+        if req is None:
+            return 0
+        total = len(req.full_untruncated_fill_ids) + _new_tokens(req) + self._cache.page_size
+        if job is not None and (job.slots is not None or job in counted):
+            return total - job.stop
+        if job is not None:
+            counted.add(job)
+        match = self._cache.match_resident(self._cache.key_of(req))
+        node, length = match.last_device_node, match.device_prefix_len
+        if node in counted:
+            return total - length
+        counted.add(node)
+        return total - length + self._unlocked(node)
+
+    def _unlocked(self, node: Any) -> int:
+        """How many tokens up to a node nobody has locked: locking them takes them from the room."""
+        cache = self._cache
+        before = cache.tree_core.protected_size()
+        lock = cache.lock(node)
+        after = cache.tree_core.protected_size()
+        cache.unlock(lock)
+        return int(after - before)
+
+    def is_idle(self) -> bool:
+        """See `SlotPool.is_idle`."""
+        scheduler, last = self._scheduler, self._scheduler.last_batch
+        ended = last is None or all(own.finished() for own in last.reqs)
+        return bool(scheduler.running_batch.is_empty() and scheduler.chunked_req is None and ended)
+
+    def lacking(self, job: LoadJob) -> int:
+        """See `SlotPool.lacking`."""
+        return job.stop - int(self._cache.match_resident(self._key(job)).device_prefix_len)
+
+    def take(self, job: LoadJob) -> bool:
+        """See `SlotPool.take`."""
+        cache = self._cache
+        match = cache.match_resident(self._key(job))
+        start, hold = match.device_prefix_len, cache.lock(match.last_device_node)
+        count = job.stop - start
+        missing = count - self._allocator.available_size()
+        if missing > 0:
+            cache.evict(EvictParams(num_tokens=missing))
+        slots = self._allocator.alloc(count)
+        if slots is None:
+            cache.unlock(hold)
+            return False
+        job.start, job.hold = start, hold
+        job.slots = job.target = slots.to(torch.int64)
+        return True
+
+    def give_back(self, job: LoadJob) -> None:
+        """See `SlotPool.give_back`."""
+        slots, job.slots = job.slots, None
+        self._allocator.free(slots)
+        self._cache.unlock(job.hold)
+
+    def insert(self, job: LoadJob) -> None:
+        """See `SlotPool.insert`; SGLang frees slots of tokens that were computed meanwhile."""
+        cache, slots = self._cache, job.slots
+        assert slots is not None
+        path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
+        depth = job.match.quality.depth + (job.kv_class.planes is not None)
+        cache.provenance.note_loaded(slots, depth)
+        result = cache.insert(
+            InsertParams(
+                key=self._key(job),
+                value=torch.cat([path, slots]),
+                prev_prefix_len=job.start,
+                inserted_len=job.start,
+            )
+        )
+        job.slots = None
+        lock = cache.lock(result.last_device_node)
+        cache.unlock(job.hold)
+        job.hold = lock
+
+    def discard(self, job: LoadJob) -> None:
+        """See `SlotPool.discard`; SGLang puts requests back as if there were no room for them."""
+        cache = self._cache
+        cache.put_back(cache.users_of(job))
+        cache.unlock(job.hold)
+        drop_below(cache, self._key(job), job.start)
+
+    def hold_for(self, job: LoadJob) -> Any:
+        """See `SlotPool.hold_for`."""
+        return self._cache.lock(job.hold.node)
+
+    def release(self, hold: Any) -> None:
+        """See `SlotPool.release`."""
+        self._cache.unlock(hold)
+
+    def _key(self, job: LoadJob) -> RadixKey:
+        extra_key, salt = job.space
+        extra_key = marked(extra_key, job.kv_class, self._cache.service.usual)
+        return RadixKey(array("q", job.tokens.tolist()), extra_key, cache_salt=salt)
+
+
+def _new_tokens(req: Any) -> int:
+    """Tokens that a request may still generate, as far as SGLang reserves room for them."""
+    left = req.sampling_params.max_new_tokens - len(req.output_ids)
+    return max(min(left, CLIP_MAX_NEW_TOKENS), 0)

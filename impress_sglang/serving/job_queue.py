@@ -1,0 +1,325 @@
+"""Which load jobs have slots, in which order, and until when.
+
+Jobs live from the room by which SGLang admits requests, and follow the order of its queue:
+
+  * A job that waits holds nothing. It gets slots when its request, and all before it in the queue,
+    would be admitted: what these need is set aside first.
+  * Requests for the same tokens share one job. What it brought is held until they are admitted, and
+    is evictable then as anything else.
+  * Requests behind one that waits for room may pass it for as long as it takes itself, so that
+    those for a prefix that is resident run together. Then none does until there is room.
+  * Whoever needs room that was promised gets it: first what is held for requests that cannot be
+    admitted yet, then the slots of jobs, the latest first.
+
+The scheduler's thread owns all of this; `SlotPool` is what it needs of SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
+
+# So many requests at the head of the queue are looked at.
+WINDOW = 32
+# A request that waits for room is passed by others for this long if it is not known how long it
+# takes itself, in seconds.
+PATIENCE = 1.0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Waiter:
+    """A queued request: what it waits for, and what is held for it.
+
+    `patience` in seconds: what computing it takes; None if that is not known. `blocked_at`: since
+    when its job has waited for room at the head of the queue.
+    """
+
+    rid: str
+    patience: float | None = None
+    job: LoadJob | None = None
+    hold: Any = None
+    blocked_at: float | None = None
+    tries: int = 0
+
+
+class SlotPool(Protocol):
+    """SGLang's pool and tree, as far as jobs need them; sizes in tokens."""
+
+    def room(self) -> int:
+        """What could be allocated, by evicting if need be, without what running requests need."""
+
+    def need(self, waiter: Waiter, counted: set[object]) -> int:
+        """What admitting a request would take of the room, its job's slots included if it waits.
+
+        What requests before it have in common with it is in `counted`, and is added there.
+        """
+
+    def is_idle(self) -> bool:
+        """Whether no request is running."""
+
+    def lacking(self, job: LoadJob) -> int:
+        """How many tokens of a job are not resident now."""
+
+    def take(self, job: LoadJob) -> bool:
+        """Give a job its slots, evicting if need be, and hold what is resident before them.
+
+        It begins behind what is resident now. Returns False, with nothing taken, without room.
+        """
+
+    def give_back(self, job: LoadJob) -> None:
+        """Free the slots of a job, to which nothing is written any more, and end its hold."""
+
+    def insert(self, job: LoadJob) -> None:
+        """Insert the slots of a job into the tree, and let its hold cover all of it."""
+
+    def discard(self, job: LoadJob) -> None:
+        """Remove an inserted job that failed from the tree, and put all that use it back."""
+
+    def hold_for(self, job: LoadJob) -> Any:
+        """Hold what an inserted job brought once more; `release` ends that."""
+
+    def release(self, hold: Any) -> None:
+        """End a hold."""
+
+
+class JobQueue:
+    """The jobs of one scheduler, and the requests that wait for them."""
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        loader: JobLoader,
+        note_end: Callable[[LoadJob], None],
+        replan: Callable[[Waiter, LoadJob], None],
+        least: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`note_end` is told of each job that has ended, first of all; `replan` of each request
+        whose job has ended, which it may give another one.
+
+        Fewer than `least` tokens are not worth a job.
+        """
+        self._pool = pool
+        self._loader = loader
+        self._note_end = note_end
+        self._replan = replan
+        self._least = least
+        self._clock = clock
+        self.jobs: list[LoadJob] = []
+        """Those that have not ended, the earliest first."""
+        self.waiters: dict[str, Waiter] = {}
+        """Queued requests that wait for a job, or for which something is held."""
+        self._barred: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self.jobs)
+
+    @property
+    def loading_tokens(self) -> int:
+        """Slots of jobs that are not in SGLang's tree."""
+        return sum(len(job) for job in self.jobs if job.slots is not None)
+
+    @property
+    def loading(self) -> Iterator[LoadJob]:
+        """Jobs that have slots."""
+        return (job for job in self.jobs if job.slots is not None)
+
+    def join(self, waiter: Waiter, job: LoadJob) -> None:
+        """Let a request wait for a job, which may be new."""
+        assert waiter.job is None
+        if job not in self.jobs:
+            self.jobs.append(job)
+        waiter.job = job
+        job.waiters.add(waiter.rid)
+        self.waiters[waiter.rid] = waiter
+
+    def leave(self, rid: str) -> None:
+        """Note that a request was admitted, or is gone: nothing is held or loaded for it."""
+        waiter = self.waiters.pop(rid, None)
+        if waiter is None:
+            return
+        self._release(waiter)
+        self._detach(waiter)
+
+    def start_early(self, job: LoadJob) -> None:
+        """Insert a loading job into the tree: passes that use it wait for its layers."""
+        self._pool.insert(job)
+        job.early = True
+
+    def give_up(self, job: LoadJob) -> None:
+        """Let all who wait for a job go on without it."""
+        for rid in sorted(job.waiters):
+            self._detach(self.waiters[rid])
+
+    def waits(self, rid: str) -> bool:
+        """Whether a request is not to be admitted now."""
+        if rid in self._barred:
+            return True
+        waiter = self.waiters.get(rid)
+        return waiter is not None and waiter.job is not None
+
+    def poll(self, queue: Iterable[str]) -> None:
+        """Take in what the loader has done, and give slots to jobs; `queue`: ids, in order."""
+        self.settle()
+        self._barred = set()
+        if any(job.state is JobState.WAITING for job in self.jobs):
+            self._grant(queue)
+
+    def settle(self) -> None:
+        """Take in the jobs that have ended."""
+        for job in self._loader.take_ended():
+            self._finish(job)
+
+    def make_room(self, missing: Callable[[], int]) -> None:
+        """Free what jobs have, until nothing is `missing` or nothing is left.
+
+        `missing` first evicts what it can.
+        """
+        for waiter in reversed(list(self.waiters.values())):
+            if missing() <= 0:
+                return
+            self._release(waiter)
+        for job in reversed(list(self.loading)):
+            if missing() <= 0:
+                return
+            self._revoke(job)
+
+    def drop_all(self, seconds: float) -> bool:
+        """Drop all jobs; returns whether the loader has let go of all of them in time."""
+        for job in list(self.jobs):
+            self.give_up(job)
+        for waiter in list(self.waiters.values()):
+            self.leave(waiter.rid)
+        deadline = self._clock() + seconds
+        while self.jobs and self._clock() < deadline:
+            self._loader.wake.wait(0.01)
+            self.settle()
+        return not self.jobs
+
+    def _grant(self, queue: Iterable[str]) -> None:
+        budget, counted = self._pool.room(), set[object]()
+        blocked = barring = False
+        for rid in itertools.islice(queue, WINDOW):
+            waiter = self.waiters.get(rid) or Waiter(rid)
+            if barring:
+                self._barred.add(rid)
+            if budget < 0:
+                # What is held for it keeps those before it from being admitted.
+                self._release(waiter)
+                continue
+            need, job = self._pool.need(waiter, counted), waiter.job
+            if job is not None and job.state is JobState.WAITING:
+                blocked = blocked or not self._try(job, need, budget)
+                if job.state is JobState.WAITING and waiter.job is job:
+                    barring = barring or self._has_waited(waiter)
+                    if not barring:
+                        # Others may pass it.
+                        continue
+            budget -= need
+
+    def _try(self, job: LoadJob, need: int, budget: int) -> bool:
+        """Begin a job if there is room; returns whether it need not wait any longer."""
+        if self._pool.lacking(job) < self._least:
+            self.give_up(job)
+            return True
+        alone = self._pool.is_idle() and not any(self.loading) and not any(self._held)
+        if need > budget and not alone:
+            return False
+        if self._begin(job):
+            return True
+        if alone:
+            # It never will.
+            self.give_up(job)
+        return alone
+
+    @property
+    def _held(self) -> Iterator[Waiter]:
+        return (waiter for waiter in self.waiters.values() if waiter.hold is not None)
+
+    def _has_waited(self, waiter: Waiter) -> bool:
+        """Whether a request that waits for room was passed by others for long enough."""
+        now = self._clock()
+        if waiter.blocked_at is None:
+            waiter.blocked_at = now
+        patience = PATIENCE if waiter.patience is None else waiter.patience
+        return now - waiter.blocked_at > patience
+
+    def _begin(self, job: LoadJob) -> bool:
+        """Give a job slots and begin it; False if there is no room."""
+        if not self._pool.take(job):
+            return False
+        job.state = JobState.LOADING
+        for rid in job.waiters:
+            self.waiters[rid].blocked_at = None
+        self._loader.begin(job)
+        return True
+
+    def _finish(self, job: LoadJob) -> None:
+        if job not in self.jobs:
+            return
+        self.jobs.remove(job)
+        self._note_end(job)
+        waiters = [self.waiters[rid] for rid in sorted(job.waiters)]
+        loaded = job.state is JobState.LOADED and not job.revoked
+        if job.early and not loaded:
+            self._pool.discard(job)
+        elif job.slots is not None:
+            if loaded:
+                self._pool.insert(job)
+            else:
+                self._pool.give_back(job)
+        for waiter in waiters:
+            waiter.job = None
+            if loaded:
+                self._release(waiter)
+                waiter.hold = self._pool.hold_for(job)
+            else:
+                waiter.tries += 1
+        if loaded:
+            self._pool.release(job.hold)
+        job.waiters.clear()
+        for waiter in waiters:
+            self._replan(waiter, job)
+
+    def _revoke(self, job: LoadJob) -> None:
+        """Take the slots of a job away; those who wait for it may plan again when it has ended."""
+        job.revoke()
+        self._pool.give_back(job)
+
+    def _detach(self, waiter: Waiter) -> None:
+        job, waiter.job = waiter.job, None
+        if job is None:
+            return
+        job.waiters.discard(waiter.rid)
+        if job.waiters or job.early:
+            return
+        if job.state is JobState.WAITING:
+            self.jobs.remove(job)
+            job.end(JobState.DROPPED)
+        elif job.slots is not None:
+            self._revoke(job)
+
+    def _release(self, waiter: Waiter) -> None:
+        hold, waiter.hold = waiter.hold, None
+        if hold is not None:
+            self._pool.release(hold)
+
+
+def overlapping(jobs: Sequence[LoadJob], job: LoadJob, least: int) -> LoadJob | None:
+    """A job that brings at least the `least` first tokens of a new one, which may join it."""
+    for own in jobs:
+        same = own.space == job.space and own.kv_class == job.kv_class
+        if not same or own.revoked or own.start > job.start:
+            continue
+        common = min(own.stop, job.stop)
+        if common - job.start < least:
+            continue
+        differ = (own.tokens[:common] != job.tokens[:common]).nonzero()[0]
+        if (int(differ[0]) if len(differ) else common) - job.start >= least:
+            return own
+    return None

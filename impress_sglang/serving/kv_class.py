@@ -1,0 +1,73 @@
+"""Classes of KVs: what a request accepts is part of the key of SGLang's tree.
+
+Within a class, what was loaded and what was computed behind it mix, and requests share it. A
+request of another class never sees any of it. The usual class of a server has no mark, so that its
+keys are those of stock SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from impress_sglang.management.policies import LoadOptions
+from impress_sglang.options import EXACT_BITS, OFF
+from impress_sglang.precision.codec import planes_of
+from impress_sglang.storage.quality import EXACT, Quality
+
+_MARK = "impress-class:"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVClass:
+    """How exact the KVs of a prefix are: bits per element when they were loaded, at least.
+
+    `share`: the least share of text reused behind other text that was computed again; 1.0: nothing
+    is reused there.
+    """
+
+    bits: float = EXACT_BITS
+    share: float = 1.0
+
+    @classmethod
+    def of(cls, wanted: LoadOptions) -> KVClass:
+        """The class of what a request asks for."""
+        if wanted.bits == EXACT_BITS:
+            return cls()
+        return cls(wanted.bits, 1.0 if wanted.blend == OFF else wanted.share)
+
+    @property
+    def exact(self) -> bool:
+        """Whether its KVs are those that were computed, behind exact ones."""
+        return self.bits == EXACT_BITS
+
+    @property
+    def planes(self) -> int | None:
+        """How many planes are loaded of codes; None: what is loaded is exact."""
+        return None if self.exact else planes_of(self.bits)
+
+    @property
+    def name(self) -> str:
+        """Its name in keys and reports."""
+        bits = "exact" if self.exact else f"{self.bits:g}"
+        return bits if self.share == 1.0 else f"{bits}/{self.share:g}"
+
+    def worst(self, depth: int) -> Quality:
+        """The worst stored quality that it accepts, if KVs may rest on `depth` approximations."""
+        if self.exact or not depth:
+            return EXACT
+        return Quality(depth, 1.0, self.bits, self.share)
+
+
+def marked(extra_key: str | None, own: KVClass, usual: KVClass) -> str | None:
+    """The `extra_key` of a class in SGLang's tree; different for different arguments."""
+    if own == usual and not (extra_key or "").startswith(_MARK):
+        return extra_key
+    return f"{_MARK}{own.name}" + ("" if extra_key is None else f"|{extra_key}")
+
+
+def unmarked(key: str | None) -> str | None:
+    """The `extra_key` of a request, from that of its class in SGLang's tree."""
+    if key is None or not key.startswith(_MARK):
+        return key
+    _, found, extra_key = key.partition("|")
+    return extra_key if found else None

@@ -1,0 +1,302 @@
+"""Load jobs: stored tokens that a background thread brings into slots, beside the model's passes.
+
+The scheduler's thread plans a job, gives it slots, and in the end inserts them into SGLang's tree
+(`job_queue`). In between, the loader's thread reads, verifies and restores, layer by layer. It
+alone uses read buffers and moves chunks between caches. Nothing that a disk does leaves it as an
+exception: a job ends in one of a few states.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.management.open_segments import AnySource
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import StoredMatch, StoredSpan
+from impress_sglang.serving.kv_class import KVClass
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.segment import Tokens
+from impress_sglang.threads import compute_alone
+from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.read_planner import ReadStats
+
+logger = logging.getLogger(__name__)
+
+
+class JobState(enum.Enum):
+    """How far a job is."""
+
+    WAITING = "waiting"
+    """It has no slots, and holds nothing."""
+    LOADING = "loading"
+    """It has slots, which the loader fills."""
+    LOADED = "loaded"
+    """All layers are in its slots."""
+    FAILED = "failed"
+    """Something could not be read; nobody may use its slots."""
+    DROPPED = "dropped"
+    """It was given up before all layers were there."""
+
+
+class JobRevoked(Exception):
+    """The slots of a job were taken away: leaves the loader's work on it."""
+
+
+@dataclasses.dataclass(eq=False)
+class LoadJob:
+    """The tokens [start, stop) of a prompt, which are stored and to be brought into slots.
+
+    Attributes:
+        store: has the tokens.
+        kv_class: of the KVs that are brought.
+        space: what else keeps prompts apart: `extra_key` and `cache_salt` of the request.
+        tokens: int32 [stop], the prompt up to the last of them.
+        match: what is stored of these tokens, from the first.
+        start: the first token; until the job is loading, what was resident when it was planned.
+        waiters: ids of requests that wait for it.
+        target: int64 [stop - start], the slots that are filled.
+        slots: the same while they belong to the job: neither given back nor in SGLang's tree.
+        hold: what keeps the tokens before `start` resident, in the terms of the pool's owner.
+    """
+
+    store: PrefixStore
+    kv_class: KVClass
+    space: tuple[str | None, str | None]
+    tokens: Tokens
+    match: StoredMatch
+    start: int
+    waiters: set[str] = dataclasses.field(default_factory=set)
+    target: Tensor | None = None
+    slots: Tensor | None = None
+    hold: Any = None
+    state: JobState = JobState.WAITING
+    told: bool = False
+    """Whether its reads are in the report of a request."""
+    early: bool = False
+    """Whether its slots were inserted into SGLang's tree before they were filled."""
+    deadline: float = 0.0
+    """Until when a pass waits for its layers, by `time.monotonic`."""
+    error: BaseException | None = None
+    layers: int = 0
+    """How many layers are in the slots."""
+    planned_at: float = dataclasses.field(default_factory=time.monotonic)
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    reads: ReadStats = dataclasses.field(default_factory=ReadStats)
+    fills: FillStats = dataclasses.field(default_factory=FillStats)
+    events: list[Any] = dataclasses.field(default_factory=list)
+    """On an accelerator, an event after each layer."""
+
+    def __post_init__(self) -> None:
+        self._revoked = False
+        self._writing = threading.Lock()
+        self._changed = threading.Condition()
+        self.done = threading.Event()
+        """Set when the loader no longer works on it."""
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return len(self.tokens)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def spans(self) -> tuple[StoredSpan, ...]:
+        """What it reads."""
+        return self.match.slice(self.start, self.stop)
+
+    @property
+    def revoked(self) -> bool:
+        """Whether its slots were taken away."""
+        return self._revoked
+
+    def revoke(self) -> None:
+        """Take its slots away: from now on nothing is written to them.
+
+        Waits for a layer that is being written, never for the drive.
+        """
+        with self._writing:
+            self._revoked = True
+            if self.events:
+                self.events[-1].synchronize()
+        with self._changed:
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep its slots while the loader writes to them.
+
+        Raises:
+            JobRevoked: they were taken away.
+        """
+        with self._writing:
+            if self._revoked:
+                raise JobRevoked
+            yield
+
+    def note_layer(self, event: Any = None) -> None:
+        """Note that another layer is in the slots, once the device has passed `event`."""
+        with self._changed:
+            if event is not None:
+                self.events.append(event)
+            self.layers += 1
+            self._changed.notify_all()
+
+    def end(self, state: JobState, error: BaseException | None = None) -> None:
+        """Note how the loader's work on it ended."""
+        with self._changed:
+            self.state, self.error, self.ended_at = state, error, time.monotonic()
+            self._changed.notify_all()
+        self.done.set()
+
+    def wait_for_layer(self, layer: int) -> bool:
+        """Wait until a layer is in the slots; False if it never will be, or not in time."""
+        with self._changed:
+            left = self.deadline - time.monotonic()
+            self._changed.wait_for(lambda: self.layers > layer or self.done.is_set(), left)
+            return self.layers > layer
+
+    def seconds_left(self, num_layers: int, now: float) -> float | None:
+        """How long the rest will take, judging by its layers so far; None before the first."""
+        if not self.layers or not self.began_at:
+            return None
+        return (num_layers - self.layers) * (now - self.began_at) / self.layers
+
+
+class PoolLayers:
+    """Keys and values [slots, G, D] of the layers of SGLang's pool, without waiting for any."""
+
+    def __init__(self, pool: Any) -> None:
+        """`pool`: SGLang's KV pool."""
+        self._pool = pool
+
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, counted from the first of the pool."""
+        number = layer + self._pool.start_layer
+        return self._pool._get_key_buffer(number), self._pool._get_value_buffer(number)
+
+
+class JobLoader:
+    """Carries out jobs, one after the other, on a thread of its own."""
+
+    def __init__(
+        self, shape: KVShape, device: torch.device, layers: Callable[[int], tuple[Tensor, Tensor]]
+    ) -> None:
+        """`layers` gives the pools of keys and values of a layer; `device`: where these are."""
+        self.wake = threading.Event()
+        """Set when a job has ended."""
+        self._shape = shape
+        self._layers = layers
+        self._filler = SlotFiller(shape, device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._asking = True
+        self._asked: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[LoadJob] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="impress-load", daemon=True)
+        self._thread.start()
+
+    def begin(self, job: LoadJob) -> None:
+        """Load a job, whose state is LOADING, after those that were begun before it."""
+        self._asked.put(job)
+
+    def take_ended(self) -> Iterator[LoadJob]:
+        """The jobs that have ended since the last call."""
+        self.wake.clear()
+        while True:
+            try:
+                yield self._ended.get_nowait()
+            except queue.Empty:
+                return
+
+    def close(self, seconds: float) -> bool:
+        """End the thread after all jobs; False if that takes more than `seconds`."""
+        self._asked.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        compute_alone()
+        opened = collections.deque[tuple[LoadJob, AnySource]]()
+        while self._asking or opened:
+            self._open(opened, wait=not opened)
+            if opened:
+                self._load(*opened.popleft(), opened)
+
+    def _open(
+        self, opened: collections.deque[tuple[LoadJob, AnySource]], *, wait: bool = False
+    ) -> None:
+        """Open what was asked for meanwhile, so that it is read ahead."""
+        while self._asking and (wait or not self._asked.empty()):
+            job, wait = self._asked.get(), False
+            if job is None:
+                self._asking = False
+                return
+            try:
+                job.began_at = time.monotonic()
+                source = job.store.open_whole(job.spans, job.kv_class.planes)
+            except PrefixUnreadable as error:
+                self._end(job, JobState.FAILED, error)
+            except BaseException as error:
+                # A bug. Answers are right without the job.
+                logger.exception("a stored prefix could not be opened")
+                self._end(job, JobState.FAILED, error)
+            else:
+                job.store.ahead.wait(source, source.num_layers)
+                opened.append((job, source))
+
+    def _load(
+        self,
+        job: LoadJob,
+        source: AnySource,
+        others: collections.deque[tuple[LoadJob, AnySource]],
+    ) -> None:
+        store, state, job.reads = job.store, JobState.LOADED, source.stats
+        error: BaseException | None = None
+        try:
+            store.ahead.join(source)
+            with torch.cuda.stream(self._stream):
+                for layer in range(source.num_layers):
+                    self._load_layer(layer, job, source)
+                    self._open(others)
+                if job.events:
+                    job.events[-1].synchronize()
+        except JobRevoked:
+            state = JobState.DROPPED
+        except PrefixUnreadable as unreadable:
+            state, error = JobState.FAILED, unreadable
+        except BaseException as bug:
+            # Answers are right without the job.
+            logger.exception("a stored prefix could not be loaded")
+            state, error = JobState.FAILED, bug
+        store.close_source(source)
+        self._end(job, state, error)
+
+    def _load_layer(self, layer: int, job: LoadJob, source: AnySource) -> None:
+        if job.revoked:
+            raise JobRevoked
+        assert job.target is not None
+        keys, values = self._layers(layer)
+        self._filler.fill(layer, source, keys, values, job.target, job.fills, job.writing)
+        job.note_layer(None if self._stream is None else self._stream.record_event())
+        source.end_layer(layer)
+        job.store.ahead.top_up()
+
+    def _end(self, job: LoadJob, state: JobState, error: BaseException | None) -> None:
+        job.end(state, error)
+        self._ended.put(job)
+        self.wake.set()

@@ -1,0 +1,120 @@
+"""Decides which stored tokens are loaded for a request, in its class, and which are computed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from impress_sglang.management.stored import StoredMatch, StoredSpan
+from impress_sglang.options import BITS, EXACT_BITS
+from impress_sglang.serving.estimate import Estimate, RequestLengths
+from impress_sglang.serving.kv_class import KVClass
+from impress_sglang.serving.service import Service
+from impress_sglang.storage.segment import Tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Stored tokens that may be loaded: those of `match` from `start` on, which are whole pages.
+
+    `loads`: whether that is estimated to be at least as fast as computing them.
+    """
+
+    match: StoredMatch
+    start: int
+    estimate: Estimate
+    loads: bool
+
+    @property
+    def stop(self) -> int:
+        """Where the stored tokens end."""
+        return self.match.num_tokens
+
+
+class LoadPlanner:
+    """Matches prompts with the store; on the scheduler's thread, and without a look at the disk."""
+
+    def __init__(self, service: Service, page_size: int) -> None:
+        """`page_size`: of SGLang's pool; prefixes are used in whole pages."""
+        self._service = service
+        self._config = service.config
+        self._page_size = page_size
+
+    def looks_for(self, num_tokens: int) -> bool:
+        """Whether to look up a prompt of `num_tokens` now; takes over a store that has opened."""
+        served = self._service.served
+        served.take_over()
+        return served.in_use and num_tokens >= self._config.min_prefix_tokens
+
+    def whole_pages(self, num_tokens: int) -> int:
+        """Round a number of tokens down to whole pages."""
+        return num_tokens // self._page_size * self._page_size
+
+    def find(self, namespace: str, tokens: Tokens, own: KVClass) -> StoredMatch:
+        """The longest stored prefix of `tokens` that a class accepts, in whole pages."""
+        if not self.looks_for(len(tokens)):
+            return StoredMatch()
+        least = own.worst(self._config.approximation_depth)
+        match = self._service.store.match(namespace, tokens, least=least)
+        return StoredMatch(match.slice(0, self.whole_pages(match.num_tokens)))
+
+    def plan(
+        self, namespace: str, tokens: Tokens, resident_len: int, own: KVClass
+    ) -> LoadPlan | None:
+        """Plan what to load of a prompt; None if nothing of it is stored.
+
+        `tokens`: the prompt without its last token; `resident_len`: how many of them are resident.
+        """
+        match = self.find(namespace, tokens, own)
+        if match.num_tokens - resident_len < self._config.min_prefix_tokens:
+            return None
+        spans = match.slice(resident_len, match.num_tokens)
+        store = self._service.store
+        if not store.forecast.can_read(spans, in_codes=not own.exact):
+            return None
+        estimate = self._estimate(spans, resident_len, len(tokens) + 1, own)
+        always = self._config.load == "always"
+        return LoadPlan(match, resident_len, estimate, always or estimate.loads_faster(1.0))
+
+    def choose(
+        self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], least: KVClass
+    ) -> KVClass:
+        """Choose the class of a request that takes more bits than `least`, where they cost little.
+
+        The class with the longest resident prefix, if any has one; else that with the most bits
+        which take hardly longer than the fastest.
+        """
+        classes = [KVClass(), *(KVClass(own, least.share) for own in reversed(BITS))]
+        classes = [own for own in classes if own.bits >= least.bits]
+        longest = max(classes, key=lambda own: resident.get(own, 0))
+        if resident.get(longest, 0) >= self._config.min_prefix_tokens:
+            return longest
+        estimates, found = [], []
+        for own in classes:
+            match = self.find(namespace, tokens, own)
+            if match.num_tokens < self._config.min_prefix_tokens:
+                continue
+            if self._service.store.forecast.can_read(match.spans, in_codes=not own.exact):
+                found.append(own)
+                estimates.append(self._estimate(match.spans, 0, len(tokens) + 1, own))
+        if not found:
+            return least
+        best = self._service.estimator.most_bits(estimates)
+        return found[estimates.index(best)]
+
+    def computing_seconds(self, before: int, count: int) -> float | None:
+        """Seconds that computing `count` tokens behind `before` others takes; None: unknown."""
+        work = RequestLengths(before, 0, count)
+        return self._service.estimator.estimate(work, 1.0, 0.0).recompute
+
+    def _estimate(
+        self, spans: tuple[StoredSpan, ...], start: int, total: int, own: KVClass
+    ) -> Estimate:
+        forecast, count = self._service.store.forecast, sum(map(len, spans))
+        if own.planes is None:
+            num_bytes = forecast.exact_bytes(spans)
+        else:
+            num_bytes = forecast.coded_bytes(spans).expected(own.planes)
+        work = RequestLengths(start, count, total - start - count)
+        bits = EXACT_BITS if own.exact else own.bits
+        io = forecast.seconds_to_read(num_bytes)
+        return self._service.estimator.estimate(work, 1.0, io, bits)

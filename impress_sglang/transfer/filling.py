@@ -1,0 +1,129 @@
+"""Fills slots of a pool with whole layers of a stored prefix, exact or from codes.
+
+Stage: load. Rows are ordinary: attention does not need to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from impress_sglang.options import EXACT_BITS
+from impress_sglang.precision.codec import BASE_BITS, PLANE_BITS
+from impress_sglang.precision.tokens import CodedTokens
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.coded import CodedSource, LayerCodes
+from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for
+from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.transfer.source import SegmentSource
+
+
+@dataclasses.dataclass(slots=True)
+class FillStats:
+    """What filling took: seconds, those of waiting for the drive among them, and bits.
+
+    `bits` is summed over `elements`, each of which stands for as many values as any other.
+    """
+
+    seconds: float = 0.0
+    bits: float = 0.0
+    elements: int = 0
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits per element of what was filled in; `EXACT_BITS` if nothing was in codes."""
+        return self.bits / self.elements if self.elements else EXACT_BITS
+
+
+class SlotFiller:
+    """Fills layers of slots, one source after the other; one thread."""
+
+    def __init__(self, shape: KVShape, device: torch.device) -> None:
+        """`device`: where the pools are."""
+        self._shape = shape
+        self._device = device
+        self._writer: CodeWriter | None = None
+
+    def fill(
+        self,
+        layer: int,
+        source: CodedSource | SegmentSource,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        stats: FillStats,
+        writing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Fill the slots of all tokens of a source, in a layer.
+
+        Args:
+            layer: from 0; ascending for each source.
+            source: all of whose tokens are wanted.
+            keys: pool [rows, G, Dk].
+            values: pool [rows, G, Dv].
+            slots: int64 [source.num_tokens], rows of the pools, distinct.
+            stats: is changed.
+            writing: what it makes is entered while slots are written; may raise.
+
+        Raises:
+            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now; what is
+                in the slots of this layer is undefined.
+        """
+        began = time.perf_counter()
+        try:
+            source.writing = writing
+            if isinstance(source, CodedSource):
+                self._restore(layer, source, keys, values, slots, stats)
+            else:
+                self._copy(layer, source, LayerSlots.of(keys, values, slots))
+        finally:
+            stats.seconds += time.perf_counter() - began
+
+    def _copy(self, layer: int, source: SegmentSource, slots: LayerSlots) -> None:
+        shape = self._shape
+        if shape.probe_kv_heads:
+            slots.keys.only(shape.probe_kv_heads).put(source.read_probe(layer))
+        source.read(layer, None, keys=slots.keys.only(shape.other_kv_heads), values=slots.values)
+        source.note_whole(layer)
+
+    def _restore(
+        self,
+        layer: int,
+        source: CodedSource,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        stats: FillStats,
+    ) -> None:
+        if self._writer is None:
+            self._writer = code_writer_for(self._device)
+        found = source.read(layer)
+        with source.writing():
+            self._put(layer, source, found, keys, values, slots, stats)
+
+    def _put(
+        self,
+        layer: int,
+        source: CodedSource,
+        found: Sequence[LayerCodes],
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        stats: FillStats,
+    ) -> None:
+        assert self._writer is not None
+        parts: Sequence[Tensor] = slots.split([len(span) for span in source.spans])
+        for span, codes, own in zip(source.spans, found, parts, strict=True):
+            assert codes.groups is not None
+            tokens = CodedTokens(span.layout, codes.groups, span.start, own)
+            self._writer.restore_base(tokens, keys, values)
+            if codes.planes is not None:
+                self._writer.raise_units(tokens, codes.raised, codes.planes, keys, values)
+            levels = span.levels(layer, source.planes)
+            stats.bits += len(span) * float((BASE_BITS + PLANE_BITS * levels).sum())
+            stats.elements += len(span) * len(levels)
