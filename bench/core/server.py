@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.integration.reporting import add_order, give_order
 from impress_sglang.storage.files import install
 

@@ -12,21 +12,21 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.selectors import probe_kv_heads
-from impress_sglang.integration.attention import PrefixAttention
-from impress_sglang.integration.blend import rotation_of
 from impress_sglang.integration.guards import (
     check_arguments,
     identity_of_options,
 )
 from impress_sglang.integration.layers import check_layers
-from impress_sglang.integration.radix_cache import ImpressRadixCache
-from impress_sglang.integration.recompute import block_tokens
+from impress_sglang.integration.paper.attention import PrefixAttention
+from impress_sglang.integration.paper.blend import rotation_of
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.recompute import block_tokens
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import LoadOptions, Policy, make_policy
 from impress_sglang.options import OFF
 from impress_sglang.precision.codec import DIM_GRAIN
 from impress_sglang.serving.metrics import ServingMetrics
-from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.transfer.warm_up import warm_up

@@ -21,7 +21,6 @@ from impress_sglang.integration.judged_arguments import (
     SCHEDULED,
     is_off,
 )
-from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS, REFUSED
 from impress_sglang.integration.judged_models import (
     CONFIG_UNSET,
     ENVIRONMENT,
@@ -32,6 +31,7 @@ from impress_sglang.integration.judged_models import (
     ROPE_UNSET,
 )
 from impress_sglang.integration.layers import check_architecture
+from impress_sglang.integration.paper.judged_backends import BACKENDS, OFFSET_ROWS, REFUSED
 from impress_sglang.options import CODED_POLICIES, OFF
 
 # The backend for a device if none is asked for and SGLang's own choice is not supported.

@@ -20,7 +20,7 @@ from typing import Any
 from fastapi import Depends
 from fastapi.responses import HTMLResponse, JSONResponse
 
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.integration.steering import refuse_foreign, send, tokenizer_manager
 from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS

@@ -85,7 +85,7 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
     from impress_sglang.integration.guards import DEFAULT_ATTENTION, attention_of, check_attention
-    from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS
+    from impress_sglang.integration.paper.judged_backends import BACKENDS, OFFSET_ROWS
 
     # What the user asked for; declarations do not change these.
     asked = (
@@ -200,7 +200,7 @@ def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
 
 def _after_backend_wrapper(backend: Any, runner: Any, *_: Any, **__: Any) -> Any:
     if config_of(runner.server_args) is not None:
-        from impress_sglang.integration.attention import adopt_backend
+        from impress_sglang.integration.paper.attention import adopt_backend
 
         adopt_backend(backend, runner)
     return backend
@@ -208,7 +208,7 @@ def _after_backend_wrapper(backend: Any, runner: Any, *_: Any, **__: Any) -> Any
 
 def _after_batch(forward_batch: Any, _: Any, batch: Any, runner: Any, **__: Any) -> Any:
     if getattr(getattr(runner, "attn_backend", None), "keeps_host_rows", False):
-        from impress_sglang.integration.paged import keep_host_rows
+        from impress_sglang.integration.paper.paged import keep_host_rows
 
         keep_host_rows(forward_batch, batch)
     return forward_batch
@@ -225,7 +225,7 @@ def _make_tree_cache(context: Any) -> Any:
 
 
 def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> Any:
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 
     if isinstance(scheduler.tree_cache, ImpressRadixCache):
         scheduler.tree_cache.prefetch(req)
@@ -236,7 +236,7 @@ def _around_policy(
     original: Callable[..., None], policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Let SGLang order the waiting queue, then reorder its head and note the final order."""
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 
     cache = policy.tree_cache
     ours = isinstance(cache, ImpressRadixCache)
@@ -252,13 +252,13 @@ def _around_policy(
 
 
 def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
-    from impress_sglang.integration.eviction import refresh_waiting
+    from impress_sglang.integration.paper.eviction import refresh_waiting
 
     refresh_waiting(original, req, tree_cache)
 
 
 def _after_admission(result: Any, adder: Any, req: Any, *_: Any, **__: Any) -> Any:
-    from impress_sglang.integration.overtaking import let_others_pass
+    from impress_sglang.integration.paper.overtaking import let_others_pass
 
     return let_others_pass(result, adder, req)
 
@@ -268,7 +268,7 @@ def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
     SGLang does the same, at this place, where an external cache could not load.
     """
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 
     cache, chunked = scheduler.tree_cache, scheduler.chunked_req
     if (
@@ -282,7 +282,7 @@ def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
 def _before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
     """Tell the metrics what has happened: nothing else may happen for a long time."""
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 
     if isinstance(scheduler.tree_cache, ImpressRadixCache):
         scheduler.tree_cache.runtime.tell_metrics(idle=True)
@@ -301,7 +301,7 @@ def _around_order(original: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _around_weights(original: Callable[..., Any], owner: Any, request: Any) -> Any:
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
     from impress_sglang.integration.weights import around_handler
 
     # The scheduler handles some messages itself, and leaves others to its weight updater.
@@ -318,7 +318,7 @@ def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
 
 def _after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
     """Where SGLang reports tokens from a storage, say that the storage is ours."""
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 
     if isinstance(streamer.tree_cache, ImpressRadixCache) and "storage" in (result or ()):
         result["storage_backend"] = BACKEND_NAME

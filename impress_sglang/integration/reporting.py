@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 
 from impress_sglang.integration.checking import CHECK, GO_ON, RUNNING
 from impress_sglang.integration.page import LOOK, add_page, look
-from impress_sglang.integration.passes import REPORT_KEY
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.passes import REPORT_KEY
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.integration.steering import (
     PAUSE_S,
     STEER,

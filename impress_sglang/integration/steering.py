@@ -22,8 +22,8 @@ from fastapi import Body, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.integration.prompt_saves import as_tokens, namespace_of
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.prompt_saves import as_tokens, namespace_of
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.purging import Purge
 from impress_sglang.options import EXACTLY, OFF

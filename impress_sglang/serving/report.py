@@ -8,7 +8,7 @@ from typing import Any
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving import why
 from impress_sglang.serving.estimate import Estimate
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.read_planner import ReadStats
 

@@ -17,7 +17,7 @@ from impress_sglang.management.losses import Loss
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch
-from impress_sglang.serving.admission import Admission
+from impress_sglang.serving.paper.admission import Admission
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.segment import Tokens

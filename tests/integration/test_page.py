@@ -20,8 +20,8 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from impress_sglang.integration import page
 from impress_sglang.integration.page import document, look, with_text
-from impress_sglang.integration.passes import REPORT_KEY
-from impress_sglang.integration.prompt_saves import as_tokens
+from impress_sglang.integration.paper.passes import REPORT_KEY
+from impress_sglang.integration.paper.prompt_saves import as_tokens
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown

@@ -19,8 +19,9 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.integration import pool_sweeps, reporting, steering
+from impress_sglang.integration import reporting, steering
 from impress_sglang.integration.page import look
+from impress_sglang.integration.paper import pool_sweeps
 from impress_sglang.integration.reporting import add_routes
 from impress_sglang.integration.steering import Order, carry_out, obey, order_of
 from impress_sglang.management import purging

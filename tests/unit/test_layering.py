@@ -128,7 +128,7 @@ class Blocker:
             raise ImportError("sglang must not be imported: " + name)
 
 sys.meta_path.insert(0, Blocker())
-import impress_sglang.serving.runtime
+import impress_sglang.serving.paper.runtime
 assert "impress_sglang.management.content" in sys.modules
 assert "impress_sglang.loops.windows" not in sys.modules, "compiled for who does not blend"
 for module in sys.argv[1:]:

@@ -32,17 +32,17 @@ from torch import Tensor
 
 from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
-from impress_sglang.integration.eviction import Awaited, ScoreEviction
-from impress_sglang.integration.passes import REPORT_KEY, KnownRequest, KnownRequests, Passes
-from impress_sglang.integration.pool_sweeps import PoolSweeps
-from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
+from impress_sglang.integration.paper.eviction import Awaited, ScoreEviction
+from impress_sglang.integration.paper.passes import REPORT_KEY, KnownRequest, KnownRequests, Passes
+from impress_sglang.integration.paper.pool_sweeps import PoolSweeps
+from impress_sglang.integration.paper.prompt_saves import PromptSaves, as_tokens, namespace_of
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
-from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.blend_plan import BlendPlan
+from impress_sglang.serving.paper.admission import AdmissionPlan
+from impress_sglang.serving.paper.blend_plan import BlendPlan
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.report import estimate_fields, new_report
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.truncation import truncated_tokens_of
 
 

@@ -21,10 +21,10 @@ from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.serving.paper.saving import GatedLayerReader, Save
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
-from impress_sglang.serving.saving import GatedLayerReader, Save
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens

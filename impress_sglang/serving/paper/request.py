@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.serving.clocks import Stopwatch
-from impress_sglang.serving.loading import Loading
+from impress_sglang.serving.paper.loading import Loading
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
