@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from impress_sglang.config import ImpressConfig
@@ -17,9 +17,8 @@ from impress_sglang.management.losses import Loss
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch
-from impress_sglang.serving.paper.admission import Admission
 from impress_sglang.serving.served_store import ServedStore
-from impress_sglang.storage.quality import ANYTHING
+from impress_sglang.storage.quality import ANYTHING, Quality
 from impress_sglang.storage.segment import Tokens
 
 Why: TypeAlias = dict[str, str | None]
@@ -124,10 +123,16 @@ class Asked:
 class Explainer:
     """Finds the reasons for prefixes and misses; on the scheduler's thread."""
 
-    def __init__(self, config: ImpressConfig, served: ServedStore, admission: Admission) -> None:
+    def __init__(
+        self,
+        config: ImpressConfig,
+        served: ServedStore,
+        least: Callable[[LoadOptions], Quality],
+    ) -> None:
+        """`least` returns the worst quality that a request takes, by what it asks for."""
         self._config = config
         self._served = served
-        self._admission = admission
+        self._least = least
 
     def explain(self, asked: Asked) -> Why:
         """Explain the prefix of a request that is admitted."""
@@ -171,7 +176,7 @@ class Explainer:
                 return Reason.COMPUTED_TO_LEARN, f"{compute:.1f} ms at most"
             return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
         # Not `store.match`, which also does work that is due.
-        name, quality = store.namespace(asked.namespace), self._admission.least(asked.wanted)
+        name, quality = store.namespace(asked.namespace), self._least(asked.wanted)
         have = store.tree.match(name, tokens, least=quality).num_tokens
         if have - report["prefix_tokens"] >= least:
             return Reason.NO_BUFFERS, ""

@@ -41,6 +41,8 @@ LEVELS = {
     "cli": 6,
     "integration": 7,
 }
+# The one module that chooses between kinds of servers.
+CHOOSES = "impress_sglang.integration.plugin"
 EXCEPTIONS = {
     "": {"errors", "config"}  # the package itself: its public names
 }
@@ -112,6 +114,30 @@ def test_modules_import_only_from_below() -> None:
         if unit_of(name) not in allowed[unit_of(module)] | {unit_of(module)}
     ]
     assert not upwards
+
+
+def is_of_the_paper(module: str) -> bool:
+    return ".paper." in f"{module}."
+
+
+def test_only_the_plugin_imports_the_modes_of_the_paper() -> None:
+    """They may import the rest of their package; servers without them load nothing of theirs."""
+    rest = [module for module in MODULES if not is_of_the_paper(module)]
+    assert len(rest) > 100 and len(MODULES) - len(rest) > 20
+    found = {
+        (module, name) for module in rest for name in own_imports(module) if is_of_the_paper(name)
+    }
+    assert {module for module, _ in found} == {CHOOSES}
+
+
+def test_the_plugin_imports_them_where_they_are_chosen() -> None:
+    """In functions: every process of SGLang's imports the plugin."""
+    tree = ast.parse(MODULES[CHOOSES].read_text())
+    functions = [own for own in ast.walk(tree) if isinstance(own, ast.FunctionDef)]
+    within = {node for own in functions for node in ast.walk(own)}
+    imports = [own for own in ast.walk(tree) if isinstance(own, ast.ImportFrom)]
+    ours = [own for own in imports if is_of_the_paper(own.module or "")]
+    assert ours and within.issuperset(ours)
 
 
 def test_there_is_no_import_cycle() -> None:

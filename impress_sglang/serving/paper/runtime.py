@@ -32,9 +32,9 @@ from impress_sglang.serving.paper.bringing import Bringing
 from impress_sglang.serving.paper.loading import Loaders, RecomputedLoading, loads_nothing
 from impress_sglang.serving.paper.opening import Allocate, RequestOpener
 from impress_sglang.serving.paper.prefetch import Prefetches
-from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.request import StoredRequest, publish
 from impress_sglang.serving.recent import RecentRequests
-from impress_sglang.serving.report import RequestTotals, publish
+from impress_sglang.serving.report import RequestTotals
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.serving.why import Explainer
@@ -119,7 +119,7 @@ class ServingRuntime:
             self._clock,
             page_size,
         )
-        self.explainer = Explainer(config, self.served, self.admission)
+        self.explainer = Explainer(config, self.served, self.admission.least)
         """Says why a request got its prefix, or got none."""
         self._opener = RequestOpener(
             shape.num_layers,
