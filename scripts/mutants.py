@@ -46,11 +46,11 @@ TARGETS = (
     "management/store",
     "management/versions",
     "management/quota",
-    "serving/admission",
-    "serving/opening",
-    "integration/radix_cache",
-    "integration/prompt_saves",
-    "integration/passes",
+    "serving/paper/admission",
+    "serving/paper/opening",
+    "integration/paper/radix_cache",
+    "integration/paper/prompt_saves",
+    "integration/paper/passes",
 )
 SWAPS = {
     old: new

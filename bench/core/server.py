@@ -15,24 +15,24 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.reporting import add_order, give_order
+from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.storage.files import install
 
 _FILES = SlowFileSystem()
 
 
-def _set_ssd_mbps(_: ImpressRadixCache, mbps: float) -> None:
+def _set_ssd_mbps(_: ServedCache, mbps: float) -> None:
     _FILES.set_rate(mbps)
 
 
-def _set_readahead(cache: ImpressRadixCache, share: float) -> None:
-    cache.runtime.store.ahead.waste_budget = share
+def _set_readahead(cache: ServedCache, share: float) -> None:
+    cache.served.store.ahead.waste_budget = share
 
 
-def _reorder_all(cache: ImpressRadixCache, _: float) -> None:
-    cache.runtime.store.reorders.enqueue(force=True)
-    cache.runtime.store.poll()
+def _reorder_all(cache: ServedCache, _: float) -> None:
+    cache.served.store.reorders.enqueue(force=True)
+    cache.served.store.poll()
 
 
 def _add_routes(*_: Any, **__: Any) -> None:

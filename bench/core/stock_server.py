@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 def _use_rectangular_attention(backend: Any, runner: Any, *_: Any) -> Any:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from impress_sglang.integration.attention import adopt_backend
+    from impress_sglang.integration.paper.attention import adopt_backend
 
     if isinstance(backend, TorchNativeAttnBackend):
         adopt_backend(backend, runner)

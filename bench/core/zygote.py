@@ -161,7 +161,7 @@ def _import_servers() -> None:
         "sglang.srt.managers.scheduler",
         "sglang.srt.models.llama",
         "sglang.srt.models.registry",
-        "impress_sglang.integration.factory",
+        "impress_sglang.integration.paper.factory",
         "impress_sglang.integration.plugin",
     ):
         importlib.import_module(module)

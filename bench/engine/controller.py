@@ -36,11 +36,11 @@ from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import AUTO, BITS
-from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, Kind, share_of_layer
-from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.paper.blend_plan import CHECKED_LAYERS, BlendNotes, Kind, share_of_layer
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
+from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.report import new_report
-from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.files import install
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.slots import LayerSlots

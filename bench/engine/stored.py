@@ -19,9 +19,9 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.report import new_report
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.files import install
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens

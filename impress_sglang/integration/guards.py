@@ -2,8 +2,8 @@
 
 The checks run in the main process, on SGLang's resolved options and the model's configuration,
 before any other process is started, and again in the scheduler, where they are final. What is known
-is in tables (`judged_arguments.py`, `judged_backends.py`, `judged_models.py`); an option that is in
-none of them must have its default.
+is in tables (`judged_arguments.py`, `judged_models.py`); an option that is in none of them must
+have its default.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from impress_sglang.integration.judged_arguments import (
     SCHEDULED,
     is_off,
 )
-from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS, REFUSED
 from impress_sglang.integration.judged_models import (
     CONFIG_UNSET,
     ENVIRONMENT,
@@ -32,10 +31,7 @@ from impress_sglang.integration.judged_models import (
     ROPE_UNSET,
 )
 from impress_sglang.integration.layers import check_architecture
-from impress_sglang.options import CODED_POLICIES, OFF
-
-# The backend for a device if none is asked for and SGLang's own choice is not supported.
-DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
+from impress_sglang.options import OFF
 
 _Check = tuple[Callable[[Any], object], str]
 
@@ -71,7 +67,6 @@ def check_arguments(config: ImpressConfig, options: Any) -> None:
         UnsupportedError: with one sentence.
     """
     check_options(options)
-    check_parts(config, options)
     check_schedule(config, options)
     check_truncation(config, options)
 
@@ -131,52 +126,6 @@ def check_environment() -> None:
             raise UnsupportedError(f"{why}: unset {name}")
 
 
-def check_attention(prefill: str | None, decode: str | None) -> None:
-    """Refuse attention backends that were not judged to be right.
-
-    Raises:
-        UnsupportedError: naming the backend.
-    """
-    for name in (prefill, decode):
-        if name not in BACKENDS:
-            why = REFUSED.get(str(name), "nobody has judged it")
-            raise UnsupportedError(
-                f"IMPRESS does not serve --attention-backend {name}, because {why}: use one of "
-                f"{', '.join(BACKENDS)}"
-            )
-
-
-def parts_refusal(options: Any) -> str | None:
-    """Why this server cannot use a part of a prefix, in half a sentence; None if it can.
-
-    That needs offset rows: attention must start behind their zeros. `options` is the resolved view.
-    """
-    prefill, decode = attention_of(options)
-    if options.page_size not in (None, 1):
-        return f"parts of prefixes need --page-size 1, and this server has {options.page_size}"
-    if prefill != decode or prefill not in OFFSET_ROWS:
-        both = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
-        return (
-            f"parts of prefixes need one --attention-backend of {', '.join(OFFSET_ROWS)}, and this "
-            f"server has {both}"
-        )
-    return None
-
-
-def check_parts(config: ImpressConfig, options: Any) -> None:
-    """Refuse options that need parts of prefixes if the server cannot use them.
-
-    Raises:
-        UnsupportedError: with one sentence.
-    """
-    refusal = parts_refusal(options) if config.needs_parts else None
-    if refusal is not None:
-        asked = f"--impress-policy {config.policy}"
-        if config.policy in CODED_POLICIES:
-            asked = f"--impress-retention {config.retention}"
-        raise UnsupportedError(f"{refusal}: change that, or drop {asked}")
-
-
 def check_schedule(config: ImpressConfig, options: Any) -> None:
     """Refuse to reorder the queue of a schedule policy for which that was not judged.
 
@@ -201,15 +150,6 @@ def check_truncation(config: ImpressConfig, options: Any) -> None:
             "--impress-truncate cuts the oldest part of a prompt that is too long, and "
             "--allow-auto-truncate its end: drop one of them"
         )
-
-
-def attention_of(options: Any) -> tuple[str | None, str | None]:
-    """The attention backends of prefill and decode; `options` is the resolved view."""
-    usual = options.attention_backend
-    return (
-        options.prefill_attention_backend or usual,
-        options.decode_attention_backend or usual,
-    )
 
 
 def check_model(model_config: Any) -> None:

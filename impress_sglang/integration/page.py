@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from fastapi import Depends
 from fastapi.responses import HTMLResponse, JSONResponse
 
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.integration.steering import refuse_foreign, send, tokenizer_manager
 from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
@@ -40,7 +39,7 @@ _MOST_LETTERS = 120
 _FILES = Path(__file__).parents[1] / "page"
 
 
-def look(cache: ImpressRadixCache, text: str | None) -> str:
+def look(cache: ServedCache, text: str | None) -> str:
     """Gather the data of the page on the scheduler's thread, as JSON. Raises nothing.
 
     `text`: a JSON object, `{"after": N}` for everything but requests up to number N, or
@@ -57,9 +56,9 @@ def look(cache: ImpressRadixCache, text: str | None) -> str:
         return json.dumps({"error": "this cannot be shown; the server's log says why"})
 
 
-def _all(cache: ImpressRadixCache, after: int) -> dict[str, Any]:
-    recent, stats = cache.runtime.recent, cache.summary()
-    store = cache.runtime.served.opened
+def _all(cache: ServedCache, after: int) -> dict[str, Any]:
+    recent, stats = cache.recent, cache.summary()
+    store = cache.served.opened
     latest = () if store is None else itertools.islice(store.tree.uses.latest(), MOST_SEGMENTS)
     return {
         "since": recent.since,
@@ -71,8 +70,8 @@ def _all(cache: ImpressRadixCache, after: int) -> dict[str, Any]:
     }
 
 
-def _below(cache: ImpressRadixCache, segment_id: str) -> dict[str, Any]:
-    store = cache.runtime.served.opened
+def _below(cache: ServedCache, segment_id: str) -> dict[str, Any]:
+    store = cache.served.opened
     segment = None if store is None else store.tree.get(segment_id)
     if store is None or segment is None:
         return {"segments": []}
@@ -81,14 +80,12 @@ def _below(cache: ImpressRadixCache, segment_id: str) -> dict[str, Any]:
 
 
 def _rows(
-    cache: ImpressRadixCache, store: PrefixStore | None, segments: Iterable[StoredSegment]
+    cache: ServedCache, store: PrefixStore | None, segments: Iterable[StoredSegment]
 ) -> list[dict[str, Any]]:
     if store is None:
         return []
-    in_slots = Counter[str]()
-    for part in cache.runtime.residents:
-        in_slots[part.segment_id] += len(part)
-    return [_row(cache.runtime.recent, store, own, in_slots[own.segment_id]) for own in segments]
+    in_slots = cache.tokens_in_slots()
+    return [_row(cache.recent, store, own, in_slots.get(own.segment_id, 0)) for own in segments]
 
 
 def _row(

@@ -77,70 +77,25 @@ def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
 
 
 def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Choose a backend if none was asked for, check the outcome, and keep prefill eager."""
+    """For a server that loads within a pass: choose a backend, check it, keep prefill eager."""
     config = config_of(server_args)
-    if config is None:
+    if config is None or not config.needs_parts:
         previous(server_args)
         return
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+    from sglang.srt.arg_groups.overrides import resolved_view
 
-    from impress_sglang.integration.guards import DEFAULT_ATTENTION, attention_of, check_attention
-    from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS
-
-    # What the user asked for; declarations do not change these.
-    asked = (
-        server_args.attention_backend,
-        server_args.prefill_attention_backend,
-        server_args.decode_attention_backend,
+    from impress_sglang.integration.paper.backends import (
+        attention_of,
+        check_attention,
+        choose_attention,
+        refuse_whole_graphs,
     )
-    known = OFFSET_ROWS if config.needs_parts else tuple(BACKENDS)
-    default = DEFAULT_ATTENTION.get(resolved_view(server_args).device)
-    unasked = asked == (None, None, None) and default is not None
-    if unasked and _usual_attention(server_args) not in known:
-        declare_resolution(server_args, BACKEND_NAME, attention_backend=default)
+
+    choose_attention(server_args, config)
     previous(server_args)
     chosen = attention_of(resolved_view(server_args))
     _or_exit_if_cli(server_args, lambda: check_attention(*chosen))
-    _or_exit_if_cli(server_args, lambda: _refuse_whole_graphs(server_args))
-
-
-def _usual_attention(server_args: Any) -> str:
-    """The backend that SGLang chooses if none is asked for."""
-    from sglang.srt.arg_groups.overrides import (
-        get_default_attn_backend,
-        resolved_view,
-        use_mla_backend,
-    )
-
-    usual: str | None = resolved_view(server_args).attention_backend
-    if usual is None:
-        is_mla = use_mla_backend(server_args)
-        usual = get_default_attn_backend(server_args, is_mla, _model_config(server_args))
-    return usual
-
-
-def _refuse_whole_graphs(server_args: Any) -> None:
-    """Turn off CUDA graphs of a whole prefill, and log it; refuse them if the user asks for them.
-
-    Breakable ones leave attention out, and only batches that load nothing run in them
-    (`PrefixAttention.can_run_prefill_cuda_graph`).
-    """
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
-
-    graphs = resolved_view(server_args).cuda_graph_config
-    if graphs is None or graphs.prefill.backend in (Backend.DISABLED, Backend.BREAKABLE):
-        return
-    kind = graphs.prefill.backend
-    why = "IMPRESS works between the layers of prefill, and a graph of the whole pass skips that"
-    if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
-        raise UnsupportedError(f"{why}: drop --cuda-graph-backend-prefill {kind}")
-    logger.info("%s CUDA graphs of prefill are switched off: %s", kind, why)
-    declare_resolution(
-        server_args,
-        BACKEND_NAME,
-        cuda_graph_config=with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED),
-    )
+    _or_exit_if_cli(server_args, lambda: refuse_whole_graphs(server_args))
 
 
 def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -163,6 +118,10 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         _require_writable(config)
         check_environment()
         check_arguments(config, resolved_view(server_args))
+        if config.needs_parts:
+            from impress_sglang.integration.paper.backends import check_parts
+
+            check_parts(config, resolved_view(server_args))
         check_model(_model_config(server_args))
 
     _or_exit_if_cli(server_args, check)
@@ -171,22 +130,28 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _before_load(runner: Any, *_: Any, **__: Any) -> None:
-    """Let a CPU server run without an AMX build of sgl_kernel.
+    """Let a CPU server run without an AMX build of sgl_kernel, and add what its kind needs.
 
-    Only this switch of SGLang's rotary embedding is needed; the switch for all of SGLang
+    Only this switch of SGLang's rotary embedding is needed for that; the switch for all of SGLang
     (SGLANG_USE_CPU_ENGINE) needs kernels that the package on PyPI does not have.
     """
-    if config_of(runner.server_args) is not None and runner.device == "cpu":
+    config = config_of(runner.server_args)
+    if config is None:
+        return
+    if runner.device == "cpu":
         from sglang.srt.layers.rotary_embedding import base
 
         base._is_cpu = True
+    if config.needs_parts:
+        from impress_sglang.integration.paper.hooks import add_hooks
+
+        add_hooks()
 
 
 def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
-    from impress_sglang.integration.guards import parts_refusal
     from impress_sglang.serving.custom_params import check_custom_params
 
     # Sampling parameters also occur in processes that belong to no server.
@@ -194,24 +159,12 @@ def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
         server_args = get_server_args()
         config = config_of(server_args)
         if config is not None:
-            refusal = parts_refusal(resolved_view(server_args))
+            refusal: str | None = "this server uses prefixes whole (see --impress-policy)"
+            if config.needs_parts:
+                from impress_sglang.integration.paper.backends import parts_refusal
+
+                refusal = parts_refusal(resolved_view(server_args))
             check_custom_params(sampling_params.custom_params, config, refusal)
-
-
-def _after_backend_wrapper(backend: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    if config_of(runner.server_args) is not None:
-        from impress_sglang.integration.attention import adopt_backend
-
-        adopt_backend(backend, runner)
-    return backend
-
-
-def _after_batch(forward_batch: Any, _: Any, batch: Any, runner: Any, **__: Any) -> Any:
-    if getattr(getattr(runner, "attn_backend", None), "keeps_host_rows", False):
-        from impress_sglang.integration.paged import keep_host_rows
-
-        keep_host_rows(forward_batch, batch)
-    return forward_batch
 
 
 def _make_tree_cache(context: Any) -> Any:
@@ -220,25 +173,21 @@ def _make_tree_cache(context: Any) -> Any:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     _check_seams()
     if config.needs_parts:
-        from impress_sglang.integration.factory import make_tree_cache
-    else:
-        from impress_sglang.integration.load_factory import make_tree_cache
-    return make_tree_cache(context, config)
+        from impress_sglang.integration.paper.factory import make_tree_cache
+
+        return make_tree_cache(context, config)
+    from impress_sglang.integration.tree_cache_factory import make_tree_cache as make
+
+    return make(context, config)
 
 
 def _after_init(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    from impress_sglang.integration.tree_cache import ImpressTreeCache
+    """Connect the tree cache to the scheduler, once that is complete."""
+    from impress_sglang.integration.served_cache import served_cache_of
 
-    if isinstance(scheduler.tree_cache, ImpressTreeCache):
-        scheduler.tree_cache.attach(scheduler)
-    return result
-
-
-def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> Any:
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
-
-    if isinstance(scheduler.tree_cache, ImpressRadixCache):
-        scheduler.tree_cache.prefetch(req)
+    cache = served_cache_of(scheduler.tree_cache)
+    if cache is not None:
+        cache.attach(scheduler)
     return result
 
 
@@ -246,59 +195,28 @@ def _around_policy(
     original: Callable[..., None], policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Let SGLang order the waiting queue, then reorder its head and note the final order."""
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.served_cache import served_cache_of
 
-    cache = policy.tree_cache
-    ours = isinstance(cache, ImpressRadixCache)
-    order = cache.runtime.queue_order if ours else None
-    if order is not None:
-        order.restore(waiting_queue)
+    cache = served_cache_of(policy.tree_cache)
+    if cache is None:
+        original(policy, waiting_queue, *args, **kwargs)
+        return
+    if cache.queue_order is not None:
+        cache.queue_order.restore(waiting_queue)
     original(policy, waiting_queue, *args, **kwargs)
-    if order is not None:
-        order.look(waiting_queue, lambda req: cache.prefetch(req, again=True))
-        order.arrange(waiting_queue)
-    if ours:
-        cache.runtime.note_queue([req.rid for req in waiting_queue])
-
-
-def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
-    from impress_sglang.integration.eviction import refresh_waiting
-
-    refresh_waiting(original, req, tree_cache)
-
-
-def _after_admission(result: Any, adder: Any, req: Any, *_: Any, **__: Any) -> Any:
-    from impress_sglang.integration.overtaking import let_others_pass
-
-    return let_others_pass(result, adder, req)
-
-
-def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    """Give a request that failed in a chunk of its prefill no further chunk.
-
-    SGLang does the same, at this place, where an external cache could not load.
-    """
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
-
-    cache, chunked = scheduler.tree_cache, scheduler.chunked_req
-    if (
-        chunked is not None
-        and isinstance(cache, ImpressRadixCache)
-        and cache.passes.has_failed(chunked)
-    ):
-        scheduler._pending_chunked_abort_req = chunked
-    return result
+    if cache.queue_order is not None:
+        cache.queue_order.look(waiting_queue, lambda req: cache.prefetch(req, again=True))
+        cache.queue_order.arrange(waiting_queue)
+    cache.note_queue([req.rid for req in waiting_queue])
 
 
 def _before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Tell the metrics what has happened: nothing else may happen for a long time."""
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
-    from impress_sglang.integration.tree_cache import ImpressTreeCache
+    """Tell the cache: nothing else may happen for a long time."""
+    from impress_sglang.integration.served_cache import served_cache_of
 
-    if isinstance(scheduler.tree_cache, ImpressRadixCache):
-        scheduler.tree_cache.runtime.tell_metrics(idle=True)
-    if isinstance(scheduler.tree_cache, ImpressTreeCache):
-        scheduler.tree_cache.rest()
+    cache = served_cache_of(scheduler.tree_cache)
+    if cache is not None:
+        cache.tell_idle()
 
 
 def _after_state(result: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -314,13 +232,14 @@ def _around_order(original: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _around_weights(original: Callable[..., Any], owner: Any, request: Any) -> Any:
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.served_cache import served_cache_of
     from impress_sglang.integration.weights import around_handler
 
     # The scheduler handles some messages itself, and leaves others to its weight updater.
-    if isinstance(getattr(owner, "scheduler", owner).tree_cache, ImpressRadixCache):
-        return around_handler(original, owner, request)
-    return original(owner, request)
+    cache = served_cache_of(getattr(owner, "scheduler", owner).tree_cache)
+    if cache is None:
+        return original(owner, request)
+    return around_handler(original, owner, request, cache.weights)
 
 
 def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
@@ -331,9 +250,9 @@ def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
 
 def _after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
     """Where SGLang reports tokens from a storage, say that the storage is ours."""
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.served_cache import served_cache_of
 
-    if isinstance(streamer.tree_cache, ImpressRadixCache) and "storage" in (result or ()):
+    if "storage" in (result or ()) and served_cache_of(streamer.tree_cache) is not None:
         result["storage_backend"] = BACKEND_NAME
     return result
 
@@ -400,28 +319,14 @@ def _or_exit(action: Callable[[], _T]) -> _T:
 HOOKS = (
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args, "after"),
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", _after_from_cli_args, "after"),
-    Hook(
-        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        _after_backend_wrapper,
-        "after",
-    ),
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _before_load, "before"),
-    Hook(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        _after_batch,
-        "after",
-    ),
     Hook("sglang.srt.sampling.sampling_params.SamplingParams.verify", _before_verify, "before"),
-    Hook("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, "after"),
-    Hook("sglang.srt.managers.schedule_policy.touch_waiting_prefix", _around_refresh, "around"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", _after_init, "after"),
     Hook(
         "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
         _around_policy,
         "around",
     ),
-    Hook("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", _after_admission, "after"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", _after_init, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.set_internal_state", _around_order, "around"),

@@ -12,8 +12,7 @@ from fastapi.responses import JSONResponse
 
 from impress_sglang.integration.checking import CHECK, GO_ON, RUNNING
 from impress_sglang.integration.page import LOOK, add_page, look
-from impress_sglang.integration.passes import REPORT_KEY
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.served_cache import ServedCache, served_cache_of
 from impress_sglang.integration.steering import (
     PAUSE_S,
     STEER,
@@ -24,6 +23,7 @@ from impress_sglang.integration.steering import (
     send,
     tokenizer_manager,
 )
+from impress_sglang.serving.report import REPORT_KEY
 
 STATS_ROUTE = "/impress/stats"
 REORDER_ROUTE = "/impress/reorder"
@@ -31,16 +31,16 @@ REORDER_ORDER = "impress_reorder"
 CHECK_ROUTE = "/impress/check"
 _STATE_ATTRIBUTE = "_impress_report"
 
-Order = Callable[[ImpressRadixCache, float], None]
+Order = Callable[[ServedCache, float], None]
 
 
-def _reorder(cache: ImpressRadixCache, _: float) -> None:
-    if cache.runtime.served.in_use:
-        cache.runtime.store.reorders.enqueue()
-        cache.runtime.store.poll()
+def _reorder(cache: ServedCache, _: float) -> None:
+    if cache.served.in_use:
+        cache.served.store.reorders.enqueue()
+        cache.served.store.poll()
 
 
-def _check(cache: ImpressRadixCache, text: str | None) -> str:
+def _check(cache: ServedCache, text: str | None) -> str:
     """Take a step of a check; returns its state as JSON. Raises nothing."""
     if text != GO_ON:
         cache.check.begin()
@@ -59,8 +59,8 @@ def add_order(name: str, order: Order) -> None:
 
 def add_totals(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """After `Scheduler.get_internal_state`: add our totals to the scheduler's state."""
-    cache = scheduler.tree_cache
-    if hasattr(cache, "summary"):
+    cache = served_cache_of(scheduler.tree_cache)
+    if cache is not None:
         result.internal_state[REPORT_KEY] = cache.summary()
     return result
 
@@ -93,20 +93,20 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
     SGLang lets only numbers through, so an order is a name and a number. Messages of SGLang's own
     route `/set_internal_state` arrive here, too. SGLang refuses what it does not know.
     """
-    cache, orders = scheduler.tree_cache, request.server_args
+    cache, orders = served_cache_of(scheduler.tree_cache), request.server_args
     asked = orders in (STEER, LOOK, CHECK)
     if not asked and (not orders or not orders.keys() <= _orders.keys()):
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    taken, answer = hasattr(cache, "summary"), None
-    if taken and asked:
+    answer = None
+    if cache is not None and asked:
         answers = obey if orders == STEER else look if orders == LOOK else _check
         answer = answers(cache, request.rid)
-    elif taken:
+    elif cache is not None:
         for name, value in orders.items():
             _orders[name](cache, value)
-    return SetInternalStateReqOutput(updated=taken, rid=answer)
+    return SetInternalStateReqOutput(updated=cache is not None, rid=answer)
 
 
 async def totals() -> dict[str, Any]:

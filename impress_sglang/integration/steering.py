@@ -22,8 +22,8 @@ from fastapi import Body, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.integration.prompt_saves import as_tokens, namespace_of
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.keys import as_tokens, namespace_of
+from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.purging import Purge
 from impress_sglang.options import EXACTLY, OFF
@@ -61,7 +61,7 @@ class Order:
         return json.dumps(dataclasses.asdict(self))
 
 
-def obey(cache: ImpressRadixCache, text: str | None) -> str:
+def obey(cache: ServedCache, text: str | None) -> str:
     """Carry out an order on the scheduler's thread; returns the answer as JSON. Raises nothing."""
     try:
         answer = _obey(cache, Order(**json.loads(text or "")))
@@ -72,18 +72,18 @@ def obey(cache: ImpressRadixCache, text: str | None) -> str:
     return json.dumps(answer)
 
 
-def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
-    store = cache.runtime.served.opened
-    if store is None or not cache.runtime.served.in_use:
-        return {"error": no_store(cache.runtime.served.suspended)}
+def _obey(cache: ServedCache, order: Order) -> dict[str, Any]:
+    store = cache.served.opened
+    if store is None or not cache.served.in_use:
+        return {"error": no_store(cache.served.suspended)}
     name = None if order.everything else store.namespace(namespace_of(order))
     tokens = None
     if order.verb == "why":
-        return cache.passes.foretell(namespace_of(order), as_tokens(order.input_ids or ()))
+        return cache.foretell(namespace_of(order), as_tokens(order.input_ids or ()))
     if order.input_ids is not None:
         # What is stored of a prompt ends with a block, and with a page.
         whole_blocks = len(order.input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
-        length = cache.runtime.admission.whole_pages(whole_blocks)
+        length = whole_blocks // cache.page_size * cache.page_size
         tokens = as_tokens(order.input_ids[:length])
         if not length:
             return {"error": f"a prefix has {BLOCK_TOKENS} tokens at least"}
@@ -107,30 +107,29 @@ def no_store(suspended: str | None) -> str:
     return f"no store is in use: {suspended or 'by policy'}"
 
 
-def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:
-    runtime, served, text = cache.runtime, cache.runtime.served, order.to_json()
+def _purge(cache: ServedCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:
+    served, text = cache.served, order.to_json()
     purge, among = served.purges.get(text), None
     if purge is None:
         if order.older_than is not None:
             try:
-                among = served.expiry.older_than(runtime.store, order.older_than, order.name)
+                among = served.expiry.older_than(served.store, order.older_than, order.name)
             except OSError as error:
                 return {"error": f"the disk cannot be asked how old segments are: {error}"}
             if among is None:
                 return {"left": 1}
         purge = served.purges.begin(text, Purge(name, tokens, among))
-    purged, pool, more = purge.step(runtime.store), 0, False
+    purged, pool, more = purge.step(served.store), 0, False
     if order.older_than is None:
         # The writes of what is purged have been given up, and lock nothing any more.
         space = None if order.everything else namespace_of(order)
-        pool, more = cache.sweeps.step(text, space, _key_of(order, tokens))
+        pool, more = cache.sweep(text, space, _key_of(order, tokens))
     left = purge.left or more
     if not left:
         served.purges.end(text)
         if order.older_than is not None:
-            left = served.expiry.end_asking(runtime.store, order.older_than, order.name)
-    residents = runtime.residents
-    pool += sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
+            left = served.expiry.end_asking(served.store, order.older_than, order.name)
+    pool += cache.hide(purged.segment_ids)
     return {
         "segments": len(purged.segment_ids),
         "tokens": purged.tokens,

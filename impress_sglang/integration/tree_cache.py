@@ -45,6 +45,7 @@ from impress_sglang.integration.keys import as_tokens
 from impress_sglang.integration.layer_gate import LayerGate
 from impress_sglang.integration.provenance import Provenance
 from impress_sglang.integration.query_sampling import QuerySampler
+from impress_sglang.integration.served_tree import ServedTree
 from impress_sglang.integration.slot_pool import TreeSlots
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.integration.write_back import WriteBack
@@ -52,12 +53,13 @@ from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import BITS
 from impress_sglang.serving.custom_params import load_options_of
-from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.estimate import RequestLengths, pairs_of
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
 from impress_sglang.serving.kv_class import KVClass, marked
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob, PoolLayers
 from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
 from impress_sglang.serving.report import estimate_fields, new_report, split_again
+from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
 from impress_sglang.serving.why import Asked
@@ -88,6 +90,7 @@ class Known:
         loaded, shared: tokens that were brought for it, and by jobs that others tell of.
         loaded_stop: where these end.
         not_before: the poll before which it is not admitted again.
+        io: seconds that reading what is stored of it takes.
         early: the job whose last layers its pass waits for.
         disturbed: whether the time of its pass says nothing of what computing takes.
     """
@@ -109,6 +112,7 @@ class Known:
     shared: int = 0
     loaded_stop: int = 0
     not_before: int = 0
+    io: float = 0.0
     early: LoadJob | None = None
     disturbed: bool = False
 
@@ -117,7 +121,8 @@ class ImpressTreeCache(UnifiedRadixCache):
     """SGLang's `UnifiedRadixCache`; what left it is brought back from the store by load jobs."""
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.impress: Any = None
+        self.impress: ServedTree | None = None
+        """What hooks, routes and orders need; None before it is connected."""
         self.jobs: JobQueue | None = None
         self._known: dict[str, Known] = {}
         self._polls = 0
@@ -149,7 +154,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         self.gate = LayerGate(pool, self._note_broken)
         self.saves = WriteBack(self, QuerySampler(model), forward_stream)
         self.weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
-        self.check = IntegrityCheck(service.served, self._check_requests)
+        check = IntegrityCheck(service.served, self._check_requests)
+        self.impress = ServedTree(self, check, self.weights)
         service.describe_pool = self._describe_pool
 
     def attach(self, scheduler: Any) -> None:
@@ -203,6 +209,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         known = self._known.get(handle.rid)
         if known is not None:
             self._plan(known)
+            self.note_state(handle.rid)
         return False
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
@@ -295,11 +302,8 @@ class ImpressTreeCache(UnifiedRadixCache):
             return
         self._polls += 1
         self.service.served.poll()
-        queue = [req.rid for req in self._scheduler.waiting_queue]
-        if self.service.lookahead.awaits:
-            self.service.lookahead.order(queue)
         if self.jobs:
-            self.jobs.poll(queue)
+            self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
             self._give_up_slow()
         for job in [own for own in self.gate.jobs if own not in self.jobs.jobs]:
             self.gate.remove(job)
@@ -389,6 +393,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         for known in self._known.values():
             known.planned = False
         self.provenance.clear()
+        assert self.impress is not None
+        self.impress.clear()
         super().reset()
         self.weights.flushed()
 
@@ -481,8 +487,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         store.tree.touch(plan.match)
         self.service.lookahead.wait(req.rid, spans)
         waiter.patience = self.planner.computing_seconds(resident, len(tokens) - resident)
-        job = self._job(known, plan, tokens)
-        self.jobs.join(waiter, job)
+        known.io = plan.estimate.io
+        self.jobs.join(waiter, self._job(known, plan, tokens))
 
     def _job(self, known: Known, plan: LoadPlan, tokens: np.ndarray[Any, Any]) -> LoadJob:
         assert self.jobs is not None
@@ -505,6 +511,28 @@ class ImpressTreeCache(UnifiedRadixCache):
         if job.state is JobState.LOADED and not job.revoked:
             self._tell_loaded(known, job)
         self._plan(known)
+
+    def note_state(self, rid: str) -> None:
+        """Note what is cached of a waiting request, for the order of the queue."""
+        known, order = (
+            self._known.get(rid),
+            None if self.impress is None else self.impress.queue_order,
+        )
+        if known is None or order is None:
+            return
+        total = len(known.req.full_untruncated_fill_ids)
+        length = known.report["prefix_tokens"]
+        job = known.waiter.job
+        stored = 0 if job is None else len(job)
+        cached = length + stored >= self.service.config.min_prefix_tokens
+        work = RequestLengths(length, stored, total - length - stored)
+        order.note(rid, CacheState(cached, self.service.estimator.estimate(work, 1.0, known.io)))
+
+    def unread(self, rid: str) -> float:
+        """The share of a waiting request's reads that is left to do."""
+        known = self._known.get(rid)
+        job = None if known is None else known.waiter.job
+        return 0.0 if job is None else 1.0 - job.layers / self.service.shape.num_layers
 
     def _has_lost(self, known: Known) -> bool:
         """Whether what was brought for a request was evicted before it was admitted."""
@@ -615,6 +643,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         """Note that a request was admitted, or is gone."""
         assert self.jobs is not None
         self.jobs.leave(known.req.rid)
+        if self.impress is not None and self.impress.queue_order is not None:
+            self.impress.queue_order.forget(known.req.rid)
         self.service.lookahead.stop_waiting(known.req.rid)
         if not self.service.lookahead.awaits:
             self.service.lookahead.tell()
@@ -704,11 +734,6 @@ class ImpressTreeCache(UnifiedRadixCache):
         new = len(req.origin_input_ids) - before
         if new > 0 and prefill > 0 and not (known.disturbed or req.retraction_count):
             self.service.estimator.note_forward(new, pairs_of(before, new), prefill)
-
-    def summary(self) -> dict[str, Any]:
-        """What `GET /impress/stats` shows."""
-        self.service.served.poll()
-        return {**self.service.summary(), "integrity": self.check.state}
 
     def _describe_pool(self) -> dict[str, int]:
         """How many tokens of the pool are ours, by what they are for."""

@@ -97,15 +97,16 @@ class WeightWatch:
             self._served.aside = cause
 
 
-def around_handler(original: Callable[..., Any], owner: Any, request: Any) -> Any:
+def around_handler(
+    original: Callable[..., Any], owner: Any, request: Any, weights: WeightWatch
+) -> Any:
     """Around each of `WEIGHT_HANDLERS`, for a scheduler with our tree cache.
 
-    `owner` is SGLang's scheduler, or its weight updater.
+    `owner` is SGLang's scheduler, or its weight updater; `weights` is the cache's.
     """
     if _only_reads(request):
         return original(owner, request)
     scheduler = getattr(owner, "scheduler", owner)
-    weights = scheduler.tree_cache.weights
     weights.begin(original.__name__)
     try:
         return original(owner, request)

@@ -8,10 +8,10 @@ from typing import Any
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving import why
 from impress_sglang.serving.estimate import Estimate
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.read_planner import ReadStats
 
+REPORT_KEY = "impress"
+"""Key of `meta_info`."""
 DECISIONS = ("none", "load", "recompute")
 # Where tokens of a prompt come from: SGLang's pool, slots that other requests loaded, the store,
 # stored behind other text, left out where a part of a prefix is used, or computed.
@@ -108,27 +108,6 @@ def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
         "estimated_load_ms": milliseconds(estimate.load),
         "estimated_recompute_ms": milliseconds(estimate.recompute),
     }
-
-
-def publish(request: StoredRequest) -> None:
-    """Write what is known of a request so far into its report."""
-    stats = request.stats
-    request.report.update(
-        layers_by_probe=stats.layers_by_probe,
-        layers_by_fallback=stats.layers_by_fallback,
-        layers_whole=stats.layers_whole,
-        bits_mean=round(stats.mean_bits, 3),
-        base_bytes=stats.base_bytes,
-        plane_bytes=[count * BLOCK_BYTES for count in stats.planes],
-        **request.reads.as_dict(),
-        probe_ms=round(stats.probe_ms, 3),
-        load_ms=round(stats.load_ms, 3),
-        attention_ms=round(stats.attention_ms, 3),
-        recomputed=request.recomputed,
-    )
-    if request.recomputed:
-        tokens = split_again(request.report, resident=request.resident_len)
-        request.report.update(why=why.damaged(), blended_tokens=0, tokens=tokens)
 
 
 @dataclasses.dataclass(slots=True)

@@ -26,8 +26,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.integration.attention import adopt_backend
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.integration.paper.attention import adopt_backend
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.tiny_model import LLAMA, write_config

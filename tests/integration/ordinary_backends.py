@@ -23,9 +23,9 @@ from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration import attention
-from impress_sglang.integration.attention import ADOPTED, PrefixAttention, adopt_backend
-from impress_sglang.integration.judged_backends import BACKENDS
+from impress_sglang.integration.paper import attention
+from impress_sglang.integration.paper.attention import ADOPTED, PrefixAttention, adopt_backend
+from impress_sglang.integration.paper.judged_backends import BACKENDS
 from tests.integration import backend_world as backends
 
 configured = backends.configured

@@ -23,21 +23,21 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as prefill_runner
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration.attention import PrefixAttention, adopt_backend
-from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS
-from impress_sglang.integration.paged import PagedPrefixAttention, _host_rows
+from impress_sglang.integration.paper.attention import PrefixAttention, adopt_backend
+from impress_sglang.integration.paper.judged_backends import BACKENDS, OFFSET_ROWS
+from impress_sglang.integration.paper.paged import PagedPrefixAttention, _host_rows
+from impress_sglang.integration.paper.row_starts import RowStarts
 from impress_sglang.integration.plugin import _after_batch
-from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving import clocks
-from impress_sglang.serving.admission import Waiting
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
-from impress_sglang.serving.loading import CompleteLoading
+from impress_sglang.serving.paper.admission import Waiting
+from impress_sglang.serving.paper.loading import CompleteLoading
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.pool_reader import reading_stream
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
 from tests.integration.worlds import make_runtime
 from tests.unit.kv_factory import make_shape
 from tests.unit.request_factory import stored_request

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.errors import SegmentUnreadable, UnsupportedError
-from impress_sglang.integration.attention import PrefixAttention
-from impress_sglang.integration.blend import PrefixBlend, blend_prefix, rotation_of
 from impress_sglang.integration.judged_models import ARCHITECTURES, ROPE_TYPES
+from impress_sglang.integration.paper.attention import PrefixAttention
+from impress_sglang.integration.paper.blend import PrefixBlend, blend_prefix, rotation_of
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.serving.blend_plan import Kind, share_of_layer
-from impress_sglang.serving.blended_loading import BlendedLoading
+from impress_sglang.serving.paper.blend_plan import Kind, share_of_layer
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
 from impress_sglang.storage.quality import Quality
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.tiny_model import SCALING, KVs, Model, Pool, layer_of, tokens_of

@@ -36,7 +36,7 @@ from sglang.srt.server_args import ServerArgs
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import guards, judged, judged_arguments, judged_models
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
-from impress_sglang.integration.judged_backends import BACKENDS, REFUSED
+from impress_sglang.integration.paper.judged_backends import BACKENDS, REFUSED
 
 # Environment variables that may have to do with how KVs are made or lie.
 TELLING = re.compile(

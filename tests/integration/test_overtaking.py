@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from impress_sglang.integration.overtaking import let_others_pass
+from impress_sglang.integration.paper.overtaking import let_others_pass
 from tests.integration.worlds import STORED, World
 
 NEW = 8

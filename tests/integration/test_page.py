@@ -20,8 +20,8 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from impress_sglang.integration import page
 from impress_sglang.integration.page import document, look, with_text
-from impress_sglang.integration.passes import REPORT_KEY
-from impress_sglang.integration.prompt_saves import as_tokens
+from impress_sglang.integration.paper.passes import REPORT_KEY
+from impress_sglang.integration.paper.prompt_saves import as_tokens
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
@@ -128,8 +128,8 @@ def test_requests_and_segments_that_begin_alike_have_one_name(world: World) -> N
 def test_nothing_that_is_asked_ends_the_scheduler(world: World) -> None:
     end(world)
     for text in ("no JSON", "[]", '{"after": "x"}', "{}"):
-        assert "error" in json.loads(look(world.cache, text))
-    assert json.loads(look(world.cache, '{"below": {}}')) == {"segments": []}
+        assert "error" in json.loads(look(world.cache.impress, text))
+    assert json.loads(look(world.cache.impress, '{"below": {}}')) == {"segments": []}
     world.runtime.served.reopen("1" * 32)
     assert seen(world, after=0)["segments"] == [] == seen(world, below="x")["segments"]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import AUTO, BITS
 from impress_sglang.precision.codec import NUM_PLANES, planes_of
-from impress_sglang.serving.loading import SharedLoading, loads_nothing
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.paper.loading import SharedLoading, loads_nothing
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.integration import radix_cache
-from impress_sglang.integration.passes import KnownRequest
+from impress_sglang.integration.paper import radix_cache
+from impress_sglang.integration.paper.passes import KnownRequest
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import AUTO, AUTO_BITS, BITS, EXACT_BITS
 from impress_sglang.precision.codec import NUM_PLANES, planes_of
-from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.transfer.resident import PartUse

@@ -24,14 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.integration import attention, recompute
-from impress_sglang.integration.attention import PrefixAttention
-from impress_sglang.integration.radix_cache import ImpressRadixCache
-from impress_sglang.integration.recompute import PrefixCapture, host_shortage
-from impress_sglang.serving.loading import RecomputedLoading
+from impress_sglang.integration.paper import attention, recompute
+from impress_sglang.integration.paper.attention import PrefixAttention
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.recompute import PrefixCapture, host_shortage
+from impress_sglang.serving.paper.loading import RecomputedLoading
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.report import RequestTotals
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE
 from tests.integration.tiny_model import HIDDEN, Model, Pool, layer_of, tokens_of

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.arg_groups import overrides
+from sglang.srt.arg_groups import model_override_base, overrides
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.scheduler import Scheduler
@@ -26,9 +26,10 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import compat, guards, hooks, judged_arguments, plugin
-from impress_sglang.integration.factory import make_tree_cache
 from impress_sglang.integration.flags import CONFIG_ATTRIBUTE, config_of
 from impress_sglang.integration.hooks import Hook
+from impress_sglang.integration.paper import backends
+from impress_sglang.integration.paper.factory import make_tree_cache
 from tests.integration.tiny_model import LLAMA, write_config
 
 
@@ -130,8 +131,8 @@ def test_backend_where_none_is_asked_for(
     monkeypatch.setattr(overrides, "use_mla_backend", lambda _: False)
     monkeypatch.setattr(overrides, "resolved_view", lambda _: chosen)
     monkeypatch.setattr(overrides, "declare_resolution", declared)
-    monkeypatch.setattr(plugin, "_refuse_whole_graphs", lambda _: None)
-    monkeypatch.setattr(plugin, "_model_config", lambda _: None)
+    monkeypatch.setattr(model_override_base, "model_config_of", lambda _: None)
+    monkeypatch.setattr(backends, "refuse_whole_graphs", lambda _: None)
     monkeypatch.setattr(plugin, "config_of", lambda _: ours)
 
     def previous(_: Any) -> None:
@@ -336,20 +337,23 @@ def test_hook_that_cannot_be_applied(
     assert "no_such_method" in refusal()
 
 
-@pytest.mark.parametrize("hook", plugin.HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
+ALL_HOOKS = (*plugin.HOOKS, *plugin.PAPER_HOOKS)
+
+
+@pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
 def test_every_hook_is_looked_for(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another plugin that replaces a function leaves our hook out of it."""
-    hooks.check_in_place(plugin.HOOKS)
+    hooks.check_in_place(ALL_HOOKS)
     holder, _, name = hook.target.rpartition(".")
     monkeypatch.setattr(pkgutil.resolve_name(holder), name, lambda *_, **__: None)
     with pytest.raises(UnsupportedError, match=name):
-        hooks.check_in_place(plugin.HOOKS)
+        hooks.check_in_place(ALL_HOOKS)
 
 
 def test_hook_below_that_of_another_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = _wrap_fn(Scheduler.get_internal_state, lambda result, *_: None, HookType.AFTER)
     monkeypatch.setattr(Scheduler, "get_internal_state", theirs)
-    hooks.check_in_place(plugin.HOOKS)
+    hooks.check_in_place(ALL_HOOKS)
 
 
 def test_scheduler_looks_for_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

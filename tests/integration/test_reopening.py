@@ -78,7 +78,7 @@ def begin_update(world: World, faults: Faults, rule: Rule) -> None:
 def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults) -> None:
     """All that the scheduler does goes on without the store, and then with it."""
     begin_update(world, faults, hang(NEW))
-    summary = world.cache.summary()
+    summary = world.cache.impress.summary()
     assert (summary["suspended"], summary["integrity"]) == ("opening", "unchecked")
     assert summary["store"] is summary["cache"] is summary["reorder"] is None
     assert world.stored(1000) == 0
@@ -132,7 +132,7 @@ def test_weights_that_change_without_a_flush_while_a_store_is_opened(
     assert world.call("update_weights_from_disk", model_path=OTHER, flush_cache=False).success
     assert world.runtime.served.suspended == "update_weights_from_disk"
     faults.clear()
-    wait_until(lambda: world.cache.summary()["store"] is not None)
+    wait_until(lambda: world.cache.impress.summary()["store"] is not None)
     assert (
         world.runtime.served.suspended == "update_weights_from_disk"
         and not world.runtime.served.in_use
@@ -210,7 +210,7 @@ def test_a_server_serves_before_its_store_is_open(
     faults.add(hang(OLD, "sql.*"))
     begun = World(world.runtime.config.ssd_path, io_timeout=IO_TIMEOUT)
     assert begun.runtime.served.suspended == "opening" and begun.stored(1000) == 0
-    assert begun.cache.summary()["store"] is None
+    assert begun.cache.impress.summary()["store"] is None
     faults.clear()
     assert begun.used() and begun.stored(1000) == TOKENS
     begun.runtime.close()

@@ -11,8 +11,8 @@ import torch
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.serving.estimate import RequestLengths
-from impress_sglang.serving.loading import SelectiveLoading, SharedLoading
-from impress_sglang.serving.saving import Save
+from impress_sglang.serving.paper.loading import SelectiveLoading, SharedLoading
+from impress_sglang.serving.paper.saving import Save
 from impress_sglang.storage.quality import Quality
 from tests.integration.worlds import SHAPE, TOKENS, World
 

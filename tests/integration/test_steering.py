@@ -19,8 +19,9 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.integration import pool_sweeps, reporting, steering
+from impress_sglang.integration import reporting, steering
 from impress_sglang.integration.page import look
+from impress_sglang.integration.paper import pool_sweeps
 from impress_sglang.integration.reporting import add_routes
 from impress_sglang.integration.steering import Order, carry_out, obey, order_of
 from impress_sglang.management import purging
@@ -333,7 +334,7 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
 
 def test_no_order_ends_the_scheduler(world: World) -> None:
     for text in (None, "", "no JSON", "[]", "{}", '{"verb": 1}', '{"verb": "pin", "x": 1}'):
-        assert "error" in json.loads(obey(world.cache, text))
+        assert "error" in json.loads(obey(world.cache.impress, text))
     assert "error" in told(world, "unheard of", STORED)
     assert "error" in told(world, "pin", [2**40] * TOKENS)
     world.runtime.served.aside = "weights change"
@@ -365,7 +366,7 @@ def test_a_request_says_before_what_it_goes(world: World, wish: str) -> None:
     (path,) = Path(world.runtime.config.ssd_path).glob("*/segments/*/*")
     assert read_header(path, FileSystem()).info.priority is Priority[wish.upper()]
     assert (b'"priority"' in path.read_bytes()) == (wish != "normal")
-    rows = json.loads(look(world.cache, json.dumps({"after": 0})))["segments"]
+    rows = json.loads(look(world.cache.impress, json.dumps({"after": 0})))["segments"]
     assert [own["priority"] for own in rows] == [wish]
 
 
@@ -529,7 +530,7 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
     async def send(_: Any, text: str) -> dict[str, Any]:
         await asyncio.sleep(0)
         names.append(json.loads(text)["name"])
-        answer: dict[str, Any] = json.loads(obey(world.cache, text))
+        answer: dict[str, Any] = json.loads(obey(world.cache.impress, text))
         return answer
 
     async def all_of_them() -> list[Any]:

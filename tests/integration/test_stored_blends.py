@@ -11,9 +11,9 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
-from impress_sglang.serving.blend_plan import BlendPlan
-from impress_sglang.serving.blended_loading import BlendedLoading
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.paper.blend_plan import BlendPlan
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.storage.quality import Quality
 from tests.integration.worlds import (
     SHAPE,

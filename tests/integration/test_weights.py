@@ -174,7 +174,7 @@ def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptur
     assert world.flush()
     assert world.runtime.served.suspended == "no identity" and world.stored(1000) == 0
     assert "the next flush tries again" in caplog.text
-    assert world.cache.summary()["suspended"] == "no identity"
+    assert world.cache.impress.summary()["suspended"] == "no identity"
     world.weights = OLD
     assert world.flush()
     assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.integration import radix_cache
-from impress_sglang.integration.passes import REPORT_KEY, KnownRequest
+from impress_sglang.integration.paper import radix_cache
+from impress_sglang.integration.paper.passes import REPORT_KEY, KnownRequest
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.serving.report import RequestTotals, new_report

@@ -11,9 +11,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.serving.blend_plan import BlendPlan
-from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.clocks import clock_for
+from impress_sglang.serving.paper.blend_plan import BlendPlan
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
 from impress_sglang.serving.why import Reason
 from tests.integration import worlds
 

@@ -37,12 +37,12 @@ from torch import Tensor
 
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
-from impress_sglang.integration.passes import KnownRequest
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.passes import KnownRequest
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.integration.reporting import take_order
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
-from impress_sglang.serving.saving import Save
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.serving.paper.saving import Save
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots

@@ -15,10 +15,10 @@ from torch import Tensor
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions, make_policy
-from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
-from impress_sglang.serving.blended_loading import BlendedLoading
-from impress_sglang.serving.blending import Blending
 from impress_sglang.serving.estimate import Estimator
+from impress_sglang.serving.paper.blend_plan import BlendNotes, BlendPlan
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
+from impress_sglang.serving.paper.blending import Blending
 from impress_sglang.timeline import NO_TIMELINE
 from impress_sglang.transfer.coded_loader import CodedLoader
 from tests.unit.kv_factory import as_tokens, make_shape

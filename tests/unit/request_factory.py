@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from impress_sglang.options import EXACT_BITS
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.report import new_report
-from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import EXACT, Quality
 
 

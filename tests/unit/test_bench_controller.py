@@ -12,7 +12,7 @@ from bench.core.options import parse
 from bench.engine import controller
 from bench.engine.controller import OPTIONS, PAPER_TOKENS, Cell, Timed
 from impress_sglang.options import AUTO
-from impress_sglang.serving.blending import SHARES
+from impress_sglang.serving.paper.blending import SHARES
 from impress_sglang.storage import files
 
 LAYERS, DOCUMENTS, TOKENS = 4, 3, 200

@@ -15,8 +15,8 @@ from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.precision.codec import GROUP_TOKENS, LEVELS, code_keys, code_values
 from impress_sglang.precision.codec import restore as restore_codes
-from impress_sglang.serving import blended_loading
-from impress_sglang.serving.blend_plan import BlendPlan, Kind, apart
+from impress_sglang.serving.paper import blended_loading
+from impress_sglang.serving.paper.blend_plan import BlendPlan, Kind, apart
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE
 from impress_sglang.transfer.coded import CodedSource

@@ -12,9 +12,14 @@ import pytest
 
 from impress_sglang.loops import windows
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan, Kind
-from impress_sglang.serving.blending import ANSWER_SECONDS, ANSWER_SHARE, MEASURE_SECONDS, fits
 from impress_sglang.serving.estimate import Estimate
+from impress_sglang.serving.paper.blend_plan import BlendNotes, BlendPlan, Kind
+from impress_sglang.serving.paper.blending import (
+    ANSWER_SECONDS,
+    ANSWER_SHARE,
+    MEASURE_SECONDS,
+    fits,
+)
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE

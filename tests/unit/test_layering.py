@@ -41,6 +41,8 @@ LEVELS = {
     "cli": 6,
     "integration": 7,
 }
+# The one module that chooses between kinds of servers.
+CHOOSES = "impress_sglang.integration.plugin"
 EXCEPTIONS = {
     "": {"errors", "config"}  # the package itself: its public names
 }
@@ -114,6 +116,30 @@ def test_modules_import_only_from_below() -> None:
     assert not upwards
 
 
+def is_of_the_paper(module: str) -> bool:
+    return ".paper." in f"{module}."
+
+
+def test_only_the_plugin_imports_the_modes_of_the_paper() -> None:
+    """They may import the rest of their package; servers without them load nothing of theirs."""
+    rest = [module for module in MODULES if not is_of_the_paper(module)]
+    assert len(rest) > 100 and len(MODULES) - len(rest) > 20
+    found = {
+        (module, name) for module in rest for name in own_imports(module) if is_of_the_paper(name)
+    }
+    assert {module for module, _ in found} == {CHOOSES}
+
+
+def test_the_plugin_imports_them_where_they_are_chosen() -> None:
+    """In functions: every process of SGLang's imports the plugin."""
+    tree = ast.parse(MODULES[CHOOSES].read_text())
+    functions = [own for own in ast.walk(tree) if isinstance(own, ast.FunctionDef)]
+    within = {node for own in functions for node in ast.walk(own)}
+    imports = [own for own in ast.walk(tree) if isinstance(own, ast.ImportFrom)]
+    ours = [own for own in imports if is_of_the_paper(own.module or "")]
+    assert ours and within.issuperset(ours)
+
+
 def test_there_is_no_import_cycle() -> None:
     """The error names it."""
     TopologicalSorter({module: own_imports(module) for module in MODULES}).prepare()
@@ -128,7 +154,7 @@ class Blocker:
             raise ImportError("sglang must not be imported: " + name)
 
 sys.meta_path.insert(0, Blocker())
-import impress_sglang.serving.runtime
+import impress_sglang.serving.paper.runtime
 assert "impress_sglang.management.content" in sys.modules
 assert "impress_sglang.loops.windows" not in sys.modules, "compiled for who does not blend"
 for module in sys.argv[1:]:

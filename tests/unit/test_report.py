@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from impress_sglang.serving.paper.request import publish
 from impress_sglang.serving.recent import (
     MOST_PERIODS,
     MOST_REQUESTS,
@@ -19,7 +20,6 @@ from impress_sglang.serving.report import (
     SOURCES,
     RequestTotals,
     new_report,
-    publish,
     split_tokens,
 )
 from tests.unit.request_factory import stored_request

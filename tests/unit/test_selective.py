@@ -12,7 +12,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.codec import LEVELS, NUM_PLANES
 from impress_sglang.precision.floors import Floors
-from impress_sglang.serving.loading import SelectiveLoading
+from impress_sglang.serving.paper.loading import SelectiveLoading
 from impress_sglang.transfer import selective
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.selective import SelectiveLoader

@@ -32,17 +32,20 @@ from torch import Tensor
 
 from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
-from impress_sglang.integration.eviction import Awaited, ScoreEviction
-from impress_sglang.integration.passes import REPORT_KEY, KnownRequest, KnownRequests, Passes
-from impress_sglang.integration.pool_sweeps import PoolSweeps
-from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
+from impress_sglang.integration.keys import as_tokens, namespace_of
+from impress_sglang.integration.paper.eviction import Awaited, ScoreEviction
+from impress_sglang.integration.paper.passes import KnownRequest, KnownRequests, Passes
+from impress_sglang.integration.paper.pool_sweeps import PoolSweeps
+from impress_sglang.integration.paper.prompt_saves import PromptSaves
+from impress_sglang.integration.paper.served import PaperServedCache
+from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
-from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.blend_plan import BlendPlan
-from impress_sglang.serving.report import estimate_fields, new_report
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.serving.paper.admission import AdmissionPlan
+from impress_sglang.serving.paper.blend_plan import BlendPlan
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.serving.report import REPORT_KEY, estimate_fields, new_report
 from impress_sglang.serving.truncation import truncated_tokens_of
 
 
@@ -76,6 +79,16 @@ class ImpressRadixCache(RadixCache):
         """The integrity check that an operator may order, and its outcome."""
         self._started = False
         super().__init__(params)
+        self.impress: ServedCache = PaperServedCache(
+            runtime,
+            self.check,
+            self.weights,
+            self.passes,
+            self.sweeps,
+            self.prefetch,
+            params.page_size,
+        )
+        """What hooks, routes and orders use."""
         runtime.describe_pool = self._describe_pool
         config = runtime.config
         self._score_eviction: ScoreEviction | None = None
@@ -320,11 +333,6 @@ class ImpressRadixCache(RadixCache):
         """Tokens that cannot be evicted: SGLang's, and those in private or used shared slots."""
         own = self._private_tokens + self._residents.used_tokens
         return int(super().protected_size()) + own - self._saves.locked_tokens()
-
-    def summary(self) -> dict[str, Any]:
-        """What `GET /impress/stats` shows."""
-        self.runtime.served.poll()
-        return {**self.runtime.summary(), "integrity": self.check.state}
 
     def _describe_pool(self) -> dict[str, int]:
         """How many tokens of the pool are ours, by what they are for."""

@@ -26,10 +26,10 @@ from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import AUTO, AUTO_SHARE, DEVIATION, FIRST
 from impress_sglang.precision.codec import planes_of
-from impress_sglang.serving.admission import AdmissionPlan, least_of
-from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, BlendPlan, Kind
-from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.estimate import Estimate, Estimator, RequestLengths
+from impress_sglang.serving.paper.admission import AdmissionPlan, least_of
+from impress_sglang.serving.paper.blend_plan import CHECKED_LAYERS, BlendNotes, BlendPlan, Kind
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.layout import KVShape

@@ -18,7 +18,7 @@ from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.precision.codec import GROUP_TOKENS
-from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.quality import Quality
 from impress_sglang.timeline import Timeline

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
-from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 
 
 def let_others_pass(result: Any, adder: Any, req: Any) -> Any:

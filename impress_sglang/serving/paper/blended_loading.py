@@ -16,7 +16,7 @@ from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.management.content import Run
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.serving.blend_plan import BlendPlan, Kind, open_group
+from impress_sglang.serving.paper.blend_plan import BlendPlan, Kind, open_group
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_loader import CodedLoader

@@ -7,7 +7,7 @@ Slots that are being written belong to SGLang's tree, locked (an exact prompt), 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,16 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from impress_sglang.integration.eligibility import store_refusal
-from impress_sglang.management.digests import namespace_text
+from impress_sglang.integration.keys import as_tokens, namespace_of
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.serving.paper.saving import GatedLayerReader, Save
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
-from impress_sglang.serving.saving import GatedLayerReader, Save
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
@@ -296,13 +296,3 @@ class PromptSaves:
             self._cache.dec_lock_ref(save.node)
         self.held_tokens -= len(save.held)
         self._cache.token_to_kv_pool_allocator.free(save.held)
-
-
-def namespace_of(key: Any) -> str:
-    """The namespace of a key or request: keeps other `extra_key` or `cache_salt` values apart."""
-    return namespace_text(key.extra_key, key.cache_salt)
-
-
-def as_tokens(token_ids: Sequence[int]) -> Tokens:
-    """Token ids in the store's form, int32."""
-    return np.array(token_ids, dtype=np.int32)

@@ -1,8 +1,8 @@
 """Runs the model over the computed tokens of a blended prefix, inside a forward pass.
 
 Before the first layer of its own pass a request's prefix is blended block by block
-(`serving.blending`): SGLang's model is run layer by layer over fewer and fewer tokens of a block,
-as in its split prefill, and rows are dropped between layers by SGLang's own handoff of the
+(`serving.paper.blending`): SGLang's model is run layer by layer over fewer and fewer tokens of a
+block, as in its split prefill, and rows are dropped between layers by SGLang's own handoff of the
 residual. Keys and values are written into the request's slots, beside those restored there.
 
 This occupies the scheduler's thread as long as computing so many tokens does, and takes the device
@@ -29,11 +29,11 @@ from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
 from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.integration.judged_models import BLENDED
-from impress_sglang.integration.recompute import BlockComputed, block_batch
+from impress_sglang.integration.paper.recompute import BlockComputed, block_batch
 from impress_sglang.loops.types import Indices, Uint8s
-from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendBlock, Kind, share_of_layer
-from impress_sglang.serving.blended_loading import BlendedLoading
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.paper.blend_plan import CHECKED_LAYERS, BlendBlock, Kind, share_of_layer
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.transfer.slots import LayerSlots
 
 logger = logging.getLogger(__name__)

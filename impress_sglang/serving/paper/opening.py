@@ -15,11 +15,11 @@ from torch import Tensor
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.blend_plan import BlendPlan
-from impress_sglang.serving.blended_loading import BlendedLoading
-from impress_sglang.serving.bringing import brought_by
-from impress_sglang.serving.loading import (
+from impress_sglang.serving.paper.admission import AdmissionPlan
+from impress_sglang.serving.paper.blend_plan import BlendPlan
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
+from impress_sglang.serving.paper.bringing import brought_by
+from impress_sglang.serving.paper.loading import (
     CompleteLoading,
     ExactLoading,
     Loaders,
@@ -27,9 +27,9 @@ from impress_sglang.serving.loading import (
     SelectiveLoading,
     SharedLoading,
 )
-from impress_sglang.serving.prefetch import Prefetches
+from impress_sglang.serving.paper.prefetch import Prefetches
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.report import split_again
-from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.timeline import Timeline

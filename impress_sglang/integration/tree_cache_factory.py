@@ -9,11 +9,10 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.integration.factory import _architecture, kv_shape, kv_tensors
-from impress_sglang.integration.guards import check_arguments, identity_of_options
+from impress_sglang.integration.factory import identity_of, kv_shape
+from impress_sglang.integration.guards import check_arguments
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.tree_cache import ImpressTreeCache
-from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import make_policy
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
@@ -40,14 +39,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     shape = kv_shape(runner, policy, config.probe_heads)
 
     def read_identity() -> str:
-        return model_identity(
-            weights=weights_digest(kv_tensors(runner.model)),
-            architecture=_architecture(runner.model_config.hf_text_config)
-            | identity_of_options(options),
-            shape=shape,
-            tp_rank=context.tp_rank,
-            tp_size=context.tp_size,
-        )
+        return identity_of(context, shape)
 
     pool = runner.token_to_kv_pool
     device = pool._get_key_buffer(pool.start_layer).device

@@ -22,8 +22,8 @@ class Backend:
     Attributes:
         kind: the class of its objects, in `sglang.srt.layers.attention`.
         why: what its source does, which makes it right.
-        offset_rows: our class that also starts rows at an offset, in `impress_sglang.integration`;
-            None if there is none.
+        offset_rows: our class that also starts rows at an offset, in this package; None if there
+            is none.
     """
 
     kind: str

@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from impress_sglang.integration.prompt_saves import namespace_of
+from impress_sglang.integration.keys import namespace_of
 from impress_sglang.management.begun import Begun
 
 # Most nodes that one step frees, and that it looks at.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.stored import StoredSpan
-from impress_sglang.serving.admission import AdmissionPlan, Waiting
-from impress_sglang.serving.bringing import reads_for
 from impress_sglang.serving.expected_reads import Ahead
+from impress_sglang.serving.paper.admission import AdmissionPlan, Waiting
+from impress_sglang.serving.paper.bringing import reads_for
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource

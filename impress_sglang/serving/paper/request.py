@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from impress_sglang.serving.clocks import Stopwatch
-from impress_sglang.serving.loading import Loading
+from impress_sglang.serving.paper.loading import Loading
+from impress_sglang.serving.report import split_again
+from impress_sglang.serving.why import damaged
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -137,3 +140,24 @@ class StoredRequest:
     def adopt(self) -> None:
         """Note that the slots belong to SGLang's tree from now on."""
         self.adopted = True
+
+
+def publish(request: StoredRequest) -> None:
+    """Write what is known of a request so far into its report."""
+    stats = request.stats
+    request.report.update(
+        layers_by_probe=stats.layers_by_probe,
+        layers_by_fallback=stats.layers_by_fallback,
+        layers_whole=stats.layers_whole,
+        bits_mean=round(stats.mean_bits, 3),
+        base_bytes=stats.base_bytes,
+        plane_bytes=[count * BLOCK_BYTES for count in stats.planes],
+        **request.reads.as_dict(),
+        probe_ms=round(stats.probe_ms, 3),
+        load_ms=round(stats.load_ms, 3),
+        attention_ms=round(stats.attention_ms, 3),
+        recomputed=request.recomputed,
+    )
+    if request.recomputed:
+        tokens = split_again(request.report, resident=request.resident_len)
+        request.report.update(why=damaged(), blended_tokens=0, tokens=tokens)

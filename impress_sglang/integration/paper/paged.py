@@ -23,8 +23,8 @@ from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from torch import Tensor
 
-from impress_sglang.integration.attention import PrefixAttention
-from impress_sglang.integration.row_starts import RowStarts
+from impress_sglang.integration.paper.attention import PrefixAttention
+from impress_sglang.integration.paper.row_starts import RowStarts
 
 # Attribute of SGLang's plan of a batch, which also reaches the replay of a captured decode step.
 _HOST_ROWS = "_impress_host_rows"

@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.integration.attention import PrefixAttention
+from impress_sglang.integration.paper.attention import PrefixAttention
 from impress_sglang.timeline import ATTENTION, NO_TIMELINE
 
 

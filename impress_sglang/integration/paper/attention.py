@@ -22,10 +22,10 @@ from torch import Tensor
 
 from impress_sglang.config import bytes_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
-from impress_sglang.integration.blend import PrefixBlend, blend_prefix
-from impress_sglang.integration.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
-from impress_sglang.integration.passes import Passes
-from impress_sglang.integration.recompute import (
+from impress_sglang.integration.paper.blend import PrefixBlend, blend_prefix
+from impress_sglang.integration.paper.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
+from impress_sglang.integration.paper.passes import Passes
+from impress_sglang.integration.paper.recompute import (
     PrefixCapture,
     block_tokens,
     held_by,
@@ -34,14 +34,14 @@ from impress_sglang.integration.recompute import (
     pass_seconds,
     recompute_prefix,
 )
-from impress_sglang.integration.row_starts import RowStarts
-from impress_sglang.serving.blended_loading import BlendedLoading
+from impress_sglang.integration.paper.row_starts import RowStarts
 from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.serving.estimate import pairs_of
-from impress_sglang.serving.loading import loads_nothing
-from impress_sglang.serving.request import StoredRequest
-from impress_sglang.serving.runtime import ServingRuntime
-from impress_sglang.serving.saving import Save
+from impress_sglang.serving.paper.blended_loading import BlendedLoading
+from impress_sglang.serving.paper.loading import loads_nothing
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.serving.paper.saving import Save
 from impress_sglang.timeline import ATTENTION
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
@@ -398,7 +398,7 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
         kind: Any = type(backend)
         backend.__class__ = _with_ordinary_rows(kind)
     else:
-        backend.__class__ = pkgutil.resolve_name(f"impress_sglang.integration.{own}")
+        backend.__class__ = pkgutil.resolve_name(f"impress_sglang.integration.paper.{own}")
     backend.begin_serving(model_runner)
 
 

@@ -11,21 +11,19 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
+from impress_sglang.integration.keys import as_tokens, namespace_of
+from impress_sglang.integration.paper.prompt_saves import PromptSaves
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.blend_plan import BlendNotes
 from impress_sglang.serving.custom_params import load_options_of
-from impress_sglang.serving.report import new_report
-from impress_sglang.serving.runtime import ServingRuntime
-from impress_sglang.serving.saving import Save
+from impress_sglang.serving.paper.admission import AdmissionPlan
+from impress_sglang.serving.paper.blend_plan import BlendNotes
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.serving.paper.saving import Save
+from impress_sglang.serving.report import REPORT_KEY, new_report
 from impress_sglang.serving.why import Asked
 from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
-
-# Key of `meta_info`.
-REPORT_KEY = "impress"
 
 
 @dataclasses.dataclass(slots=True)

@@ -34,8 +34,8 @@ from sglang.srt.runtime_context import get_device, get_schedule
 from torch import Tensor
 
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
-from impress_sglang.serving.loading import RecomputedLoading
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.paper.loading import RecomputedLoading
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.transfer.memory import MemorySource

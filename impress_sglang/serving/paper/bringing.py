@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.paper.admission import AdmissionPlan
+from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.storage.quality import EXACT
 
 Brought: TypeAlias = Mapping[str, int]

@@ -22,19 +22,19 @@ from impress_sglang.management.policies import make_policy
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.options import OFF, ON
-from impress_sglang.serving.admission import Admission, AdmissionPlan
-from impress_sglang.serving.blend_plan import BlendPlan
-from impress_sglang.serving.blending import Blending, fits
-from impress_sglang.serving.bringing import Bringing
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
-from impress_sglang.serving.loading import Loaders, RecomputedLoading, loads_nothing
 from impress_sglang.serving.metrics import ServingMetrics
-from impress_sglang.serving.opening import Allocate, RequestOpener
-from impress_sglang.serving.prefetch import Prefetches
+from impress_sglang.serving.paper.admission import Admission, AdmissionPlan
+from impress_sglang.serving.paper.blend_plan import BlendPlan
+from impress_sglang.serving.paper.blending import Blending, fits
+from impress_sglang.serving.paper.bringing import Bringing
+from impress_sglang.serving.paper.loading import Loaders, RecomputedLoading, loads_nothing
+from impress_sglang.serving.paper.opening import Allocate, RequestOpener
+from impress_sglang.serving.paper.prefetch import Prefetches
+from impress_sglang.serving.paper.request import StoredRequest, publish
 from impress_sglang.serving.recent import RecentRequests
-from impress_sglang.serving.report import RequestTotals, publish
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.report import RequestTotals
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.serving.why import Explainer
@@ -119,7 +119,7 @@ class ServingRuntime:
             self._clock,
             page_size,
         )
-        self.explainer = Explainer(config, self.served, self.admission)
+        self.explainer = Explainer(config, self.served, self.admission.least)
         """Says why a request got its prefix, or got none."""
         self._opener = RequestOpener(
             shape.num_layers,

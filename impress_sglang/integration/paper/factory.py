@@ -1,0 +1,91 @@
+"""Builds the tree cache that loads within a pass, and connects it to the attention backend."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import resolved_view
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration.factory import identity_of, kv_shape
+from impress_sglang.integration.guards import check_arguments
+from impress_sglang.integration.layers import check_layers
+from impress_sglang.integration.paper.attention import PrefixAttention
+from impress_sglang.integration.paper.backends import check_parts
+from impress_sglang.integration.paper.blend import rotation_of
+from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
+from impress_sglang.integration.paper.recompute import block_tokens
+from impress_sglang.management.policies import LoadOptions, make_policy
+from impress_sglang.options import OFF
+from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.transfer.coded_slots import code_writer_for
+from impress_sglang.transfer.warm_up import warm_up
+
+logger = logging.getLogger(__name__)
+
+
+def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        UnsupportedError: the attention backend is not ours, so that prefixes would be read wrong;
+            the options or the model are not known to be right; the options ask for parts of
+            prefixes that this server cannot use; or a kernel for the model does not fit the GPU.
+        ConfigError: a directory cannot be written, or the caches do not fit in memory.
+        StoreInUseError: another server uses it for the same model.
+    """
+    runner = context.tp_worker.model_runner
+    backend = runner.attn_backend
+    if not isinstance(backend, PrefixAttention):
+        raise UnsupportedError(
+            f"the attention hook of IMPRESS is not in place ({type(backend).__name__} is active), "
+            "so prefixes would be read wrong; check that no other plugin replaces "
+            "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
+        )
+    options = resolved_view(context.server_args)
+    check_arguments(config, options)
+    check_parts(config, options)
+    check_layers(runner)
+    policy = make_policy(config)
+    shape = kv_shape(runner, policy, config.probe_heads)
+    if policy.probes and not shape.other_kv_heads:
+        logger.warning(
+            "this model has %d KV heads and all of them are probe heads: --impress-policy %s "
+            "reads all keys of a stored prefix, and saves values only",
+            shape.num_kv_heads,
+            policy.name,
+        )
+
+    def read_identity() -> str:
+        return identity_of(context, shape)
+
+    device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
+    # Kernels first: opening the store takes much memory.
+    if policy.stores:
+        selects = not policy.exact(LoadOptions(config.min_retention))
+        rule = policy.selector if selects else None
+        warm_up(shape, rule, config.chunk_tokens, device)
+        if shape.coded and device.type == "cpu":
+            # Imports loops, which are compiled then: after an installation that takes seconds.
+            code_writer_for(device)
+    hidden_size = runner.model_config.hidden_size
+    params = context.params
+    runtime = ServingRuntime(
+        config,
+        shape,
+        read_identity(),
+        device,
+        hidden_size,
+        free=lambda slots: params.token_to_kv_pool_allocator.free(slots),
+        page_size=params.page_size,
+    )
+    if config.blend != OFF:
+        runtime.blend_with(rotation_of(runner.model), block_tokens())
+    cache = ImpressRadixCache(params, runtime, read_identity, runner.forward_stream)
+    if cache.metrics_collector is not None:
+        runtime.metrics = ServingMetrics(cache.metrics_collector.labels)
+    backend.connect(runtime, cache.passes)
+    return cache

@@ -1,0 +1,76 @@
+"""What hooks, routes and orders need of the tree cache that loads within a pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from impress_sglang.integration.checking import IntegrityCheck
+from impress_sglang.integration.paper.passes import Passes
+from impress_sglang.integration.paper.pool_sweeps import PoolSweeps
+from impress_sglang.integration.served_cache import ServedCache
+from impress_sglang.integration.weights import WeightWatch
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.storage.segment import Tokens
+
+
+class PaperServedCache(ServedCache):
+    """Passes on to the parts of an `ImpressRadixCache`."""
+
+    def __init__(
+        self,
+        runtime: ServingRuntime,
+        check: IntegrityCheck,
+        weights: WeightWatch,
+        passes: Passes,
+        sweeps: PoolSweeps,
+        prefetch: Callable[..., None],
+        page_size: int,
+    ) -> None:
+        """`prefetch` is that of the cache."""
+        super().__init__(
+            runtime.served, runtime.recent, check, weights, page_size, runtime.queue_order
+        )
+        self._runtime = runtime
+        self._passes = passes
+        self._sweeps = sweeps
+        self._prefetch = prefetch
+
+    def prefetch(self, req: Any, *, again: bool = False) -> None:
+        """See `ImpressRadixCache.prefetch`."""
+        self._prefetch(req, again=again)
+
+    def note_queue(self, rids: Sequence[str]) -> None:
+        """See `ServingRuntime.note_queue`."""
+        self._runtime.note_queue(rids)
+
+    def tell_idle(self) -> None:
+        """Tell the metrics what has happened; also polls, since no batch will come that would."""
+        self._runtime.tell_metrics(idle=True)
+
+    def summary(self) -> dict[str, Any]:
+        """What `GET /impress/stats` shows."""
+        self.served.poll()
+        return {**self._runtime.summary(), "integrity": self.check.state}
+
+    def foretell(self, namespace: str, tokens: Tokens) -> dict[str, Any]:
+        """See `Passes.foretell`."""
+        return self._passes.foretell(namespace, tokens)
+
+    def sweep(self, order: str, namespace: str | None, key: RadixKey | None) -> tuple[int, bool]:
+        """See `PoolSweeps.step`."""
+        return self._sweeps.step(order, namespace, key)
+
+    def hide(self, segment_ids: Iterable[str]) -> int:
+        """Hide the parts that hold codes of removed segments; returns how many tokens came free."""
+        return sum(self._runtime.residents.hide_segment(own) for own in segment_ids)
+
+    def tokens_in_slots(self) -> Mapping[str, int]:
+        """How many tokens of each segment are in the slots of parts."""
+        found = Counter[str]()
+        for part in self._runtime.residents:
+            found[part.segment_id] += len(part)
+        return found
