@@ -63,6 +63,7 @@ from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
 from impress_sglang.serving.why import Asked
+from impress_sglang.timeline import TimelineWriter
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,9 @@ class ImpressTreeCache(UnifiedRadixCache):
         pool = allocator.get_kvcache()
         keys = pool._get_key_buffer(pool.start_layer)
         self.provenance = Provenance(len(keys), keys.device)
-        self.loader = JobLoader(service.shape, keys.device, PoolLayers(pool))
+        trace = service.config.trace_path
+        timelines = TimelineWriter(trace) if trace else None
+        self.loader = JobLoader(service.shape, keys.device, PoolLayers(pool), timelines)
         self.gate = LayerGate(pool, self._note_broken)
         self.saves = WriteBack(self, QuerySampler(model), forward_stream)
         self.weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
