@@ -639,9 +639,13 @@ class ImpressTreeCache(UnifiedRadixCache):
             computing = self.planner.computing_seconds(job.start, len(job))
             if computing is not None and left > computing:
                 logger.info("loading %d tokens is slower than computing them", len(job))
-                for rid in job.waiters:
-                    self._known[rid].report["decision"] = "recompute"
-                    self._known[rid].waiter.tries = MOST_TRIES
+                for known in (self._known[rid] for rid in job.waiters):
+                    known.report.update(
+                        decision="recompute",
+                        estimated_load_ms=round(left * 1e3, 3),
+                        estimated_recompute_ms=round(computing * 1e3, 3),
+                    )
+                    known.waiter.tries = MOST_TRIES
                 self.jobs.give_up(job)
 
     def _end_waiting(self, known: Known) -> None:
