@@ -302,7 +302,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             return
         self._polls += 1
         self.service.served.poll()
-        if self.jobs:
+        if self.jobs.active:
             self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
             self._give_up_slow()
         for job in [own for own in self.gate.jobs if own not in self.jobs.jobs]:
@@ -311,7 +311,7 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def rest(self) -> None:
         """Wait for jobs, before a scheduler that has nothing else to do looks again."""
-        if self.jobs:
+        if self.has_pending_cache_operations():
             self.loader.wake.wait(IDLE_SECONDS)
         else:
             self.service.tell_metrics(idle=True)
@@ -321,7 +321,7 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def has_pending_cache_operations(self) -> bool:
         """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
-        return bool(self.jobs)
+        return self.jobs is not None and bool(self.jobs.jobs)
 
     # Room.
 
@@ -382,7 +382,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         if not self._connected:
             super().reset()
             return
-        assert self.jobs is not None and not self.jobs, "SGLang flushes while slots are filled"
+        assert self.jobs is not None
+        assert not self.jobs.jobs, "SGLang flushes while slots are filled"
         store = self.service.served.opened
         if store is not None:
             # Accepted writes read slots that are about to be given away.
@@ -470,7 +471,9 @@ class ImpressTreeCache(UnifiedRadixCache):
         assert self.jobs is not None
         known.planned = True
         waiter, req = known.waiter, known.req
-        if waiter.tries >= MOST_TRIES or known.report["not_served"] is not None:
+        if self.disable or waiter.tries >= MOST_TRIES:
+            return
+        if known.report["not_served"] is not None:
             return
         key = self.key_of(req)
         if not self.planner.looks_for(len(key)):
@@ -481,9 +484,11 @@ class ImpressTreeCache(UnifiedRadixCache):
         if plan is None:
             return
         known.report.update(estimate_fields(plan.estimate, loads=plan.loads))
-        if not plan.loads:
-            return
         store, spans = self.service.store, plan.match.slice(plan.start, plan.stop)
+        if not plan.loads:
+            # Otherwise what is not loaded because reads were slow would never be loaded again.
+            self.loader.measure(store, spans[:1], known.kv_class.planes)
+            return
         store.tree.touch(plan.match)
         self.service.lookahead.wait(req.rid, spans)
         waiter.patience = self.planner.computing_seconds(resident, len(tokens) - resident)
@@ -673,7 +678,6 @@ class ImpressTreeCache(UnifiedRadixCache):
                 shared=min(known.shared, length),
                 loaded=min(known.loaded, length),
             ),
-            approximate=length > 0 and not known.kv_class.exact and self.provenance.mixed,
         )
 
     def _tell_loaded(self, known: Known, job: LoadJob) -> None:
@@ -717,6 +721,10 @@ class ImpressTreeCache(UnifiedRadixCache):
             opened=not known.declined,
         )
         known.report["why"] = self.service.explainer.explain(asked)
+        length = known.report["prefix_tokens"]
+        if self.provenance.mixed and length and not known.kv_class.exact:
+            path = self.path_device_indices(known.req.last_node)[:length]
+            known.report["approximate"] = self.provenance.depth(path.long()) > 0
         self.saves.expect(known)
 
     def _count(self, known: Known) -> None:

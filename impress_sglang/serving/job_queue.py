@@ -116,8 +116,10 @@ class JobQueue:
         """Queued requests that wait for a job, or for which something is held."""
         self._barred: set[str] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self.jobs)
+    @property
+    def active(self) -> bool:
+        """Whether there is a job, or something is held for a queued request."""
+        return bool(self.jobs or self.waiters)
 
     @property
     def loading_tokens(self) -> int:
@@ -167,7 +169,7 @@ class JobQueue:
         """Take in what the loader has done, and give slots to jobs; `queue`: ids, in order."""
         self.settle()
         self._barred = set()
-        if any(job.state is JobState.WAITING for job in self.jobs):
+        if any(self._held) or any(job.state is JobState.WAITING for job in self.jobs):
             self._grant(queue)
 
     def settle(self) -> None:

@@ -16,8 +16,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.read_planner import ReadStats
 
 logger = logging.getLogger(__name__)
+
+
+_Measurement: TypeAlias = tuple[PrefixStore, Sequence[StoredSpan], int | None]
+# A measurement looks so often, in seconds, whether its read has ended; the reader gives up in time.
+_LOOK_SECONDS = 1e-3
 
 
 class JobState(enum.Enum):
@@ -70,6 +75,7 @@ class LoadJob:
         target: int64 [stop - start], the slots that are filled.
         slots: the same while they belong to the job: neither given back nor in SGLang's tree.
         hold: what keeps the tokens before `start` resident, in the terms of the pool's owner.
+        after: on an accelerator, the event after which slots may be written to.
     """
 
     store: PrefixStore
@@ -82,6 +88,7 @@ class LoadJob:
     target: Tensor | None = None
     slots: Tensor | None = None
     hold: Any = None
+    after: Any = None
     state: JobState = JobState.WAITING
     told: bool = False
     """Whether its reads are in the report of a request."""
@@ -205,7 +212,8 @@ class JobLoader:
         self._filler = SlotFiller(shape, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
-        self._asked: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
+        self._measuring = False
+        self._asked: queue.SimpleQueue[LoadJob | _Measurement | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[LoadJob] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="impress-load", daemon=True)
         self._thread.start()
@@ -213,6 +221,12 @@ class JobLoader:
     def begin(self, job: LoadJob) -> None:
         """Load a job, whose state is LOADING, after those that were begun before it."""
         self._asked.put(job)
+
+    def measure(self, store: PrefixStore, spans: Sequence[StoredSpan], planes: int | None) -> None:
+        """Read a little of some spans, unless there are jobs, to measure how fast reads are now."""
+        if not self._measuring:
+            self._measuring = True
+            self._asked.put((store, spans, planes))
 
     def take_ended(self) -> Iterator[LoadJob]:
         """The jobs that have ended since the last call."""
@@ -246,6 +260,11 @@ class JobLoader:
             if job is None:
                 self._asking = False
                 return
+            if not isinstance(job, LoadJob):
+                if not opened:
+                    _measure(*job)
+                self._measuring = False
+                continue
             try:
                 job.began_at = time.monotonic()
                 source = job.store.open_whole(job.spans, job.kv_class.planes)
@@ -270,6 +289,8 @@ class JobLoader:
         try:
             store.ahead.join(source)
             with torch.cuda.stream(self._stream):
+                if self._stream is not None:
+                    self._stream.wait_event(job.after)
                 for layer in range(source.num_layers):
                     self._load_layer(layer, job, source)
                     self._open(others)
@@ -300,3 +321,15 @@ class JobLoader:
         job.end(state, error)
         self._ended.put(job)
         self.wake.set()
+
+
+def _measure(store: PrefixStore, spans: Sequence[StoredSpan], planes: int | None) -> None:
+    try:
+        source = store.open_whole(spans, planes)
+    except PrefixUnreadable as error:
+        logger.warning("a stored prefix cannot be opened: %s", error)
+        return
+    source.read_ahead(0.0)
+    while source.is_reading:
+        time.sleep(_LOOK_SECONDS)
+    store.close_source(source)
