@@ -267,6 +267,7 @@ class JobQueue:
         waiters = [self.waiters[rid] for rid in sorted(job.waiters)]
         loaded = job.state is JobState.LOADED and not job.revoked
         if job.early and not loaded:
+            self._let_go()
             self._pool.discard(job)
         elif job.slots is not None:
             if loaded:
@@ -285,6 +286,13 @@ class JobQueue:
         job.waiters.clear()
         for waiter in waiters:
             self._replan(waiter, job)
+
+    def _let_go(self) -> None:
+        """Take away what others hold: it may be behind slots that are not right."""
+        for waiter in self.waiters.values():
+            self._release(waiter)
+        for job in list(self.loading):
+            self._revoke(job)
 
     def _revoke(self, job: LoadJob) -> None:
         """Take the slots of a job away; those who wait for it may plan again when it has ended."""
