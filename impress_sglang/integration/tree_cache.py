@@ -298,9 +298,9 @@ class ImpressTreeCache(UnifiedRadixCache):
         queue = [req.rid for req in self._scheduler.waiting_queue]
         if self.service.lookahead.awaits:
             self.service.lookahead.order(queue)
-        if self.jobs:
-            self.jobs.poll(queue)
-            self._give_up_slow()
+        # Also without jobs: what they brought may be held.
+        self.jobs.poll(queue)
+        self._give_up_slow()
         for job in [own for own in self.gate.jobs if own not in self.jobs.jobs]:
             self.gate.remove(job)
         self.service.tell_metrics()
