@@ -303,6 +303,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         self._polls += 1
         self.service.served.poll()
         if self.jobs.active:
+            # Also without jobs: what they brought may be held.
             self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
             self._give_up_slow()
         for job in [own for own in self.gate.jobs if own not in self.jobs.jobs]:
