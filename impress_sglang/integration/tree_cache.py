@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.keys import as_tokens
@@ -63,6 +63,7 @@ from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
 from impress_sglang.serving.why import Asked
+from impress_sglang.timeline import TimelineWriter
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class Known:
         refused: whether it was refused for want of space or of write budget.
         planned: whether what is to be loaded for it is known.
         admitted: whether it runs.
-        declined: whether something that was to be loaded could not be read.
+        declined: whether something that was to be loaded could not be read now.
         loaded, shared: tokens that were brought for it, and by jobs that others tell of.
         loaded_stop: where these end.
         not_before: the poll before which it is not admitted again.
@@ -150,7 +151,9 @@ class ImpressTreeCache(UnifiedRadixCache):
         pool = allocator.get_kvcache()
         keys = pool._get_key_buffer(pool.start_layer)
         self.provenance = Provenance(len(keys), keys.device)
-        self.loader = JobLoader(service.shape, keys.device, PoolLayers(pool))
+        trace = service.config.trace_path
+        timelines = TimelineWriter(trace) if trace else None
+        self.loader = JobLoader(service.shape, keys.device, PoolLayers(pool), timelines)
         self.gate = LayerGate(pool, self._note_broken)
         self.saves = WriteBack(self, QuerySampler(model), forward_stream)
         self.weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
@@ -513,7 +516,9 @@ class ImpressTreeCache(UnifiedRadixCache):
     def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
         """A job for a request has ended: note what it brought, and plan what it did not."""
         known = self._known[waiter.rid]
-        known.declined = known.declined or job.state is JobState.FAILED
+        if job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
+            # What is damaged the store itself knows.
+            known.declined = True
         if job.state is JobState.LOADED and not job.revoked:
             self._tell_loaded(known, job)
         self._plan(known)
