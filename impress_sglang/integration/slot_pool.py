@@ -9,8 +9,10 @@ import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from torch import Tensor
 
 from impress_sglang.integration.tree_nodes import drop_below
+from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import marked
 from impress_sglang.serving.load_jobs import LoadJob
@@ -99,7 +101,8 @@ class TreeSlots:
         if slots is None:
             cache.unlock(hold)
             return False
-        job.start, job.hold = start, hold
+        job.begin_at(start)
+        job.hold = hold
         job.slots = job.target = slots.to(torch.int64)
         if slots.is_cuda:
             # A pass in flight may still use them.
@@ -117,8 +120,7 @@ class TreeSlots:
         cache, slots = self._cache, job.slots
         assert slots is not None
         path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
-        depth = job.match.quality.depth + (job.kv_class.planes is not None)
-        cache.provenance.note_loaded(slots, depth)
+        self._note(job, path, slots)
         result = cache.insert(
             InsertParams(
                 key=self._key(job),
@@ -131,6 +133,17 @@ class TreeSlots:
         lock = cache.lock(result.last_device_node)
         cache.unlock(job.hold)
         job.hold = lock
+
+    def _note(self, job: LoadJob, path: Tensor, slots: Tensor) -> None:
+        """Note on what the KVs of a job rest, behind those in the slots of `path`."""
+        provenance, stored = self._cache.provenance, job.match.quality
+        depth = stored.depth + (job.kv_class.planes is not None)
+        if isinstance(job, BlendJob):
+            provenance.note_loaded(slots[: job.kept], depth, blended=stored.blended)
+            depth = max(job.plan.quality.depth, provenance.depth(path))
+            provenance.note_blended(slots[job.kept :], depth)
+        else:
+            provenance.note_loaded(slots, depth, blended=stored.blended)
 
     def discard(self, job: LoadJob) -> None:
         """See `SlotPool.discard`; SGLang puts requests back as if there were no room for them."""

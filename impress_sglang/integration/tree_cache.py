@@ -39,6 +39,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.integration.blends import Blends
 from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.keys import as_tokens
@@ -51,7 +52,9 @@ from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.integration.write_back import WriteBack
 from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import BITS
+from impress_sglang.options import BITS, OFF
+from impress_sglang.serving.blend_job import BlendJob
+from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.estimate import RequestLengths, pairs_of
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
@@ -63,6 +66,7 @@ from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
 from impress_sglang.serving.why import Asked
+from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import TimelineWriter
 
 logger = logging.getLogger(__name__)
@@ -94,6 +98,8 @@ class Known:
         io: seconds that reading what is stored of it takes.
         early: the job whose last layers its pass waits for.
         disturbed: whether the time of its pass says nothing of what computing takes.
+        blend: what is known of its blending.
+        blended, computed: tokens of what was brought for it that were blended, or computed.
     """
 
     req: Any
@@ -116,6 +122,9 @@ class Known:
     io: float = 0.0
     early: LoadJob | None = None
     disturbed: bool = False
+    blend: BlendNotes = dataclasses.field(default_factory=BlendNotes)
+    blended: int = 0
+    computed: int = 0
 
 
 class ImpressTreeCache(UnifiedRadixCache):
@@ -125,6 +134,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         self.impress: ServedTree | None = None
         """What hooks, routes and orders need; None before it is connected."""
         self.jobs: JobQueue | None = None
+        self.blends: Blends | None = None
+        """Reuses text that is no prefix; None unless this server does."""
         self._known: dict[str, Known] = {}
         self._polls = 0
         self._connected = False
@@ -159,6 +170,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         self.weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
         check = IntegrityCheck(service.served, self._check_requests)
         self.impress = ServedTree(self, check, self.weights)
+        if service.config.blend != OFF:
+            self.blends = Blends(self, model, forward_stream)
         service.describe_pool = self._describe_pool
 
     def attach(self, scheduler: Any) -> None:
@@ -169,6 +182,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         self.jobs = JobQueue(self.slots, self.loader, self._note_end, self._after_job, least)
         chunk = scheduler.chunked_prefill_size
         self._chunk_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize
+        if self.blends is not None:
+            self.blends.attach(chunk if chunk is not None and chunk > 0 else None)
         # SGLang's seams for caches that load while requests queue.
         scheduler.enable_lmcache = True
         self._connected = True
@@ -287,7 +302,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             self._forget(req.rid)
         else:
             known.admitted = known.planned = False
-            known.loaded = known.shared = 0
+            known.loaded = known.shared = known.blended = known.computed = 0
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""
@@ -309,12 +324,16 @@ class ImpressTreeCache(UnifiedRadixCache):
             # Also without jobs: what they brought may be held.
             self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
             self._give_up_slow()
+        if self.blends is not None:
+            self.blends.step()
         for job in [own for own in self.gate.jobs if own not in self.jobs.jobs]:
             self.gate.remove(job)
         self.service.tell_metrics()
 
     def rest(self) -> None:
         """Wait for jobs, before a scheduler that has nothing else to do looks again."""
+        if self.jobs is not None and self.jobs.computing:
+            return
         if self.has_pending_cache_operations():
             self.loader.wake.wait(IDLE_SECONDS)
         else:
@@ -484,26 +503,32 @@ class ImpressTreeCache(UnifiedRadixCache):
             return
         resident = self.match_resident(key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
-        plan = self.planner.plan(known.namespace, tokens, resident, known.kv_class)
+        plan: LoadPlan | BlendPlan | None
+        plan = usual = self.planner.plan(known.namespace, tokens, resident, known.kv_class)
+        if self.blends is not None:
+            plan = self.blends.plan(known, tokens, resident, usual) or usual
         if plan is None:
             return
         known.report.update(estimate_fields(plan.estimate, loads=plan.loads))
-        store, spans = self.service.store, plan.match.slice(plan.start, plan.stop)
         if not plan.loads:
             # Otherwise what is not loaded because reads were slow would never be loaded again.
-            self.loader.measure(store, spans[:1], known.kv_class.planes)
+            self.loader.measure(self.service.store, plan.spans[:1], known.kv_class.planes)
             return
-        store.tree.touch(plan.match)
-        self.service.lookahead.wait(req.rid, spans)
+        self.service.store.tree.touch(plan.match)
+        self.service.lookahead.wait(req.rid, plan.spans)
         waiter.patience = self.planner.computing_seconds(resident, len(tokens) - resident)
         known.io = plan.estimate.io
         self.jobs.join(waiter, self._job(known, plan, tokens))
 
-    def _job(self, known: Known, plan: LoadPlan, tokens: np.ndarray[Any, Any]) -> LoadJob:
+    def _job(self, known: Known, plan: LoadPlan | BlendPlan, tokens: Tokens) -> LoadJob:
         assert self.jobs is not None
-        space = known.extra_key, known.req.cache_salt
-        store, own = self.service.store, known.kv_class
-        job = LoadJob(store, own, space, tokens[: plan.stop], plan.match, plan.start)
+        if isinstance(plan, BlendPlan):
+            assert self.blends is not None
+            job: LoadJob = self.blends.job(known, plan)
+        else:
+            space = known.extra_key, known.req.cache_salt
+            store, own = self.service.store, known.kv_class
+            job = LoadJob(store, own, space, tokens[: plan.stop], plan.match, plan.start)
         least = self.service.config.min_prefix_tokens
         return overlapping(self.jobs.jobs, job, least) or job
 
@@ -512,11 +537,17 @@ class ImpressTreeCache(UnifiedRadixCache):
         if isinstance(job.error, PrefixUnreadable) and self.service.served.opened is job.store:
             logger.warning("a stored prefix is computed: %s", job.error)
             job.store.report(job.error)
+        if self.blends is not None:
+            self.blends.note_end(job)
 
     def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
         """A job for a request has ended: note what it brought, and plan what it did not."""
         known = self._known[waiter.rid]
-        if job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
+        if isinstance(job, BlendJob):
+            assert self.blends is not None
+            # Of a blend, its own notes say whether it may be tried again.
+            self.blends.settle(known, job)
+        elif job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
             # What is damaged the store itself knows.
             known.declined = True
         if job.state is JobState.LOADED and not job.revoked:
@@ -543,7 +574,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         """The share of a waiting request's reads that is left to do."""
         known = self._known.get(rid)
         job = None if known is None else known.waiter.job
-        return 0.0 if job is None else 1.0 - job.layers / self.service.shape.num_layers
+        return 0.0 if job is None else job.unread(self.service.shape.num_layers)
 
     def _has_lost(self, known: Known) -> bool:
         """Whether what was brought for a request was evicted before it was admitted."""
@@ -552,7 +583,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         resident = self.match_resident(self.key_of(known.req)).device_prefix_len
         if resident >= known.loaded_stop:
             return False
-        known.loaded_stop = known.loaded = known.shared = 0
+        known.loaded_stop = known.loaded = known.shared = known.blended = known.computed = 0
         return True
 
     # Late start: a pass begins while the last layers are on their way.
@@ -564,7 +595,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         shares the slots before they are filled.
         """
         job = waiter.job
-        if job is None or self.jobs is None or job.done.is_set() or job.revoked:
+        if job is None or self.jobs is None or job.done.is_set() or job.revoked or job.computes:
             return False
         if job.early:
             return True
@@ -646,9 +677,18 @@ class ImpressTreeCache(UnifiedRadixCache):
             if computing is not None and left > computing:
                 logger.info("loading %d tokens is slower than computing them", len(job))
                 for rid in job.waiters:
-                    self._known[rid].report["decision"] = "recompute"
-                    self._known[rid].waiter.tries = MOST_TRIES
+                    self._decline(self._known[rid], job)
                 self.jobs.give_up(job)
+
+    def _decline(self, known: Known, job: LoadJob) -> None:
+        """Let a request compute what a job would bring, which is slower."""
+        if isinstance(job, BlendJob):
+            assert self.blends is not None
+            self.blends.too_slow(known)
+            known.planned = False
+        else:
+            known.report["decision"] = "recompute"
+            known.waiter.tries = MOST_TRIES
 
     def _end_waiting(self, known: Known) -> None:
         """Note that a request was admitted, or is gone."""
@@ -670,19 +710,22 @@ class ImpressTreeCache(UnifiedRadixCache):
         report = known.report
         brought = min(known.loaded + known.shared, length)
         resident = length - brought
+        loaded = min(known.loaded, length)
         report.update(
             path="ssd" if known.loaded else "device" if length else "computed",
             prefix_tokens=length,
             used_tokens=length,
             resident_tokens=resident,
             stored_tokens=brought,
-            loaded_tokens=min(known.loaded, length),
+            loaded_tokens=loaded,
+            blended_tokens=known.blended,
             shared_tokens=min(known.shared, length),
             tokens=split_again(
                 report,
                 resident=resident,
                 shared=min(known.shared, length),
-                loaded=min(known.loaded, length),
+                loaded=max(loaded - known.blended - known.computed, 0),
+                blended=known.blended,
             ),
         )
 
@@ -694,6 +737,9 @@ class ImpressTreeCache(UnifiedRadixCache):
             return
         job.told = True
         known.loaded += len(job)
+        if isinstance(job, BlendJob):
+            known.blended += job.reused
+            known.computed += job.computed
         self._tell_reads(known, job)
 
     def _end_early(self, known: Known) -> None:
@@ -709,7 +755,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         for name, count in reads.items():
             report[name] = report.get(name, 0) + count
         report.update(
-            bits=known.kv_class.bits,
+            bits=job.plan.estimate.bits if isinstance(job, BlendJob) else known.kv_class.bits,
             bits_mean=round(job.fills.mean_bits, 3),
             load_ms=round(report["load_ms"] + job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
             layers_whole=self.service.shape.num_layers,
@@ -725,6 +771,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             known.wanted,
             seen=None if self.saves.sights is None else known.seen or 0,
             opened=not known.declined,
+            blend=known.blend.why,
         )
         known.report["why"] = self.service.explainer.explain(asked)
         length = known.report["prefix_tokens"]

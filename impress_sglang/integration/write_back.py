@@ -180,7 +180,8 @@ class WriteBack:
             return EXACT, 0
         if depth > self._service.config.approximation_depth:
             return None, 0
-        return Quality(depth, 1.0, own.bits, own.share), provenance.loaded_before(slots)
+        share = own.share if provenance.blended(slots) else 1.0
+        return Quality(depth, 1.0, own.bits, share), provenance.loaded_before(slots)
 
     def _offer(
         self, known: Known, save: _Save, quality: Quality, first: int, queries: dict[int, Any]

@@ -118,6 +118,8 @@ class JobQueue:
         """Those that have not ended, the earliest first."""
         self.waiters: dict[str, Waiter] = {}
         """Queued requests that wait for a job, or for which something is held."""
+        self.computing: list[LoadJob] = []
+        """Those that are read, and on which the scheduler's thread computes."""
         self._admissible: set[str] | None = None
         """Those that may pass the request at the head, which has waited long enough; None: all."""
 
@@ -180,7 +182,18 @@ class JobQueue:
     def settle(self) -> None:
         """Take in the jobs that have ended."""
         for job in self._loader.take_ended():
-            self._finish(job)
+            if job.computes and job.state is JobState.LOADED and job in self.jobs:
+                self.computing.append(job)
+            else:
+                self._finish(job)
+        for job in [own for own in self.computing if own.revoked]:
+            self.end_computing(job, JobState.DROPPED)
+
+    def end_computing(self, job: LoadJob, state: JobState) -> None:
+        """Note that the scheduler's thread computes no more of a job."""
+        self.computing.remove(job)
+        job.state = state
+        self._finish(job)
 
     def make_room(self, missing: Callable[[], int]) -> None:
         """Free what jobs have, until nothing is `missing` or nothing is left.

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,6 +55,12 @@ class JobState(enum.Enum):
     """Something could not be read; nobody may use its slots."""
     DROPPED = "dropped"
     """It was given up before all layers were there."""
+
+
+AfterFill: TypeAlias = Callable[[Tensor], None]
+"""Changes a layer's pool of keys, in slots that were just filled."""
+FillLayer: TypeAlias = Callable[[int, AnySource, Tensor, "AfterFill | None"], None]
+"""Fills a layer of a source into slots."""
 
 
 class JobRevoked(Exception):
@@ -109,6 +115,8 @@ class LoadJob:
     """On an accelerator, an event after each layer."""
     timeline: RequestTimeline | None = None
     """Where its time goes; None unless that is written down."""
+    computes: ClassVar[bool] = False
+    """Whether the scheduler's thread has something to compute when all was read."""
 
     def __post_init__(self) -> None:
         self._revoked = False
@@ -180,6 +188,38 @@ class LoadJob:
             left = self.deadline - time.monotonic()
             self._changed.wait_for(lambda: self.layers > layer or self.done.is_set(), left)
             return self.layers > layer
+
+    def begin_at(self, start: int) -> None:
+        """Note where it begins: behind the tokens that are resident when it gets its slots."""
+        self.start = start
+
+    def open(self) -> AnySource:
+        """Open what is read first, on the loader's thread.
+
+        Raises:
+            PrefixUnreadable: it cannot be opened.
+        """
+        return self.store.open_whole(self.spans, self.kv_class.planes)
+
+    def bring(self, source: AnySource, fill: FillLayer) -> None:
+        """Bring all layers from the source that was opened, and close it.
+
+        Raises:
+            PrefixUnreadable: something could not be read.
+            JobRevoked: its slots were taken away.
+        """
+        assert self.target is not None
+        self.reads = source.stats
+        try:
+            self.store.ahead.join(source)
+            for layer in range(source.num_layers):
+                fill(layer, source, self.target, None)
+        finally:
+            self.store.close_source(source)
+
+    def unread(self, num_layers: int) -> float:
+        """The share of its reads that is left to do."""
+        return 1.0 - self.layers / num_layers
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
         """How long the rest will take, judging by its layers so far; None before the first."""
@@ -280,7 +320,7 @@ class JobLoader:
                 continue
             try:
                 job.began_at = time.monotonic()
-                source = job.store.open_whole(job.spans, job.kv_class.planes)
+                source = job.open()
             except PrefixUnreadable as error:
                 self._end(job, JobState.FAILED, error)
             except BaseException as error:
@@ -299,16 +339,18 @@ class JobLoader:
         source: AnySource,
         others: collections.deque[tuple[LoadJob, AnySource]],
     ) -> None:
-        store, state, job.reads = job.store, JobState.LOADED, source.stats
+        state = JobState.LOADED
         error: BaseException | None = None
+
+        def fill(layer: int, source: AnySource, slots: Tensor, after: AfterFill | None) -> None:
+            self._load_layer(layer, job, source, slots, after)
+            self._open(others)
+
         try:
-            store.ahead.join(source)
             with torch.cuda.stream(self._stream):
                 if self._stream is not None:
                     self._stream.wait_event(job.after)
-                for layer in range(source.num_layers):
-                    self._load_layer(layer, job, source)
-                    self._open(others)
+                job.bring(source, fill)
                 if job.events:
                     job.events[-1].synchronize()
         except JobRevoked:
@@ -319,15 +361,23 @@ class JobLoader:
             # Answers are right without the job.
             logger.exception("a stored prefix could not be loaded")
             state, error = JobState.FAILED, bug
-        store.close_source(source)
         self._end(job, state, error)
 
-    def _load_layer(self, layer: int, job: LoadJob, source: AnySource) -> None:
+    def _load_layer(
+        self,
+        layer: int,
+        job: LoadJob,
+        source: AnySource,
+        slots: Tensor,
+        after: AfterFill | None,
+    ) -> None:
         if job.revoked:
             raise JobRevoked
-        assert job.target is not None
         keys, values = self._layers(layer)
-        self._filler.fill(layer, source, keys, values, job.target, job.fills, job.writing)
+        self._filler.fill(layer, source, keys, values, slots, job.fills, job.writing)
+        if after is not None:
+            with job.writing():
+                after(keys)
         job.note_layer(None if self._stream is None else self._stream.record_event())
         source.end_layer(layer)
         job.store.ahead.top_up()
