@@ -26,23 +26,21 @@ import contextlib
 import dataclasses
 import random
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench.core.checkouts import CHECKOUT, servers_of
-from bench.core.data import load_tokenize, model_folder
+from bench.core.checkouts import CHECKOUT, Checkout, servers_of
+from bench.core.data import model_folder
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Result, Row, Table, plain
 from bench.core.servers import STOCK, Server, Servers
-from bench.core.session import BenchFailed, step
+from bench.core.session import step
+from bench.traffic.crowd import Crowd
 from bench.traffic.prompts import QUESTIONS, Handbook, draw
 from bench.traffic.reading import Counts
+from bench.traffic.streams import Stream, describe_gaps
 
 NOT_STORED: dict[str, Any] = {"impress_store": False}
 EXACT: dict[str, Any] = {"impress_bits": "exact", **NOT_STORED}
@@ -50,7 +48,7 @@ POOL_TOKENS = 20000
 CHUNK_TOKENS = 512
 SHORT_TOKENS = 40
 QUESTION_TOKENS = 8
-# Of a stream before the other request comes, and after which a gap is no longer its beginning.
+# Of a stream before the other request comes.
 BEFORE_TOKENS = 20
 TURNS = 4
 TURN_TOKENS = 120
@@ -73,7 +71,11 @@ GAPS = (
     Beside("default bits, 20 MB/s", mbps=20),
     Beside("exact, 80 MB/s", mbps=80, custom=EXACT),
 )
-CASES = ("gaps", "ttft", "eight", "chat")
+CASES = ("gaps", "ttft", "eight", "chat", "load")
+# Of each kind in the case `load`, and what its pool has room for: four prefixes with their answers.
+LOAD_CLIENTS = 4
+LOAD_ANSWER_TOKENS = 200
+LOAD_SPARE_TOKENS = 2000
 OPTIONS = (
     Option("cases", CASES, f"of {', '.join(CASES)}", parse=one_of(CASES)),
     Option("prefix-tokens", 3000, "of a random prefix", quick=1000),
@@ -82,6 +84,9 @@ OPTIONS = (
     Option("ttft-repeats", 5, "of each TTFT alone", quick=2),
     Option("ttft-mbps", (0.0, 130.0, 60.0, 30.0), "0: the drive as it is", quick=(0.0, 60.0)),
     Option("eight-mbps", (0.0, 60.0), "of the drive for eight at once", quick=(60.0,)),
+    Option("load-seconds", 40.0, "for which clients ask", quick=8.0),
+    Option("load-prefixes", 8, "for which they ask", quick=5),
+    Option("load-mbps", 20.0, "of the drive meanwhile"),
     CHECKOUT,
     SERVER_FLAG,
     MODEL,
@@ -96,24 +101,17 @@ def run(args: argparse.Namespace) -> Result:
     """Measure all cases."""
     work = Work(args)
     figures: dict[str, Any] = {"model": work.model.name}
-    tables: list[Table] = []
     with servers_of(args) as pools:
         figures["checkouts"] = [own.describe() for own in pools]
-        with contextlib.ExitStack() as stack:
-            sides = {
-                own.name: stack.enter_context(work.running(pool)) for own, pool in pools.items()
-            }
-            for name, server in sides.items():
-                with step(f"{name}: storing and warming up"):
-                    work.prepare(server)
-            for case in args.cases:
-                with step(case):
-                    rows = MEASURES[case](work, sides)
-                figures[case] = rows
-                tables.append(Table(plain(*SHOWN[case]), rows, case))
-            for server in sides.values():
-                server.check_log()
-                server.stop()
+        alone = [case for case in args.cases if case != "load"]
+        if alone:
+            with work.all_running(pools) as sides:
+                for case in alone:
+                    with step(case):
+                        figures[case] = MEASURES[case](work, sides)
+        if "load" in args.cases:
+            figures["load"] = work.load(pools)
+        tables = [Table(plain(*SHOWN[case]), figures[case], case) for case in args.cases]
     return Result(figures, tables)
 
 
@@ -124,24 +122,37 @@ class Work:
         self.args = args
         self.model = model_folder(args.model)
         self.handbook = Handbook(self.model)
-        self._decode = load_decode(self.model)
         chance = random.Random(f"{args.seed} beside")
         self.prefix = draw(chance, args.prefix_tokens)
         self.short = draw(chance, SHORT_TOKENS)
         self._chance = chance
 
-    def running(self, pool: Servers) -> contextlib.AbstractContextManager[Server]:
-        """A server with room for all."""
+    @contextlib.contextmanager
+    def all_running(self, pools: Mapping[Checkout, Servers]) -> Iterator[Sides]:
+        """A server of each clone, with both prefixes stored; its log is checked at the end."""
+        with contextlib.ExitStack() as stack:
+            sides = {
+                own.name: stack.enter_context(self._running(pool, "beside", POOL_TOKENS))
+                for own, pool in pools.items()
+            }
+            for name, server in sides.items():
+                with step(f"{name}: storing and warming up"):
+                    self._prepare(server)
+            yield sides
+            end_well(sides)
+
+    def _running(
+        self, pool: Servers, name: str, tokens: int, *, stock: bool = False
+    ) -> contextlib.AbstractContextManager[Server]:
+        """A server with a pool of so many tokens and a store of its own, or stock SGLang."""
+        ours = [*store_flags(pool.folder / f"kv-{name}"), *self.args.server_flag]
+        flags = [f"--max-total-tokens={tokens}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
+        how = {"preload": STOCK} if stock else {}
         return pool.running(
-            "beside",
-            self.model,
-            self.args.dtype,
-            f"--max-total-tokens={POOL_TOKENS}",
-            *store_flags(pool.folder / "kv"),
-            *self.args.server_flag,
+            name, self.model, self.args.dtype, *flags, *([] if stock else ours), **how
         )
 
-    def prepare(self, server: Server) -> None:
+    def _prepare(self, server: Server) -> None:
         """Store both prefixes, and take each way once: first requests take longer."""
         server.store(self.handbook.ask(QUESTIONS[0]))
         server.store([*self.prefix, *self.fresh(QUESTION_TOKENS)])
@@ -154,10 +165,6 @@ class Work:
     def fresh(self, count: int) -> list[int]:
         """Tokens that nobody has seen."""
         return draw(self._chance, count)
-
-    def tell(self, tokens: Sequence[int]) -> str:
-        """The text of an answer."""
-        return self._decode(tokens)
 
     def gaps(self, sides: Sides) -> list[Row]:
         """Of a stream, beside each kind of request."""
@@ -210,9 +217,7 @@ class Work:
             for name, server in in_turn(sides, number):
                 with drive(server, mbps) as counts:
                     began = time.perf_counter()
-                    answers = server.first_tokens(
-                        prompts, at_once=len(prompts), custom=NOT_STORED
-                    )
+                    answers = server.first_tokens(prompts, at_once=len(prompts), custom=NOT_STORED)
                     seconds, read = time.perf_counter() - began, counts.since()
                 times = [own for own, _ in answers]
                 rows.append(
@@ -248,12 +253,44 @@ class Work:
                             "computed": len(talk) - cached(answer),
                             "seconds": round(seconds, 2),
                             "read_mb": round(read["read_bytes"] / 1e6, 1),
-                            "answer": self.tell(answer["output_ids"]),
+                            "answer": answer["text"],
                         }
                     )
                     talk = [*talk, *answer["output_ids"], *self.handbook.go_on(QUESTIONS[turn])]
                     if turn == 1:
                         server.flush()
+        return rows
+
+    def load(self, pools: Mapping[Checkout, Servers]) -> list[Row]:
+        """Clients of both kinds for a fixed time, on each clone's server and on stock SGLang."""
+        chance = random.Random(f"{self.args.seed} load")
+        length = self.args.prefix_tokens
+        prefixes = [draw(chance, length) for _ in range(self.args.load_prefixes)]
+        tokens = LOAD_CLIENTS * length + LOAD_SPARE_TOKENS
+        first = next(iter(pools.values()))
+        crowd = Crowd(
+            LOAD_CLIENTS, LOAD_CLIENTS, LOAD_ANSWER_TOKENS, prefixes, NOT_STORED, self.args.seed
+        )
+        rows: list[Row] = []
+        ours = [(own.name, pool, False) for own, pool in pools.items()]
+        for name, pool, stock in [*ours, ("stock SGLang", first, True)]:
+            with self._running(
+                pool, f"load-{name.replace(' ', '-')}", tokens, stock=stock
+            ) as server:
+                if stock:
+                    server.generate(prefixes[0])
+                    server.flush()
+                else:
+                    with step(f"{name}: storing {len(prefixes)} prefixes"):
+                        for prefix in prefixes:
+                            server.store(prefix)
+                    server.emulate_ssd(self.args.load_mbps)
+                counts = None if stock else Counts(server)
+                with step(f"load: {name}"):
+                    row = crowd.ask(server, self.args.load_seconds)
+                read = counts.since()["drive_bytes"] if counts else 0.0
+                rows.append({"server": name, **row, "drive_mb": round(read / 1e6, 1)})
+                end_well({name: server})
         return rows
 
     def _beside(self, beside: Beside) -> list[int] | None:
@@ -281,12 +318,7 @@ class Work:
             row["stream_over"] = stream.last < ended
             row["read_mb"] = read["read_bytes"] / 1e6
             row["drive_mb"] = read["drive_bytes"] / 1e6
-        gaps = sorted(stream.gaps())
-        row |= {
-            "longest_ms": gaps[-1] * 1e3,
-            "second_ms": gaps[-2] * 1e3,
-            "median_ms": statistics.median(gaps) * 1e3,
-        }
+        row |= describe_gaps(stream.gaps())
         return {name: round(value, 1) for name, value in row.items()}
 
 
@@ -310,6 +342,19 @@ SHOWN = {
     ),
     "ttft": ("mbps", "checkout", "ttft_ms", "from_ms", "to_ms", "read_mb"),
     "eight": ("mbps", "checkout", "all_ms", "mean_ttft_ms", "worst_ttft_ms", "read_mb", "drive_mb"),
+    "load": (
+        "server",
+        "tokens_per_s",
+        "gap_p50_ms",
+        "gap_p99_ms",
+        "gap_max_ms",
+        "first_p50_ms",
+        "asked_per_s",
+        "ttft_p50_ms",
+        "ttft_max_ms",
+        "cached_share",
+        "drive_mb",
+    ),
     "chat": ("checkout", "turn", "prompt", "cached", "computed", "seconds", "read_mb"),
 }
 
@@ -317,7 +362,6 @@ SHOWN = {
 def store_flags(store: Path) -> list[str]:
     """Of a server that stores at once, always loads, and keeps nothing in memory."""
     return [
-        f"--chunked-prefill-size={CHUNK_TOKENS}",
         "--enable-impress",
         f"--impress-ssd-dir={store}",
         "--impress-write-after=1",
@@ -325,6 +369,17 @@ def store_flags(store: Path) -> list[str]:
         "--impress-host-gb=0",
         "--impress-device-gb=0",
     ]
+
+
+def end_well(sides: Sides) -> None:
+    """Look at the logs, and end all.
+
+    Raises:
+        BenchFailed: a log tells of trouble.
+    """
+    for server in sides.values():
+        server.check_log()
+        server.stop()
 
 
 def in_turn(sides: Sides, number: int) -> list[tuple[str, Server]]:
@@ -353,74 +408,3 @@ def cached(answer: Mapping[str, Any]) -> int:
 def medians(rows: Sequence[Row]) -> Row:
     """Of each figure that the rows have."""
     return {name: round(statistics.median(row[name] for row in rows), 1) for name in rows[0]}
-
-
-def load_decode(model: Path) -> Callable[[Sequence[int]], str]:
-    """Token ids to text, by a model's tokenizer."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return lambda tokens: str(tokenizer.decode(list(tokens)))
-
-
-class Stream:
-    """An answer that is streamed by a thread, and when its tokens came."""
-
-    def __init__(
-        self,
-        server: Server,
-        tokens: Sequence[int],
-        new_tokens: int,
-        custom: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._pieces: list[tuple[float, int]] = []
-        self._came = threading.Condition()
-        self._error: BenchFailed | None = None
-        self._ended = False
-        self._asked = server, list(tokens), new_tokens, dict(custom or {})
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
-
-    @property
-    def last(self) -> float:
-        """When the last piece came."""
-        return self._pieces[-1][0]
-
-    def wait(self, tokens: int) -> None:
-        """Until so many have come, or it has ended."""
-        with self._came:
-            self._came.wait_for(
-                lambda: self._ended or bool(self._pieces and self._pieces[-1][1] >= tokens)
-            )
-
-    def join(self) -> None:
-        """Until it has ended.
-
-        Raises:
-            BenchFailed: it did not end well.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def gaps(self) -> list[float]:
-        """Seconds between pieces."""
-        return [float(gap) for gap in np.diff([when for when, _ in self._pieces])]
-
-    def tokens_between(self, began: float, ended: float) -> int:
-        """How many came in that time."""
-        before = max((count for when, count in self._pieces if when < began), default=0)
-        return max((count for when, count in self._pieces if when <= ended), default=0) - before
-
-    def _follow(self) -> None:
-        server, tokens, new_tokens, custom = self._asked
-        try:
-            for piece in server.stream(tokens, new_tokens, custom=custom):
-                with self._came:
-                    self._pieces.append(piece)
-                    self._came.notify_all()
-        except BenchFailed as error:
-            self._error = error
-        with self._came:
-            self._ended = True
-            self._came.notify_all()

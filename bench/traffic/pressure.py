@@ -274,16 +274,16 @@ def _measure(
         server.generate(draw(random.Random(seed), 400), 2)
         server.flush()
         server.emulate_ssd(args.ssd_mbps)
-        counts, crowd = Counts(server), _Crowd(args, server)
+        counts, clients = Counts(server), Clients(args, server)
         with step(label):
-            ended, seconds = crowd.ask_all(traffic)
+            ended, seconds = clients.ask_all(traffic)
         row |= describe(ended) | {"seconds": round(seconds, 1)}
         row |= {"read_bytes": None, "drive_bytes": None, "loads": None, "differ": 0, "compared": 0}
         try:
             if not row["unasked"] and row["state"] == "ok":
                 row |= counts.since()
                 server.emulate_ssd(0)
-                row |= crowd.compare(list(zip(traffic, ended, strict=True)))
+                row |= clients.compare(list(zip(traffic, ended, strict=True)))
                 server.flush()
             server.check_log()
             if row["state"] == "ok":
@@ -308,7 +308,7 @@ def describe(ended: Sequence[Ended]) -> Row:
     }
 
 
-class _Crowd:
+class Clients:
     """Clients of a server which do not wait for ever."""
 
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
