@@ -15,6 +15,7 @@ prefixes. Afterwards some requests are made again, alone and after a flush: how 
   MB, drive  read by finished requests, and by the server's processes for whomever
   loads      finished requests with a stored prefix that was not in the pool
   differ     answers that are not those of the same request alone
+  machine    its load average before the server was started
 
 With --checkout the same requests are made to servers of several clones; ratios are of seconds, to
 those of the first one.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import random
 import shutil
 import statistics
@@ -164,6 +166,7 @@ COLUMNS = (
     Column("drive", lambda row: row["drive_bytes"] and row["drive_bytes"] / 1e6, "{:,.0f}"),
     Column("loads", "loads", "{:.0f}"),
     Column("differ", lambda row: f"{row['differ']} of {row['compared']}"),
+    Column("machine", "machine_load"),
     Column("state", "state"),
 )
 
@@ -268,6 +271,8 @@ def _measure(
     link_store(pool.folder / "prepared", store)
     flags = _flags(args, store, round(room * PREFIX_TOKENS[0]))
     row: Row = {"checkout": own.name, "pool": room, "seed": seed}
+    # What else the machine does decides how far seconds can be compared.
+    row["machine_load"] = round(os.getloadavg()[0], 1)
     label = f"{own.name}: pool {room:g}, seed {seed}"
     with pool.running(name, model, args.dtype, *flags) as server:
         # Compiled loops are loaded and buffers are made, but none of the prefixes is in the pool.

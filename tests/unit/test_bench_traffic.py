@@ -184,6 +184,7 @@ def row_of(checkout: str, seed: int, seconds: float, **more: Any) -> Row:
         "seed": seed,
         "seconds": seconds,
         "slowest_s": 1.0,
+        "machine_load": 0.1,
         "state": "ok",
         "told": "",
         **counts,
