@@ -43,7 +43,7 @@ class TreeSlots:
         tokens, chunked = 0, scheduler.chunked_req
         if chunked is not None:
             requests[id(chunked)] = chunked
-            tokens = len(chunked.full_untruncated_fill_ids) - chunked.kv.kv_committed_len
+            tokens = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
         ratio, page = scheduler.new_token_ratio_tracker.current, self._cache.page_size
         for own in requests.values():
             if not own.finished():
@@ -104,6 +104,9 @@ class TreeSlots:
         job.begin_at(start)
         job.hold = hold
         job.slots = job.target = slots.to(torch.int64)
+        if slots.is_cuda:
+            # A pass in flight may still use them.
+            job.after = self._scheduler.forward_stream.record_event()
         return True
 
     def give_back(self, job: LoadJob) -> None:

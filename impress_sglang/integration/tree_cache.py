@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.integration.blends import Blends
 from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
@@ -67,6 +67,7 @@ from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
 from impress_sglang.serving.why import Asked
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.timeline import TimelineWriter
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Known:
         refused: whether it was refused for want of space or of write budget.
         planned: whether what is to be loaded for it is known.
         admitted: whether it runs.
-        declined: whether something that was to be loaded could not be read.
+        declined: whether something that was to be loaded could not be read now.
         loaded, shared: tokens that were brought for it, and by jobs that others tell of.
         loaded_stop: where these end.
         not_before: the poll before which it is not admitted again.
@@ -161,7 +162,9 @@ class ImpressTreeCache(UnifiedRadixCache):
         pool = allocator.get_kvcache()
         keys = pool._get_key_buffer(pool.start_layer)
         self.provenance = Provenance(len(keys), keys.device)
-        self.loader = JobLoader(service.shape, keys.device, PoolLayers(pool))
+        trace = service.config.trace_path
+        timelines = TimelineWriter(trace) if trace else None
+        self.loader = JobLoader(service.shape, keys.device, PoolLayers(pool), timelines)
         self.gate = LayerGate(pool, self._note_broken)
         self.saves = WriteBack(self, QuerySampler(model), forward_stream)
         self.weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
@@ -317,7 +320,8 @@ class ImpressTreeCache(UnifiedRadixCache):
             return
         self._polls += 1
         self.service.served.poll()
-        if self.jobs:
+        if self.jobs.active:
+            # Also without jobs: what they brought may be held.
             self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
             self._give_up_slow()
         if self.blends is not None:
@@ -328,9 +332,9 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def rest(self) -> None:
         """Wait for jobs, before a scheduler that has nothing else to do looks again."""
-        if self.jobs and self.jobs.computing:
+        if self.jobs is not None and self.jobs.computing:
             return
-        if self.jobs:
+        if self.has_pending_cache_operations():
             self.loader.wake.wait(IDLE_SECONDS)
         else:
             self.service.tell_metrics(idle=True)
@@ -340,7 +344,7 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def has_pending_cache_operations(self) -> bool:
         """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
-        return bool(self.jobs)
+        return self.jobs is not None and bool(self.jobs.jobs)
 
     # Room.
 
@@ -401,7 +405,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         if not self._connected:
             super().reset()
             return
-        assert self.jobs is not None and not self.jobs, "SGLang flushes while slots are filled"
+        assert self.jobs is not None
+        assert not self.jobs.jobs, "SGLang flushes while slots are filled"
         store = self.service.served.opened
         if store is not None:
             # Accepted writes read slots that are about to be given away.
@@ -489,7 +494,9 @@ class ImpressTreeCache(UnifiedRadixCache):
         assert self.jobs is not None
         known.planned = True
         waiter, req = known.waiter, known.req
-        if waiter.tries >= MOST_TRIES or known.report["not_served"] is not None:
+        if self.disable or waiter.tries >= MOST_TRIES:
+            return
+        if known.report["not_served"] is not None:
             return
         key = self.key_of(req)
         if not self.planner.looks_for(len(key)):
@@ -504,6 +511,8 @@ class ImpressTreeCache(UnifiedRadixCache):
             return
         known.report.update(estimate_fields(plan.estimate, loads=plan.loads))
         if not plan.loads:
+            # Otherwise what is not loaded because reads were slow would never be loaded again.
+            self.loader.measure(self.service.store, plan.spans[:1], known.kv_class.planes)
             return
         self.service.store.tree.touch(plan.match)
         self.service.lookahead.wait(req.rid, plan.spans)
@@ -538,8 +547,9 @@ class ImpressTreeCache(UnifiedRadixCache):
             assert self.blends is not None
             # Of a blend, its own notes say whether it may be tried again.
             self.blends.settle(known, job)
-        else:
-            known.declined = known.declined or job.state is JobState.FAILED
+        elif job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
+            # What is damaged the store itself knows.
+            known.declined = True
         if job.state is JobState.LOADED and not job.revoked:
             self._tell_loaded(known, job)
         self._plan(known)
@@ -717,7 +727,6 @@ class ImpressTreeCache(UnifiedRadixCache):
                 loaded=max(loaded - known.blended - known.computed, 0),
                 blended=known.blended,
             ),
-            approximate=length > 0 and not known.kv_class.exact and self.provenance.mixed,
         )
 
     def _tell_loaded(self, known: Known, job: LoadJob) -> None:
@@ -765,6 +774,10 @@ class ImpressTreeCache(UnifiedRadixCache):
             blend=known.blend.why,
         )
         known.report["why"] = self.service.explainer.explain(asked)
+        length = known.report["prefix_tokens"]
+        if self.provenance.mixed and length and not known.kv_class.exact:
+            path = self.path_device_indices(known.req.last_node)[:length]
+            known.report["approximate"] = self.provenance.depth(path.long()) > 0
         self.saves.expect(known)
 
     def _count(self, known: Known) -> None:

@@ -174,10 +174,11 @@ class WriteBack:
     def _quality_of(self, known: Known, slots: Tensor) -> tuple[Quality | None, int]:
         """The quality of KVs in slots, and how many of the first came from a store."""
         provenance, own = self._cache.provenance, known.kv_class
-        depth = provenance.depth(slots)
+        # Nothing in the tree of this class rests on codes, and nobody marks its slots.
+        depth = 0 if own.exact else provenance.depth(slots)
         if not depth:
             return EXACT, 0
-        if own.exact or depth > self._service.config.approximation_depth:
+        if depth > self._service.config.approximation_depth:
             return None, 0
         share = own.share if provenance.blended(slots) else 1.0
         return Quality(depth, 1.0, own.bits, share), provenance.loaded_before(slots)
