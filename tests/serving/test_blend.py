@@ -89,7 +89,9 @@ def test_all_computed_again_is_stock(
         return
     for answer in (*together, *alone):
         told = report(answer)
-        assert told["path"] == "ssd" and told["approximate"] and not told["recomputed"], told
+        # Who was put back begins again behind what it had blended.
+        ways = ("ssd", "device") if rule == "cramped" else ("ssd",)
+        assert told["path"] in ways and told["approximate"] and not told["recomputed"], told
         # Random tokens that are all computed are none that are reused, though they are read.
         assert bool(told["blended_tokens"]) == (rule == "deviation")
 
