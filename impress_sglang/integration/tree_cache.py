@@ -464,14 +464,14 @@ class ImpressTreeCache(UnifiedRadixCache):
         own = KVClass() if refusal is not None else service.class_of(wanted)
         namespace = namespace_text(extra_key, req.cache_salt)
         known = Known(req, extra_key, wanted, own, report, namespace, Waiter(req.rid))
-        if wanted.auto_bits and refusal is None and not own.exact:
+        if report["not_stored"] is None and self.saves.sight(known):
+            known.wanted, known.kv_class = LoadOptions(), KVClass()
+        elif wanted.auto_bits and refusal is None and not own.exact:
             known.kv_class = self._choose(known)
         req.extra_key = marked(extra_key, known.kv_class, service.usual)
         self._known[req.rid] = known
         self.service.num_live = len(self._known)
         req.customized_info = {REPORT_KEY: [report]}
-        if report["not_stored"] is None:
-            self.saves.sight(known)
         return known
 
     def _choose(self, known: Known) -> KVClass:
@@ -816,6 +816,8 @@ class ImpressTreeCache(UnifiedRadixCache):
             store.writes.abandon()
         for known in self._known.values():
             known.planned = False
+            # What was found in a store ends with it.
+            known.blend = BlendNotes()
 
     def _is_empty(self) -> bool:
         """Whether no KV is left in the pool."""
