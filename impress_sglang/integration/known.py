@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -96,12 +96,23 @@ class Known:
 
 
 class KnownRequests:
-    """The known requests of one tree cache, by id; the scheduler's thread owns them."""
+    """The known requests of one tree cache, by id; the scheduler's thread owns them.
 
-    def __init__(self, cache: UnifiedRadixCache, service: Service, planner: LoadPlanner) -> None:
+    Args:
+        sight: counts a request that may be stored; returns whether it should be computed exactly.
+    """
+
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        service: Service,
+        planner: LoadPlanner,
+        sight: Callable[[Known], bool],
+    ) -> None:
         self._cache = cache
         self._service = service
         self._planner = planner
+        self._sight = sight
         self._known: dict[str, Known] = {}
 
     def __iter__(self) -> Iterator[Known]:
@@ -132,7 +143,9 @@ class KnownRequests:
         own = KVClass() if refusal is not None else service.class_of(wanted)
         namespace = namespace_text(extra_key, req.cache_salt)
         known = Known(req, extra_key, wanted, own, report, namespace, Waiter(req.rid))
-        if wanted.auto_bits and refusal is None and not own.exact:
+        if report["not_stored"] is None and self._sight(known):
+            known.wanted, known.kv_class = LoadOptions(), KVClass()
+        elif wanted.auto_bits and refusal is None and not own.exact:
             known.kv_class = self._choose(known)
         req.extra_key = marked(extra_key, known.kv_class, service.usual)
         req.customized_info = {REPORT_KEY: [report]}

@@ -20,7 +20,7 @@ from impress_sglang.integration.slot_pool import TreeSlots
 from impress_sglang.integration.tree_nodes import match_resident
 from impress_sglang.options import OFF
 from impress_sglang.serving.blend_job import BlendJob
-from impress_sglang.serving.blend_plan import BlendPlan
+from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
 from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob, PoolLayers
@@ -149,6 +149,8 @@ class PrefixLoads:
         """Drop all jobs and plans; returns whether the loader has let go of all slots in time."""
         for known in self._known:
             known.planned = False
+            # What was found in a store ends with it.
+            known.blend = BlendNotes()
         return self.jobs.drop_all(self._service.config.io_timeout)
 
     def close(self) -> None:

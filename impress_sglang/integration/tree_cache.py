@@ -76,10 +76,10 @@ class ImpressTreeCache(UnifiedRadixCache):
         self._device = keys.device
         self._service = service
         self._planner = planner = LoadPlanner(service, self.page_size)
-        self._known = KnownRequests(self, service, planner)
         self._provenance = Provenance(len(keys), keys.device)
         sampler = QuerySampler(model)
         self._saves = WriteBack(self, service, planner, self._provenance, sampler, forward_stream)
+        self._known = KnownRequests(self, service, planner, self._saves.sight)
         counts = self._saves.sights is not None
         self._reports = RequestReports(self, service, self._provenance, counts=counts)
         weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
@@ -112,8 +112,6 @@ class ImpressTreeCache(UnifiedRadixCache):
         if req is None or self.loads is None or self.disable:
             return super().match_prefix(params)
         known = self._known.note(req)
-        if known.worth is None and known.report["not_stored"] is None:
-            self._saves.sight(known)
         key = params.key
         if key.extra_key != req.extra_key:
             # Its first match: SGLang made the key before the request had a class.
