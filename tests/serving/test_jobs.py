@@ -379,6 +379,8 @@ def test_weights_are_replaced_while_a_job_runs(
         assert told["success"], told
         assert_same([expected], [answer], TOLERANCE)
         assert paths([answer]) == ["computed"]
+        # The store of these weights is opened in the background.
+        wait_until(lambda: server.stats()["suspended"] is None, 60)
         server.assert_whole()
 
 
