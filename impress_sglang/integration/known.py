@@ -53,7 +53,7 @@ class Known:
         refused: whether it was refused for want of space or of write budget.
         planned: whether what is to be loaded for it is known.
         admitted: whether it runs.
-        declined: whether something that was to be loaded could not be read.
+        declined: whether something that was to be loaded could not be read now.
         not_before: the poll before which it is not admitted again.
         io: seconds that reading what is stored of it takes.
         early: the job whose last layers its pass waits for.

@@ -239,15 +239,19 @@ class PrefixLoads:
             if computing is not None and left > computing:
                 logger.info("loading %d tokens is slower than computing them", len(job))
                 for rid in job.waiters:
-                    self._decline(self._known[rid], job)
+                    self._decline(self._known[rid], job, left, computing)
                 self.jobs.give_up(job)
 
-    def _decline(self, known: Known, job: LoadJob) -> None:
-        """Let a request compute what a job would bring, which is slower."""
+    def _decline(self, known: Known, job: LoadJob, left: float, computing: float) -> None:
+        """Let a request compute in `computing` seconds what a job would bring in `left` more."""
         if isinstance(job, BlendJob):
             assert self._blends is not None
             self._blends.too_slow(known)
             known.planned = False
         else:
-            known.report["decision"] = "recompute"
+            known.report.update(
+                decision="recompute",
+                estimated_load_ms=round(left * 1e3, 3),
+                estimated_recompute_ms=round(computing * 1e3, 3),
+            )
             known.waiter.tries = MOST_TRIES
