@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.integration.blend_steps import BLOCK_TOKENS, BlendSteps, rotation_of
+from impress_sglang.integration.known import Known
+from impress_sglang.integration.layer_gate import LayerGate
 from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blend_planner import BlendPlanner
 from impress_sglang.serving.estimate import RequestLengths
+from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobState, LoadJob, PoolLayers
-from impress_sglang.serving.load_planner import LoadPlan
+from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
+from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.segment import Tokens
-
-if TYPE_CHECKING:
-    from impress_sglang.integration.tree_cache import ImpressTreeCache, Known
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +29,26 @@ logger = logging.getLogger(__name__)
 class Blends:
     """Plans blends, and carries out their jobs; the scheduler's thread owns it."""
 
-    def __init__(self, cache: ImpressTreeCache, model: Any, forward_stream: Any) -> None:
-        """`forward_stream` is SGLang's, on which passes run.
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        scheduler: Any,
+        service: Service,
+        planner: LoadPlanner,
+        jobs: JobQueue,
+        gate: LayerGate,
+    ) -> None:
+        """Begin with no blends, for a scheduler that is complete.
 
         Raises:
             UnsupportedError: the model cannot be blended.
         """
         self._cache = cache
-        self._service = service = cache.service
-        self._model = model
-        self._forward_stream = forward_stream
-        self._rotation = rotation_of(model)
+        self._service = service
+        self._jobs = jobs
+        self._gate = gate
+        runner = scheduler.tp_worker.model_runner
+        self._rotation = rotation_of(runner.model)
         self.planner = BlendPlanner(
             service.config,
             service.shape,
@@ -46,21 +57,18 @@ class Blends:
             cache.page_size,
             BLOCK_TOKENS,
         )
-        self._steps: BlendSteps
-
-    def attach(self, chunk_tokens: int | None) -> None:
-        """Begin, with the most tokens that SGLang computes of a prompt at once; None: all."""
-        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
-        most = chunk_tokens or sys.maxsize
+        pool = cache.token_to_kv_pool_allocator.get_kvcache()
+        most = scheduler.chunked_prefill_size
+        if most is None or most <= 0:
+            most = sys.maxsize
         chunk = min(most, BLOCK_TOKENS)
         layers, start = PoolLayers(pool), pool.start_layer
-        planner = self._cache.planner
         self._steps = BlendSteps(
-            self._model,
+            runner.model,
             pool,
             lambda layer: layers(layer - start),
-            self._service.shape.num_layers,
-            self._forward_stream,
+            service.shape.num_layers,
+            scheduler.forward_stream,
             most,
             lambda before: planner.computing_seconds(before, chunk),
         )
@@ -86,7 +94,7 @@ class Blends:
         return BlendJob(
             self._service.store,
             known.kv_class,
-            (known.extra_key, known.req.cache_salt),
+            known.space,
             plan.tokens[: plan.stop],
             plan.match,
             plan.start,
@@ -96,8 +104,7 @@ class Blends:
 
     def step(self) -> None:
         """Between two passes: compute a block of the first job that is read."""
-        jobs = self._cache.jobs
-        assert jobs is not None
+        jobs = self._jobs
         job = next((own for own in jobs.computing if not self._waits(own)), None)
         if job is None:
             return
@@ -134,8 +141,8 @@ class Blends:
 
     def _waits(self, job: LoadJob) -> bool:
         """Whether tokens before a job may still be on their way into their slots."""
-        gate = self._cache.gate.jobs
-        return any(own.kv_class == job.kv_class and own.space == job.space for own in gate)
+        same = (own.kv_class == job.kv_class and own.space == job.space for own in self._gate.jobs)
+        return any(same)
 
     def _step(self, job: BlendJob) -> JobState | None:
         """Compute a block; returns how the job has ended, if it has."""

@@ -11,29 +11,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.session.streaming_session import is_virtual_node
 from torch import Tensor
 
 from impress_sglang.integration.eligibility import store_refusal
 from impress_sglang.integration.keys import as_tokens
+from impress_sglang.integration.known import Known
+from impress_sglang.integration.provenance import Provenance
+from impress_sglang.integration.query_sampling import QuerySampler
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
+from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
+from impress_sglang.serving.service import Service
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-
-if TYPE_CHECKING:
-    from impress_sglang.integration.query_sampling import QuerySampler
-    from impress_sglang.integration.tree_cache import ImpressTreeCache, Known
 
 _REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRITE_BUDGET}
 
@@ -66,10 +68,20 @@ class _Save:
 class WriteBack:
     """The saves of one tree cache; the scheduler's thread owns them."""
 
-    def __init__(self, cache: ImpressTreeCache, sampler: QuerySampler, forward_stream: Any) -> None:
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        service: Service,
+        planner: LoadPlanner,
+        provenance: Provenance,
+        sampler: QuerySampler,
+        forward_stream: Any,
+    ) -> None:
         """`forward_stream` is SGLang's, on which passes run."""
         self._cache = cache
-        self._service = cache.service
+        self._service = service
+        self._planner = planner
+        self._provenance = provenance
         self._sampler = sampler
         self._forward_stream = forward_stream
         self._access = PoolAccess()
@@ -207,11 +219,11 @@ class WriteBack:
         """How many of the first tokens of a request are worth storing, in whole pages."""
         if self.sights is not None:
             num_tokens = min(num_tokens, known.worth or 0)
-        return self._cache.planner.whole_pages(num_tokens)
+        return self._planner.whole_pages(num_tokens)
 
     def _quality_of(self, known: Known, slots: Tensor) -> tuple[Quality | None, int]:
         """The quality of KVs in slots, and how many of the first came from a store."""
-        provenance, own = self._cache.provenance, known.kv_class
+        provenance, own = self._provenance, known.kv_class
         # Nothing in the tree of this class rests on codes, and nobody marks its slots.
         depth = 0 if own.exact else provenance.depth(slots)
         if not depth:

@@ -123,6 +123,9 @@ class JobQueue:
         self._admissible: set[str] | None = None
         """Those that may pass the request at the head, which has waited long enough; None: all."""
 
+    def __bool__(self) -> bool:
+        return bool(self.jobs)
+
     @property
     def active(self) -> bool:
         """Whether there is a job, or something is held for a queued request."""
