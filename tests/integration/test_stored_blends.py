@@ -62,7 +62,7 @@ def world(
     yield world
     world.service.store.writes.drain()
     world.check_slots()
-    assert not world.jobs.jobs and not world.jobs.computing and not world.cache._known
+    assert not world.jobs.jobs and not world.jobs.computing and not list(world.cache._known)
     world.close()
 
 
@@ -80,7 +80,7 @@ def read(world: TreeWorld, req: Any, monkeypatch: pytest.MonkeyPatch) -> BlendJo
     """The job of a request, of which all is read and nothing computed."""
     job = blending(world, req)
     with monkeypatch.context() as still:
-        still.setattr(world.cache.blends, "step", lambda: None)
+        still.setattr(world.blends, "step", lambda: None)
         while not world.is_read():
             pass
     return job
@@ -321,7 +321,7 @@ def test_a_blend_that_takes_too_long_is_given_up(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     object.__setattr__(world.config, "blend_seconds", 1e-9)
-    monkeypatch.setattr(world.cache.blends.planner, "_too_slow", lambda *_: None)
+    monkeypatch.setattr(world.blends.planner, "_too_slow", lambda *_: None)
     told = world.run("r", PROMPT, store=False, **ASKED)
     assert told["why"]["reason"] == "blend_too_long" and told["path"] == "computed"
 

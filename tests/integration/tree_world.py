@@ -111,6 +111,8 @@ class TreeWorld:
             chunked_req=None,
             chunked_prefill_size=chunk,
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
+            forward_stream=None,
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
         )
         self.cache.attach(self.scheduler)
         wait_until(self.is_open)
@@ -122,8 +124,13 @@ class TreeWorld:
 
     @property
     def jobs(self) -> Any:
-        assert self.cache.jobs is not None
-        return self.cache.jobs
+        assert self.cache.loads is not None
+        return self.cache.loads.jobs
+
+    @property
+    def blends(self) -> Any:
+        assert self.cache.loads is not None
+        return self.cache.loads._blends
 
     def request(self, rid: str, tokens: Sequence[int], **wanted: object) -> Any:
         """One that is queued; `wanted` are custom parameters, without `impress_`."""
