@@ -242,8 +242,11 @@ class Server:
             BenchFailed: it does.
         """
         text = _HARMLESS.sub("", self._log.read_text(errors="replace"))
-        if any(word in text for word in _TROUBLE):
-            raise BenchFailed(f"a server was in trouble{self._log_end()}")
+        lines = text.splitlines()
+        told = [i for i, line in enumerate(lines) if any(word in line for word in _TROUBLE)]
+        if told:
+            first = "\n".join(line[:300] for line in lines[told[0] : told[0] + LOG_LINES_SHOWN])
+            raise BenchFailed(f"a server was in trouble:\n{first}{self._log_end()}")
 
     def stop(self) -> None:
         """Let the server finish its writes and close its store."""

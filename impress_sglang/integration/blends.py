@@ -91,6 +91,8 @@ class Blends:
 
     def job(self, known: Known, plan: BlendPlan) -> BlendJob:
         """A job for a plan."""
+        # They refer to each other.
+        plan.notes.answer = plan.notes.asked = None
         return BlendJob(
             self._service.store,
             known.kv_class,

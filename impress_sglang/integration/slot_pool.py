@@ -166,9 +166,11 @@ class TreeSlots:
         self._cache.unlock(job.hold)
         drop_below(self._cache, self._key(job), job.start)
 
-    def hold_for(self, job: LoadJob) -> Any:
+    def hold_for(self, waiter: Waiter) -> Any:
         """See `SlotPool.hold_for`."""
-        return self._cache.lock(job.hold.node)
+        cache = self._cache
+        match = cache.match_resident(cache.key_of(cache.request(waiter.rid)))
+        return cache.lock(match.last_device_node)
 
     def release(self, hold: Any) -> None:
         """See `SlotPool.release`."""

@@ -85,8 +85,8 @@ class SlotPool(Protocol):
     def discard(self, job: LoadJob) -> None:
         """Remove an inserted job that failed from the tree, and put all that use it back."""
 
-    def hold_for(self, job: LoadJob) -> Any:
-        """Hold what an inserted job brought once more; `release` ends that."""
+    def hold_for(self, waiter: Waiter) -> Any:
+        """Hold what is resident of a request, and nothing else; `release` ends that."""
 
     def release(self, hold: Any) -> None:
         """End a hold."""
@@ -316,7 +316,7 @@ class JobQueue:
             waiter.job = None
             if loaded:
                 self._release(waiter)
-                waiter.hold = self._pool.hold_for(job)
+                waiter.hold = self._pool.hold_for(waiter)
             else:
                 waiter.tries += 1
         if loaded:

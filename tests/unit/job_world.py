@@ -265,8 +265,8 @@ class Pool:
             if path[: len(top)] == top:
                 self.tree.remove(path)
 
-    def hold_for(self, job: LoadJob) -> Hold:
-        return self.tree.lock(job.hold.path)
+    def hold_for(self, waiter: Waiter) -> Hold:
+        return self.tree.lock(self.tree.match(self.prompts[waiter.rid][:-1]))
 
     def release(self, hold: Any) -> None:
         self.tree.unlock(hold)

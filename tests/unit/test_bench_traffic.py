@@ -15,8 +15,9 @@ import requests
 from bench.core.checkouts import find_checkouts
 from bench.core.options import parse
 from bench.core.report import Row, Table
+from bench.core.servers import Server
 from bench.core.session import ROOT, BenchFailed
-from bench.core.zygote import Zygote
+from bench.core.zygote import ForkedProcess, Zygote
 from bench.traffic import beside, crowd, pressure
 from bench.traffic.streams import Stream, describe_gaps, gaps_of, tokens_between
 
@@ -302,3 +303,13 @@ def test_medians_of_repeats() -> None:
 
 def test_each_case_has_its_columns() -> None:
     assert set(beside.SHOWN) == set(beside.CASES) == {*beside.MEASURES, "load"}
+
+
+def test_trouble_in_a_log_is_shown(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = Server(ForkedProcess(1), 1, log)
+    log.write_text("all is well\n" * 50)
+    server.check_log()
+    log.write_text("pool leak detected: 7\n" + "all is well\n" * 50)
+    with pytest.raises(BenchFailed, match="detected: 7"):
+        server.check_log()
