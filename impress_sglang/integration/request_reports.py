@@ -52,17 +52,25 @@ class RequestReports:
 
     def tell_loaded(self, known: Known, job: LoadJob) -> None:
         """Note what a job brought; the first who waited for it tells of its reads."""
-        own = known.brought
-        own.stop = job.stop
+        own, stop = known.brought, self._shared_stop(known, job)
+        own.stop = max(own.stop, stop)
         if job.told:
-            own.shared += len(job)
+            own.shared += max(stop - job.start, 0)
             return
         job.told = True
-        own.loaded += len(job)
+        own.loaded += max(stop - job.start, 0)
         if isinstance(job, BlendJob):
             own.blended += job.reused
             own.computed += job.computed
         self.tell_reads(known, job)
+
+    def _shared_stop(self, known: Known, job: LoadJob) -> int:
+        """Up to where a job brought what a request may use: it may go on in another branch."""
+        tokens = as_tokens(key_of(known.req).raw_token_ids())
+        count = min(len(tokens), job.stop)
+        differ = (tokens[:count] != job.tokens[:count]).nonzero()[0]
+        stop = int(differ[0]) if len(differ) else count
+        return stop // self._cache.page_size * self._cache.page_size
 
     def tell_reads(self, known: Known, job: LoadJob) -> None:
         """Add what a job took to the report of a request."""
