@@ -88,6 +88,24 @@ class JobsMachine(RuleBasedStateMachine):
         self.model.stored.add(prompt[:-1])
         self.model.ask(prompt, most, most, None)
 
+    @precondition(lambda self: self.model.early and any(self.model.jobs.loading))
+    @rule()
+    def stall_behind_a_layer(self) -> None:
+        """A pass that began early waits in vain."""
+        self.model.loader.stalls = False
+        self.model.loader.step()
+        self.model.loader.stalls = True
+        self.model.step()
+
+    @precondition(lambda self: self.model.chunked is not None)
+    @rule(length=st.integers(8, 14), most=st.integers(1, 4))
+    def ask_beside_a_chunk(self, length: int, most: int) -> None:
+        """For much that is stored."""
+        prompt = self.prompt(0, 0, length)
+        self.model.stored.add(prompt[:-1])
+        self.model.ask(prompt, most, most, None)
+        self.model.step()
+
     @rule(loads=st.lists(st.integers(0, 2), min_size=2, max_size=12))
     def step(self, loads: list[int]) -> None:
         for count in loads:
@@ -183,15 +201,10 @@ class Anchored(JobQueue):
 
 
 class Greedy(ModelPool):
-    """The second one: jobs take what was promised, and nobody takes it back."""
+    """The second one: jobs take what SGLang has promised."""
 
     def room(self) -> int:
         return self.model.available
-
-
-class Stubborn(JobQueue):
-    def make_room(self, missing: Any) -> None:
-        pass
 
 
 class Keeping(JobQueue):
@@ -226,25 +239,16 @@ class Unguarded(JobQueue):
         self._pool.give_back(job)
 
 
-class Behind(JobQueue):
-    """What is behind an early job that failed is kept."""
-
-    def _let_go(self) -> None:
-        pass
-
-
 MUTANTS: dict[str, tuple[dict[str, Any], str]] = {
     "a job that waits holds its anchor": (
         {"queue_class": Anchored, "lazy": True},
         "waits for ever",
     ),
     "jobs take what was promised": ({"pool_class": Greedy}, "promised"),
-    "and keep it": ({"pool_class": Greedy, "queue_class": Stubborn, "strict": False}, ""),
     "held for ever": ({"queue_class": Keeping}, "waits for ever"),
     "nobody waits": ({"queue_class": Deaf}, "nobody waits"),
     "failed": ({"queue_class": Careless}, ""),
     "written after it was taken away": ({"queue_class": Unguarded}, ""),
-    "behind what failed": ({"queue_class": Behind}, "in use is removed"),
 }
 
 
