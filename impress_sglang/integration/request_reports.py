@@ -7,6 +7,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from impress_sglang.integration.keys import as_tokens
 from impress_sglang.integration.known import Known, key_of
 from impress_sglang.integration.provenance import Provenance
+from impress_sglang.integration.tree_nodes import match_resident
 from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.load_jobs import LoadJob
@@ -52,25 +53,20 @@ class RequestReports:
 
     def tell_loaded(self, known: Known, job: LoadJob) -> None:
         """Note what a job brought; the first who waited for it tells of its reads."""
-        own, stop = known.brought, self._shared_stop(known, job)
-        own.stop = max(own.stop, stop)
+        own = known.brought
+        # It may have joined for the first tokens of the job.
+        resident = match_resident(self._cache, key_of(known.req)).device_prefix_len
+        own.stop = min(resident, job.stop)
+        brought = max(own.stop - job.start, 0)
         if job.told:
-            own.shared += max(stop - job.start, 0)
+            own.shared += brought
             return
         job.told = True
-        own.loaded += max(stop - job.start, 0)
+        own.loaded += brought
         if isinstance(job, BlendJob):
             own.blended += job.reused
             own.computed += job.computed
         self.tell_reads(known, job)
-
-    def _shared_stop(self, known: Known, job: LoadJob) -> int:
-        """Up to where a job brought what a request may use: it may go on in another branch."""
-        tokens = as_tokens(key_of(known.req).raw_token_ids())
-        count = min(len(tokens), job.stop)
-        differ = (tokens[:count] != job.tokens[:count]).nonzero()[0]
-        stop = int(differ[0]) if len(differ) else count
-        return stop // self._cache.page_size * self._cache.page_size
 
     def tell_reads(self, known: Known, job: LoadJob) -> None:
         """Add what a job took to the report of a request."""
