@@ -168,9 +168,8 @@ class TreeSlots:
 
     def hold_for(self, waiter: Waiter) -> Any:
         """See `SlotPool.hold_for`."""
-        cache = self._cache
-        match = cache.match_resident(cache.key_of(cache.request(waiter.rid)))
-        return cache.lock(match.last_device_node)
+        match = match_resident(self._cache, key_of(self._known[waiter.rid].req))
+        return self._cache.lock(match.last_device_node)
 
     def release(self, hold: Any) -> None:
         """See `SlotPool.release`."""
