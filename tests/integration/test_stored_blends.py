@@ -80,7 +80,7 @@ def read(world: TreeWorld, req: Any, monkeypatch: pytest.MonkeyPatch) -> BlendJo
     """The job of a request, of which all is read and nothing computed."""
     job = blending(world, req)
     with monkeypatch.context() as still:
-        still.setattr(world.blends, "step", lambda: None)
+        still.setattr(world.blends, "step", lambda: False)
         while not world.is_read():
             pass
     return job
@@ -122,6 +122,26 @@ def test_a_block_is_computed_between_two_passes(
     world.compute(req)
     world.end(req)
     assert world.service.estimator.blending.observations == 1
+
+
+@one_page_size
+def test_nothing_is_learnt_of_passes_beside_a_blend(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    req = world.request("r", PROMPT, **ASKED)
+    read(world, req, monkeypatch)
+    other = world.request("other", document(50)[:40], blend="off")
+    world.admit(other)
+    assert not world.cache._known["other"].disturbed
+    world.poll()
+    assert world.cache._known["other"].disturbed
+    world.compute(other)
+    world.end(other)
+    world.settle(req)
+    world.admit(req)
+    assert not world.cache._known["r"].disturbed
+    world.compute(req)
+    world.end(req)
 
 
 @one_page_size
