@@ -59,8 +59,11 @@ class LateStart:
         self.polls = 0
 
     def poll(self) -> None:
-        """Once per pass: forget jobs that have ended."""
+        """Once per pass: put back whose pass lacked a layer, and forget jobs that have ended."""
         self.polls += 1
+        for job in self.gate.jobs:
+            if job.revoked:
+                self.put_back(job)
         for job in [own for own in self.gate.jobs if own not in self._jobs.jobs]:
             self.gate.remove(job)
 
@@ -101,8 +104,10 @@ class LateStart:
     def put_back(self, job: LoadJob) -> None:
         """Put the users of a job that failed back into the queue."""
         scheduler, users = self._scheduler, self._users_of(job)
-        if users and scheduler.last_batch is not None:
-            scheduler.last_batch.filter_batch(reqs_to_exclude=[own.req for own in users])
+        requests = [own.req for own in users]
+        for batch in (scheduler.last_batch, scheduler.running_batch):
+            if batch is not None and any(req in requests for req in batch.reqs):
+                batch.filter_batch(reqs_to_exclude=requests)
         for known in users:
             req = known.req
             logger.warning("request %s begins again: what it used could not be loaded", req.rid)
@@ -116,7 +121,7 @@ class LateStart:
     def _note_broken(self, job: LoadJob) -> None:
         """A pass has attended to a layer that is not there: SGLang drops its results.
 
-        The users are put back when the job has ended.
+        The users are put back before the next pass.
         """
         for known in self._users_of(job):
             known.req.is_retracted = True

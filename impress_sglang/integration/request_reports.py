@@ -7,6 +7,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from impress_sglang.integration.keys import as_tokens
 from impress_sglang.integration.known import Known, key_of
 from impress_sglang.integration.provenance import Provenance
+from impress_sglang.integration.tree_nodes import match_resident
 from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.load_jobs import LoadJob
@@ -53,10 +54,13 @@ class RequestReports:
     def tell_loaded(self, known: Known, job: LoadJob) -> None:
         """Note what a job brought; the first who waited for it tells of its reads."""
         own = known.brought
-        own.stop = job.stop
         if job.told:
-            own.shared += len(job)
+            # It may have joined for the first tokens of the job.
+            resident = match_resident(self._cache, key_of(known.req)).device_prefix_len
+            own.stop = min(resident, job.stop)
+            own.shared += max(own.stop - job.start, 0)
             return
+        own.stop = job.stop
         job.told = True
         own.loaded += len(job)
         if isinstance(job, BlendJob):

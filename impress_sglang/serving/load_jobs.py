@@ -321,6 +321,9 @@ class JobLoader:
             try:
                 job.began_at = time.monotonic()
                 source = job.open()
+                if job.timeline is not None:
+                    source.timeline = job.timeline
+                job.store.ahead.wait(source, source.num_layers)
             except PrefixUnreadable as error:
                 self._end(job, JobState.FAILED, error)
             except BaseException as error:
@@ -328,9 +331,6 @@ class JobLoader:
                 logger.exception("a stored prefix could not be opened")
                 self._end(job, JobState.FAILED, error)
             else:
-                if job.timeline is not None:
-                    source.timeline = job.timeline
-                job.store.ahead.wait(source, source.num_layers)
                 opened.append((job, source))
 
     def _load(

@@ -20,8 +20,8 @@ LEAST = 2
 MOST_RUNNING = 3
 MOST_TRIES = 3
 STEP_SECONDS = 0.25
-# Nothing that is left ends later than this after the last request, in steps.
-LONGEST = 400
+# Nothing that is left ends later than this after the last request, in steps for each.
+LONGEST = 40
 
 
 class State(enum.Enum):
@@ -102,6 +102,8 @@ class SGLangModel:
     queue_class: type[JobQueue] = JobQueue
     lazy = False
     """Whether jobs that wait may hold something."""
+    strict = True
+    """Whether promises are checked before somebody needs what was promised."""
 
     def __init__(self, ratio: float = 1.0) -> None:
         self.ratio = ratio
@@ -196,7 +198,7 @@ class SGLangModel:
     def drain(self) -> None:
         """Without new requests, all there are end, if the drive works."""
         self.loader.stalls = False
-        for _ in range(LONGEST):
+        for _ in range(LONGEST * (2 + len(self.requests))):
             if not self.requests and not self.jobs:
                 break
             self.step()
@@ -479,9 +481,9 @@ class SGLangModel:
         self._check_promises()
 
     def _check_promises(self) -> None:
-        if self.ratio == 1.0:
+        if self.ratio == 1.0 and self.strict:
             assert self.available >= self.promised(1.0, 0), "room that was promised is taken"
-        if self.chunked is None:
+        if self.chunked is None or not self.strict:
             return
         rest = len(self.chunked.tokens) - self.chunked.computed
         kept: set[Path] = set()

@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 from impress_sglang.serving.job_queue import JobQueue, Waiter
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.unit.job_world import Path
-from tests.unit.sglang_model import NUM_SLOTS, ModelPool, Request, SGLangModel
+from tests.unit.sglang_model import NUM_SLOTS, ModelPool, SGLangModel
+
 
 @st.composite
 def asked(draw: st.DrawFn) -> tuple[int, int, int, int, int, int, float | None]:
@@ -33,7 +34,15 @@ def asked(draw: st.DrawFn) -> tuple[int, int, int, int, int, int, float | None]:
     stored = draw(st.integers(0, length) | st.just(length - 1) | st.just(shared))
     most = draw(st.integers(1, 8) | st.just(8))
     patience = draw(st.sampled_from([None, 0.0, 3.0]))
-    return draw(st.integers(0, 2)), shared, stored, length, most, draw(st.integers(1, most) | st.just(most)), patience
+    return (
+        draw(st.integers(0, 2)),
+        shared,
+        stored,
+        length,
+        most,
+        draw(st.integers(1, most) | st.just(most)),
+        patience,
+    )
 
 
 class JobsMachine(RuleBasedStateMachine):
@@ -56,16 +65,46 @@ class JobsMachine(RuleBasedStateMachine):
         common = [100 * family + position for position in range(min(shared, length))]
         return (*common, *range(self.tails, self.tails + length - len(common)))
 
+    @precondition(lambda self: len(self.model.requests) < 10)
     @rule(all_asked=st.lists(asked(), min_size=2, max_size=8))
-    def ask(
-        self, all_asked: list[tuple[int, int, int, int, int, int, float | None]]
-    ) -> None:
+    def ask(self, all_asked: list[tuple[int, int, int, int, int, int, float | None]]) -> None:
         for family, shared, stored, length, most, stops, patience in all_asked:
             prompt = self.prompt(family, shared, length)
             if stored:
                 self.model.stored.add(prompt[:stored])
             most = min(most, NUM_SLOTS - 2 - length)
             self.model.ask(prompt, most, min(stops, most), patience)
+
+    @precondition(lambda self: self.model.jobs.jobs and len(self.model.requests) < 10)
+    @rule(data=st.data(), more=st.integers(2, 5), most=st.integers(1, 4))
+    def go_on(self, data: st.DataObject, more: int, most: int) -> None:
+        """A longer prompt that begins with what is being loaded."""
+        jobs = self.model.gate or self.model.jobs.jobs
+        job = jobs[data.draw(st.integers(0, len(jobs) - 1))]
+        length = min(job.stop + more, NUM_SLOTS - 2 - most)
+        self.tails += 100
+        added = range(self.tails, self.tails + length - job.stop)
+        prompt = (*job.tokens.tolist(), *added)
+        self.model.stored.add(prompt[:-1])
+        self.model.ask(prompt, most, most, None)
+
+    @precondition(lambda self: self.model.early and any(self.model.jobs.loading))
+    @rule()
+    def stall_behind_a_layer(self) -> None:
+        """A pass that began early waits in vain."""
+        self.model.loader.stalls = False
+        self.model.loader.step()
+        self.model.loader.stalls = True
+        self.model.step()
+
+    @precondition(lambda self: self.model.chunked is not None)
+    @rule(length=st.integers(8, 14), most=st.integers(1, 4))
+    def ask_beside_a_chunk(self, length: int, most: int) -> None:
+        """For much that is stored."""
+        prompt = self.prompt(0, 0, length)
+        self.model.stored.add(prompt[:-1])
+        self.model.ask(prompt, most, most, None)
+        self.model.step()
 
     @rule(loads=st.lists(st.integers(0, 2), min_size=2, max_size=12))
     def step(self, loads: list[int]) -> None:
@@ -135,3 +174,98 @@ class JobsMachine(RuleBasedStateMachine):
 
 TestJobs = JobsMachine.TestCase
 TestJobs.settings = settings(max_examples=2 * settings.default.max_examples)
+
+
+class Anchored(JobQueue):
+    """The prototype's first fault: a job that waits has locked what it begins behind."""
+
+    def join(self, waiter: Waiter, job: LoadJob) -> None:
+        super().join(waiter, job)
+        pool: Any = self._pool
+        if job.hold is None and job.slots is None:
+            job.hold = pool.tree.lock(pool.tree.match(tuple(job.tokens.tolist())))
+
+    def _begin(self, job: LoadJob) -> bool:
+        anchor, job.hold = job.hold, None
+        if super()._begin(job):
+            self._pool.release(anchor)
+            return True
+        job.hold = anchor
+        return False
+
+    def _detach(self, waiter: Waiter) -> None:
+        job = waiter.job
+        super()._detach(waiter)
+        if job is not None and job.state is JobState.DROPPED and not job.revoked:
+            self._pool.release(job.hold)
+
+
+class Greedy(ModelPool):
+    """The second one: jobs take what SGLang has promised."""
+
+    def room(self) -> int:
+        return self.model.available
+
+
+class Keeping(JobQueue):
+    """What is held stays, even if somebody before needs the room."""
+
+    def _release_behind(self, seen: set[str]) -> None:
+        pass
+
+
+class Deaf(JobQueue):
+    """Jobs go on though nobody waits for them."""
+
+    def _detach(self, waiter: Waiter) -> None:
+        job, waiter.job = waiter.job, None
+        if job is not None:
+            job.waiters.discard(waiter.rid)
+
+
+class Careless(JobQueue):
+    """A job that failed is taken for one that was loaded."""
+
+    def _finish(self, job: LoadJob) -> None:
+        if job.state is JobState.FAILED:
+            job.state = JobState.LOADED
+        super()._finish(job)
+
+
+class Unguarded(JobQueue):
+    """Slots are taken away from a job that is still writing to them."""
+
+    def _revoke(self, job: LoadJob) -> None:
+        self._pool.give_back(job)
+
+
+MUTANTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a job that waits holds its anchor": (
+        {"queue_class": Anchored, "lazy": True},
+        "waits for ever",
+    ),
+    "jobs take what was promised": ({"pool_class": Greedy}, "promised"),
+    "held for ever": ({"queue_class": Keeping}, "waits for ever"),
+    "nobody waits": ({"queue_class": Deaf}, "nobody waits"),
+    "failed": ({"queue_class": Careless}, ""),
+    "written after it was taken away": ({"queue_class": Unguarded}, ""),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_faults_are_noticed(name: str) -> None:
+    changes, message = MUTANTS[name]
+    model = type("Mutant", (SGLangModel,), changes)
+    machine = type("MutantMachine", (JobsMachine,), {"model_class": model})
+    examples = settings(
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=300,
+        stateful_step_count=25,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises(AssertionError, match=message):
+        run_state_machine_as_test(machine, settings=examples)

@@ -1,0 +1,545 @@
+"""Jobs on a real store: what they bring, what they leave when they end early, and other threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import StoredMatch
+from impress_sglang.options import BITS
+from impress_sglang.serving.kv_class import KVClass
+from impress_sglang.serving.load_jobs import JobLoader, JobRevoked, JobState, LoadJob
+from impress_sglang.transfer.coded_loader import CodedLoader
+from impress_sglang.transfer.coded_slots import code_writer_for
+from impress_sglang.transfer.loader import LoadStats
+from impress_sglang.transfer.resident import PartLoad, ResidentPart
+from impress_sglang.transfer.slots import LayerSlots
+from tests.faults import Faults, FaultyFileSystem, Rule
+from tests.unit import kv_factory as kv
+from tests.unit import store_factory as stores
+from tests.unit.coded_factory import uses_of
+from tests.unit.store_factory import Workbench, look_up, prompt
+from tests.unit.waiting import wait_until
+
+SHAPE = kv.make_shape(
+    layers=3, query_heads=4, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
+)
+CPU = torch.device("cpu")
+# What nobody has written.
+EMPTY = -77.0
+NUM_SLOTS = 600
+CLASSES = [KVClass(), *(KVClass(bits) for bits in BITS)]
+SMALL, LARGE = 2e-5, 2e-3
+CACHES = {
+    "none": {},
+    "host small": {"host_gb": SMALL},
+    "host large": {"host_gb": LARGE},
+    "both small": {"host_gb": SMALL, "device_gb": SMALL},
+    "both large": {"host_gb": LARGE, "device_gb": LARGE},
+    "device small, host large": {"host_gb": LARGE, "device_gb": SMALL},
+}
+
+
+class Pools:
+    """Pools of keys and values of all layers."""
+
+    def __init__(self) -> None:
+        self.keys, self.values = (
+            [
+                torch.full((NUM_SLOTS, SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype)
+                for _ in range(SHAPE.num_layers)
+            ]
+            for dim in (SHAPE.key_dim, SHAPE.value_dim)
+        )
+
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer], self.values[layer]
+
+    def rows(self, slots: Tensor) -> list[Tensor]:
+        return [own[slots] for own in (*self.keys, *self.values)]
+
+    def empty(self, slots: Tensor) -> bool:
+        return all(bool((own == EMPTY).all()) for own in self.rows(slots))
+
+
+class Desk:
+    """A store with prompts, a loader, and pools."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.faults = Faults(seed=1)
+        self.bench = Workbench(root, SHAPE)
+        options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
+        self.store = self.bench.open(files=FaultyFileSystem(self.faults), **options)
+        self.pools = Pools()
+        self.loader = JobLoader(SHAPE, CPU, self.pools)
+        self.free = torch.randperm(NUM_SLOTS)
+
+    def put(self, *all_tokens: Sequence[int]) -> None:
+        for tokens in all_tokens:
+            self.bench.put(self.store, tokens)
+
+    def job(self, tokens: Sequence[int], own: KVClass, start: int = 0) -> LoadJob:
+        """A job with slots, which is not begun."""
+        match = look_up(self.store, tokens)
+        assert match.num_tokens == len(tokens)
+        return self.job_of(tokens, match, own, start)
+
+    def job_of(
+        self, tokens: Sequence[int], match: StoredMatch, own: KVClass, start: int
+    ) -> LoadJob:
+        job = LoadJob(self.store, own, (None, None), kv.as_tokens(tokens), match, start)
+        job.slots = job.target = self.free[: len(job)]
+        self.free = self.free[len(job) :]
+        job.state = JobState.LOADING
+        return job
+
+    def check_or_gone(self, job: LoadJob) -> bool:
+        """Whether a job was loaded; if not, its segments were evicted before it began."""
+        if job.state is JobState.FAILED:
+            assert isinstance(job.error, SegmentUnreadable), job.error
+            spans = job.spans
+            assert any(self.store.tree.get(s.segment.segment_id) is not s.segment for s in spans)
+            return False
+        assert job.state is JobState.LOADED and job.target is not None
+        if job.kv_class.exact:
+            self.check(job)
+        return True
+
+    def begin(self, tokens: Sequence[int], own: KVClass = KVClass(), start: int = 0) -> LoadJob:  # noqa: B008
+        job = self.job(tokens, own, start)
+        self.loader.begin(job)
+        return job
+
+    def load(self, tokens: Sequence[int], own: KVClass = KVClass(), start: int = 0) -> LoadJob:  # noqa: B008
+        job = self.begin(tokens, own, start)
+        self.wait(job)
+        return job
+
+    def wait(self, *jobs: LoadJob) -> None:
+        """Until all are told to have ended."""
+        left = set(map(id, jobs))
+
+        def ended() -> bool:
+            left.difference_update(map(id, self.loader.take_ended()))
+            return not left
+
+        wait_until(ended)
+        assert all(job.done.is_set() and job.ended_at >= job.began_at for job in jobs)
+
+    def expected(self, job: LoadJob) -> list[Tensor]:
+        """What its slots must hold, by the definition of exact KVs, or by the other loader."""
+        if job.kv_class.exact:
+            kvs = kv.SequenceKVs(SHAPE, "", tuple(job.tokens.tolist()))
+            layers = range(SHAPE.num_layers)
+            rows = [*map(kvs.keys, layers), *map(kvs.values, layers)]
+            return [own[job.start :] for own in rows]
+        return restored(self.store, job)
+
+    def check(self, job: LoadJob) -> None:
+        assert job.state is JobState.LOADED and job.layers == SHAPE.num_layers
+        assert job.target is not None
+        for own, rows in zip(self.pools.rows(job.target), self.expected(job), strict=True):
+            assert torch.equal(own, rows)
+
+    def close(self) -> None:
+        self.faults.clear()
+        assert self.loader.close(20.0)
+        self.store.poll()
+        self.bench.close_all()
+
+
+def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
+    """What the loader that loads in the pass makes of the same codes."""
+    planes = job.kv_class.planes
+    assert planes is not None
+    source = store.open_coded(job.spans, [None] * len(job.spans), planes)
+    slots = torch.arange(len(job)).split([len(span) for span in job.spans])
+    parts = [
+        ResidentPart(
+            span.segment.segment_id, span.layout, SHAPE.num_layers, span.start, span.stop, own
+        )
+        for span, own in zip(source.spans, slots, strict=True)
+    ]
+    PartLoad(source, parts, pending=1)
+    keys, values, loader = [], [], CodedLoader()
+    for layer in range(SHAPE.num_layers):
+        for rows, dim in ((keys, SHAPE.key_dim), (values, SHAPE.value_dim)):
+            rows.append(torch.full((len(job), SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype))
+        layer_slots = LayerSlots.of(keys[-1], values[-1], torch.arange(len(job)))
+        loader.load(layer, uses_of(parts), planes, layer_slots, LoadStats())
+    store.close_source(source)
+    return [*keys, *values]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """As a server does at its start: it may take longer than a test waits."""
+    code_writer_for(CPU)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
+    made: list[Desk] = []
+
+    def make(**options: Any) -> Desk:
+        made.append(Desk(tmp_path / f"kv{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.close()
+
+
+FIRST = prompt(1, 70)
+SECOND = (*FIRST, *prompt(7, 33))
+OTHER = prompt(2, 150)
+
+
+@pytest.mark.parametrize("caches", CACHES.values(), ids=CACHES)
+def test_slots_get_what_the_other_loader_would_put_there(
+    make: Callable[..., Desk], caches: dict[str, float]
+) -> None:
+    desk = make(**caches)
+    desk.put(FIRST, SECOND, OTHER)
+    for own in CLASSES:
+        desk.free = torch.randperm(NUM_SLOTS)
+        desk.pools = desk.loader._layers = Pools()
+        for tokens, start in ((OTHER, 0), (SECOND, 0), (SECOND, 72), (FIRST, 16), (OTHER, 149)):
+            job = desk.load(tokens, own, start)
+            desk.check(job)
+            assert job.reads.ssd_bytes + job.reads.host_chunks + job.reads.device_chunks > 0
+            assert job.fills.mean_bits == pytest.approx(own.bits, abs=0.01)
+        assert desk.pools.empty(desk.free), "nothing else was written"
+    desk.store.check_integrity()
+
+
+def test_jobs_are_carried_out_in_order(make: Callable[..., Desk]) -> None:
+    desk = make()
+    desk.put(FIRST, SECOND, OTHER)
+    jobs = [desk.begin(tokens, own) for own in CLASSES[:3] for tokens in (FIRST, SECOND)]
+    desk.wait(*jobs)
+    for job in jobs:
+        desk.check(job)
+    ends = [job.ended_at for job in jobs]
+    assert ends == sorted(ends)
+    assert desk.pools.empty(desk.free)
+
+
+@pytest.mark.parametrize("own", [KVClass(), KVClass(6.0)], ids=["exact", "codes"])
+def test_a_corrupt_block_fails_its_job_alone(make: Callable[..., Desk], own: KVClass) -> None:
+    desk = make()
+    desk.put(FIRST, OTHER)
+    path = stores.path_of(desk.bench, look_up(desk.store, FIRST))
+    # Somewhere in all blocks but the header's.
+    for offset in range(4096, path.stat().st_size, 512):
+        kv.flip_byte(path, offset)
+
+    bad, good = desk.begin(FIRST, own), desk.begin(OTHER, own)
+    desk.wait(bad, good)
+
+    assert bad.state is JobState.FAILED and isinstance(bad.error, SegmentUnreadable)
+    desk.check(good)
+    desk.store.report(bad.error)
+    stores.look_again(desk.store)
+    assert stores.length(desk.store, FIRST) == 0
+    assert stores.length(desk.store, OTHER) == len(OTHER)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("EIO", "block"),
+        Rule("EIO", "open", "*.kv"),
+        Rule("raise", "open", "*.kv"),
+        Rule("raise", "start", count=1),
+        Rule("raise", "finish", count=1),
+        Rule("short", "block", count=1),
+        Rule("flip", "block"),
+    ],
+    ids=lambda rule: rule.name,
+)
+@pytest.mark.parametrize("readahead", [0.0, 0.2])
+def test_what_a_drive_does_ends_jobs_and_not_the_loader(
+    make: Callable[..., Desk], rule: Rule, readahead: float
+) -> None:
+    desk = make(readahead=readahead)
+    desk.put(FIRST, OTHER)
+    with desk.faults.injected(dataclasses.replace(rule, hits=0, seen=0)):
+        jobs = [desk.begin(tokens, own) for tokens in (FIRST, OTHER) for own in CLASSES[:2]]
+        desk.wait(*jobs)
+    # What is missing of a short read is read again.
+    assert rule.fault == "short" or any(job.state is JobState.FAILED for job in jobs)
+    for job in jobs:
+        if job.state is JobState.FAILED:
+            assert isinstance(job.error, PrefixUnreadable)
+            desk.store.report(job.error)
+        else:
+            desk.check(job)
+    stores.until(desk.store, lambda: desk.store.health.state == "ok")
+    stores.look_again(desk.store)
+    desk.check(desk.load(OTHER))
+
+
+def test_a_segment_that_is_gone_fails_the_job(make: Callable[..., Desk]) -> None:
+    desk = make()
+    desk.put(FIRST)
+    job = desk.job(FIRST, KVClass())
+    name = job.match.spans[0].segment.segment_id
+    stores.lose(desk.bench, desk.store, name, gone=True)
+    desk.loader.begin(job)
+    desk.wait(job)
+    assert job.state is JobState.FAILED and isinstance(job.error, PrefixUnreadable)
+    assert job.target is not None and desk.pools.empty(job.target)
+
+
+class TestRevoking:
+    @pytest.mark.parametrize("own", [KVClass(), KVClass(5.0)], ids=["exact", "codes"])
+    @pytest.mark.parametrize("after", [0, 1, 2])
+    def test_while_the_drive_hangs(
+        self, make: Callable[..., Desk], own: KVClass, after: int
+    ) -> None:
+        """It returns at once, and whoever gets the slots then keeps what it writes."""
+        desk = make(readahead=0.0)
+        desk.put(FIRST, OTHER)
+        hang = Rule("hang", "block", after=after)
+        with desk.faults.injected(hang):
+            job = desk.begin(OTHER, own)
+            wait_until(lambda: hang.hits)
+            began = time.monotonic()
+            job.revoke()
+            assert time.monotonic() - began < 0.2
+            assert job.revoked and not job.done.is_set() and job.target is not None
+            for rows in (*desk.pools.keys, *desk.pools.values):
+                rows[job.target] = 5.0
+        desk.wait(job)
+        assert job.state is JobState.DROPPED and job.error is None
+        assert all(bool((rows == 5.0).all()) for rows in desk.pools.rows(job.target))
+        desk.check(desk.load(FIRST, own))
+
+    def test_before_it_begins(self, make: Callable[..., Desk]) -> None:
+        desk = make()
+        desk.put(FIRST)
+        job = desk.job(FIRST, KVClass())
+        job.revoke()
+        desk.loader.begin(job)
+        desk.wait(job)
+        assert job.state is JobState.DROPPED and job.target is not None
+        assert desk.pools.empty(job.target)
+        assert stores.length(desk.store, FIRST) == len(FIRST)
+
+    def test_at_any_time(self, make: Callable[..., Desk]) -> None:
+        """What is written after it returns was written by others."""
+        desk = make(host_gb=SMALL, device_gb=SMALL)
+        desk.put(OTHER)
+        desk.load(OTHER, KVClass(5.0))
+        for number in range(60):
+            own = CLASSES[number % 2]
+            desk.free = torch.randperm(NUM_SLOTS)
+            job = desk.begin(OTHER, own)
+            time.sleep(number * 4e-5)
+            job.revoke()
+            assert job.target is not None
+            for rows in (*desk.pools.keys, *desk.pools.values):
+                rows[job.target] = float(number)
+            desk.wait(job)
+            expected = JobState.LOADED if job.layers == SHAPE.num_layers else JobState.DROPPED
+            assert job.state is expected
+            assert all(bool((rows == number).all()) for rows in desk.pools.rows(job.target))
+        desk.store.check_integrity()
+
+    def test_nobody_writes_any_more(self) -> None:
+        nothing: Any = None
+        job = LoadJob(nothing, KVClass(), (None, None), kv.as_tokens([1]), nothing, 0)
+        with job.writing():
+            pass
+        job.revoke()
+        with pytest.raises(JobRevoked), job.writing():
+            pytest.fail("it writes")
+
+    def test_who_writes_ends_the_layer_first(self) -> None:
+        nothing: Any = None
+        job = LoadJob(nothing, KVClass(), (None, None), kv.as_tokens([1]), nothing, 0)
+        order: list[str] = []
+
+        def revoke() -> None:
+            job.revoke()
+            order.append("revoked")
+
+        revoking = threading.Thread(target=revoke)
+        with job.writing():
+            revoking.start()
+            time.sleep(0.05)
+            order.append("written")
+        revoking.join(5.0)
+        assert order == ["written", "revoked"]
+
+
+class TestLayers:
+    def job(self) -> LoadJob:
+        nothing: Any = None
+        return LoadJob(nothing, KVClass(), (None, None), kv.as_tokens([1, 2, 3]), nothing, 1)
+
+    def test_a_pass_waits_for_a_layer(self) -> None:
+        job = self.job()
+        job.deadline = time.monotonic() + 20.0
+        timer = threading.Timer(0.02, job.note_layer)
+        timer.start()
+        assert job.wait_for_layer(0)
+        timer.join()
+
+    def test_but_not_for_ever(self) -> None:
+        job = self.job()
+        job.deadline = time.monotonic() + 0.02
+        assert not job.wait_for_layer(0)
+        job.deadline = 0.0
+        assert not job.wait_for_layer(0)
+        job.note_layer()
+        assert job.wait_for_layer(0) and not job.wait_for_layer(1)
+
+    def test_nor_for_one_that_will_never_come(self) -> None:
+        job = self.job()
+        job.deadline = time.monotonic() + 20.0
+        job.note_layer()
+        threading.Timer(0.02, job.end, (JobState.FAILED,)).start()
+        began = time.monotonic()
+        assert not job.wait_for_layer(1) and job.wait_for_layer(0)
+        assert time.monotonic() - began < 10.0
+
+    def test_what_is_left_is_judged_by_what_was_loaded(self) -> None:
+        job = self.job()
+        assert job.seconds_left(3, 100.0) is None
+        job.began_at = 98.0
+        assert job.seconds_left(3, 100.0) is None
+        job.note_layer()
+        assert job.seconds_left(3, 100.0) == 4.0
+        job.note_layer()
+        assert job.seconds_left(3, 100.0) == 1.0
+
+
+class TestClosing:
+    def test_ends_what_was_begun(self, make: Callable[..., Desk]) -> None:
+        desk = make()
+        desk.put(FIRST, OTHER)
+        jobs = [desk.begin(FIRST), desk.begin(OTHER, KVClass(5.0))]
+        assert desk.loader.close(20.0)
+        for job in jobs:
+            desk.check(job)
+        assert set(map(id, desk.loader.take_ended())) == set(map(id, jobs))
+
+    def test_does_not_wait_for_a_drive_that_hangs(self, make: Callable[..., Desk]) -> None:
+        desk = make(readahead=0.0)
+        desk.put(FIRST)
+        hang = Rule("hang", "block")
+        with desk.faults.injected(hang):
+            job = desk.begin(FIRST)
+            wait_until(lambda: hang.hits)
+            job.revoke()
+            began = time.monotonic()
+            assert not desk.loader.close(0.05)
+            assert time.monotonic() - began < 2.0
+        assert desk.loader.close(20.0)
+        assert job.state is JobState.DROPPED
+
+    def test_a_bug_ends_its_job_alone(
+        self, make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        desk = make()
+        desk.put(FIRST, OTHER)
+
+        def fails(layer: int) -> tuple[Tensor, Tensor]:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(desk.loader, "_layers", fails)
+        job = desk.load(FIRST)
+        monkeypatch.undo()
+        assert job.state is JobState.FAILED and isinstance(job.error, ValueError)
+        desk.check(desk.load(FIRST))
+
+
+@pytest.mark.parametrize("caches", CACHES.values(), ids=CACHES)
+def test_random_jobs(make: Callable[..., Desk], caches: dict[str, float]) -> None:
+    """Any parts of any prompts in any class; some are revoked. Caches stay whole."""
+    desk = make(**caches)
+    prompts = [FIRST, SECOND, OTHER, (*FIRST, *prompt(8, 90)), prompt(3, 20)]
+    desk.put(*prompts)
+    chance = np.random.default_rng(5)
+    for _ in range(12):
+        desk.free, jobs = torch.randperm(NUM_SLOTS), []
+        for _ in range(chance.integers(1, 4)):
+            tokens = prompts[chance.integers(len(prompts))]
+            start = int(chance.integers(len(tokens)))
+            jobs.append(desk.begin(tokens, CLASSES[chance.integers(len(CLASSES))], start))
+            if chance.random() < 0.2:
+                jobs[-1].revoke()
+        desk.wait(*jobs)
+        for job in jobs:
+            if job.state is JobState.LOADED and not job.revoked:
+                desk.check(job)
+            else:
+                assert job.revoked
+        desk.store.check_integrity()
+
+
+@pytest.mark.parametrize("caches", ["none", "both small", "both large"])
+def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str) -> None:
+    """Estimates, expectations, new segments and evictions while jobs load; bytes stay right."""
+    room = 6 * sum(kv_bytes(length) for length in (20, 40)) / 2 / 1e9
+    desk = make(**CACHES[caches], ssd_gb=room)
+    store, chance = desk.store, np.random.default_rng(3)
+    store.tree.touch(look_up(store, FIRST))
+    desk.put(prompt(1, 40))
+    began, number, loaded = time.monotonic(), 2, 0
+    jobs: list[LoadJob] = []
+    while time.monotonic() - began < 0.8:
+        number += 1
+        desk.bench.offer(store, prompt(number, 20 + 20 * (number % 2)))
+        store.writes.drain()
+        for _ in range(20):
+            tokens = prompt(int(chance.integers(max(1, number - 6), number + 1)), 40)
+            match = store.match("", kv.as_tokens(tokens))
+            if not match.num_tokens:
+                continue
+            spans = match.spans
+            store.forecast.can_read(spans, in_codes=True)
+            store.forecast.exact_bytes(spans)
+            store.forecast.coded_bytes(spans).expected(2)
+            names = [span.segment.segment_id for span in spans]
+            turn = int(chance.integers(-1, 4))
+            ranges = [] if turn < 0 else [(0, match.num_tokens, turn)]
+            store.versions.expect([(name, ranges) for name in names])
+            for name in names:
+                store.versions.cached_bytes(name)
+            store.cache.check_integrity()
+            store.summary()
+            store.cache_summary()
+            if len(jobs) < 3:
+                own = CLASSES[chance.integers(len(CLASSES))]
+                start = int(chance.integers(match.num_tokens))
+                job = desk.job_of(tokens[: match.num_tokens], match, own, start)
+                desk.loader.begin(job)
+                jobs.append(job)
+        for job in list(desk.loader.take_ended()):
+            jobs.remove(job)
+            loaded += desk.check_or_gone(job)
+            assert job.target is not None
+            desk.free = torch.cat([desk.free, job.target])
+    desk.wait(*jobs)
+    assert loaded > 5
+    store.poll()
+    store.check_integrity()
+
+
+def kv_bytes(num_tokens: int) -> int:
+    """Of a segment file."""
+    return kv.make_info(SHAPE, range(num_tokens)).layout().file_bytes
