@@ -78,6 +78,10 @@ class Pool:
     def get_value_buffer(self, layer: int) -> Tensor:
         return self.get_key_buffer(layer)
 
+    # Without waiting for layers that are loaded.
+    _get_key_buffer = get_key_buffer
+    _get_value_buffer = get_value_buffer
+
 
 @dataclasses.dataclass
 class Saver:
