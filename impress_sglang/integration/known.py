@@ -52,6 +52,7 @@ class Known:
         seen: how many of them were asked for often enough.
         refused: whether it was refused for want of space or of write budget.
         planned: whether what is to be loaded for it is known.
+        leads: whether the job that it waits for was planned for it.
         admitted: whether it runs.
         declined: whether something that was to be loaded could not be read now.
         not_before: the poll before which it is not admitted again.
@@ -72,6 +73,7 @@ class Known:
     seen: int | None = None
     refused: bool = False
     planned: bool = False
+    leads: bool = False
     admitted: bool = False
     declined: bool = False
     brought: Brought = dataclasses.field(default_factory=Brought)

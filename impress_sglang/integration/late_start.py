@@ -70,7 +70,8 @@ class LateStart:
     def may_start(self, known: Known) -> bool:
         """Whether a request may be admitted although its job is not done."""
         job, req = known.waiter.job, known.req
-        if job is None or job.done.is_set() or job.revoked or job.computes:
+        if job is None or job.done.is_set() or job.revoked or job.computes or not known.leads:
+            # Others may lack more than this job brings, which is planned when it is done.
             return False
         if job.early:
             return True

@@ -87,7 +87,7 @@ class PrefixLoads:
             return
         if not self._planner.looks_for(len(key)):
             return
-        resident = match_resident(self._cache, key).device_prefix_len
+        waiter.found = resident = match_resident(self._cache, key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
         plan: LoadPlan | BlendPlan | None
         plan = usual = self._planner.plan(known.namespace, tokens, resident, known.kv_class)
@@ -108,11 +108,14 @@ class PrefixLoads:
 
     def may_run(self, known: Known) -> bool:
         """Whether a request may be admitted now; plans it again if what was planned is gone."""
-        if known.waiter.job is None and (not known.planned or self._has_lost(known)):
+        rid = known.req.rid
+        if known.waiter.job is None and not known.planned:
             self.plan(known)
         if self._late.is_blocked(known):
             return False
-        return not self.jobs.waits(known.req.rid) or self._late.may_start(known)
+        if not self.jobs.waits(rid) and self._has_lost(known):
+            self.plan(known)
+        return not self.jobs.waits(rid) or self._late.may_start(known)
 
     def end_waiting(self, known: Known) -> None:
         """Note that a request was admitted, or is gone."""
@@ -195,16 +198,21 @@ class PrefixLoads:
         else:
             store, own = self._service.store, known.kv_class
             job = LoadJob(store, own, known.space, tokens[: plan.stop], plan.match, plan.start)
-        return overlapping(self.jobs.jobs, job, self._service.config.min_prefix_tokens) or job
+        least = self._service.config.min_prefix_tokens
+        other = overlapping(self.jobs.jobs, job, least)
+        known.leads = other is None
+        return other or job
 
     def _has_lost(self, known: Known) -> bool:
-        """Whether what was brought for a request was evicted before it was admitted."""
-        if not known.brought.stop or known.waiter.hold is not None:
+        """Whether what was resident for a request was evicted before it was admitted."""
+        found = max(known.brought.stop, known.waiter.found)
+        if not found or known.waiter.hold is not None:
             return False
         resident = match_resident(self._cache, key_of(known.req)).device_prefix_len
-        if resident >= known.brought.stop:
+        if resident >= found:
             return False
-        known.brought = Brought()
+        if resident < known.brought.stop:
+            known.brought = Brought()
         return True
 
     def _note_end(self, job: LoadJob) -> None:

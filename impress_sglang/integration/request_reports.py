@@ -54,15 +54,15 @@ class RequestReports:
     def tell_loaded(self, known: Known, job: LoadJob) -> None:
         """Note what a job brought; the first who waited for it tells of its reads."""
         own = known.brought
+        # It may have joined for the first tokens of the job.
+        resident = match_resident(self._cache, key_of(known.req)).device_prefix_len
+        own.stop = min(resident, job.stop)
+        brought = max(own.stop - job.start, 0)
         if job.told:
-            # It may have joined for the first tokens of the job.
-            resident = match_resident(self._cache, key_of(known.req)).device_prefix_len
-            own.stop = min(resident, job.stop)
-            own.shared += max(own.stop - job.start, 0)
+            own.shared += brought
             return
-        own.stop = job.stop
         job.told = True
-        own.loaded += len(job)
+        own.loaded += brought
         if isinstance(job, BlendJob):
             own.blended += job.reused
             own.computed += job.computed

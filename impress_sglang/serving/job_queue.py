@@ -44,6 +44,7 @@ class Waiter:
     job: LoadJob | None = None
     hold: Any = None
     blocked_at: float | None = None
+    found: int = 0
     tries: int = 0
 
 
@@ -258,7 +259,10 @@ class JobQueue:
 
         `first`: nothing is set aside for requests before it.
         """
-        if self._pool.lacking(job) < self._least:
+        lacking = self._pool.lacking(job)
+        if lacking < self._least:
+            for rid in job.waiters:
+                self.waiters[rid].found = job.stop - lacking
             self.give_up(job)
             return True
         alone = first and self._pool.is_idle() and not any(self.loading) and not any(self._held)

@@ -317,6 +317,23 @@ def test_a_pass_begins_before_the_last_layers_are_there(early: Server, stock: Se
     assert AGAIN not in early.log_text()
 
 
+def test_who_waits_for_a_part_of_it_does_not_begin_with_those_who_lack_nothing(
+    early: Server, stock: Server
+) -> None:
+    """Two branches of a trunk, which one job brings with the first of them."""
+    trunk = random_tokens(1500, seed=161)
+    branches = [[*trunk, *random_tokens(400, seed=162 + number)] for number in range(2)]
+    early.store_prompts(*branches)
+    prompts = [[*branch, *random_tokens(1500, seed=164)] for branch in branches]
+    expected = stock.generate_together(prompts, 6, return_logprob=True)
+    for rate in RATES[:4]:
+        with slow(early, rate):
+            answers = early.generate_together(prompts, 6, return_logprob=True, impress_store=False)
+        assert_same(expected, answers, TOLERANCE)
+        assert [report(own)["tokens"]["computed"] for own in answers] == [1500, 1500]
+        early.flush()
+
+
 def test_a_layer_that_is_damaged_behind_a_pass_that_began(early: Server, stock: Server) -> None:
     """All who attended to it begin again, and what they left is not kept."""
     for number, rate in enumerate(RATES):
@@ -362,6 +379,8 @@ def test_weights_are_replaced_while_a_job_runs(
         assert told["success"], told
         assert_same([expected], [answer], TOLERANCE)
         assert paths([answer]) == ["computed"]
+        # The store of these weights is opened in the background.
+        wait_until(lambda: server.stats()["suspended"] is None, 60)
         server.assert_whole()
 
 
