@@ -22,14 +22,11 @@ from torch import Tensor
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.integration.judged_models import ARCHITECTURES, ROPE_TYPES
-from impress_sglang.integration.paper.attention import PrefixAttention
 from impress_sglang.integration.paper.blend import PrefixBlend, blend_prefix, rotation_of
-from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.paper.blend_plan import Kind, share_of_layer
-from impress_sglang.serving.paper.blended_loading import BlendedLoading
 from impress_sglang.storage.quality import Quality
 from impress_sglang.transfer.slots import LayerSlots
-from tests.integration.tiny_model import SCALING, KVs, Model, Pool, layer_of, tokens_of
+from tests.integration.tiny_model import SCALING, KVs, Model, Pool, tokens_of
 from tests.unit.kv_factory import make_shape
 from tests.unit.request_factory import stored_request
 
@@ -113,7 +110,6 @@ def blend(
     own = PrefixBlend(pool, request, loading)
     model.attend = own.attend
     loading.done = blend_prefix(model, request, own, loading, deadline)
-    loading.computed = request.computed
     found = [(pool.keys[layer][row], pool.values[layer][row]) for layer in range(LAYERS)]
     return found, model, loading
 
@@ -312,23 +308,3 @@ def test_keys_move_as_sglang_rotates() -> None:
     old, new = torch.tensor([0, 5, 63, 70, 9]), torch.tensor([8, 4, 500, 1, 9])
     moved = rotation.move(at(old), rotation.turns(old, new))
     assert torch.allclose(moved, at(new), atol=1e-5)
-
-
-def test_where_keys_are_fused_one_request_fails_and_no_other_blends() -> None:
-    blending = SimpleNamespace(refusal=None)
-    backend: Any = SimpleNamespace(_runtime=SimpleNamespace(blending=blending))
-    loading = object.__new__(BlendedLoading)
-    loading.blended = False
-    request = SimpleNamespace(
-        loading=loading, start=0, bits=EXACT_BITS, resident_slots=torch.arange(0), resident_len=0
-    )
-    slots = LayerSlots.fresh(3, SHAPE, torch.device("cpu"))
-    row: Any = SimpleNamespace(request=request, new=slice(0, 2))
-    new = torch.zeros(2, SHAPE.num_kv_heads, SHAPE.key_dim)
-    queries = torch.zeros(2, SHAPE.num_query_heads * SHAPE.key_dim)
-
-    reason = PrefixAttention._load(
-        backend, row, queries, new, layer_of(SHAPE, 0), slots, can_compute=False
-    )
-
-    assert reason is not None and blending.refusal == reason and "new keys" in reason

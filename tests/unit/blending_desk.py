@@ -15,12 +15,12 @@ from torch import Tensor
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions, make_policy
+from impress_sglang.precision import slots
 from impress_sglang.serving.estimate import Estimator
 from impress_sglang.serving.paper.blend_plan import BlendNotes, BlendPlan
 from impress_sglang.serving.paper.blended_loading import BlendedLoading
 from impress_sglang.serving.paper.blending import Blending
 from impress_sglang.timeline import NO_TIMELINE
-from impress_sglang.transfer.coded_loader import CodedLoader
 from tests.unit.kv_factory import as_tokens, make_shape
 from tests.unit.store_factory import DEFAULTS, Workbench
 
@@ -109,4 +109,4 @@ class Desk:
             self.estimator.note_forward(1000, 500_500.0, seconds)
 
     def loading(self, plan: BlendPlan) -> BlendedLoading:
-        return BlendedLoading(CodedLoader(), self.store, plan, ROTATION, NO_TIMELINE)
+        return BlendedLoading(slots, self.store, plan, ROTATION, NO_TIMELINE)

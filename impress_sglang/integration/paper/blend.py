@@ -201,7 +201,7 @@ def blend_prefix(
         loading.end_block(number)
         number += 1
     loading.blended = True
-    request.computed = blend.token_layers / loading.num_layers
+    loading.computed = blend.token_layers / loading.num_layers
     request.report.update(blended_tokens=loading.reused)
     return True
 
