@@ -311,8 +311,9 @@ OPTIONS: tuple[Option, ...] = (
         _number_or(AUTO, OFF),
         Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
         "Reuse stored text where it is no prefix, which is approximate. A number: this share of "
-        "its tokens is computed again. auto: the largest share whose computation hides behind I/O, "
-        f"at least {AUTO_SHARE:g}. A request overrides it with custom_params impress_blend.",
+        "its tokens is computed again. auto: the largest share that hardly takes longer than "
+        f"{AUTO_SHARE:g}, which is the least. A request overrides it with custom_params "
+        "impress_blend.",
     ),
     Option(
         "blend_min_tokens",
@@ -324,8 +325,8 @@ OPTIONS: tuple[Option, ...] = (
         "blend_seconds",
         float,
         Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60),
-        "Blending a request stops all others meanwhile. A request for which it would take longer "
-        "than this is computed instead.",
+        "Most seconds of computing that a blend may take, in blocks between the passes of other "
+        "requests. A request for which it would take longer is computed instead.",
     ),
     Option(
         "blend_select",

@@ -49,7 +49,8 @@ LONGEST = (
     "test_refusals",
     *("test_real_model", "test_random", "test_triton_backend", "test_blend", "test_faults"),
     *("test_exact", "test_families", "test_pipeline", "test_weights", "test_pages"),
-    *("test_unreadable", "test_bits", "test_important_part", "test_reordering"),
+    *("test_unreadable", "test_unreadable_in_pass", "test_jobs"),
+    *("test_bits", "test_important_part", "test_reordering"),
 )
 
 

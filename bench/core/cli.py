@@ -20,6 +20,7 @@ from impress_sglang.errors import ImpressError
 
 ROOMS = {
     "policies": ("serving",),
+    "traffic": ("beside", "pressure"),
     "quality": ("accuracy", "blend", "precision", "truncation"),
     "engine": ("engine", "controller"),
     "micro": ("overhead", "memory", "planning", "content", "passes", "kernels", "index"),

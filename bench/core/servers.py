@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import requests
 
 from bench.core.ports import ReservedPort
-from bench.core.session import BenchFailed, step, work_folder
+from bench.core.session import ROOT, BenchFailed, step, work_folder
 from bench.core.zygote import ForkedProcess, Zygote
 
 # What is imported before a server starts: our file system and routes, or rectangular attention.
@@ -87,9 +88,22 @@ class Servers:
 @contextlib.contextmanager
 def servers(args: argparse.Namespace, show: Step = step) -> Iterator[Servers]:
     """What starts servers, in the folder of `--keep` or a temporary one."""
+    with work_folder(args.keep) as folder, servers_in(folder, show) as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def servers_in(
+    folder: Path,
+    show: Step = step,
+    *,
+    root: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Servers]:
+    """What starts servers of the clone `root`, with more variables in their environment."""
     threads = str(len(os.sched_getaffinity(0)))
-    environment = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1"}
-    with work_folder(args.keep) as folder, contextlib.closing(Zygote(environment)) as zygote:
+    whole = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
+    with contextlib.closing(Zygote(whole, root)) as zygote:
         yield Servers(folder, zygote, show)
 
 
@@ -131,15 +145,39 @@ class Server:
         Raises:
             BenchFailed: the request failed.
         """
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        if custom:
-            sampling["custom_params"] = custom
-        body = {"input_ids": list(tokens), "sampling_params": sampling, **fields}
+        body = _body(tokens, new_tokens, custom) | fields
         answer: dict[str, Any] = self.request("POST", "/generate", json=body).json()
         reason = answer["meta_info"]["finish_reason"] or {}
         if reason.get("type") != "length":
             raise BenchFailed(f"a request did not finish: {reason}")
         return answer
+
+    def stream(
+        self,
+        tokens: Sequence[int],
+        new_tokens: int,
+        *,
+        custom: dict[str, Any] | None = None,
+    ) -> Iterator[tuple[float, int]]:
+        """Greedy generation; yields when a piece arrived (perf_counter), and tokens up to it.
+
+        Raises:
+            BenchFailed: the request failed.
+        """
+        body = _body(tokens, new_tokens, custom) | {"stream": True}
+        count = 0
+        with self.request("POST", "/generate", json=body, stream=True) as response:
+            try:
+                for line in response.iter_lines():
+                    now = time.perf_counter()
+                    if line.startswith(b"data: {"):
+                        piece = json.loads(line.removeprefix(b"data: "))
+                        count = piece.get("meta_info", {}).get("completion_tokens", 0)
+                        yield now, count
+            except requests.RequestException as error:
+                raise BenchFailed(f"a stream broke off: {error}{self._log_end()}") from error
+        if count != new_tokens:
+            raise BenchFailed(f"a stream ended after {count} of {new_tokens} tokens")
 
     def generate_together(
         self, prompts: Sequence[Sequence[int]], new_tokens: int = 1, *, at_once: int | None = None
@@ -204,8 +242,11 @@ class Server:
             BenchFailed: it does.
         """
         text = _HARMLESS.sub("", self._log.read_text(errors="replace"))
-        if any(word in text for word in _TROUBLE):
-            raise BenchFailed(f"a server was in trouble{self._log_end()}")
+        lines = text.splitlines()
+        told = [i for i, line in enumerate(lines) if any(word in line for word in _TROUBLE)]
+        if told:
+            first = "\n".join(line[:300] for line in lines[told[0] : told[0] + LOG_LINES_SHOWN])
+            raise BenchFailed(f"a server was in trouble:\n{first}{self._log_end()}")
 
     def stop(self) -> None:
         """Let the server finish its writes and close its store."""
@@ -219,16 +260,16 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         _wait(STOP_SECONDS, lambda: not self._process.alive())
 
-    def request(self, method: str, path: str, **how: Any) -> requests.Response:
+    def request(
+        self, method: str, path: str, *, timeout: float = REQUEST_SECONDS, **how: Any
+    ) -> requests.Response:
         """A request to any of its routes, as `requests` takes it.
 
         Raises:
             BenchFailed: it was refused, or there was no answer.
         """
         try:
-            response = self._session.request(
-                method, self._url + path, timeout=REQUEST_SECONDS, **how
-            )
+            response = self._session.request(method, self._url + path, timeout=timeout, **how)
             response.raise_for_status()
         except requests.RequestException as error:
             raise BenchFailed(f"{method} {path} failed: {error}{self._log_end()}") from error
@@ -253,6 +294,16 @@ class Server:
     def _log_end(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
         return "; the end of its log:\n" + "\n".join(line[:300] for line in lines)
+
+
+def _body(
+    tokens: Sequence[int], new_tokens: int, custom: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Of a request for greedy generation."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    if custom:
+        sampling["custom_params"] = custom
+    return {"input_ids": list(tokens), "sampling_params": sampling}
 
 
 def _wait(seconds: float, until: Callable[[], bool]) -> bool:

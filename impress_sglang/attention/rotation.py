@@ -37,6 +37,10 @@ class KeyRotation:
         self._table = table
         self._halves = halves
 
+    def prepare(self, positions: int) -> None:
+        """Have the table reach so many positions, so that other threads need not make it longer."""
+        self._table(positions)
+
     def turns(self, old: Tensor, new: Tensor) -> Turns:
         """The turns that move keys from positions `old` to `new`, int64 [n] on the CPU."""
         table = self._table(int(torch.maximum(old, new).max()) + 1)

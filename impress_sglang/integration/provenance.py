@@ -3,7 +3,8 @@
 Within a class, KVs that were loaded from codes and KVs that were computed behind them share
 SGLang's tree. What is stored of a request must know what it rests on. So each slot that the tree
 owns has a depth: 0 for what was computed behind exact KVs only, or loaded exactly. Slots that were
-filled from a store are marked as well: what they hold is not written back.
+filled from a store are marked as well: what they hold is not written back. So are those that rest
+on text that was reused behind other text: who would not blend as much must not get it back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 _LOADED = 128
-_DEPTH = _LOADED - 1
+_BLENDED = 64
+_DEPTH = _BLENDED - 1
 
 
 class Provenance:
@@ -28,20 +30,38 @@ class Provenance:
         """Note that the tree is empty."""
         self.mixed = self._loaded = False
 
-    def note_loaded(self, slots: Tensor, depth: int) -> None:
-        """Note what was loaded into slots, int64 [n]: KVs behind which others have this `depth`."""
+    def note_loaded(self, slots: Tensor, depth: int, *, blended: bool = False) -> None:
+        """Note what was loaded into slots, int64 [n]: KVs behind which others have this `depth`.
+
+        `blended`: what is stored rests on text that was reused behind other text.
+        """
+        self._note(slots, _LOADED | min(depth, _DEPTH) | blended * _BLENDED)
+
+    def note_blended(self, slots: Tensor, depth: int) -> None:
+        """Note what was blended in slots, int64 [n], likewise; the store does not have it so."""
+        self._note(slots, _BLENDED | min(depth, _DEPTH))
+
+    def _note(self, slots: Tensor, mark: int) -> None:
         if not self._loaded:
             # Marks of slots that the tree got before are out of date.
             self._marks.zero_()
         self._loaded = True
-        self.mixed = self.mixed or depth > 0
-        self._marks[slots] = _LOADED + min(depth, _DEPTH)
+        self.mixed = self.mixed or bool(mark & _DEPTH)
+        self._marks[slots] = mark
 
     def note_computed(self, prefix: Tensor, fresh: Tensor) -> None:
         """Note that slots `fresh` hold what was computed behind those of `prefix`; int64 each."""
         if not self._loaded:
             return
-        self._marks[fresh] = (self._marks[prefix] & _DEPTH).amax() if len(prefix) else 0
+        if not len(prefix):
+            self._marks[fresh] = 0
+            return
+        marks = self._marks[prefix]
+        self._marks[fresh] = (marks & _DEPTH).amax() | (marks & _BLENDED).amax()
+
+    def blended(self, slots: Tensor) -> bool:
+        """Whether KVs in slots, int64 [n], rest on text that was reused behind other text."""
+        return self.mixed and len(slots) > 0 and bool((self._marks[slots] & _BLENDED).any())
 
     def depth(self, slots: Tensor) -> int:
         """The depth of KVs that were computed in slots, int64 [n], a path of the tree."""

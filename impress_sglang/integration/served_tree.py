@@ -3,66 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.integration.checking import IntegrityCheck
+from impress_sglang.integration.known import KnownRequests
+from impress_sglang.integration.prefix_loads import PrefixLoads
 from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.integration.tree_nodes import Sweeps
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import load_options_of
+from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.scheduling import QueueOrder
+from impress_sglang.serving.service import Service
+from impress_sglang.serving.sights import Sights
 from impress_sglang.serving.why import Asked
 from impress_sglang.storage.segment import Tokens
 
-if TYPE_CHECKING:
-    from impress_sglang.integration.tree_cache import ImpressTreeCache
+
+class Attachable(Protocol):
+    """A tree cache that serves once the scheduler is complete."""
+
+    loads: PrefixLoads | None
+    """The load jobs; None before."""
+
+    def attach(self, scheduler: Any) -> None:
+        """Begin to serve."""
 
 
 class ServedTree(ServedCache):
-    """Passes on to the parts of an `ImpressTreeCache`."""
+    """Passes on to the parts of a tree cache."""
 
     def __init__(
-        self, cache: ImpressTreeCache, check: IntegrityCheck, weights: WeightWatch
+        self,
+        cache: UnifiedRadixCache,
+        owner: Attachable,
+        service: Service,
+        planner: LoadPlanner,
+        known: KnownRequests,
+        sights: Sights | None,
+        check: IntegrityCheck,
+        weights: WeightWatch,
     ) -> None:
-        service, order = cache.service, None
+        """`owner` is the cache; `sights`: see `WriteBack.sights`."""
+        order = None
         if service.config.schedule != OFF:
-            order = QueueOrder(service.config.schedule, cache.unread)
+            order = QueueOrder(service.config.schedule, self._unread)
         super().__init__(service.served, service.recent, check, weights, cache.page_size, order)
-        self._cache = cache
+        self._owner = owner
+        self._service = service
+        self._planner = planner
+        self._known = known
+        self._sights = sights
         self._sweeps = Sweeps(cache)
 
     def attach(self, scheduler: Any) -> None:
         """See `ServedCache.attach`."""
-        self._cache.attach(scheduler)
+        self._owner.attach(scheduler)
 
     def prefetch(self, req: Any, *, again: bool = False) -> None:
         """Note again what is cached of a waiting request; SGLang itself tells of new ones."""
-        self._cache.note_state(req.rid)
+        known, loads = self._known.get(req.rid), self._owner.loads
+        if known is not None and loads is not None and self.queue_order is not None:
+            loads.note_state(known, self.queue_order)
 
     def note_queue(self, rids: Sequence[str]) -> None:
         """See `ServedCache.note_queue`."""
-        if self._cache.service.lookahead.awaits:
-            self._cache.service.lookahead.order(rids)
+        if self._service.lookahead.awaits:
+            self._service.lookahead.order(rids)
 
     def tell_idle(self) -> None:
-        """See `ImpressTreeCache.rest`."""
-        self._cache.rest()
+        """Wait a little for jobs, or tell the metrics what has happened."""
+        if self._owner.loads is None or not self._owner.loads.rest():
+            self._service.tell_metrics(idle=True)
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
         self.served.poll()
-        return {**self._cache.service.summary(), "integrity": self.check.state}
+        return {**self._service.summary(), "integrity": self.check.state}
 
     def foretell(self, namespace: str, tokens: Tokens) -> dict[str, Any]:
         """What is stored of a prompt that is not being served, and why no more of it."""
-        service, sights = self._cache.service, self._cache.saves.sights
+        service, sights = self._service, self._sights
         wanted = load_options_of(None, service.config)
-        own = service.class_of(wanted)
-        stored = self._cache.planner.find(namespace, tokens, own).num_tokens
+        stored = self._planner.find(namespace, tokens, service.class_of(wanted)).num_tokens
         report = new_report(service.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)
         why = service.explainer.foretell(Asked(report, namespace, tokens, wanted, seen))
@@ -85,3 +113,6 @@ class ServedTree(ServedCache):
     def tokens_in_slots(self) -> Mapping[str, int]:
         """Nothing: no slots are outside of SGLang's tree."""
         return {}
+
+    def _unread(self, rid: str) -> float:
+        return 0.0 if self._owner.loads is None else self._owner.loads.unread(rid)

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from torch import Tensor
 
-from impress_sglang.integration.tree_nodes import drop_below
+from impress_sglang.integration.known import KnownRequests, key_of
+from impress_sglang.integration.provenance import Provenance
+from impress_sglang.integration.tree_nodes import drop_below, match_resident
+from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.job_queue import Waiter
-from impress_sglang.serving.kv_class import marked
+from impress_sglang.serving.kv_class import KVClass, marked
 from impress_sglang.serving.load_jobs import LoadJob
-
-if TYPE_CHECKING:
-    from impress_sglang.integration.tree_cache import ImpressTreeCache
 
 
 class TreeSlots:
     """Slots of SGLang's pool for jobs; the scheduler's thread owns them."""
 
-    def __init__(self, cache: ImpressTreeCache, scheduler: Any) -> None:
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        scheduler: Any,
+        known: KnownRequests,
+        provenance: Provenance,
+        usual: KVClass,
+        put_back: Callable[[LoadJob], None],
+    ) -> None:
+        """`usual` class of the server; `put_back` puts the users of a job back into the queue."""
         self._cache = cache
         self._scheduler = scheduler
+        self._known = known
+        self._provenance = provenance
+        self._usual = usual
+        self._put_back = put_back
         self._allocator = cache.token_to_kv_pool_allocator
 
     def room(self) -> int:
@@ -41,7 +57,7 @@ class TreeSlots:
         tokens, chunked = 0, scheduler.chunked_req
         if chunked is not None:
             requests[id(chunked)] = chunked
-            tokens = len(chunked.full_untruncated_fill_ids) - chunked.kv.kv_committed_len
+            tokens = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
         ratio, page = scheduler.new_token_ratio_tracker.current, self._cache.page_size
         for own in requests.values():
             if not own.finished():
@@ -52,15 +68,16 @@ class TreeSlots:
 
     def need(self, waiter: Waiter, counted: set[object]) -> int:
         """See `SlotPool.need`."""
-        req, job = self._cache.request(waiter.rid), waiter.job
-        if req is None:
+        known, job = self._known.get(waiter.rid), waiter.job
+        if known is None:
             return 0
+        req = known.req
         total = len(req.full_untruncated_fill_ids) + _new_tokens(req) + self._cache.page_size
         if job is not None and (job.slots is not None or job in counted):
             return total - job.stop
         if job is not None:
             counted.add(job)
-        match = self._cache.match_resident(self._cache.key_of(req))
+        match = match_resident(self._cache, key_of(req))
         node, length = match.last_device_node, match.device_prefix_len
         if node in counted:
             return total - length
@@ -84,12 +101,12 @@ class TreeSlots:
 
     def lacking(self, job: LoadJob) -> int:
         """See `SlotPool.lacking`."""
-        return job.stop - int(self._cache.match_resident(self._key(job)).device_prefix_len)
+        return job.stop - int(match_resident(self._cache, self._key(job)).device_prefix_len)
 
     def take(self, job: LoadJob) -> bool:
         """See `SlotPool.take`."""
         cache = self._cache
-        match = cache.match_resident(self._key(job))
+        match = match_resident(cache, self._key(job))
         start, hold = match.device_prefix_len, cache.lock(match.last_device_node)
         count = job.stop - start
         missing = count - self._allocator.available_size()
@@ -99,8 +116,12 @@ class TreeSlots:
         if slots is None:
             cache.unlock(hold)
             return False
-        job.start, job.hold = start, hold
+        job.begin_at(start)
+        job.hold = hold
         job.slots = job.target = slots.to(torch.int64)
+        if slots.is_cuda:
+            # A pass in flight may still use them.
+            job.after = self._scheduler.forward_stream.record_event()
         return True
 
     def give_back(self, job: LoadJob) -> None:
@@ -114,8 +135,7 @@ class TreeSlots:
         cache, slots = self._cache, job.slots
         assert slots is not None
         path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
-        depth = job.match.quality.depth + (job.kv_class.planes is not None)
-        cache.provenance.note_loaded(slots, depth)
+        self._note(job, path, slots)
         result = cache.insert(
             InsertParams(
                 key=self._key(job),
@@ -129,16 +149,28 @@ class TreeSlots:
         cache.unlock(job.hold)
         job.hold = lock
 
+    def _note(self, job: LoadJob, path: Tensor, slots: Tensor) -> None:
+        """Note on what the KVs of a job rest, behind those in the slots of `path`."""
+        provenance, stored = self._provenance, job.match.quality
+        depth = stored.depth + (job.kv_class.planes is not None)
+        if isinstance(job, BlendJob):
+            provenance.note_loaded(slots[: job.kept], depth, blended=stored.blended)
+            depth = max(job.plan.quality.depth, provenance.depth(path))
+            provenance.note_blended(slots[job.kept :], depth)
+        else:
+            provenance.note_loaded(slots, depth, blended=stored.blended)
+
     def discard(self, job: LoadJob) -> None:
         """See `SlotPool.discard`; SGLang puts requests back as if there were no room for them."""
-        cache = self._cache
-        cache.put_back(cache.users_of(job))
-        cache.unlock(job.hold)
-        drop_below(cache, self._key(job), job.start)
+        self._put_back(job)
+        self._cache.unlock(job.hold)
+        drop_below(self._cache, self._key(job), job.start)
 
-    def hold_for(self, job: LoadJob) -> Any:
+    def hold_for(self, waiter: Waiter) -> Any:
         """See `SlotPool.hold_for`."""
-        return self._cache.lock(job.hold.node)
+        cache = self._cache
+        match = cache.match_resident(cache.key_of(cache.request(waiter.rid)))
+        return cache.lock(match.last_device_node)
 
     def release(self, hold: Any) -> None:
         """See `SlotPool.release`."""
@@ -146,7 +178,7 @@ class TreeSlots:
 
     def _key(self, job: LoadJob) -> RadixKey:
         extra_key, salt = job.space
-        extra_key = marked(extra_key, job.kv_class, self._cache.service.usual)
+        extra_key = marked(extra_key, job.kv_class, self._usual)
         return RadixKey(array("q", job.tokens.tolist()), extra_key, cache_salt=salt)
 
 

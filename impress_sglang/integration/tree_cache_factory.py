@@ -9,11 +9,13 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.integration.blend_steps import rotation_of
 from impress_sglang.integration.factory import identity_of, kv_shape
 from impress_sglang.integration.guards import check_arguments
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.tree_cache import ImpressTreeCache
 from impress_sglang.management.policies import make_policy
+from impress_sglang.options import OFF
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
 from impress_sglang.transfer.coded_slots import code_writer_for
@@ -35,6 +37,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     options = resolved_view(context.server_args)
     check_arguments(config, options)
     check_layers(runner)
+    if config.blend != OFF:
+        # Refused here, before the store is opened.
+        rotation_of(runner.model)
     policy = make_policy(config)
     shape = kv_shape(runner, policy, config.probe_heads)
 

@@ -10,6 +10,7 @@ import dataclasses
 from array import array
 from typing import Any
 
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -21,6 +22,11 @@ from impress_sglang.serving.kv_class import unmarked
 # Most nodes that one step of a sweep frees, and that it looks at.
 MOST_FREED = 64
 MOST_LOOKS = 2048
+
+
+def match_resident(cache: UnifiedRadixCache, key: RadixKey) -> MatchResult:
+    """What is resident of a key, for nobody's request."""
+    return cache._match_tree(MatchPrefixParams(key=key))
 
 
 def is_locked(node: Any) -> bool:
@@ -37,7 +43,7 @@ def free_leaf(cache: UnifiedRadixCache, node: Any) -> int:
 
 def drop_below(cache: UnifiedRadixCache, key: RadixKey, start: int) -> None:
     """Free what begins with the first tokens of a key, from token `start` on."""
-    match = cache.match_resident(key)
+    match = match_resident(cache, key)
     node, top = cache.tree_core.node_by_id(match.last_device_node), match.device_prefix_len
     while top > start:
         top -= len(node.key)
@@ -110,7 +116,7 @@ class Sweeps:
             if unmarked(own) != prefix.extra_key:
                 continue
             key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
-            match = self._cache.match_resident(key)
+            match = match_resident(self._cache, key)
             if match.device_prefix_len >= len(prefix):
                 node = self._cache.tree_core.node_by_id(match.last_device_node)
                 found.append(node)

@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.session.streaming_session import is_virtual_node
 from torch import Tensor
 
 from impress_sglang.integration.eligibility import store_refusal
 from impress_sglang.integration.keys import as_tokens
+from impress_sglang.integration.known import Known
+from impress_sglang.integration.provenance import Provenance
+from impress_sglang.integration.query_sampling import QuerySampler
 from impress_sglang.management.losses import Cause
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
+from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
+from impress_sglang.serving.service import Service
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-
-if TYPE_CHECKING:
-    from impress_sglang.integration.query_sampling import QuerySampler
-    from impress_sglang.integration.tree_cache import ImpressTreeCache, Known
 
 _REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRITE_BUDGET}
 
@@ -62,34 +68,78 @@ class _Save:
 class WriteBack:
     """The saves of one tree cache; the scheduler's thread owns them."""
 
-    def __init__(self, cache: ImpressTreeCache, sampler: QuerySampler, forward_stream: Any) -> None:
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        service: Service,
+        planner: LoadPlanner,
+        provenance: Provenance,
+        sampler: QuerySampler,
+        forward_stream: Any,
+    ) -> None:
         """`forward_stream` is SGLang's, on which passes run."""
         self._cache = cache
-        self._service = cache.service
+        self._service = service
+        self._planner = planner
+        self._provenance = provenance
         self._sampler = sampler
         self._forward_stream = forward_stream
         self._access = PoolAccess()
         self._saves: dict[_Save, None] = {}
-        least = self._service.config.write_after
-        self.sights = Sights(least) if least > 1 else None
+        config = self._service.config
+        least, blends = config.write_after, config.blend != OFF
+        self._counted = Sights(max(least, 2)) if least > 1 or blends else None
+        self.sights = self._counted if least > 1 else None
         """Counts how often prompts are asked for; None unless that decides what is stored."""
         self.writing_tokens = 0
 
-    def sight(self, known: Known) -> None:
-        """Count a request that may be stored, when it is first matched."""
-        req = known.req
+    def sight(self, known: Known) -> bool:
+        """Count a request that may be stored, when it is first matched.
+
+        Returns whether it should be computed exactly: others will reuse its text where it is no
+        prefix.
+        """
+        req, elsewhere = known.req, 0
         if known.worth is not None or not self._service.served.in_use:
-            return
+            return False
         tokens = req.origin_input_ids
         if self.sights is None or store_wish_of(req.sampling_params) is True:
             known.worth = len(tokens)
-        if self.sights is not None and len(tokens) >= self._service.config.min_prefix_tokens:
+        if self._counted is not None and len(tokens) >= self._service.config.min_prefix_tokens:
             # For several samples SGLang first computes the prompt alone, without new tokens.
             sampling = req.sampling_params
             count = sampling.n == 1 or sampling.max_new_tokens == 0
-            seen = self.sights.note(known.namespace, as_tokens(tokens), count=count)
-            known.seen = seen
-            known.worth = max(seen, known.worth or 0)
+            space, text = known.namespace, as_tokens(tokens)
+            seen = self._counted.note(space, text, count=count)
+            elsewhere = self._worth_elsewhere(self._counted, space, text, seen, count=count)
+            known.seen = max(seen, elsewhere)
+            known.worth = max(known.seen, known.worth or 0)
+            return elsewhere > seen
+        return False
+
+    def _worth_elsewhere(
+        self, sights: Sights, space: str, tokens: Tokens, known: int, *, count: bool
+    ) -> int:
+        """How many of the first tokens of a prompt are worth storing for the sake of its text.
+
+        Some are if most of the text behind the `known` tokens was asked for often enough, wherever
+        it stood, and is stored nowhere; else 0.
+        """
+        store = self._service.store
+        content = store.tree.content
+        if content is None:
+            return 0
+        starts, often = sights.note_text(space, tokens, count=count)
+        often &= starts >= known
+        most = np.count_nonzero(starts >= known) // 2
+        if not store.writes.are_taken:
+            # Otherwise it would be computed exactly in vain.
+            return 0
+        if np.count_nonzero(often) > most:
+            found = content.find(store.namespace(space), tokens, known, only_ready=False)
+            often &= ~found.meet(starts, BLOCK_TOKENS)
+        fresh = starts[often]
+        return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
 
     def expect(self, known: Known) -> None:
         """Have the queries of a request sampled that is admitted and will be stored."""
@@ -122,9 +172,9 @@ class WriteBack:
         """Count the answer of a request that is over: the next prompt may contain it."""
         req = known.req
         self._sampler.take(req.rid)
-        if self.sights is not None and known.worth is not None and req.output_ids:
+        if self._counted is not None and known.worth is not None and req.output_ids:
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
-            self.sights.note(known.namespace, tokens, len(req.origin_input_ids))
+            self._counted.note(known.namespace, tokens, len(req.origin_input_ids))
 
     def locked_tokens(self) -> int:
         """Tokens of SGLang's tree that only saves have locked.
@@ -169,17 +219,19 @@ class WriteBack:
         """How many of the first tokens of a request are worth storing, in whole pages."""
         if self.sights is not None:
             num_tokens = min(num_tokens, known.worth or 0)
-        return self._cache.planner.whole_pages(num_tokens)
+        return self._planner.whole_pages(num_tokens)
 
     def _quality_of(self, known: Known, slots: Tensor) -> tuple[Quality | None, int]:
         """The quality of KVs in slots, and how many of the first came from a store."""
-        provenance, own = self._cache.provenance, known.kv_class
-        depth = provenance.depth(slots)
+        provenance, own = self._provenance, known.kv_class
+        # Nothing in the tree of this class rests on codes, and nobody marks its slots.
+        depth = 0 if own.exact else provenance.depth(slots)
         if not depth:
             return EXACT, 0
-        if own.exact or depth > self._service.config.approximation_depth:
+        if depth > self._service.config.approximation_depth:
             return None, 0
-        return Quality(depth, 1.0, own.bits, own.share), provenance.loaded_before(slots)
+        share = own.share if provenance.blended(slots) else 1.0
+        return Quality(depth, 1.0, own.bits, share), provenance.loaded_before(slots)
 
     def _offer(
         self, known: Known, save: _Save, quality: Quality, first: int, queries: dict[int, Any]

@@ -81,8 +81,11 @@ function showTiers(stats) {
     rows.push(["GPU memory, chunk cache", cache.device.used_bytes, cache.device.capacity_bytes, bytes]);
   }
   if (store) rows.push(["Read buffers", store.buffer_used_bytes, store.buffer_bytes, bytes]);
-  const ours = pool.private_tokens + pool.shared_tokens + pool.shared_idle_tokens + pool.held_tokens;
-  rows.push(["Slots with stored prefixes", ours, pool.tokens, (tokens) => count(tokens)]);
+  const jobs = "loading_tokens" in pool;
+  const kinds = jobs ? ["loading", "writing"] : ["private", "shared", "shared_idle", "held"];
+  const ours = kinds.reduce((sum, kind) => sum + pool[`${kind}_tokens`], 0);
+  const name = jobs ? "Slots being loaded and written" : "Slots with stored prefixes";
+  rows.push([name, ours, pool.tokens, (tokens) => count(tokens)]);
   $("tiers").replaceChildren(...rows.map(([name, used, limit, format]) => {
     const text = `${format(used)} of ${format(limit)}`;
     return el("div", { className: "tier" }, el("span", {}, name), el("span", { className: "muted" }, text),

@@ -48,7 +48,11 @@ class Waiter:
 
 
 class SlotPool(Protocol):
-    """SGLang's pool and tree, as far as jobs need them; sizes in tokens."""
+    """SGLang's pool and tree, as far as jobs need them; sizes in tokens.
+
+    A request is admitted if it needs less than the room, and those behind it if they need less than
+    what is left.
+    """
 
     def room(self) -> int:
         """What could be allocated, by evicting if need be, without what running requests need."""
@@ -80,8 +84,8 @@ class SlotPool(Protocol):
     def discard(self, job: LoadJob) -> None:
         """Remove an inserted job that failed from the tree, and put all that use it back."""
 
-    def hold_for(self, job: LoadJob) -> Any:
-        """Hold what an inserted job brought once more; `release` ends that."""
+    def hold_for(self, waiter: Waiter) -> Any:
+        """Hold what is resident of a request, and nothing else; `release` ends that."""
 
     def release(self, hold: Any) -> None:
         """End a hold."""
@@ -114,10 +118,18 @@ class JobQueue:
         """Those that have not ended, the earliest first."""
         self.waiters: dict[str, Waiter] = {}
         """Queued requests that wait for a job, or for which something is held."""
-        self._barred: set[str] = set()
+        self.computing: list[LoadJob] = []
+        """Those that are read, and on which the scheduler's thread computes."""
+        self._admissible: set[str] | None = None
+        """Those that may pass the request at the head, which has waited long enough; None: all."""
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a job, or something is held for a queued request."""
+        return bool(self.jobs or self.waiters)
 
     @property
     def loading_tokens(self) -> int:
@@ -158,7 +170,7 @@ class JobQueue:
 
     def waits(self, rid: str) -> bool:
         """Whether a request is not to be admitted now."""
-        if rid in self._barred:
+        if self._admissible is not None and rid not in self._admissible:
             return True
         waiter = self.waiters.get(rid)
         return waiter is not None and waiter.job is not None
@@ -166,14 +178,25 @@ class JobQueue:
     def poll(self, queue: Iterable[str]) -> None:
         """Take in what the loader has done, and give slots to jobs; `queue`: ids, in order."""
         self.settle()
-        self._barred = set()
-        if any(job.state is JobState.WAITING for job in self.jobs):
+        self._admissible = None
+        if any(self._held) or any(job.state is JobState.WAITING for job in self.jobs):
             self._grant(queue)
 
     def settle(self) -> None:
         """Take in the jobs that have ended."""
         for job in self._loader.take_ended():
-            self._finish(job)
+            if job.computes and job.state is JobState.LOADED and job in self.jobs:
+                self.computing.append(job)
+            else:
+                self._finish(job)
+        for job in [own for own in self.computing if own.revoked]:
+            self.end_computing(job, JobState.DROPPED)
+
+    def end_computing(self, job: LoadJob, state: JobState) -> None:
+        """Note that the scheduler's thread computes no more of a job."""
+        self.computing.remove(job)
+        job.state = state
+        self._finish(job)
 
     def make_room(self, missing: Callable[[], int]) -> None:
         """Free what jobs have, until nothing is `missing` or nothing is left.
@@ -202,33 +225,44 @@ class JobQueue:
         return not self.jobs
 
     def _grant(self, queue: Iterable[str]) -> None:
-        budget, counted = self._pool.room(), set[object]()
-        blocked = barring = False
+        room = budget = self._pool.room()
+        counted, seen = set[object](), set[str]()
+        blocked = False
         for rid in itertools.islice(queue, WINDOW):
+            if budget <= 0:
+                break
             waiter = self.waiters.get(rid) or Waiter(rid)
-            if barring:
-                self._barred.add(rid)
-            if budget < 0:
-                # What is held for it keeps those before it from being admitted.
-                self._release(waiter)
-                continue
             need, job = self._pool.need(waiter, counted), waiter.job
+            seen.add(rid)
             if job is not None and job.state is JobState.WAITING:
-                blocked = blocked or not self._try(job, need, budget)
+                blocked = blocked or not self._try(job, need, budget, first=budget == room)
                 if job.state is JobState.WAITING and waiter.job is job:
-                    barring = barring or self._has_waited(waiter)
-                    if not barring:
+                    if not self._has_waited(waiter):
                         # Others may pass it.
                         continue
+                    self._release_behind(seen)
+                    self._admissible = seen
+                    return
             budget -= need
+        if budget <= 0:
+            self._release_behind(seen)
 
-    def _try(self, job: LoadJob, need: int, budget: int) -> bool:
-        """Begin a job if there is room; returns whether it need not wait any longer."""
+    def _release_behind(self, seen: set[str]) -> None:
+        """Release what is held for others: it keeps these from being admitted."""
+        for waiter in list(self._held):
+            if waiter.rid not in seen:
+                self._release(waiter)
+
+    def _try(self, job: LoadJob, need: int, budget: int, *, first: bool) -> bool:
+        """Begin a job if there is room; returns whether it need not wait any longer.
+
+        `first`: nothing is set aside for requests before it.
+        """
         if self._pool.lacking(job) < self._least:
             self.give_up(job)
             return True
-        alone = self._pool.is_idle() and not any(self.loading) and not any(self._held)
-        if need > budget and not alone:
+        alone = first and self._pool.is_idle() and not any(self.loading) and not any(self._held)
+        if need >= budget and not alone:
             return False
         if self._begin(job):
             return True
@@ -267,6 +301,7 @@ class JobQueue:
         waiters = [self.waiters[rid] for rid in sorted(job.waiters)]
         loaded = job.state is JobState.LOADED and not job.revoked
         if job.early and not loaded:
+            self._let_go()
             self._pool.discard(job)
         elif job.slots is not None:
             if loaded:
@@ -277,7 +312,7 @@ class JobQueue:
             waiter.job = None
             if loaded:
                 self._release(waiter)
-                waiter.hold = self._pool.hold_for(job)
+                waiter.hold = self._pool.hold_for(waiter)
             else:
                 waiter.tries += 1
         if loaded:
@@ -285,6 +320,13 @@ class JobQueue:
         job.waiters.clear()
         for waiter in waiters:
             self._replan(waiter, job)
+
+    def _let_go(self) -> None:
+        """Take away what others hold: it may be behind slots that are not right."""
+        for waiter in self.waiters.values():
+            self._release(waiter)
+        for job in list(self.loading):
+            self._revoke(job)
 
     def _revoke(self, job: LoadJob) -> None:
         """Take the slots of a job away; those who wait for it may plan again when it has ended."""
@@ -301,6 +343,8 @@ class JobQueue:
         if job.state is JobState.WAITING:
             self.jobs.remove(job)
             job.end(JobState.DROPPED)
+            # Perhaps it was the one that was not to be passed, and nobody polls without jobs.
+            self._admissible = None
         elif job.slots is not None:
             self._revoke(job)
 

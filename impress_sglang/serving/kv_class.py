@@ -49,7 +49,8 @@ class KVClass:
     def name(self) -> str:
         """Its name in keys and reports."""
         bits = "exact" if self.exact else f"{self.bits:g}"
-        return bits if self.share == 1.0 else f"{bits}/{self.share:g}"
+        # All digits: names of different classes differ. Adding 0.0 leaves one name for 0.
+        return bits if self.share == 1.0 else f"{bits}/{self.share + 0.0!r}"
 
     def worst(self, depth: int) -> Quality:
         """The worst stored quality that it accepts, if KVs may rest on `depth` approximations."""

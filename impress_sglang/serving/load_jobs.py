@@ -16,8 +16,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,10 +30,16 @@ from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.threads import compute_alone
+from impress_sglang.timeline import RequestTimeline, TimelineWriter
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.read_planner import ReadStats
 
 logger = logging.getLogger(__name__)
+
+
+_Measurement: TypeAlias = tuple[PrefixStore, Sequence[StoredSpan], int | None]
+# A measurement looks so often, in seconds, whether its read has ended; the reader gives up in time.
+_LOOK_SECONDS = 1e-3
 
 
 class JobState(enum.Enum):
@@ -49,6 +55,12 @@ class JobState(enum.Enum):
     """Something could not be read; nobody may use its slots."""
     DROPPED = "dropped"
     """It was given up before all layers were there."""
+
+
+AfterFill: TypeAlias = Callable[[Tensor], None]
+"""Changes a layer's pool of keys, in slots that were just filled."""
+FillLayer: TypeAlias = Callable[[int, AnySource, Tensor, "AfterFill | None"], None]
+"""Fills a layer of a source into slots."""
 
 
 class JobRevoked(Exception):
@@ -70,6 +82,7 @@ class LoadJob:
         target: int64 [stop - start], the slots that are filled.
         slots: the same while they belong to the job: neither given back nor in SGLang's tree.
         hold: what keeps the tokens before `start` resident, in the terms of the pool's owner.
+        after: on an accelerator, the event after which slots may be written to.
     """
 
     store: PrefixStore
@@ -82,6 +95,7 @@ class LoadJob:
     target: Tensor | None = None
     slots: Tensor | None = None
     hold: Any = None
+    after: Any = None
     state: JobState = JobState.WAITING
     told: bool = False
     """Whether its reads are in the report of a request."""
@@ -99,6 +113,10 @@ class LoadJob:
     fills: FillStats = dataclasses.field(default_factory=FillStats)
     events: list[Any] = dataclasses.field(default_factory=list)
     """On an accelerator, an event after each layer."""
+    timeline: RequestTimeline | None = None
+    """Where its time goes; None unless that is written down."""
+    computes: ClassVar[bool] = False
+    """Whether the scheduler's thread has something to compute when all was read."""
 
     def __post_init__(self) -> None:
         self._revoked = False
@@ -171,6 +189,38 @@ class LoadJob:
             self._changed.wait_for(lambda: self.layers > layer or self.done.is_set(), left)
             return self.layers > layer
 
+    def begin_at(self, start: int) -> None:
+        """Note where it begins: behind the tokens that are resident when it gets its slots."""
+        self.start = start
+
+    def open(self) -> AnySource:
+        """Open what is read first, on the loader's thread.
+
+        Raises:
+            PrefixUnreadable: it cannot be opened.
+        """
+        return self.store.open_whole(self.spans, self.kv_class.planes)
+
+    def bring(self, source: AnySource, fill: FillLayer) -> None:
+        """Bring all layers from the source that was opened, and close it.
+
+        Raises:
+            PrefixUnreadable: something could not be read.
+            JobRevoked: its slots were taken away.
+        """
+        assert self.target is not None
+        self.reads = source.stats
+        try:
+            self.store.ahead.join(source)
+            for layer in range(source.num_layers):
+                fill(layer, source, self.target, None)
+        finally:
+            self.store.close_source(source)
+
+    def unread(self, num_layers: int) -> float:
+        """The share of its reads that is left to do."""
+        return 1.0 - self.layers / num_layers
+
     def seconds_left(self, num_layers: int, now: float) -> float | None:
         """How long the rest will take, judging by its layers so far; None before the first."""
         if not self.layers or not self.began_at:
@@ -195,24 +245,41 @@ class JobLoader:
     """Carries out jobs, one after the other, on a thread of its own."""
 
     def __init__(
-        self, shape: KVShape, device: torch.device, layers: Callable[[int], tuple[Tensor, Tensor]]
+        self,
+        shape: KVShape,
+        device: torch.device,
+        layers: Callable[[int], tuple[Tensor, Tensor]],
+        timelines: TimelineWriter | None = None,
     ) -> None:
-        """`layers` gives the pools of keys and values of a layer; `device`: where these are."""
+        """`layers` gives the pools of keys and values of a layer; `device`: where these are.
+
+        `timelines` keeps one of each job, by the name of a request that waited when it began.
+        """
         self.wake = threading.Event()
         """Set when a job has ended."""
         self._shape = shape
         self._layers = layers
+        self._timelines = timelines
         self._filler = SlotFiller(shape, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
-        self._asked: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
+        self._measuring = False
+        self._asked: queue.SimpleQueue[LoadJob | _Measurement | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[LoadJob] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="impress-load", daemon=True)
         self._thread.start()
 
     def begin(self, job: LoadJob) -> None:
         """Load a job, whose state is LOADING, after those that were begun before it."""
+        if self._timelines is not None:
+            job.timeline = RequestTimeline(min(job.waiters))
         self._asked.put(job)
+
+    def measure(self, store: PrefixStore, spans: Sequence[StoredSpan], planes: int | None) -> None:
+        """Read a little of some spans, unless there are jobs, to measure how fast reads are now."""
+        if not self._measuring:
+            self._measuring = True
+            self._asked.put((store, spans, planes))
 
     def take_ended(self) -> Iterator[LoadJob]:
         """The jobs that have ended since the last call."""
@@ -246,9 +313,14 @@ class JobLoader:
             if job is None:
                 self._asking = False
                 return
+            if not isinstance(job, LoadJob):
+                if not opened:
+                    _measure(*job)
+                self._measuring = False
+                continue
             try:
                 job.began_at = time.monotonic()
-                source = job.store.open_whole(job.spans, job.kv_class.planes)
+                source = job.open()
             except PrefixUnreadable as error:
                 self._end(job, JobState.FAILED, error)
             except BaseException as error:
@@ -256,6 +328,8 @@ class JobLoader:
                 logger.exception("a stored prefix could not be opened")
                 self._end(job, JobState.FAILED, error)
             else:
+                if job.timeline is not None:
+                    source.timeline = job.timeline
                 job.store.ahead.wait(source, source.num_layers)
                 opened.append((job, source))
 
@@ -265,14 +339,18 @@ class JobLoader:
         source: AnySource,
         others: collections.deque[tuple[LoadJob, AnySource]],
     ) -> None:
-        store, state, job.reads = job.store, JobState.LOADED, source.stats
+        state = JobState.LOADED
         error: BaseException | None = None
+
+        def fill(layer: int, source: AnySource, slots: Tensor, after: AfterFill | None) -> None:
+            self._load_layer(layer, job, source, slots, after)
+            self._open(others)
+
         try:
-            store.ahead.join(source)
             with torch.cuda.stream(self._stream):
-                for layer in range(source.num_layers):
-                    self._load_layer(layer, job, source)
-                    self._open(others)
+                if self._stream is not None:
+                    self._stream.wait_event(job.after)
+                job.bring(source, fill)
                 if job.events:
                     job.events[-1].synchronize()
         except JobRevoked:
@@ -283,20 +361,43 @@ class JobLoader:
             # Answers are right without the job.
             logger.exception("a stored prefix could not be loaded")
             state, error = JobState.FAILED, bug
-        store.close_source(source)
         self._end(job, state, error)
 
-    def _load_layer(self, layer: int, job: LoadJob, source: AnySource) -> None:
+    def _load_layer(
+        self,
+        layer: int,
+        job: LoadJob,
+        source: AnySource,
+        slots: Tensor,
+        after: AfterFill | None,
+    ) -> None:
         if job.revoked:
             raise JobRevoked
-        assert job.target is not None
         keys, values = self._layers(layer)
-        self._filler.fill(layer, source, keys, values, job.target, job.fills, job.writing)
+        self._filler.fill(layer, source, keys, values, slots, job.fills, job.writing)
+        if after is not None:
+            with job.writing():
+                after(keys)
         job.note_layer(None if self._stream is None else self._stream.record_event())
         source.end_layer(layer)
         job.store.ahead.top_up()
 
     def _end(self, job: LoadJob, state: JobState, error: BaseException | None) -> None:
         job.end(state, error)
+        if self._timelines is not None and job.timeline is not None:
+            job.timeline.finish()
+            self._timelines.write(job.timeline)
         self._ended.put(job)
         self.wake.set()
+
+
+def _measure(store: PrefixStore, spans: Sequence[StoredSpan], planes: int | None) -> None:
+    try:
+        source = store.open_whole(spans, planes)
+    except PrefixUnreadable as error:
+        logger.warning("a stored prefix cannot be opened: %s", error)
+        return
+    source.read_ahead(0.0)
+    while source.is_reading:
+        time.sleep(_LOOK_SECONDS)
+    store.close_source(source)

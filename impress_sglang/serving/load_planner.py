@@ -29,6 +29,11 @@ class LoadPlan:
         """Where the stored tokens end."""
         return self.match.num_tokens
 
+    @property
+    def spans(self) -> tuple[StoredSpan, ...]:
+        """The stored tokens that are loaded."""
+        return self.match.slice(self.start, self.stop)
+
 
 class LoadPlanner:
     """Matches prompts with the store; on the scheduler's thread, and without a look at the disk."""

@@ -64,8 +64,13 @@ def _health(name: str) -> Callable[[Summary], Values]:
 
 
 def _pool(**names: str) -> Callable[[Summary], Values]:
-    """Figures of the pool of slots, if there is one, by the values of a label."""
-    return lambda summary: _named(summary["device_pool"], names)
+    """Figures of the pool of slots that its owner has, by the values of a label."""
+
+    def read(summary: Summary) -> Values:
+        pool = summary["device_pool"]
+        return {(value,): pool[name] for value, name in names.items() if name in pool}
+
+    return read
 
 
 def _named(found: Mapping[str, Any], names: Mapping[str, str]) -> Values:
@@ -289,10 +294,12 @@ GAUGES = (
     ),
     Series(
         "pool_tokens",
-        "Slots of SGLang's pool: its size, and of that what is private to requests, shared by "
-        "them, shared and idle, held for writes alone, and being written.",
+        "Slots of SGLang's pool: its size, and of that what is being loaded or written; where "
+        "prefixes load in the model's pass what is private to requests, shared by them, shared and "
+        "idle, and held for writes alone.",
         _pool(
             size="tokens",
+            loading="loading_tokens",
             private="private_tokens",
             shared="shared_tokens",
             idle="shared_idle_tokens",

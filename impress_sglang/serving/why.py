@@ -77,7 +77,7 @@ MEANINGS = {
     Reason.COMPUTED_TO_LEARN: "reading is slow here, so this server learns what computing takes",
     Reason.BLEND_TOO_SHORT: "too little of it is stored elsewhere (--impress-blend-min-tokens)",
     Reason.BLEND_SLOWER: "blending it was estimated to be slower than what is done without",
-    Reason.BLEND_TOO_LONG: "blending it would have kept others waiting for too long",
+    Reason.BLEND_TOO_LONG: "blending it would take too much computing (--impress-blend-seconds)",
     Reason.BLEND_UNSUPPORTED: "it would have been blended, which this server cannot do",
     Reason.QUALITY: "it is stored, but less exactly than the request asks for",
     Reason.DAMAGED: "it was stored, but could not be read as it was written",

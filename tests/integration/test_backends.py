@@ -24,10 +24,10 @@ from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as prefil
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.paper.attention import PrefixAttention, adopt_backend
+from impress_sglang.integration.paper.hooks import _after_batch
 from impress_sglang.integration.paper.judged_backends import BACKENDS, OFFSET_ROWS
 from impress_sglang.integration.paper.paged import PagedPrefixAttention, _host_rows
 from impress_sglang.integration.paper.row_starts import RowStarts
-from impress_sglang.integration.plugin import _after_batch
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving import clocks

@@ -101,26 +101,30 @@ def test_a_request_asks_for_an_exact_answer(impress: Server) -> None:
     assert paths([impress.generate(question, 1, **EXACT)]) == ["device"]
 
 
-def test_a_resident_prefix_is_raised_and_not_loaded_again(impress: Server) -> None:
+def test_who_asks_alike_shares_and_who_asks_otherwise_loads(impress: Server) -> None:
     prefix = impress.store(1500, seed=5)
-    first, second, third = (
-        report(impress.generate([*prefix, *random_tokens(20, seed=6 + bits)], 4, impress_bits=bits))
-        for bits in (6, 8, 6)
-    )
-    assert first["shared_tokens"] == 0 and second["shared_tokens"] == 1500
-    assert second["path"] == "device" and second["loaded_tokens"] == second["base_bytes"] == 0
-    # Two bits in place of six, and no ranges.
-    assert 0 < second["ssd_bytes"] < first["ssd_bytes"] / 3
-    assert [own["bits_mean"] for own in (first, second, third)] == [6.0, 8.0, 8.0]
-    assert third["path"] == "device" and third["ssd_bytes"] == 0
-    pool = impress.stats()["device_pool"]
-    assert pool["shared_idle_tokens"] == 1500 and pool["shared_tokens"] == 0
+    told = [
+        report(impress.generate([*prefix, *random_tokens(20, seed=6 + number)], 4, **wanted))
+        for number, wanted in enumerate(
+            ({"impress_bits": 6}, {"impress_bits": 8}, EXACT, {"impress_bits": 6}, EXACT)
+        )
+    ]
+    assert [own["path"] for own in told] == ["ssd"] * 3 + ["device"] * 2
+    assert [own["loaded_tokens"] for own in told] == [1500] * 3 + [0] * 2
+    assert [own["bits_mean"] for own in told[:3]] == [6.0, 8.0, 16.0]
+    assert [own["approximate"] for own in told] == [True, True, False, True, False]
+    few, more, exact, *resident = (own["ssd_bytes"] for own in told)
+    assert few < more < exact and resident == [0, 0]
+    assert all(own["resident_tokens"] == 1500 for own in told[3:])
 
 
 def test_eight_at_once_load_a_prefix_once(impress: Server) -> None:
+    """Of each class: what they wait for is read once, and they share it."""
     prefix = impress.store(1500, seed=8)
     questions = [[*prefix, *random_tokens(20, seed=20 + number)] for number in range(8)]
-    alone = report(impress.generate(questions[0], 4, impress_bits=8))["ssd_bytes"]
+    alone = sum(
+        report(impress.generate(questions[0], 4, impress_bits=bits))["ssd_bytes"] for bits in (6, 8)
+    )
     impress.flush()
     with ThreadPoolExecutor(8) as pool:
         asked = [
@@ -128,14 +132,15 @@ def test_eight_at_once_load_a_prefix_once(impress: Server) -> None:
             for number, own in enumerate(questions)
         ]
         said = [report(own.result()) for own in asked]
-    assert sum(own["loaded_tokens"] for own in said) == 1500
+    assert sum(own["loaded_tokens"] for own in said) == 2 * 1500
     assert sum(own["ssd_bytes"] for own in said) == alone
-    assert all(own["bits_mean"] >= own["bits"] for own in said)
-    assert {own["bits"] for own in said} == {6.0, 8.0}
+    assert all(own["prefix_tokens"] == 1500 for own in said)
+    loaded = sorted((own["bits"], own["bits_mean"]) for own in said if own["loaded_tokens"])
+    assert loaded == [(6.0, 6.0), (8.0, 8.0)]
 
 
 def test_eight_at_once_read_an_exact_prefix_once(impress: Server, stock: Server) -> None:
-    """Those behind the first wait for its pass, and find the prefix in SGLang's tree."""
+    """Those behind the first wait for what it waits for, and find the prefix in SGLang's tree."""
     prefix = impress.store(1500, seed=9)
     questions = [[*prefix, *random_tokens(20, seed=40 + number)] for number in range(8)]
     answers = impress.generate_together(questions, 4, return_logprob=True, **EXACT)
@@ -174,25 +179,27 @@ def passes_of(
         return asked.result().json(), found()
 
 
-def test_those_who_wait_for_an_exact_prefix_hold_nobody_up(impress: Server) -> None:
-    """Two for each of three prefixes are queued: the first of each are one pass, the others too."""
+def test_those_who_wait_for_prefixes_are_one_pass(impress: Server) -> None:
+    """Two for each of three prefixes are queued behind a long pass, which loading does not wait
+    for; none of them computes what is stored."""
     prefixes = [impress.store(500, seed=90 + number) for number in range(3)]
     questions = [
         [*prefix, *random_tokens(20, seed=95 + number)] for prefix in prefixes for number in (0, 1)
     ]
     answers, passes = passes_of(impress, questions, [4] * 6)
-    assert paths(answers) == ["ssd", "device"] * 3
-    assert [begin for begin, _ in passes] == ["3", "3"]
+    assert sum(report(own)["loaded_tokens"] for own in answers) == 3 * 500
+    assert all(report(own)["prefix_tokens"] == 500 for own in answers)
+    assert sum(int(begin) for begin, _ in passes) == 6 and len(passes) <= 3
 
 
-def test_who_does_not_fit_behind_one_that_waits_does_not_hold_that_up(impress: Server) -> None:
+def test_who_does_not_fit_does_not_hold_up_those_who_wait(impress: Server) -> None:
     """SGLang admits nobody until a request ends once there was no room for one."""
     prefix = impress.store(500, seed=110)
     first, waits = ([*prefix, *random_tokens(20, seed=seed)] for seed in (111, 112))
     large = random_tokens(5000, seed=113)
-    _, passes = passes_of(impress, [first, waits, large], [800, 1, 3100], aborted="2")
-    assert [begin for begin, _ in passes[:2]] == ["1", "1"]
-    assert passes[1][1] == "1", "it begins while the first one runs"
+    answers, passes = passes_of(impress, [first, waits, large], [800, 1, 3100], aborted="2")
+    assert sum(int(begin) for begin, _ in passes[:2]) == 2, "both begin before there is room"
+    assert [report(own)["prefix_tokens"] for own in answers[:2]] == [500, 500]
 
 
 def test_all_turns_of_a_conversation_are_read_back(impress: Server) -> None:

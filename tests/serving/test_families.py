@@ -53,12 +53,12 @@ def test_family_in_float32(server: Server) -> None:
             assert_same([computed], [stored], 1e-4)
 
 
-def test_family_computes_an_unreadable_prefix_again(server: Server) -> None:
-    """Each model is left in the middle of a pass within a pass, which then goes on."""
+def test_family_computes_an_unreadable_prefix(server: Server) -> None:
     prompt = [*store_damaged(server, 900, seed=81), *random_tokens(3, seed=82)]
-    recomputed = server.generate(prompt, 12, return_logprob=True)
-    assert report(recomputed)["recomputed"] is True
-    assert_same([_computed(server, prompt)], [recomputed], 1e-4)
+    computed = server.generate(prompt, 12, return_logprob=True)
+    assert report(computed)["path"] == "computed"
+    assert report(computed)["why"]["reason"] == "damaged"
+    assert_same([_computed(server, prompt)], [computed], 1e-4)
 
 
 def test_family_blends(server: Server, family: str) -> None:

@@ -81,9 +81,7 @@ def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: in
         assert report(answer)["approximate"] is False
 
 
-def test_codes_are_those_of_any_page_size(
-    paged: Server, without_pages: list[Answer], page: int
-) -> None:
+def test_codes_are_those_of_any_page_size(paged: Server, without_pages: list[Answer]) -> None:
     """However they come into slots, by whom and in what order, the answers are the same."""
     paged.store_prompts(*even_branches())
     alone = [paged.generate(question, 8, **EIGHT_BITS) for question in questions()]
@@ -91,38 +89,35 @@ def test_codes_are_those_of_any_page_size(
     for answers in (alone, together):
         assert_same(without_pages, answers, TOLERANCE)
         assert all(report(answer)["approximate"] for answer in answers)
-    pool = paged.stats()["device_pool"]
-    assert pool["shared_tokens"] == 0 < pool["shared_idle_tokens"]
-    assert pool["shared_idle_tokens"] % page == 0
+    assert "ssd" in paths(alone) and set(paths(together)) == {"device"}
 
 
-def test_parts_are_shared_in_whole_pages(paged: Server, page: int) -> None:
-    """A page with tokens of two segments is loaded by each request for itself."""
+def test_those_who_wait_share_whole_pages(paged: Server, page: int) -> None:
+    """Also one in which two segments meet."""
     first = random_tokens(703, seed=1)
     second = [*first[:550], *random_tokens(500, seed=2)]
     paged.store_prompts(first, second)
     asked = [[*second, *random_tokens(20, seed=20 + number)] for number in range(8)]
     told = [report(answer) for answer in paged.generate_together(asked, 4)]
     stored = len(second) // page * page
-    assert {own["stored_tokens"] for own in told} == {stored}
-    assert sum(own["loaded_tokens"] for own in told) == stored + 7 * page
-    # A shorter and a longer one share what is whole pages of both.
+    assert {own["prefix_tokens"] for own in told} == {stored}
+    assert sum(own["loaded_tokens"] for own in told) == stored
+    # Of a shorter one only the pages are loaded that the longer ones do not have.
     other = report(paged.generate([*first, *random_tokens(20, seed=30)], 4))
-    assert other["shared_tokens"] == 550 // page * page
+    assert other["resident_tokens"] == 550 // page * page
     assert other["loaded_tokens"] == (703 - 550 // page * page) // page * page
 
 
-def test_idle_parts_give_way_in_whole_pages(paged: Server, page: int) -> None:
+def test_what_is_resident_gives_way_in_whole_pages(paged: Server, page: int) -> None:
     prefixes = [paged.store(2501, seed=30 + number) for number in range(5)]
     for number, prefix in enumerate(prefixes):
         said = report(paged.generate([*prefix, *random_tokens(20, seed=40 + number)], 4))
         assert said["loaded_tokens"] == 2501 // page * page
-        assert paged.stats()["device_pool"]["shared_idle_tokens"] <= POOL
     last = report(paged.generate([*prefixes[-1], *random_tokens(20, seed=50)], 4))
-    assert last["loaded_tokens"] == 0
-    # What a shorter prompt does not use of an idle part is cut off at the end of a page.
+    assert last["loaded_tokens"] == 0 and last["resident_tokens"] == 2501 // page * page
+    # A shorter prompt uses a part of it.
     short = report(paged.generate([*prefixes[-1][:1000], *random_tokens(20, seed=51)], 4))
-    assert (short["shared_tokens"], short["loaded_tokens"]) == (1000 // page * page, 0)
+    assert (short["resident_tokens"], short["loaded_tokens"]) == (1000 // page * page, 0)
 
 
 def test_aborts_in_every_phase(paged: Server) -> None:

@@ -33,30 +33,40 @@ def smollm() -> Path:
     return model_path()
 
 
-@pytest.fixture(scope="module")
-def server(smollm: Path, workdir: Path) -> Iterator[Server]:
-    """Started by the command that users type."""
-    with running(
-        smollm,
-        workdir / "smollm.log",
+def smollm_flags(store: Path) -> tuple[str, ...]:
+    return (
         "--dtype=float32",
         "--max-total-tokens=12000",
         "--enable-impress",
         "--impress-write-after=1",
         "--impress-load=always",
-        f"--impress-ssd-dir={workdir / 'store-smollm'}",
+        f"--impress-ssd-dir={store}",
         "--impress-host-gb=0.5",
-        "--impress-retention=0.25",
         "--impress-blend=0.15",
         "--impress-blend-min-tokens=128",
         "--enable-cache-report",
-        zygote=None,
-    ) as running_server:
+    )
+
+
+@pytest.fixture(scope="module")
+def server(smollm: Path, workdir: Path) -> Iterator[Server]:
+    """Started by the command that users type."""
+    flags = smollm_flags(workdir / "store-smollm")
+    with running(smollm, workdir / "smollm.log", *flags, zygote=None) as running_server:
         yield running_server
         running_server.assert_quiet()
 
 
-def test_bytes_of_a_part_of_a_prefix(server: Server, workdir: Path) -> None:
+@pytest.fixture(scope="module")
+def parts(smollm: Path, workdir: Path, zygote: Zygote) -> Iterator[Server]:
+    """Uses a quarter of each stored prefix, which loads within the pass."""
+    flags = (*smollm_flags(workdir / "store-smollm-parts"), "--impress-retention=0.25")
+    with running(smollm, workdir / "smollm-parts.log", *flags, zygote=zygote) as running_server:
+        yield running_server
+        running_server.assert_quiet()
+
+
+def test_bytes_of_a_part_of_a_prefix(parts: Server, workdir: Path) -> None:
     """The base of all tokens and planes, by our count, by arithmetic, and by the kernel's count.
 
     Beside these there is what was read ahead in vain, which is bounded. The caches are empty and
@@ -65,17 +75,17 @@ def test_bytes_of_a_part_of_a_prefix(server: Server, workdir: Path) -> None:
     prefix = [3 + (i * 7919) % 40000 for i in range(TOKENS)]
     other = list(range(6000, 6400))
     for stored in (other, prefix):
-        server.generate(stored, 1)
-        server.flush()
+        parts.generate(stored, 1)
+        parts.flush()
     # The first such request also reads pages of the code that serves it.
-    server.generate([*other, *range(1000, 1064)], 1)
-    server.flush()
-    before = _bytes_read_by(server)
-    said = report(server.generate([*prefix, *range(1000, 1064)], 1, impress_bits=6))
-    from_device = _bytes_read_by(server) - before
+    parts.generate([*other, *range(1000, 1064)], 1)
+    parts.flush()
+    before = _bytes_read_by(parts)
+    said = report(parts.generate([*prefix, *range(1000, 1064)], 1, impress_bits=6))
+    from_device = _bytes_read_by(parts) - before
     assert said["loaded_tokens"] == retained_tokens(TOKENS, 0.25) == 375, said
     assert said["layers_by_probe"] == 30
-    header = _header_of(workdir, prefix)
+    header = _header_of(workdir / "store-smollm-parts", prefix)
     codes = header.info.layout().codes
     assert codes is not None and codes.num_tokens == TOKENS
     assert said["base_bytes"] == 30 * codes.num_groups * codes.group_bytes
@@ -86,17 +96,17 @@ def test_bytes_of_a_part_of_a_prefix(server: Server, workdir: Path) -> None:
     in_vain = said["ahead_bytes"] - said["ahead_used_bytes"]
     assert said["ssd_bytes"] - in_vain == pytest.approx(analytic, rel=0.02)
     assert in_vain <= 0.25 * analytic
-    if server.stats()["store"]["direct_io"]:
+    if parts.stats()["store"]["direct_io"]:
         # The processes may also read pages of their code, and read the header.
         assert said["ssd_bytes"] <= from_device <= 1.05 * said["ssd_bytes"]
-    again = report(server.generate([*prefix, *range(2000, 2064)], 1, impress_bits=6))
+    again = report(parts.generate([*prefix, *range(2000, 2064)], 1, impress_bits=6))
     assert again["device_chunks"] > 0.8 * again["chunks_accessed"]
     assert again["ssd_bytes"] < said["ssd_bytes"] / 4
 
 
-def _header_of(workdir: Path, prefix: list[int]) -> SegmentHeader:
+def _header_of(store: Path, prefix: list[int]) -> SegmentHeader:
     """Of a prefix that was stored, as no other begins like it."""
-    paths = workdir.glob("store-smollm/*/segments/*/*.kv")
+    paths = store.glob("*/segments/*/*.kv")
     headers = [read_header(path, FileSystem()) for path in paths]
     (header,) = (own for own in headers if own.info.tokens.tolist() == prefix)
     return header
@@ -109,7 +119,7 @@ def _bits_of(header: SegmentHeader, bits: float) -> float:
 
 def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
     """A first read, as a share of 16-bit KVs, and what the kernel counted."""
-    params = {"custom_params": {"impress_retention": 1.0, "impress_bits": 6}}
+    params = {"custom_params": {"impress_bits": 6}}
 
     def ask(prefix: list[int]) -> dict[str, Any]:
         return report(server.generate([*prefix, *range(1000, 1064)], 1, sampling_params=params))
@@ -126,7 +136,7 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
     said = ask(prefix)
     from_device = _bytes_read_by(server) - before
     assert said["loaded_tokens"] == said["used_tokens"] == TOKENS
-    header = _header_of(workdir, prefix)
+    header = _header_of(workdir / "store-smollm", prefix)
     assert said["bits_mean"] == pytest.approx(_bits_of(header, 6.0), abs=0.001)
     assert 6.0 <= said["bits_mean"] <= 6.2
     half_precision = TOKENS * 30 * 3 * 2 * 64 * 2
@@ -137,14 +147,14 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
         assert with_header <= from_device <= 1.02 * with_header
 
 
-def test_answer_with_a_quarter_of_the_prefix_makes_sense(server: Server) -> None:
+def test_answer_with_a_quarter_of_the_prefix_makes_sense(parts: Server) -> None:
     """A pattern that the whole prefix repeats is still continued when a part of it is loaded."""
     pattern = " ".join(_COLOURS)
     text = ". ".join([pattern] * 80) + ". " + " ".join(_COLOURS[:3])
     body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
-    computed = server.post("/generate", **body).json()
-    server.flush()
-    stored = server.post("/generate", **body).json()
+    computed = parts.post("/generate", **body).json()
+    parts.flush()
+    stored = parts.post("/generate", **body).json()
     assert report(stored)["path"] == "ssd"
     assert report(stored)["used_tokens"] < report(stored)["prefix_tokens"] / 3
     following = " ".join(_COLOURS[3:5])

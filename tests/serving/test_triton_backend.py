@@ -52,6 +52,14 @@ def triton(model: Path, serve: Serve) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def beside(model: Path, serve: Serve) -> Iterator[Server]:
+    """Prefixes load beside its passes."""
+    with serve("triton-beside", *FLAGS, model=model) as server:
+        yield server
+        server.assert_whole()
+
+
+@pytest.fixture(scope="module")
 def torch_native(model: Path, serve: Serve) -> Iterator[Server]:
     flags = ("--impress-retention=0.25", "--attention-backend=torch_native", *FLAGS[1:])
     with serve("torch-native", *flags, model=model) as server:
@@ -90,6 +98,28 @@ def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: 
     resident = triton.generate(batch[0], 4, return_logprob=True, **EXACT)
     assert_same(expected[:1], [resident], 1e-4)
     assert paths([resident]) == ["device"]
+
+
+def test_what_loads_beside_the_pass_is_an_ordinary_prefix(
+    stock_triton: Server, beside: Server
+) -> None:
+    stored = store_prefix([beside], 200, seed=51)
+    batch = [
+        [*stored, *random_tokens(20, seed=52)],
+        [*stored, *random_tokens(CHUNK + 10, seed=53)],
+        random_tokens(60, seed=54),
+    ]
+    exact = {"impress_bits": "exact"}
+    expected = stock_triton.generate_together(batch, 4, return_logprob=True)
+    actual = beside.generate_together(batch, 4, return_logprob=True, **exact)
+    assert_same(expected, actual, 1e-4)
+    assert sorted(paths(actual)[:2]) == ["device", "ssd"] and paths(actual)[2] == "computed"
+    resident = beside.generate(batch[0], 4, return_logprob=True, **exact)
+    assert_same(expected[:1], [resident], 1e-4)
+    assert paths([resident]) == ["device"]
+    few = [beside.generate(batch[0], 4, return_logprob=True) for _ in range(2)]
+    assert paths(few) == ["ssd", "device"] and report(few[0])["approximate"]
+    assert_same(few[:1], few[1:], 1e-4)
 
 
 def test_damaged_prefix_is_computed_within_the_pass(stock_triton: Server, triton: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,11 @@ from torch import Tensor
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions, make_policy
-from impress_sglang.precision import slots
+from impress_sglang.serving.blend_job import BlendJob
+from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
+from impress_sglang.serving.blend_planner import BlendPlanner
 from impress_sglang.serving.estimate import Estimator
-from impress_sglang.serving.paper.blend_plan import BlendNotes, BlendPlan
-from impress_sglang.serving.paper.blended_loading import BlendedLoading
-from impress_sglang.serving.paper.blending import Blending
-from impress_sglang.timeline import NO_TIMELINE
+from impress_sglang.serving.kv_class import KVClass
 from tests.unit.kv_factory import as_tokens, make_shape
 from tests.unit.store_factory import DEFAULTS, Workbench
 
@@ -76,10 +76,9 @@ class Desk:
         self.estimator = Estimator(64)
         for numbers in stored:
             bench.put(self.store, texts(*numbers))
-        served: Any = SimpleNamespace(store=self.store)
-        self.blending = Blending(
-            self.config, SHAPE, make_policy(self.config), served, self.estimator, page_size, block
-        )
+        served: Any = SimpleNamespace(store=self.store, in_use=True)
+        self.policy = make_policy(self.config)
+        self.blending = BlendPlanner(self.config, SHAPE, served, self.estimator, page_size, block)
 
     def plan(
         self,
@@ -91,7 +90,14 @@ class Desk:
         notes: BlendNotes | None = None,
     ) -> BlendPlan | None:
         notes = notes or BlendNotes()
-        return self.blending.plan(namespace, as_tokens(tokens), resident, usual, wanted, notes)
+        own = self.class_of(wanted)
+        return self.blending.plan(
+            namespace, as_tokens(tokens), resident, usual, own, wanted.blend, notes
+        )
+
+    def class_of(self, wanted: LoadOptions) -> KVClass:
+        """As `Service.class_of`."""
+        return KVClass.of(dataclasses.replace(wanted, bits=self.policy.bits(wanted)))
 
     def planned(self, *arguments: Any, **how: Any) -> BlendPlan:
         """Of a request that does blend."""
@@ -108,5 +114,13 @@ class Desk:
         for _ in range(times):
             self.estimator.note_forward(1000, 500_500.0, seconds)
 
-    def loading(self, plan: BlendPlan) -> BlendedLoading:
-        return BlendedLoading(slots, self.store, plan, ROTATION, NO_TIMELINE)
+    def job(self, plan: BlendPlan, wanted: LoadOptions = APPROXIMATE) -> BlendJob:
+        """One with slots of its own."""
+        own, space = self.class_of(wanted), (None, None)
+        tokens = plan.tokens[: plan.stop]
+        job = BlendJob(
+            self.store, own, space, tokens, plan.match, plan.start, plan=plan, rotation=ROTATION
+        )
+        generator = torch.Generator().manual_seed(1)
+        job.slots = job.target = torch.randperm(len(job), generator=generator)
+        return job

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,73 +14,40 @@ from sglang.srt.layers.rotary_embedding.rope_variant import (
     DynamicNTKAlphaRotaryEmbedding,
     DynamicNTKScalingRotaryEmbedding,
 )
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
 from sglang.srt.models.opt import OPTForCausalLM, OPTLearnedPositionalEmbedding
 from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.errors import SegmentUnreadable, UnsupportedError
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration.blend_steps import (
+    BlendSteps,
+    BlockAttention,
+    BlockSize,
+    rotation_of,
+)
 from impress_sglang.integration.judged_models import ARCHITECTURES, ROPE_TYPES
-from impress_sglang.integration.paper.blend import PrefixBlend, blend_prefix, rotation_of
-from impress_sglang.serving.paper.blend_plan import Kind, share_of_layer
-from impress_sglang.storage.quality import Quality
-from impress_sglang.transfer.slots import LayerSlots
-from tests.integration.tiny_model import SCALING, KVs, Model, Pool, tokens_of
+from impress_sglang.serving.blend_plan import Kind, share_of_layer
+from tests.integration.tiny_model import SCALING, KVs, Model, Pool, layer_of, tokens_of
 from tests.unit.kv_factory import make_shape
-from tests.unit.request_factory import stored_request
 
 LAYERS = 6
 SHAPE = make_shape(layers=LAYERS, probe=())
 
 
-@pytest.fixture(autouse=True)
-def _in_a_pass() -> Iterator[None]:
-    with forward_context(ForwardContext(attn_backend=SimpleNamespace())):
-        yield
+class Job:
+    """What was read of a blended prefix is in its slots."""
+
+    def __init__(self, tokens: Tensor, row: Tensor, kinds: np.ndarray, share: float, start: int):
+        self.tokens, self.row, self.kinds = tokens.numpy().astype(np.int32), row, kinds
+        self.plan, self.start, self.position = SimpleNamespace(share=share), start, start
+        self.token_layers, self.spent = 0, 0.0
 
 
-class Loading:
-    """Puts given KVs where tokens are stored."""
-
-    def __init__(self, stored: KVs, kinds: np.ndarray, share: float, resident: int, size: int):
-        self.stored, self.resident, self.num_layers = stored, resident, LAYERS
-        self.plan, self.kinds = SimpleNamespace(share=share), kinds
-        self.reused = int((kinds == Kind.REUSED).sum())
-        self.begun: list[int] = []
-        stop = resident + len(kinds)
-        self.blocks = [
-            SimpleNamespace(start=start, stop=min(start + size, stop))
-            for start in range(resident, stop, size)
-        ]
-        self.ended: list[int] = []
-        self.restored: list[tuple[int, int]] = []
-        self.blended = False
-        self.bad: tuple[int, int] | None = None
-        self.drops = True
-
-    def compute_instead(self, number: int, error: SegmentUnreadable) -> bool:
-        """All from this block on was in that segment."""
-        self.kinds[self.blocks[number].start - self.resident :] = Kind.COMPUTED
-        return self.drops
-
-    def restore(self, number: int, layer: int, pools: LayerSlots, slots: Tensor, _: Any) -> None:
-        self.restored.append((number, layer))
-        if (number, layer) == self.bad:
-            self.bad = None
-            raise SegmentUnreadable("s", "a test")
-        block = self.blocks[number]
-        kinds = self.kinds[block.start - self.resident : block.stop - self.resident]
-        there = np.flatnonzero(kinds != Kind.COMPUTED)
-        for pool, rows in zip(
-            (pools.keys.pool, pools.values.pool), self.stored[layer], strict=True
-        ):
-            pool[slots[there]] = rows[block.start + there]
-
-    def begin_block(self, number: int) -> None:
-        self.begun.append(number)
-
-    def end_block(self, number: int) -> None:
-        self.ended.append(number)
+def attend(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+    """As layers of SGLang's attend."""
+    found: Tensor = get_attn_backend().forward(q, k, v, layer, Any)
+    return found
 
 
 def blend(
@@ -92,26 +58,34 @@ def blend(
     *,
     size: int = 1000,
     resident: int = 0,
-    deadline: float = math.inf,
-    bad: tuple[int, int] | None = None,
-    drops: bool = True,
-) -> tuple[KVs, Model, Loading]:
+) -> tuple[KVs, Model, Any]:
     """The KVs of all tokens in the pool, after those from `resident` on were blended."""
     model, pool = Model(SHAPE), Pool(SHAPE, 400)
     generator = torch.Generator().manual_seed(9)
     row = torch.randperm(399, generator=generator)[: len(tokens)] + 1
+    own = np.asarray(kinds, np.uint8)
+    there = resident + np.flatnonzero(own != Kind.COMPUTED)
     for layer, (keys, values) in enumerate(model.kvs(tokens)):
         pool.keys[layer][row[:resident]] = keys[:resident]
         pool.values[layer][row[:resident]] = values[:resident]
-    quality = Quality(1, share=share)
-    request = stored_request(tokens, row[:resident], row[resident:], quality=quality)
-    loading: Any = Loading(stored, np.asarray(kinds, np.uint8), share, resident, size)
-    loading.bad, loading.drops = bad, drops
-    own = PrefixBlend(pool, request, loading)
-    model.attend = own.attend
-    loading.done = blend_prefix(model, request, own, loading, deadline)
+        pool.keys[layer][row[there]] = stored[layer][0][there]
+        pool.values[layer][row[there]] = stored[layer][1][there]
+    job: Any = Job(tokens, row, own, share, resident)
+    model.attend = attend
+    steps = BlendSteps(
+        model,
+        pool,
+        lambda layer: (pool.keys[layer], pool.values[layer]),
+        LAYERS,
+        None,
+        size,
+        lambda _: None,
+    )
+    steps.size.tokens = size
+    while not steps.step(job):
+        assert not has_forward_context(), "a pass of SGLang's would take it for its own"
     found = [(pool.keys[layer][row], pool.values[layer][row]) for layer in range(LAYERS)]
-    return found, model, loading
+    return found, model, job
 
 
 def stored_behind_others(tokens: Tensor, start: int) -> KVs:
@@ -136,12 +110,13 @@ def test_all_computed_is_the_model_itself(size: int, resident: int, share: float
     tokens = tokens_of(1, 90)
     expected = Model(SHAPE).kvs(tokens)
     kinds = np.full(90 - resident, Kind.REUSED if share else Kind.COMPUTED)
-    found, _, loading = blend(
+    found, model, job = blend(
         tokens, stored_behind_others(tokens, 30), kinds, share, size=size, resident=resident
     )
-    assert loading.done and loading.blended
-    assert loading.begun == loading.ended == list(range(len(loading.blocks)))
     assert error(found, expected, 0) < 1e-5
+    assert job.token_layers == LAYERS * len(kinds) and job.spent > 0
+    blocks = [count for layer, count in model.computed if layer == 0]
+    assert sum(blocks) == len(kinds) and max(blocks) == min(size, len(kinds))
 
 
 def test_new_text_between_exact_text_is_exact() -> None:
@@ -150,37 +125,58 @@ def test_new_text_between_exact_text_is_exact() -> None:
     expected = Model(SHAPE).kvs(tokens)
     kinds = np.full(90, Kind.KEPT)
     kinds[20:25] = kinds[60:90] = kinds[0:2] = Kind.COMPUTED
-    found, model, _ = blend(tokens, expected, kinds, 0.0, size=50)
+    found, model, _ = blend(tokens, expected, kinds, 0.0, size=20)
     assert error(found, expected, 0) < 1e-5
-    assert [count for _, count in model.computed] == [7] * LAYERS + [30] * LAYERS
+    assert [count for layer, count in model.computed if not layer] == [20, 17]
 
 
 def test_reuse_as_is_runs_no_model() -> None:
     tokens = tokens_of(1, 90)
     stored = stored_behind_others(tokens, 30)
-    found, model, loading = blend(tokens, stored, [Kind.REUSED] * 90, 0.0, size=40)
-    assert error(found, stored, 0) == 0.0 and not model.computed
-    assert loading.restored == [(block, layer) for block in range(3) for layer in range(LAYERS)]
+    found, model, job = blend(tokens, stored, [Kind.REUSED] * 90, 0.0, size=40)
+    assert error(found, stored, 0) == 0.0 and not model.computed and not job.spent
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_what_cannot_be_read_is_computed_and_the_rest_is_not(share: float) -> None:
-    """A block begins again without the segment, whose first layers it had already."""
+def test_what_could_not_be_read_is_computed() -> None:
+    """As the loader's thread has said by then: with the rest, in order."""
     tokens = tokens_of(1, 90)
     expected = Model(SHAPE).kvs(tokens)
     kinds = np.full(90, Kind.KEPT)
-    kinds[50:60] = Kind.REUSED
-    found, model, loading = blend(tokens, expected, kinds, share, size=30, bad=(1, 3))
-    assert error(found, expected, 0) < 1e-5 and loading.blended
-    assert loading.begun == [0, 1, 1, 2] and loading.ended == [0, 1, 2]
-    assert model.computed[-2 * LAYERS :] == [[own, 30] for own in [*range(LAYERS)] * 2]
-    assert loading.computed == pytest.approx(sum(own for _, own in model.computed) / LAYERS)
+    kinds[50:60], kinds[30:50] = Kind.REUSED, Kind.COMPUTED
+    found, model, job = blend(tokens, expected, kinds, 0.3, size=15)
+    assert error(found, expected, 0) < 1e-5
+    assert [count for layer, count in model.computed if not layer] == [15, 15]
+    assert job.token_layers == sum(own for _, own in model.computed)
 
 
-def test_where_nothing_is_left_all_is_computed() -> None:
-    tokens = tokens_of(1, 90)
-    with pytest.raises(SegmentUnreadable):
-        blend(tokens, Model(SHAPE).kvs(tokens), [Kind.REUSED] * 90, 0.0, bad=(0, 3), drops=False)
+def test_blocks_take_no_longer_than_a_chunk() -> None:
+    size = BlockSize(2048)
+    assert size.tokens == 512
+    size.note(512, 0.1, None)
+    assert size.tokens == 1024
+    for _ in range(3):
+        size.note(size.tokens, 0.1, 0.5)
+    assert size.tokens == 2048
+    size.note(2048, 1.0, 0.5)
+    assert size.tokens == 1024
+    size.note(1024, 0.4, 0.5)
+    assert size.tokens == 1024, "it fits, but not twice as much"
+    size.note(10, 0.1, 0.5)
+    assert size.tokens == 1024, "so few tokens say nothing"
+    for _ in range(9):
+        size.note(size.tokens, 1.0, 0.1)
+    assert size.tokens == 32
+    assert BlockSize(16).tokens == 16
+
+
+def test_a_model_without_keys_outside_the_pool_cannot_be_blended() -> None:
+    attention = BlockAttention(None)
+    block: Any = object()
+    attention.block = block
+    nothing: Any = None
+    query = torch.zeros(2, 8)
+    with pytest.raises(UnsupportedError, match="keeps no new keys"):
+        attention.forward(query, nothing, nothing, layer_of(SHAPE, 0), nothing)
 
 
 def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs:
@@ -221,14 +217,6 @@ def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
     counts = [count for _, count in model.computed]
     assert counts[:2] == [270, 270] and counts[2:] == sorted(counts[2:], reverse=True)
     assert np.mean(counts[2:]) == pytest.approx(30 + share * 240, rel=0.02)
-
-
-def test_what_takes_too_long_is_left() -> None:
-    tokens = tokens_of(1, 90)
-    _, model, loading = blend(
-        tokens, Model(SHAPE).kvs(tokens), [Kind.COMPUTED] * 90, 0.0, deadline=-math.inf
-    )
-    assert not loading.done and not loading.blended and not model.computed
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.5, 0.7, 1.0])

@@ -1,0 +1,1 @@
+"""Loads in the midst of other requests, in this clone and in others."""

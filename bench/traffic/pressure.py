@@ -1,0 +1,407 @@
+"""Random traffic on a device pool that is too small for the prefixes which it asks for.
+
+Two prefixes are stored, of 3,020 and 2,500 tokens. Then --clients ask for them at the same time,
+half of the requests for a whole one and the others for one that is cut at some place, with 5 to 60
+new tokens behind it and up to 11 to generate. A fifth wants exact KVs, and a fifth is aborted some
+time within two seconds. The pool has room for --pools times the longer prefix, and SGLang checks
+its accounting after each pass. Each pool and seed has a server of its own, with the same stored
+prefixes. Afterwards some requests are made again, alone and after a flush: how many answers differ.
+
+  seconds    until all were answered
+  finished, aborted, failed    requests; failed ones were not asked to end as they did
+  unasked    requests that were not made, since one before had no answer in --request-seconds, or
+             the server had ended: see the state
+  slowest    seconds of the slowest request that was finished
+  MB, drive  read by finished requests, and by the server's processes for whomever
+  loads      finished requests with a stored prefix that was not in the pool
+  differ     answers that are not those of the same request alone
+  machine    its load average before the server was started
+
+With --checkout the same requests are made to servers of several clones; ratios are of seconds, to
+those of the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from bench.core.checkouts import CHECKOUT, Checkout, servers_of
+from bench.core.data import model_folder
+from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
+from bench.core.report import Column, Result, Row, Table, plain
+from bench.core.servers import Server, Servers
+from bench.core.session import BenchFailed, step
+from bench.policies.compared import link_store
+from bench.traffic.prompts import QUESTIONS, Handbook, draw
+from bench.traffic.reading import Counts
+
+PREFIX_TOKENS = (3020, 2500)
+SHORTEST_CUT = 600
+OFTEN_CUT = 2400
+EXACT = {"impress_bits": "exact"}
+EXACT_SHARE = 0.2
+ABORT_SHARE = 0.2
+ABORT_SECONDS = 2.0
+CHUNK_TOKENS = 512
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
+OPTIONS = (
+    Option("seeds", 10, "number of seeds, from --seed on", quick=1),
+    Option("pools", (1.2, 1.5, 2.0, 4.0), "room for so many of the longer prefix", quick=(1.5,)),
+    Option("requests", 60, "for each seed", quick=10),
+    Option("clients", 6, "requests under way"),
+    Option("ssd-mbps", 150.0, "bandwidth of the emulated SSD in MB/s; 0: the real one"),
+    Option("sample", 20, "answers that are compared", quick=4),
+    Option("request-seconds", 120.0, "after which a request without an answer is a hang"),
+    Option("run-seconds", 300.0, "after which no request is waited for"),
+    CHECKOUT,
+    SERVER_FLAG,
+    MODEL,
+    DTYPE,
+    SEED,
+    KEEP,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and after how many seconds it is aborted, if it is."""
+
+    name: str
+    tokens: tuple[int, ...]
+    new_tokens: int
+    exact: bool
+    abort_after: float | None
+
+    @property
+    def custom(self) -> dict[str, Any] | None:
+        """Its `custom_params`."""
+        return EXACT if self.exact else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """How a request ended: `outcome` is finished, aborted, failed, hung, died or unasked."""
+
+    outcome: str
+    seconds: float = 0.0
+    output: tuple[int, ...] = ()
+    told: str = ""
+
+
+def make_traffic(prefixes: Sequence[Sequence[int]], count: int, seed: int) -> list[Asked]:
+    """Requests in their order; equal arguments give equal ones."""
+    chance = random.Random(f"{seed} pressure")
+    made = []
+    for number in range(count):
+        prefix = chance.choice(prefixes)
+        whole = len(prefix)
+        cut = chance.choice((whole, whole, OFTEN_CUT, chance.randrange(SHORTEST_CUT, whole)))
+        asked = Asked(
+            name=f"{seed}-{number}",
+            tokens=(*prefix[:cut], *draw(chance, chance.randrange(5, 60))),
+            new_tokens=chance.randrange(1, 12),
+            exact=chance.random() < EXACT_SHARE,
+            abort_after=(
+                chance.random() * ABORT_SECONDS if chance.random() < ABORT_SHARE else None
+            ),
+        )
+        made.append(asked)
+    return made
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure all pools, seeds and clones."""
+    model = model_folder(args.model)
+    handbook = Handbook(model).ask(QUESTIONS[0])[: PREFIX_TOKENS[0]]
+    prefixes = [handbook, draw(random.Random(5), PREFIX_TOKENS[1])]
+    rows: list[Row] = []
+    with servers_of(args, STRICT) as pools:
+        for own, pool in pools.items():
+            with step(f"{own.name}: computing the prefixes"):
+                _prepare(args, pool, model, prefixes)
+        order = list(pools.items())
+        for room in args.pools:
+            for seed in range(args.seed, args.seed + args.seeds):
+                traffic = make_traffic(prefixes, args.requests, seed)
+                for own, pool in order:
+                    rows.append(_measure(args, own, pool, model, room, seed, traffic))
+                order.reverse()
+        names = [own.name for own in pools]
+        figures = {
+            "model": model.name,
+            "prefix_tokens": [len(prefix) for prefix in prefixes],
+            "checkouts": [own.describe() for own in pools],
+            "runs": rows,
+            "ratios": (ratios := compare(rows, names)),
+        }
+    summaries = summarize(rows, names)
+    figures["summary"] = summaries
+    tables = [Table(COLUMNS, rows), Table(plain(*summaries[0]), summaries)]
+    if ratios:
+        tables.append(Table(plain(*ratios[0]), ratios, f"seconds, in those of {names[0]}"))
+    return Result(figures, tables, notes=warnings(rows))
+
+
+COLUMNS = (
+    *plain("checkout", "pool", "seed"),
+    Column("seconds", "seconds", "{:.1f}"),
+    *plain("finished", "aborted", "failed", "unasked"),
+    Column("slowest", "slowest_s", "{:.1f}"),
+    Column("MB", lambda row: row["read_bytes"] and row["read_bytes"] / 1e6, "{:,.0f}"),
+    Column("drive", lambda row: row["drive_bytes"] and row["drive_bytes"] / 1e6, "{:,.0f}"),
+    Column("loads", "loads", "{:.0f}"),
+    Column("differ", lambda row: f"{row['differ']} of {row['compared']}"),
+    Column("machine", "machine_load"),
+    Column("state", "state"),
+)
+
+
+def compare(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """Seconds of each clone in those of the first, for each seed, and their median and worst."""
+    found = []
+    for name in names[1:]:
+        for pool in dict.fromkeys(row["pool"] for row in rows):
+            seconds = {
+                (row["checkout"], row["seed"]): row["seconds"]
+                for row in rows
+                if row["pool"] == pool and row["state"] == "ok"
+            }
+            seeds = [seed for own, seed in seconds if own == name and (names[0], seed) in seconds]
+            by_seed = {
+                seed: round(seconds[name, seed] / seconds[names[0], seed], 2) for seed in seeds
+            }
+            found.append(
+                {
+                    "checkout": name,
+                    "pool": pool,
+                    "median": round(statistics.median(by_seed.values()), 2) if by_seed else None,
+                    "worst": max(by_seed.values(), default=None),
+                    "by_seed": " ".join(f"{seed}:{ratio}" for seed, ratio in by_seed.items()),
+                }
+            )
+    return found
+
+
+def summarize(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """What all seeds of a pool and a clone have in common."""
+    found = []
+    for pool in dict.fromkeys(row["pool"] for row in rows):
+        for name in names:
+            own = [row for row in rows if (row["pool"], row["checkout"]) == (pool, name)]
+            seconds = [row["seconds"] for row in own if row["state"] == "ok"]
+            found.append(
+                {
+                    "checkout": name,
+                    "pool": pool,
+                    "seeds": len(own),
+                    "ok": len(seconds),
+                    "median_s": round(statistics.median(seconds), 1) if seconds else None,
+                    "worst_s": max(seconds, default=None),
+                    "failed": sum(row["failed"] for row in own),
+                    "differ": sum(row["differ"] for row in own),
+                    "compared": sum(row["compared"] for row in own),
+                }
+            )
+    return found
+
+
+def warnings(rows: Sequence[Row]) -> list[str]:
+    """What went wrong."""
+    return [
+        f"warning: {row['checkout']}, pool {row['pool']}, seed {row['seed']}: {row['state']}\n"
+        f"{row['told']}"
+        for row in rows
+        if row["state"] != "ok" or row["failed"]
+    ]
+
+
+def _flags(args: argparse.Namespace, store: Path, pool_tokens: int) -> list[str]:
+    return [
+        f"--max-total-tokens={pool_tokens}",
+        f"--chunked-prefill-size={CHUNK_TOKENS}",
+        "--enable-impress",
+        f"--impress-ssd-dir={store}",
+        "--impress-write-after=1",
+        "--impress-load=always",
+        # What is loaded comes from the drive.
+        "--impress-host-gb=0",
+        "--impress-device-gb=0",
+        *args.server_flag,
+    ]
+
+
+def _prepare(
+    args: argparse.Namespace, pool: Servers, model: Path, prefixes: Sequence[Sequence[int]]
+) -> None:
+    flags = _flags(args, pool.folder / "prepared", 3 * PREFIX_TOKENS[0])
+    with pool.running("prepare", model, args.dtype, *flags) as server:
+        for prefix in prefixes:
+            server.store(prefix)
+        server.check_log()
+        server.stop()
+
+
+def _measure(
+    args: argparse.Namespace,
+    own: Checkout,
+    pool: Servers,
+    model: Path,
+    room: float,
+    seed: int,
+    traffic: Sequence[Asked],
+) -> Row:
+    """The row of a run; whatever happens to the server is part of it."""
+    name = f"pool-{room:g}-seed-{seed}"
+    store = pool.folder / f"store-{name}"
+    link_store(pool.folder / "prepared", store)
+    flags = _flags(args, store, round(room * PREFIX_TOKENS[0]))
+    row: Row = {"checkout": own.name, "pool": room, "seed": seed}
+    # What else the machine does decides how far seconds can be compared.
+    row["machine_load"] = round(os.getloadavg()[0], 1)
+    label = f"{own.name}: pool {room:g}, seed {seed}"
+    with pool.running(name, model, args.dtype, *flags) as server:
+        # Compiled loops are loaded and buffers are made, but none of the prefixes is in the pool.
+        server.generate(draw(random.Random(seed), 400), 2)
+        server.flush()
+        server.emulate_ssd(args.ssd_mbps)
+        counts, clients = Counts(server), Clients(args, server)
+        with step(label):
+            ended, seconds = clients.ask_all(traffic)
+        row |= describe(ended) | {"seconds": round(seconds, 1)}
+        row |= {"read_bytes": None, "drive_bytes": None, "loads": None, "differ": 0, "compared": 0}
+        try:
+            if not row["unasked"] and row["state"] == "ok":
+                row |= counts.since()
+                server.emulate_ssd(0)
+                row |= clients.compare(list(zip(traffic, ended, strict=True)))
+                server.flush()
+            server.check_log()
+            if row["state"] == "ok":
+                server.stop()
+        except BenchFailed as error:
+            row["state"] = row["state"] if row["state"] != "ok" else "trouble"
+            row["told"] = f"{row['told']}\n{error}"
+    shutil.rmtree(store)
+    return row
+
+
+def describe(ended: Sequence[Ended]) -> Row:
+    """How many ended in which way, and how the server is."""
+    count = Counter(own.outcome for own in ended)
+    times = [own.seconds for own in ended if own.outcome == "finished"]
+    return {
+        **{name: count[name] for name in ("finished", "aborted", "failed", "unasked")},
+        "slowest_s": round(max(times, default=0.0), 1),
+        "mean_s": round(statistics.mean(times), 2) if times else None,
+        "state": next((name for name in ("died", "hung") if count[name]), "ok"),
+        "told": "\n".join(dict.fromkeys(own.told for own in ended if own.told)),
+    }
+
+
+class Clients:
+    """Clients of a server which do not wait for ever."""
+
+    def __init__(self, args: argparse.Namespace, server: Server) -> None:
+        self._args = args
+        self._server = server
+        self._over = threading.Event()
+        self._deadline = time.monotonic() + args.run_seconds
+
+    def ask_all(self, traffic: Sequence[Asked]) -> tuple[list[Ended], float]:
+        """How each request ended, and seconds until the last one did."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(self._args.clients) as pool:
+            ended = list(pool.map(self._ask, traffic))
+        return ended, time.perf_counter() - began
+
+    def compare(self, pairs: Sequence[tuple[Asked, Ended]]) -> Row:
+        """Make some of the finished requests again, alone; how many answers differ.
+
+        Raises:
+            BenchFailed: the server does not answer any more.
+        """
+        finished = [pair for pair in pairs if pair[1].outcome == "finished"]
+        stride = max(1, len(finished) // max(1, self._args.sample))
+        sample = finished[::stride][: self._args.sample]
+        different = []
+        for asked, before in sample:
+            self._server.request(
+                "POST", "/flush_cache", params={"timeout": 30}, timeout=self._args.request_seconds
+            )
+            again = self._post(asked, self._args.request_seconds)
+            if tuple(again["output_ids"]) != before.output:
+                different.append(asked)
+        return {
+            "differ": len(different),
+            "differ_exact": sum(asked.exact for asked in different),
+            "differ_names": [asked.name for asked in different],
+            "compared": len(sample),
+            "compared_exact": sum(asked.exact for asked, _ in sample),
+        }
+
+    def _ask(self, asked: Asked) -> Ended:
+        if self._over.is_set():
+            return Ended("unasked")
+        left = max(1.0, self._deadline - time.monotonic())
+        began = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if asked.abort_after is not None:
+                timer = threading.Timer(asked.abort_after, self._abort, [asked.name])
+                timer.start()
+                stack.callback(timer.join)
+                stack.callback(timer.cancel)
+            try:
+                answer = self._post(asked, min(self._args.request_seconds, left))
+            except BenchFailed as error:
+                return self._failed(asked, error, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        reason = answer["meta_info"]["finish_reason"] or {}
+        if reason.get("type") == "length":
+            return Ended("finished", seconds, tuple(answer["output_ids"]))
+        if reason.get("type") == "abort" and asked.abort_after is not None:
+            return Ended("aborted", seconds)
+        return Ended("failed", seconds, told=f"{asked.name}: {reason}"[:500])
+
+    def _failed(self, asked: Asked, error: BenchFailed, seconds: float) -> Ended:
+        """By what went wrong: no answer, no server, or a refusal."""
+        cause = error.__cause__
+        if isinstance(cause, requests.Timeout):
+            self._over.set()
+            return Ended("hung", seconds, told=f"{asked.name}: no answer in {seconds:.0f} s")
+        if isinstance(cause, requests.ConnectionError):
+            self._over.set()
+            return Ended("died", seconds, told=f"{asked.name}: the connection broke off")
+        return Ended("failed", seconds, told=f"{asked.name}: {cause}"[:500])
+
+    def _post(self, asked: Asked, timeout: float) -> dict[str, Any]:
+        sampling: dict[str, Any] = {
+            "temperature": 0,
+            "max_new_tokens": asked.new_tokens,
+            "ignore_eos": True,
+        }
+        if asked.custom:
+            sampling["custom_params"] = asked.custom
+        body = {"input_ids": list(asked.tokens), "rid": asked.name, "sampling_params": sampling}
+        response = self._server.request("POST", "/generate", json=body, timeout=timeout)
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def _abort(self, name: str) -> None:
+        # The request may have ended, and so may the server: what it says is the result.
+        with contextlib.suppress(BenchFailed):
+            self._server.request("POST", "/abort_request", json={"rid": name}, timeout=30)

@@ -1,0 +1,116 @@
+"""What clients are told of their requests, and what is counted and learnt of them in the end."""
+
+from __future__ import annotations
+
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from impress_sglang.integration.keys import as_tokens
+from impress_sglang.integration.known import Known, key_of
+from impress_sglang.integration.provenance import Provenance
+from impress_sglang.serving.blend_job import BlendJob
+from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.load_jobs import LoadJob
+from impress_sglang.serving.report import split_again
+from impress_sglang.serving.service import Service
+from impress_sglang.serving.why import Asked
+
+
+class RequestReports:
+    """Keeps the reports of requests up to date; the scheduler's thread owns it."""
+
+    def __init__(
+        self, cache: UnifiedRadixCache, service: Service, provenance: Provenance, *, counts: bool
+    ) -> None:
+        """`counts`: whether prompts are counted to decide what is stored."""
+        self._cache = cache
+        self._service = service
+        self._provenance = provenance
+        self._counts = counts
+
+    def tell_resident(self, known: Known, length: int) -> None:
+        """Note how much of a prompt is resident now, what was brought for it included."""
+        own, report = known.brought, known.report
+        loaded, shared = min(own.loaded, length), min(own.shared, length)
+        resident = max(length - loaded - shared, 0)
+        report.update(
+            path="ssd" if own.loaded else "device" if length else "computed",
+            prefix_tokens=length,
+            used_tokens=length,
+            resident_tokens=resident,
+            stored_tokens=length - resident,
+            loaded_tokens=loaded,
+            blended_tokens=own.blended,
+            shared_tokens=shared,
+            tokens=split_again(
+                report,
+                resident=resident,
+                shared=shared,
+                loaded=max(loaded - own.blended - own.computed, 0),
+                blended=own.blended,
+            ),
+        )
+
+    def tell_loaded(self, known: Known, job: LoadJob) -> None:
+        """Note what a job brought; the first who waited for it tells of its reads."""
+        own = known.brought
+        own.stop = job.stop
+        if job.told:
+            own.shared += len(job)
+            return
+        job.told = True
+        own.loaded += len(job)
+        if isinstance(job, BlendJob):
+            own.blended += job.reused
+            own.computed += job.computed
+        self.tell_reads(known, job)
+
+    def tell_reads(self, known: Known, job: LoadJob) -> None:
+        """Add what a job took to the report of a request."""
+        report = known.report
+        for name, count in job.reads.as_dict().items():
+            report[name] = report.get(name, 0) + count
+        report.update(
+            bits=job.plan.estimate.bits if isinstance(job, BlendJob) else known.kv_class.bits,
+            bits_mean=round(job.fills.mean_bits, 3),
+            load_ms=round(report["load_ms"] + job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
+            layers_whole=self._service.shape.num_layers,
+            prefetched=True,
+        )
+
+    def explain(self, known: Known) -> None:
+        """Say why a request that is admitted has its prefix, or lacks one."""
+        report = known.report
+        asked = Asked(
+            report,
+            known.namespace,
+            as_tokens(key_of(known.req).raw_token_ids()),
+            known.wanted,
+            seen=known.seen or 0 if self._counts else None,
+            opened=not known.declined,
+            blend=known.blend.why,
+        )
+        report["why"] = self._service.explainer.explain(asked)
+        length = report["prefix_tokens"]
+        if self._provenance.mixed and length and not known.kv_class.exact:
+            path = self._cache.path_device_indices(known.req.last_node)[:length]
+            report["approximate"] = self._provenance.depth(path.long()) > 0
+
+    def count(self, known: Known) -> None:
+        """Count a request that has ended, and learn how long computing takes."""
+        req, service = known.req, self._service
+        times, report = req.time_stats, known.report
+        service.count(report)
+        prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
+        store = service.served.opened
+        service.recent.note(
+            req.rid,
+            "" if store is None else store.namespace(known.namespace),
+            req.origin_input_ids,
+            report,
+            waited=times.queue_duration_s,
+            prefill=prefill,
+        )
+        before = report["prefix_tokens"]
+        new = len(req.origin_input_ids) - before
+        if new > 0 and prefill > 0 and not (known.disturbed or req.retraction_count):
+            service.estimator.note_forward(new, pairs_of(before, new), prefill)

@@ -1,0 +1,376 @@
+"""Blends from their plan to what is stored of them: who waits, who sees them, what is held."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.integration.blend_steps import BlendSteps
+from impress_sglang.management.digests import namespace_text
+from impress_sglang.serving.blend_job import BlendJob
+from impress_sglang.serving.blend_plan import Kind
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.transfer.coded import CodedSource
+from tests.integration.tiny_model import WORDS
+from tests.integration.tree_world import TreeWorld, install
+from tests.unit.kv_factory import as_tokens
+
+DOCUMENT = 300
+ASKED: dict[str, Any] = {"bits": 6.0, "blend": 0.25}
+
+
+def document(number: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, WORDS, (DOCUMENT,), generator=generator).tolist()
+
+
+def shuffled(*order: int) -> list[int]:
+    return [token for number in order for token in document(number)]
+
+
+QUESTION = document(90)[:20]
+PROMPT = [*shuffled(3, 1, 2), *QUESTION]
+
+
+@pytest.fixture(params=[1, 16])
+def page_size(request: pytest.FixtureRequest) -> int:
+    size: int = request.param
+    return size
+
+
+@pytest.fixture
+def options() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int, options: dict[str, Any]
+) -> Iterator[TreeWorld]:
+    """Documents 1, 2 and 3 are stored, in this order, and nothing is resident."""
+    install(monkeypatch)
+    world = TreeWorld(tmp_path, page_size, **({"write_after": 1} | options))
+    for rid in "xy"[: world.config.write_after]:
+        world.run(rid, [*shuffled(1, 2, 3), *range(12)], blend="off")
+    world.flush()
+    yield world
+    world.service.store.writes.drain()
+    world.check_slots()
+    assert not world.jobs.jobs and not world.jobs.computing and not list(world.cache._known)
+    world.close()
+
+
+one_page_size = pytest.mark.parametrize("page_size", [1])
+
+
+def blending(world: TreeWorld, req: Any) -> BlendJob:
+    """The job that a request waits for."""
+    job = world.cache._known[req.rid].waiter.job
+    assert isinstance(job, BlendJob)
+    return job
+
+
+def read(world: TreeWorld, req: Any, monkeypatch: pytest.MonkeyPatch) -> BlendJob:
+    """The job of a request, of which all is read and nothing computed."""
+    job = blending(world, req)
+    with monkeypatch.context() as still:
+        still.setattr(world.blends, "step", lambda: None)
+        while not world.is_read():
+            pass
+    return job
+
+
+def go_away(world: TreeWorld, req: Any) -> None:
+    world.scheduler.waiting_queue.remove(req)
+    world.cache.release_aborted_request(req.cache_request_handle)
+
+
+def test_a_block_is_computed_between_two_passes(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are admitted meanwhile; then the request has an ordinary hit."""
+    world.service.estimator.note_forward(100, 5050.0, 0.01)
+    req = world.request("r", PROMPT, **ASKED)
+    job = read(world, req, monkeypatch)
+    assert len(job) >= 880 and job.reused == len(job) - 16
+    steps, positions = 0, [job.position]
+    while world.waits(req):
+        other = world.request(f"other-{steps}", document(50 + steps)[:40], blend="off")
+        assert not world.waits(other)
+        go_away(world, other)
+        before = sum(not layer for layer, _ in world.model.computed)
+        world.poll()
+        assert sum(not layer for layer, _ in world.model.computed) == before + 1, "a block"
+        steps += 1
+        positions.append(job.position)
+        assert world.cache.has_pending_cache_operations() == world.waits(req)
+    assert steps > 3 and positions == sorted(positions)
+    length = world.admit(req)
+    assert length == job.stop == job.start + len(job)
+    told = req.customized_info["impress"][0]
+    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.reused
+    assert told["path"] == "ssd" and told["approximate"] and told["bits"] == 6.0
+    assert told["tokens"]["blended"] == job.reused
+    assert told["tokens"]["computed"] == len(PROMPT) - job.reused
+    assert sum(told["tokens"].values()) == len(PROMPT)
+    world.compute(req)
+    world.end(req)
+    assert world.service.estimator.blending.observations == 1
+
+
+@one_page_size
+def test_nearly_all_computed_again_is_nearly_exact(world: TreeWorld) -> None:
+    exact = world.model.kvs(torch.tensor(PROMPT))
+    errors = []
+    for share in (0.0, 0.99999):
+        req = world.request(f"r{share}", PROMPT, bits=6.0, blend=share, store=False)
+        world.settle(req)
+        length = world.admit(req)
+        found = world.kvs(req, length)
+        errors.append(
+            max(
+                float((own - other[:length]).abs().max())
+                for pair in zip(found, exact, strict=True)
+                for own, other in zip(*pair, strict=True)
+            )
+        )
+        world.compute(req)
+        world.end(req)
+    assert errors[1] < 1e-3 < errors[0]
+
+
+def test_the_second_request_hits_what_the_first_one_blended(world: TreeWorld) -> None:
+    """In its class; no other sees it."""
+    whole = len(PROMPT) // world.cache.page_size * world.cache.page_size
+    first = world.run("r", PROMPT, **ASKED)
+    assert first["why"]["reason"] == "blended"
+    req = world.request("again", [*PROMPT, 5], **ASKED)
+    assert world.match(req) == whole and not world.waits(req)
+    go_away(world, req)
+    for wanted in (
+        {"bits": "exact"},
+        {"bits": 6.0, "blend": "off"},
+        {"bits": 6.0, "blend": 0.5},
+        {"bits": 8.0, "blend": 0.25},
+    ):
+        req = world.request("another", [*PROMPT, 5], **wanted)
+        assert world.match(req) < 32, wanted
+        go_away(world, req)
+        world.jobs.drop_all(10)
+
+
+def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
+    whole = len(PROMPT) // world.cache.page_size * world.cache.page_size
+    world.run("r", PROMPT, **ASKED)
+    world.flush()
+
+    def stored(least: Quality) -> int:
+        store, tokens = world.service.store, [*PROMPT, 5]
+        return int(
+            store.match(namespace_text(None, None), as_tokens(tokens), least=least).num_tokens
+        )
+
+    assert stored(Quality(1, 1.0, 6.0, 0.25)) == whole
+    for better in (
+        EXACT,
+        Quality(1, 1.0, 6.0),
+        Quality(1, 1.0, 6.0, 0.5),
+        Quality(1, 1.0, 8.0, 0.25),
+    ):
+        assert stored(better) < 32
+    again = world.run("again", [*PROMPT, 5], **ASKED)
+    assert again["why"]["reason"] == "loaded" and again["prefix_tokens"] == whole
+    assert not again["blended_tokens"]
+
+
+def test_behind_a_kept_prefix_only_the_rest_is_stored(world: TreeWorld) -> None:
+    """And a request that is not to be stored stores nothing of it."""
+    tree, prompt = world.service.store.tree, [*shuffled(1, 3, 2), *QUESTION]
+    before = set(tree.segments())
+    world.run("r", prompt, store=False, **ASKED)
+    assert set(tree.segments()) == before
+    world.flush()
+    told = world.run("s", prompt, **ASKED)
+    assert told["tokens"]["loaded"] in (288, 300)
+    (new,) = set(tree.segments()) - before
+    assert new.info.prefix_len == 300 and new.info.quality.blended
+
+
+@one_page_size
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_more_approximations_than_are_allowed(world: TreeWorld, depth: int) -> None:
+    object.__setattr__(world.config, "approximation_depth", depth)
+    world.run("r", PROMPT, **ASKED)
+    assert any(own.info.approximate for own in world.service.store.tree.segments()) == bool(depth)
+
+
+@one_page_size
+def test_requests_of_a_class_wait_for_one_blend(world: TreeWorld) -> None:
+    asked = [world.request(rid, PROMPT, **ASKED) for rid in "abc"]
+    assert len({id(blending(world, req)) for req in asked}) == 1
+    for req in asked:
+        world.settle(req)
+    lengths = [world.admit(req) for req in asked]
+    assert len(set(lengths)) == 1 and lengths[0] > 880
+    reasons = [req.customized_info["impress"][0]["why"]["reason"] for req in asked]
+    assert reasons == ["blended", "shared", "shared"]
+    for req in asked:
+        world.compute(req)
+        world.end(req)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "reading", "read", "computing"])
+@one_page_size
+def test_who_goes_away_leaves_nothing(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    free = world.allocator.available_size() + world.cache.evictable_size()
+    req = world.request("r", PROMPT, **ASKED)
+    job = blending(world, req)
+    if phase == "reading":
+        world.poll()
+    elif phase != "waiting":
+        read(world, req, monkeypatch)
+        if phase == "computing":
+            world.poll()
+            assert world.jobs.computing and job.position > job.start
+    go_away(world, req)
+    if phase != "waiting":
+        assert job.revoked and job.slots is None
+        while world.jobs.jobs:
+            assert world.cache.has_pending_cache_operations()
+            world.poll()
+    assert world.allocator.available_size() + world.cache.evictable_size() == free
+    world.flush()
+    assert world.run("s", PROMPT, **ASKED)["why"]["reason"] == "blended"
+
+
+@one_page_size
+def test_slots_are_given_up_for_what_must_run(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the request blends again when there is room."""
+    req = world.request("r", PROMPT, **ASKED)
+    job = read(world, req, monkeypatch)
+    world.poll()
+    world.jobs.make_room(lambda: 10**6)
+    assert job.revoked
+    world.poll()
+    assert blending(world, req) is not job
+    world.settle(req)
+    assert world.admit(req) > 880
+    world.compute(req)
+    world.end(req)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, *segments: str, error: Any = SegmentUnreadable) -> None:
+    """Reads of these segments fail, in the second layer; of all if none is named."""
+    original = CodedSource.read
+
+    def read(source: CodedSource, layer: int) -> Any:
+        bad = next((own for own in source.segment_ids if own in segments or not segments), None)
+        if layer == 1 and bad is not None:
+            raise error(bad, "a test")
+        return original(source, layer)
+
+    monkeypatch.setattr(CodedSource, "read", read)
+
+
+@one_page_size
+def test_a_run_that_cannot_be_read_is_computed(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(world.service.store.tree.segments())
+    world.run("w", shuffled(4), blend="off")
+    (bad,) = set(world.service.store.tree.segments()) - before
+    world.flush()
+    damage(monkeypatch, bad.segment_id)
+    prompt = [*shuffled(3, 4, 2), *QUESTION]
+    req = world.request("r", prompt, **ASKED)
+    job = blending(world, req)
+    assert job.plan.reused == 900 - 16
+    world.settle(req)
+    length = world.admit(req)
+    assert length == job.stop and (job.kinds[300:600] == Kind.COMPUTED).all()
+    told = req.customized_info["impress"][0]
+    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == 600 - 16
+    assert not bad.ready, "a second look decides"
+    world.compute(req)
+    world.end(req)
+
+
+@pytest.mark.parametrize("error", [SegmentUnreadable, StoreUnavailable])
+@one_page_size
+def test_where_nothing_can_be_read_all_is_computed(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    damage(monkeypatch, error=error)
+    told = world.run("r", PROMPT, store=False, **ASKED)
+    assert told["path"] == "computed" and told["prefix_tokens"] == 0
+    assert not told["blended_tokens"]
+
+
+@one_page_size
+def test_a_blend_that_takes_too_long_is_given_up(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    object.__setattr__(world.config, "blend_seconds", 1e-9)
+    monkeypatch.setattr(world.blends.planner, "_too_slow", lambda *_: None)
+    told = world.run("r", PROMPT, store=False, **ASKED)
+    assert told["why"]["reason"] == "blend_too_long" and told["path"] == "computed"
+
+
+@one_page_size
+def test_a_model_that_fails_is_not_asked_again(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    with monkeypatch.context() as failing, caplog.at_level(logging.ERROR):
+        failing.setattr(BlendSteps, "_run", fail)
+        told = world.run("r", PROMPT, store=False, **ASKED)
+    assert told["why"]["reason"] == "blend_unsupported" and "no such kernel" in told["why"]["text"]
+    world.flush()
+    again = world.run("s", [*PROMPT, 3], store=False, **ASKED)
+    assert again["why"]["reason"] == "blend_unsupported"
+
+
+@one_page_size
+def test_memory_may_be_there_for_the_next_one(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("a test")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(BlendSteps, "_run", fail)
+        assert world.run("r", PROMPT, store=False, **ASKED)["path"] == "computed"
+    world.flush()
+    assert world.run("s", PROMPT, store=False, **ASKED)["why"]["reason"] == "blended"
+
+
+@one_page_size
+@pytest.mark.parametrize("options", [{"write_after": 2}])
+def test_new_documents_of_a_blend_are_donors_once_they_are_asked_for_again(
+    world: TreeWorld,
+) -> None:
+    def exact_tokens() -> int:
+        stored = world.service.store.tree.segments()
+        return sum(own.info.num_tokens for own in stored if not own.info.approximate)
+
+    before = exact_tokens()
+    world.run("r", [*shuffled(4, 3, 5, 6), *QUESTION], **ASKED)
+    assert exact_tokens() == before
+    world.flush()
+    told = world.run("other", shuffled(6, 3, 5, 4), **ASKED)
+    assert not told["blended_tokens"], "it blends nothing, to be computed exactly"
+    assert exact_tokens() >= before + 1000
+    world.flush()
+    assert world.run("s", shuffled(7, 5, 6), **ASKED)["blended_tokens"] > 500

@@ -1,0 +1,265 @@
+"""A tree cache that loads beside the model's passes, with SGLang around it, as in a scheduler.
+
+Requests, the tree and the pools' allocators are SGLang's. The scheduler, the KV pool and the model
+(`tiny_model.Model`) are stand-ins: a request is queued, admitted, computed and ended step by step,
+and the model is what SGLang's would be, so that all KVs can be compared.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.sampling.sampling_params import SamplingParams
+from torch import Tensor
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.integration import blends
+from impress_sglang.integration.tree_cache import ImpressTreeCache
+from impress_sglang.serving.service import Service
+from tests.integration import tiny_model
+from tests.unit.kv_factory import make_shape
+from tests.unit.store_factory import DEFAULTS
+from tests.unit.waiting import wait_until
+
+SHAPE = make_shape(layers=4, probe=(), coded=True)
+IDENTITY = "0" * 32
+BLENDS: dict[str, Any] = {"blend": 0.25, "blend_min_tokens": 100, "load": "always"}
+
+
+class Pool(tiny_model.Pool):
+    """Stands in for SGLang's KV pool."""
+
+    start_layer = 0
+
+    def _get_key_buffer(self, layer: int) -> Tensor:
+        return self.keys[layer]
+
+    def _get_value_buffer(self, layer: int) -> Tensor:
+        return self.values[layer]
+
+    def register_layer_transfer_counter(self, counter: Any) -> None:
+        """Nobody starts early here."""
+
+
+class Model(tiny_model.Model):
+    """Attends as layers of SGLang's do, by what the forward context says."""
+
+    def __init__(self) -> None:
+        super().__init__(SHAPE)
+        self.attend = lambda *inputs: get_attn_backend().forward(*inputs, None)
+
+    def modules(self) -> tuple[()]:
+        return ()
+
+
+class Batch:
+    """What the scheduler has of running requests."""
+
+    def __init__(self) -> None:
+        self.reqs: list[Any] = []
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+
+class TreeWorld:
+    """One tree cache with its store, and requests on their way."""
+
+    def __init__(
+        self, root: Path, page_size: int = 1, *, size: int = 4096, chunk: int = 256, **options: Any
+    ) -> None:
+        defaults = DEFAULTS | {"policy": "impress", "bits": 6.0, "min_prefix_tokens": 16}
+        self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
+        self.pool, self.model = Pool(SHAPE, size + 64), Model()
+        self.rows = ReqToTokenPool(16, size, "cpu", enable_memory_saver=False)
+        rest = torch.float32, "cpu", self.pool, False
+        self.allocator: Any = (
+            TokenToKVPoolAllocator(size, *rest)
+            if page_size == 1
+            else PagedTokenToKVPoolAllocator(size, page_size, *rest)
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=page_size,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend="python",
+        )
+        self.cache = ImpressTreeCache(params)
+        self.service = Service(self.config, SHAPE, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
+        self.cache.connect(self.service, self.model, None, lambda: IDENTITY)
+        self.scheduler = SimpleNamespace(
+            waiting_queue=[],
+            running_batch=Batch(),
+            last_batch=None,
+            chunked_req=None,
+            chunked_prefill_size=chunk,
+            new_token_ratio_tracker=SimpleNamespace(current=0.5),
+            forward_stream=None,
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
+        )
+        self.cache.attach(self.scheduler)
+        wait_until(self.is_open)
+
+    def is_open(self) -> bool:
+        self.cache.check_hicache_events()
+        self.service.served.take_over()
+        return self.service.served.in_use
+
+    @property
+    def jobs(self) -> Any:
+        assert self.cache.loads is not None
+        return self.cache.loads.jobs
+
+    @property
+    def blends(self) -> Any:
+        assert self.cache.loads is not None
+        return self.cache.loads._blends
+
+    def request(self, rid: str, tokens: Sequence[int], **wanted: object) -> Any:
+        """One that is queued; `wanted` are custom parameters, without `impress_`."""
+        custom = {f"impress_{name}": value for name, value in wanted.items()} or None
+        params = SamplingParams(custom_params=custom, max_new_tokens=4)
+        req: Any = Req(rid, "", array("q", tokens), params)
+        req.full_untruncated_fill_ids = req.origin_input_ids
+        self.match(req)
+        self.scheduler.waiting_queue.append(req)
+        self.cache.prefetch_from_storage(req.cache_request_handle)
+        return req
+
+    def match(self, req: Any) -> int:
+        """How many tokens SGLang finds in its tree for a request."""
+        tokens = req.full_untruncated_fill_ids
+        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
+        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.last_node = match.last_device_node
+        return int(match.device_prefix_len)
+
+    def poll(self) -> None:
+        """What the scheduler does once per pass."""
+        self.cache.check_hicache_events()
+
+    def waits(self, req: Any) -> bool:
+        return not self.cache.check_prefetch_progress(req.cache_request_handle)
+
+    def is_read(self) -> bool:
+        """Poll until a blend is read; not a block of it is computed then, or one."""
+        self.poll()
+        return bool(self.jobs.computing)
+
+    def settle(self, req: Any) -> None:
+        """Poll until a request need not wait any longer."""
+
+        def ready() -> bool:
+            self.poll()
+            return not self.waits(req)
+
+        wait_until(ready)
+
+    def admit(self, req: Any) -> int:
+        """A request is admitted; returns how long its prefix is."""
+        assert not self.waits(req)
+        length = self.match(req)
+        req.lock = self.cache.lock(req.last_node)
+        self.scheduler.waiting_queue.remove(req)
+        self.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
+        (row,) = self.rows.alloc_rows(1)
+        tokens, page = len(req.origin_input_ids), self.cache.page_size
+        prefix = self.cache.path_device_indices(req.last_node)[:length].long()
+        new = self.allocator.alloc(-(-(tokens - length) // page) * page)
+        assert new is not None
+        self.rows.req_to_token[row, :tokens] = torch.cat([prefix, new])[:tokens]
+        req.kv = SimpleNamespace(
+            req_pool_idx=row, cache_protected_len=length, cache_inserted_len=length
+        )
+        return length
+
+    def compute(self, req: Any) -> None:
+        """The pass of a request: KVs of its new tokens, behind what is in its prefix."""
+        tokens = torch.tensor([*req.origin_input_ids])
+        first = req.kv.cache_protected_len
+        row = self.rows.req_to_token[req.kv.req_pool_idx, : len(tokens)].long()
+        hidden, positions = self.model.embedding[tokens[first:]], torch.arange(first, len(tokens))
+        for layer, own in enumerate(self.model.projections):
+            q, k, v = self.model.projected(hidden, positions, layer)
+            self.pool.keys[layer][row[first:]] = k
+            self.pool.values[layer][row[first:]] = v
+            output = tiny_model.rectangular_attention(
+                q,
+                self.pool.keys[layer][row],
+                self.pool.values[layer][row],
+                scaling=tiny_model.SCALING,
+                causal=True,
+            )
+            hidden = hidden + output.flatten(1) @ own[3]
+
+    def end(self, req: Any) -> None:
+        """As SGLang ends a request."""
+        tokens, row = len(req.origin_input_ids), req.kv.req_pool_idx
+        req.finished_reason = FINISH_LENGTH(1)
+        req.full_untruncated_fill_ids = req.origin_input_ids
+        self.cache.checkpoint(req, up_to=tokens)
+        kept = req.kv.cache_protected_len
+        rest = self.rows.req_to_token[row, kept:tokens].long()
+        if len(rest):
+            self.allocator.free(rest)
+        self.cache.unlock(req.lock)
+        self.cache.on_release(req, checkpointed=True)
+        self.rows.free_slots.append(row)
+
+    def run(self, rid: str, tokens: Sequence[int], **wanted: object) -> dict[str, Any]:
+        """All of a request; returns its report."""
+        req = self.request(rid, tokens, **wanted)
+        self.settle(req)
+        self.admit(req)
+        self.compute(req)
+        report: dict[str, Any] = req.customized_info["impress"][0]
+        self.end(req)
+        self.service.store.writes.drain()
+        return report
+
+    def flush(self) -> None:
+        """SGLang's, when it is idle."""
+        assert not self.cache.has_pending_cache_operations()
+        self.cache.reset()
+        self.rows.clear()
+        self.allocator.clear()
+
+    def check_slots(self) -> None:
+        """SGLang's equation, where no request runs."""
+        cache = self.cache
+        held = self.allocator.available_size() + cache.evictable_size() + cache.protected_size()
+        assert held == self.allocator.size
+        cache._check_requests()
+
+    def kvs(self, req: Any, count: int) -> tiny_model.KVs:
+        """The KVs of the first tokens of an admitted request."""
+        row = self.rows.req_to_token[req.kv.req_pool_idx, :count].long()
+        return [
+            (keys[row], values[row])
+            for keys, values in zip(self.pool.keys, self.pool.values, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.cache.release_host_resources()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model here turns keys as it does."""
+    monkeypatch.setattr(blends, "rotation_of", lambda model: tiny_model.ROTATION)

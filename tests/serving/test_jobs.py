@@ -1,0 +1,391 @@
+"""Load jobs in real servers: who waits for which, who passes, what ends them, and what is right."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.serving.compare import assert_same, paths, report
+from tests.serving.conftest import Serve, impress_flags
+from tests.serving.damage import store_damaged
+from tests.serving.harness import (
+    BAD_WORDS,
+    REQUEST_TIMEOUT_S,
+    TRACEBACK,
+    Server,
+    Zygote,
+    running,
+)
+from tests.serving.tiny_models import make_model, random_tokens
+from tests.unit.waiting import wait_until
+
+TOLERANCE = 1e-4
+STAYS_WHOLE = "jobs"
+NO_CACHES = ("--impress-device-gb=0", "--impress-host-gb=0")
+EXACT = {"impress_bits": "exact"}
+# Of exact KVs of 1,500 tokens of the tiny model each layer then takes 4 s.
+SLOW_MBPS = 0.1
+# What another request waits for at most while a job runs, on a busy machine.
+PATIENCE_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def jobs(serve: Serve) -> Iterator[Server]:
+    """Exact KVs, read from SSD each time, as slowly as a test wants."""
+    flags = ("--impress-bits=exact", "--max-total-tokens=9000", *NO_CACHES)
+    with serve("jobs", *flags, bench=True) as server:
+        yield server
+
+
+def set_rate(server: Server, mbps: float) -> None:
+    server.post("/bench/ssd_mbps", mbps=mbps).raise_for_status()
+
+
+@contextlib.contextmanager
+def slow(server: Server, mbps: float = SLOW_MBPS) -> Iterator[None]:
+    """A drive that reads no faster for the time of a `with` block."""
+    set_rate(server, mbps)
+    try:
+        yield
+    finally:
+        set_rate(server, 0)
+
+
+def loading(server: Server) -> int:
+    """Slots that jobs have."""
+    stats = requests.get(server.url + "/impress/stats", timeout=60).json()
+    return int(stats["device_pool"]["loading_tokens"])
+
+
+def live(server: Server) -> int:
+    """Requests that are not over."""
+    stats = requests.get(server.url + "/impress/stats", timeout=60).json()
+    return int(stats["requests_live"])
+
+
+def test_eight_at_once_read_a_prefix_once_and_all_say_so(jobs: Server, stock: Server) -> None:
+    prefix = jobs.store(1500, seed=1)
+    prompts = [[*prefix, *random_tokens(20, seed=10 + number)] for number in range(8)]
+    alone = report(jobs.generate(prompts[0], 1))
+    jobs.flush()
+    with ThreadPoolExecutor(8) as pool:
+        with slow(jobs):
+            asked = [pool.submit(jobs.generate, own, 6, return_logprob=True) for own in prompts]
+            wait_until(lambda: live(jobs) == 8, 60)
+        answers = [own.result() for own in asked]
+    assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers, TOLERANCE)
+    told = [report(answer) for answer in answers]
+    assert sorted(own["why"]["reason"] for own in told) == ["loaded"] + ["shared"] * 7
+    assert sorted(own["loaded_tokens"] for own in told) == [0] * 7 + [1500]
+    assert sorted(own["shared_tokens"] for own in told) == [0] + [1500] * 7
+    assert sum(own["ssd_bytes"] for own in told) == alone["ssd_bytes"] > 0
+    assert all(own["tokens"]["computed"] == 20 for own in told)
+
+
+def test_a_longer_prompt_joins_and_then_loads_its_rest(jobs: Server, stock: Server) -> None:
+    short = jobs.store(900, seed=2)
+    long = [*short, *random_tokens(600, seed=3)]
+    jobs.store_prompts(long)
+    prompts = [[*short, 5, 6, 7], [*long, 5, 6, 7]]
+    with ThreadPoolExecutor(2) as pool:
+        with slow(jobs):
+            asked = []
+            for number, own in enumerate(prompts):
+                asked.append(pool.submit(jobs.generate, own, 6, return_logprob=True))
+                wait_until(lambda count=number + 1: live(jobs) == count, 60)
+        answers = [own.result() for own in asked]
+    assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers, TOLERANCE)
+    told = [report(answer) for answer in answers]
+    assert [own["loaded_tokens"] for own in told] == [900, 600]
+    assert [own["shared_tokens"] for own in told] == [0, 900]
+    assert [own["why"]["reason"] for own in told] == ["loaded", "loaded"]
+
+
+def test_others_pass_one_that_waits_and_a_stream_goes_on(jobs: Server, stock: Server) -> None:
+    prompt = [*jobs.store(1500, seed=21), *random_tokens(20, seed=22)]
+    resident = random_tokens(400, seed=23)
+    jobs.generate(resident, 1)
+    arrivals: list[float] = []
+
+    def stream() -> None:
+        sampling = {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}
+        body = {"input_ids": random_tokens(30, seed=24), "sampling_params": sampling}
+        with requests.post(
+            f"{jobs.url}/generate",
+            json={**body, "stream": True, "rid": "stream"},
+            stream=True,
+            timeout=REQUEST_TIMEOUT_S,
+        ) as response:
+            for line in response.iter_lines():
+                if line.startswith(b"data: {"):
+                    arrivals.append(time.monotonic())
+
+    with ThreadPoolExecutor(2) as pool:
+        streaming = pool.submit(stream)
+        wait_until(lambda: len(arrivals) > 5, 60)
+        with slow(jobs):
+            waiting = pool.submit(jobs.generate, prompt, 6, return_logprob=True)
+            wait_until(lambda: loading(jobs) > 0, 60)
+            began = time.monotonic()
+            passing = [jobs.generate([*resident, own], 2) for own in (5, 6)]
+            passing.append(jobs.generate(random_tokens(300, seed=25), 2))
+            took = time.monotonic() - began
+            assert loading(jobs) > 0 and not waiting.done(), "the drive was not slow enough"
+            ended = time.monotonic()
+        answer = waiting.result()
+        jobs.post("/abort_request", rid="stream")
+        streaming.result()
+    assert paths(passing) == ["device", "device", "computed"] and took < 3 * PATIENCE_S
+    meanwhile = [own for own in arrivals if began <= own <= ended]
+    gaps = [b - a for a, b in zip([began, *meanwhile], [*meanwhile, ended], strict=True)]
+    assert max(gaps) < PATIENCE_S, gaps
+    assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer], TOLERANCE)
+    assert paths([answer]) == ["ssd"]
+
+
+def abort(server: Server, rid: str) -> None:
+    server.post("/abort_request", rid=rid).raise_for_status()
+
+
+def test_who_is_aborted_leaves_nothing_and_who_waits_with_it_is_served(
+    jobs: Server, stock: Server
+) -> None:
+    """While it loads, alone and with another, while it waits for room, and when it is over."""
+    prefix, large = jobs.store(1500, seed=31), jobs.store(6500, seed=32)
+    prompts = [[*prefix, *random_tokens(20, seed=33 + number)] for number in range(3)]
+    with ThreadPoolExecutor(4) as pool:
+        with slow(jobs):
+            alone = pool.submit(jobs.ask, prompts[0], 4, rid="alone.")
+            wait_until(lambda: loading(jobs) == 1500, 60)
+            began = time.monotonic()
+            abort(jobs, "alone.")
+            assert "abort" in alone.result().text.lower()
+            assert time.monotonic() - began < PATIENCE_S and loading(jobs) == 0
+        with slow(jobs):
+            first = pool.submit(jobs.ask, prompts[1], 4, rid="first.")
+            wait_until(lambda: loading(jobs) == 1500, 60)
+            second = pool.submit(jobs.generate, prompts[2], 4, return_logprob=True)
+            wait_until(lambda: live(jobs) == 2, 60)
+            roomless = pool.submit(jobs.ask, [*large, 5], 1500, rid="roomless.")
+            wait_until(lambda: live(jobs) == 3, 60)
+            assert loading(jobs) == 1500, "both do not fit"
+            for rid, own in (("first.", first), ("roomless.", roomless)):
+                abort(jobs, rid)
+                assert "abort" in own.result().text.lower()
+            assert loading(jobs) == 1500
+        answer = second.result()
+    assert_same([stock.generate(prompts[2], 4, return_logprob=True)], [answer], TOLERANCE)
+    assert report(answer)["loaded_tokens"] == 1500
+    abort(jobs, "first.")
+    # It runs by then.
+    stored = jobs.store(600, seed=36)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(jobs.ask, [*stored, 5], 2000, rid="late.")
+        wait_until(lambda: live(jobs) == 1, 60)
+        time.sleep(0.5)
+        abort(jobs, "late.")
+        assert "abort" in late.result().text.lower()
+
+
+def test_there_is_no_flush_while_a_job_runs(jobs: Server) -> None:
+    prompt = [*jobs.store(1500, seed=41), 5]
+    with ThreadPoolExecutor(1) as pool:
+        with slow(jobs):
+            asked = pool.submit(jobs.generate, prompt, 1)
+            wait_until(lambda: loading(jobs) > 0, 60)
+            assert jobs.post("/flush_cache").status_code == 400
+            assert jobs.stats()["integrity"] == "ok"
+        assert report(asked.result())["loaded_tokens"] == 1500
+    jobs.flush()
+    assert paths([jobs.generate(prompt, 1)]) == ["ssd"]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+def test_a_pool_that_does_not_hold_two_prefixes(serve: Serve, stock: Server, overlap: bool) -> None:
+    """Whoever comes when, all are served, with the right answers."""
+    flags = ["--impress-bits=exact", "--max-total-tokens=2400", *NO_CACHES]
+    flags += [] if overlap else ["--disable-overlap-schedule"]
+    prefixes = [random_tokens(1500, seed=50 + number) for number in range(3)]
+    prompts = [[*prefixes[i % 3], *random_tokens(40, seed=60 + i)] for i in range(18)]
+    expected = stock.generate_together(prompts, 24, return_logprob=True)
+    with serve(f"narrow-pool-{'overlap' if overlap else 'plain'}", *flags) as server:
+        for prefix in prefixes:
+            server.store_prompts(prefix)
+        began = time.monotonic()
+        actual = server.generate_together(prompts, 24, return_logprob=True)
+        took = time.monotonic() - began
+        assert_same(expected, actual, TOLERANCE)
+        told = [report(answer) for answer in actual]
+        print(f"{took:.1f} s, {sum(own['loaded_tokens'] for own in told)} tokens loaded")
+        assert min(own["prefix_tokens"] for own in told) >= 1500, told
+        # With a load for each request there would be 18.
+        assert sum(own["loaded_tokens"] for own in told) <= 12 * 1500
+        server.assert_whole()
+
+
+@pytest.mark.parametrize("bits", [6, "exact"])
+@pytest.mark.parametrize("flushes", [False, True], ids=["stays", "flushed"])
+def test_each_turn_of_a_chat_computes_only_what_is_new(
+    jobs: Server, bits: object, *, flushes: bool
+) -> None:
+    wanted = {"impress_bits": bits}
+    chat = jobs.store(500, seed=70 + flushes)
+    for turn in range(4):
+        new = random_tokens(90, seed=72 + turn)
+        # Fewer tokens than a chunk are not stored by themselves.
+        answer = jobs.generate([*chat, *new], 80, **wanted)
+        told = report(answer)
+        # The last token of an answer is computed for nobody.
+        assert told["tokens"]["computed"] == 90 + (turn > 0), told
+        assert told["path"] == ("ssd" if flushes or not turn else "device")
+        assert told["approximate"] == (bits != "exact")
+        chat = [*chat, *new, *answer["output_ids"]]
+        if flushes:
+            jobs.flush()
+
+
+def test_exact_and_approximate_requests_run_beside_each_other(jobs: Server, stock: Server) -> None:
+    prefix = jobs.store(1200, seed=81)
+    prompts = [[*prefix, *random_tokens(30, seed=82 + number)] for number in range(8)]
+    expected = stock.generate_together(prompts, 12, return_logprob=True)
+    for _ in range(2):
+        with ThreadPoolExecutor(8) as pool:
+            asked = [
+                pool.submit(
+                    jobs.generate,
+                    own,
+                    12,
+                    return_logprob=True,
+                    impress_bits=("exact", 6)[number % 2],
+                )
+                for number, own in enumerate(prompts)
+            ]
+            answers = [own.result() for own in asked]
+        assert_same(expected[::2], answers[::2], TOLERANCE)
+        told = [report(answer) for answer in answers]
+        assert [own["approximate"] for own in told] == [False, True] * 4
+    assert {own["path"] for own in told} == {"device"}
+
+
+def test_several_samples_load_once(jobs: Server, stock: Server) -> None:
+    prompt = [*jobs.store(1000, seed=91), *random_tokens(20, seed=92)]
+    before = jobs.stats()["totals"]
+    several = {"sampling_params": {"n": 3}}
+    expected, actual = (own.ask(prompt, 8, **several).json() for own in (stock, jobs))
+    assert [own["output_ids"] for own in actual] == [own["output_ids"] for own in expected]
+    after = jobs.stats()["totals"]
+    assert after["loaded_tokens"] == before["loaded_tokens"] + 1000
+    assert all(report(own)["prefix_tokens"] >= 1000 for own in actual)
+
+
+AGAIN = "begins again: what it used could not be loaded"
+
+
+@pytest.fixture(scope="module")
+def early(serve: Serve) -> Iterator[Server]:
+    """A server that knows what its passes take, so that they begin before all layers are there."""
+    flags = ("--impress-bits=exact", "--max-total-tokens=9000", *NO_CACHES)
+    with serve("early", *flags, bench=True) as server:
+        for seed in range(3):
+            server.generate(random_tokens(3000, seed=100 + seed), 1)
+            server.flush()
+        yield server
+        set_rate(server, 0)
+        server.assert_whole()
+
+
+# How fast a drive is with which a pass begins between two layers depends on the machine.
+RATES = (1.5, 3, 6, 1.5, 3, 6, 12, 0.8)
+
+
+def test_a_pass_begins_before_the_last_layers_are_there(early: Server, stock: Server) -> None:
+    prompt = [*early.store(1500, seed=111), *random_tokens(1900, seed=112)]
+    expected = stock.generate(prompt, 6, return_logprob=True)
+    for rate in RATES[:4]:
+        with slow(early, rate):
+            answer = early.generate(prompt, 6, return_logprob=True, impress_store=False)
+        assert_same([expected], [answer], TOLERANCE)
+        told = report(answer)
+        assert told["loaded_tokens"] == 1500 and told["path"] == "ssd" and told["ssd_bytes"] > 0
+        early.flush()
+    assert AGAIN not in early.log_text()
+
+
+def test_a_layer_that_is_damaged_behind_a_pass_that_began(early: Server, stock: Server) -> None:
+    """All who attended to it begin again, and what they left is not kept."""
+    for number, rate in enumerate(RATES):
+        prefix = store_damaged(early, 1500, seed=121 + number)
+        prompt = [*prefix, *random_tokens(1900, seed=150)]
+        expected = stock.generate(prompt, 6, return_logprob=True)
+        with slow(early, rate):
+            answer = early.generate(prompt, 6, return_logprob=True)
+        assert_same([expected], [answer], TOLERANCE)
+        assert report(answer)["loaded_tokens"] == 0
+        resident = early.generate(prompt, 6, return_logprob=True)
+        assert_same([expected], [resident], TOLERANCE)
+        early.flush()
+        if AGAIN in early.log_text():
+            return
+    raise AssertionError("no pass began early")
+
+
+def test_weights_are_replaced_while_a_job_runs(
+    serve: Serve, workdir: Path, stock: Server, tiny_llama: Path
+) -> None:
+    """What was loaded of the old ones is used by nobody."""
+    other = make_model("llama", workdir / "other-weights-jobs", initializer_range=0.1)
+    prefix = random_tokens(1500, seed=131)
+    prompt = [*prefix, *random_tokens(20, seed=132)]
+    for model in (other, tiny_llama):
+        assert stock.post("/update_weights_from_disk", model_path=str(model)).json()["success"]
+        if model is other:
+            expected = stock.generate(prompt, 6, return_logprob=True)
+    flags = ("--impress-bits=exact", "--max-total-tokens=9000", *NO_CACHES)
+    with serve("jobs-weights", *flags, bench=True) as server:
+        server.store_prompts(prefix)
+        set_rate(server, SLOW_MBPS)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.generate, prompt, 6, return_logprob=True)
+            try:
+                wait_until(lambda: loading(server) > 0, 60)
+                server.post("/pause_generation", mode="retract").raise_for_status()
+                told = server.post("/update_weights_from_disk", model_path=str(other)).json()
+            finally:
+                server.post("/continue_generation", torch_empty_cache=False).raise_for_status()
+            answer = asked.result()
+        assert told["success"], told
+        assert_same([expected], [answer], TOLERANCE)
+        assert paths([answer]) == ["computed"]
+        server.assert_whole()
+
+
+def test_a_server_ends_while_a_job_runs(workdir: Path, tiny_llama: Path, zygote: Zygote) -> None:
+    """And what is stored is there when it starts again."""
+    prompt = [*random_tokens(1500, seed=141), 5]
+    flags = impress_flags(workdir / "store-ends", "--impress-bits=exact", *NO_CACHES)
+    log = workdir / "ends.log"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        running(tiny_llama, log, *flags, zygote=zygote, bench=True) as server,
+    ):
+        server.store_prompts(prompt[:-1])
+        set_rate(server, SLOW_MBPS)
+        asked = pool.submit(server.ask, prompt, 1)
+        wait_until(lambda: loading(server) > 0, 60)
+        began = time.monotonic()
+        server.stop()
+        # One that does not end by itself is killed after 30 s.
+        assert time.monotonic() - began < 25
+        with contextlib.suppress(requests.RequestException):
+            asked.result()
+        for word in (*BAD_WORDS, TRACEBACK):
+            assert word not in server.log_text()
+    with running(tiny_llama, log, *flags, zygote=zygote) as server:
+        assert paths([server.generate(prompt, 1)]) == ["ssd"]
+        server.assert_quiet()

@@ -1,0 +1,307 @@
+"""What a job queue works with, small and by hand: SGLang's pool and tree, and a loader.
+
+A page has one token. A node of the tree stands for a token and all before it, and has one slot.
+Everything that slots hold is known: `World.check` compares owners, locks and contents.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.serving.job_queue import JobQueue, Waiter
+from impress_sglang.serving.kv_class import KVClass
+from impress_sglang.serving.load_jobs import JobRevoked, JobState, LoadJob
+
+Path = tuple[int, ...]
+LAYERS = 2
+
+
+@dataclasses.dataclass(eq=False)
+class Hold:
+    """A lock on a path of the tree."""
+
+    path: Path
+    ended: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    slot: int
+    locks: int = 0
+    used: int = 0
+
+
+class Tree:
+    """Slots of tokens by all tokens up to them, with locks, and what is free."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.free = list(range(num_slots))
+        self.nodes: dict[Path, Node] = {}
+        self.holds: list[Hold] = []
+        # By slot: of which path it holds the KVs in each layer.
+        self.contents: list[list[Path | None]] = [[None] * LAYERS for _ in range(num_slots)]
+        self._now = 0
+
+    def match(self, tokens: Path) -> Path:
+        self._now += 1
+        found = 0
+        while found < len(tokens) and (node := self.nodes.get(tokens[: found + 1])) is not None:
+            node.used = self._now
+            found += 1
+        return tokens[:found]
+
+    def lock(self, path: Path) -> Hold:
+        for stop in range(1, len(path) + 1):
+            self.nodes[path[:stop]].locks += 1
+        self.holds.append(hold := Hold(path))
+        return hold
+
+    def unlock(self, hold: Hold) -> None:
+        assert not hold.ended, "a lock ends once"
+        hold.ended = True
+        self.holds.remove(hold)
+        for stop in range(1, len(hold.path) + 1):
+            self.nodes[hold.path[:stop]].locks -= 1
+
+    def unlocked(self, path: Path) -> int:
+        """How many tokens of a path nobody has locked."""
+        return sum(not self.nodes[path[:stop]].locks for stop in range(1, len(path) + 1))
+
+    @property
+    def evictable(self) -> int:
+        return sum(not node.locks for node in self.nodes.values())
+
+    def evict(self, count: int) -> int:
+        """Free so many slots, the least recently used leaves first; returns how many."""
+        freed = 0
+        while freed < count:
+            inner = {path[:-1] for path in self.nodes}
+            leaves = [p for p, n in self.nodes.items() if not n.locks and p not in inner]
+            if not leaves:
+                break
+            self.remove(min(leaves, key=lambda path: (self.nodes[path].used, path)))
+            freed += 1
+        return freed
+
+    def remove(self, path: Path) -> None:
+        node = self.nodes.pop(path)
+        assert not node.locks, "what is in use is removed"
+        self.give([node.slot])
+
+    def take(self, count: int) -> list[int] | None:
+        """Slots that hold nothing yet; None if there are not as many."""
+        if len(self.free) < count:
+            return None
+        taken, self.free = self.free[:count], self.free[count:]
+        for slot in taken:
+            self.contents[slot] = [None] * LAYERS
+        return taken
+
+    def give(self, slots: Iterable[int]) -> None:
+        own = list(slots)
+        assert not set(own) & set(self.free), "a slot is free twice"
+        self.free += own
+
+    def insert(self, path: Path, start: int, slots: Sequence[int]) -> None:
+        """Insert slots of the tokens from `start` on; those of tokens that are there come free."""
+        for stop, slot in enumerate(slots, start + 1):
+            assert path[: stop - 1] in self.nodes or stop == 1
+            if path[:stop] in self.nodes:
+                self.give([slot])
+            else:
+                self._now += 1
+                self.nodes[path[:stop]] = Node(slot, used=self._now)
+
+    def written(self, path: Path) -> bool:
+        """Whether all slots of a path hold what they should."""
+        return all(
+            self.contents[self.nodes[path[:stop]].slot] == [path[:stop]] * LAYERS
+            for stop in range(1, len(path) + 1)
+        )
+
+
+class StepLoader:
+    """Loads a layer of the first job each time it is told to, in the tree's slots."""
+
+    def __init__(self, tree: Tree, tick: Callable[[], None] = lambda: None) -> None:
+        self.tree = tree
+        self.begun = collections.deque[LoadJob]()
+        self.corrupt: set[Path] = set()
+        """Paths whose last token cannot be read."""
+        self.stalls = False
+        self.wake = self
+        self._ended: list[LoadJob] = []
+        self._tick = tick
+
+    def begin(self, job: LoadJob) -> None:
+        assert job.state is JobState.LOADING and job.slots is not None and not job.revoked
+        self.begun.append(job)
+
+    def take_ended(self) -> Iterator[LoadJob]:
+        while self._ended:
+            yield self._ended.pop(0)
+
+    def wait(self, seconds: float) -> None:
+        """As an event's: the loader goes on meanwhile."""
+        self._tick()
+        self.step()
+
+    def step(self) -> None:
+        """Load a layer, or end."""
+        if self.stalls or not self.begun:
+            return
+        job = self.begun[0]
+        if job.revoked:
+            self._end(job, JobState.DROPPED)
+        elif any(tuple(job.tokens[:stop].tolist()) in self.corrupt for stop in self._read(job)):
+            error = SegmentUnreadable("s", "is corrupt")
+            self._end(job, JobState.FAILED, error)
+        else:
+            self.write(job)
+            if job.layers == LAYERS:
+                self._end(job, JobState.LOADED)
+
+    def write(self, job: LoadJob) -> None:
+        assert job.target is not None
+        try:
+            with job.writing():
+                for stop, slot in zip(self._read(job), job.target.tolist(), strict=True):
+                    self.tree.contents[slot][job.layers] = tuple(job.tokens[:stop].tolist())
+        except JobRevoked:
+            self._end(job, JobState.DROPPED)
+        else:
+            job.note_layer()
+
+    def _read(self, job: LoadJob) -> range:
+        return range(job.start + 1, job.stop + 1)
+
+    def _end(self, job: LoadJob, state: JobState, error: BaseException | None = None) -> None:
+        self.begun.popleft()
+        job.end(state, error)
+        self._ended.append(job)
+
+    def run(self, steps: int = 100) -> None:
+        for _ in range(steps):
+            self.step()
+
+
+class Pool:
+    """`SlotPool` on a tree; the rest of SGLang says what it needs."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.promised = 0
+        """What running requests need."""
+        self.idle = True
+        self.prompts: dict[str, Path] = {}
+        self.new_tokens: dict[str, int] = {}
+        """By request: how many it may generate, 0 unless said."""
+        self.put_back: Callable[[LoadJob], None] = lambda job: None
+
+    def room(self) -> int:
+        return len(self.tree.free) + self.tree.evictable - self.promised
+
+    def need(self, waiter: Waiter, counted: set[object]) -> int:
+        prompt, job = self.prompts[waiter.rid], waiter.job
+        total = len(prompt) + self.new_tokens.get(waiter.rid, 0) + 1
+        if job is not None and (job.slots is not None or job in counted):
+            return total - job.stop
+        if job is not None:
+            counted.add(job)
+        path = self.tree.match(prompt[:-1])
+        if path in counted:
+            return total - len(path)
+        counted.add(path)
+        return total - len(path) + self.tree.unlocked(path)
+
+    def is_idle(self) -> bool:
+        return self.idle
+
+    def lacking(self, job: LoadJob) -> int:
+        return job.stop - len(self.tree.match(tuple(job.tokens.tolist())))
+
+    def take(self, job: LoadJob) -> bool:
+        path = self.tree.match(tuple(job.tokens.tolist()))
+        hold, count = self.tree.lock(path), job.stop - len(path)
+        self.tree.evict(count - len(self.tree.free))
+        slots = self.tree.take(count)
+        if slots is None:
+            self.tree.unlock(hold)
+            return False
+        job.start, job.hold = len(path), hold
+        job.slots = job.target = torch.tensor(slots, dtype=torch.int64)
+        return True
+
+    def give_back(self, job: LoadJob) -> None:
+        slots, job.slots = job.slots, None
+        assert slots is not None
+        assert job.revoked or job.state is not JobState.LOADED
+        self.tree.give(slots.tolist())
+        self.tree.unlock(job.hold)
+
+    def insert(self, job: LoadJob) -> None:
+        assert job.slots is not None and not job.revoked
+        path = tuple(job.tokens.tolist())
+        self.tree.insert(path, job.start, job.slots.tolist())
+        job.slots = None
+        hold = self.tree.lock(path)
+        self.tree.unlock(job.hold)
+        job.hold = hold
+
+    def discard(self, job: LoadJob) -> None:
+        assert job.early
+        self.put_back(job)
+        self.tree.unlock(job.hold)
+        top = tuple(job.tokens[: job.start + 1].tolist())
+        for path in sorted(self.tree.nodes, key=len, reverse=True):
+            if path[: len(top)] == top:
+                self.tree.remove(path)
+
+    def hold_for(self, waiter: Waiter) -> Hold:
+        return self.tree.lock(self.tree.match(self.prompts[waiter.rid][:-1]))
+
+    def release(self, hold: Any) -> None:
+        self.tree.unlock(hold)
+
+
+def new_job(tokens: Path, start: int = 0) -> LoadJob:
+    """Of a store that has all of these tokens."""
+    nothing: Any = None
+    return LoadJob(nothing, KVClass(), (None, None), np.array(tokens, np.int32), nothing, start)
+
+
+def check_queue(jobs: JobQueue, tree: Tree, *, lazy: bool = False) -> None:
+    """What holds between calls of a queue; `lazy`: jobs that wait may hold something.
+
+    Returns nothing; slots and locks of requests are somebody else's.
+    """
+    for rid, waiter in jobs.waiters.items():
+        assert waiter.rid == rid
+        assert waiter.job is None or (waiter.job in jobs.jobs and rid in waiter.job.waiters)
+        assert waiter.job is None or waiter.hold is None or waiter.hold in tree.holds
+    for job in jobs.jobs:
+        assert all(jobs.waiters[rid].job is job for rid in job.waiters)
+        if job.state is JobState.WAITING:
+            assert job.slots is None and (lazy or job.hold is None), "who waits holds nothing"
+            assert job.waiters, "nobody waits for it"
+            assert job not in _begun(jobs)
+        else:
+            # Its end was not taken in, or it is being loaded.
+            assert job.done.is_set() or job in _begun(jobs)
+            assert job.slots is None or not job.revoked
+            assert job.waiters or job.early or job.slots is None, "nobody waits for it"
+    assert len(set(map(id, jobs.jobs))) == len(jobs.jobs)
+
+
+def _begun(jobs: JobQueue) -> collections.deque[LoadJob]:
+    loader: Any = jobs._loader
+    begun: collections.deque[LoadJob] = loader.begun
+    return begun

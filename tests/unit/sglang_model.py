@@ -1,0 +1,502 @@
+"""SGLang's scheduler around a job queue, as far as slots and order are concerned.
+
+What it admits, allocates, evicts, retracts and puts back follows SGLang 0.5.23 (`PrefillAdder`,
+`retract_decode`); what it asks of the queue follows `integration.tree_cache`. A page has one token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
+from impress_sglang.serving.load_jobs import JobState, LoadJob
+from tests.unit.job_world import LAYERS, Hold, Path, Pool, StepLoader, Tree, check_queue, new_job
+from tests.unit.waiting import Clock
+
+NUM_SLOTS = 24
+CHUNK = 6
+LEAST = 2
+MOST_RUNNING = 3
+MOST_TRIES = 3
+STEP_SECONDS = 0.25
+# Nothing that is left ends later than this after the last request, in steps.
+LONGEST = 400
+
+
+class State(enum.Enum):
+    QUEUED = "queued"
+    CHUNKED = "chunked"
+    """A part of its prompt is computed."""
+    RUNNING = "running"
+    BROKEN = "broken"
+    """Its pass was in vain, and it will be put back."""
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """`most`: how many tokens it may generate; it ends after `stops`.
+
+    `slots` are its own: of tokens behind the path that it has locked.
+    """
+
+    rid: str
+    prompt: Path
+    most: int
+    stops: int
+    waiter: Waiter
+    state: State = State.QUEUED
+    output: Path = ()
+    lock: Hold | None = None
+    slots: list[int] = dataclasses.field(default_factory=list)
+    planned: bool = False
+    loaded_stop: int = 0
+    not_before: int = 0
+
+    @property
+    def tokens(self) -> Path:
+        return self.prompt + self.output
+
+    @property
+    def left(self) -> int:
+        return self.most - len(self.output)
+
+    @property
+    def computed(self) -> int:
+        return (0 if self.lock is None else len(self.lock.path)) + len(self.slots)
+
+    @property
+    def admitted(self) -> bool:
+        return self.state in (State.CHUNKED, State.RUNNING, State.BROKEN)
+
+
+class ModelPool(Pool):
+    """`SlotPool` of a model of SGLang."""
+
+    def __init__(self, model: SGLangModel) -> None:
+        super().__init__(model.tree)
+        self.model = model
+        self.put_back = model.put_back
+
+    def room(self) -> int:
+        return self.model.available - self.model.promised(self.model.ratio)
+
+    def need(self, waiter: Waiter, counted: set[object]) -> int:
+        request = self.model.requests[waiter.rid]
+        self.prompts[waiter.rid], self.new_tokens[waiter.rid] = request.tokens, request.left
+        return super().need(waiter, counted)
+
+    def hold_for(self, waiter: Waiter) -> Hold:
+        self.prompts[waiter.rid] = self.model.requests[waiter.rid].tokens
+        return super().hold_for(waiter)
+
+    def is_idle(self) -> bool:
+        return not any(own.admitted for own in self.model.requests.values())
+
+
+class SGLangModel:
+    """One scheduler; `ratio`: which share of their answers it reserves for running requests."""
+
+    pool_class: type[ModelPool] = ModelPool
+    queue_class: type[JobQueue] = JobQueue
+    lazy = False
+    """Whether jobs that wait may hold something."""
+
+    def __init__(self, ratio: float = 1.0) -> None:
+        self.ratio = ratio
+        self.clock = Clock()
+        self.tree = Tree(NUM_SLOTS)
+        self.loader = StepLoader(self.tree, self._tick)
+        self.requests: dict[str, Request] = {}
+        """Those that have not ended."""
+        self.queue: list[Request] = []
+        self.running: list[Request] = []
+        self.chunked: Request | None = None
+        self.gate: list[LoadJob] = []
+        self.stored: set[Path] = set()
+        self.reports = True
+        """Whether the store learns what cannot be read."""
+        self.early = False
+        """Whether requests may be admitted before their jobs are done."""
+        self.full = False
+        self.polls = 0
+        self.count = 0
+        self.pool = self.pool_class(self)
+        self.jobs = self.queue_class(
+            self.pool, self.loader, self._note_end, self._after_job, LEAST, self.clock
+        )
+
+    def _tick(self) -> None:
+        self.clock.now += STEP_SECONDS
+
+    # Requests.
+
+    def ask(self, prompt: Path, most: int, stops: int, patience: float | None) -> None:
+        assert len(prompt) + most + 2 <= NUM_SLOTS and 1 <= stops <= most
+        rid = f"r{self.count}"
+        self.count += 1
+        request = Request(rid, prompt, most, stops, Waiter(rid, patience))
+        self.requests[rid] = request
+        self.queue.append(request)
+        self.plan(request)
+
+    def abort(self, request: Request) -> None:
+        """As a client does, at any time; one that is to be put back ends when it is."""
+        if request.state is State.BROKEN:
+            return
+        if request.state is State.QUEUED:
+            self.queue.remove(request)
+        self._release(request)
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        if request in self.running:
+            self.running.remove(request)
+        if request is self.chunked:
+            self.chunked = None
+        request.state = State.ENDED
+        del self.requests[request.rid]
+        self.full = False
+
+    def _release(self, request: Request) -> None:
+        """Give back what it has, without inserting it."""
+        self.tree.give(request.slots)
+        request.slots = []
+        if request.lock is not None:
+            self.tree.unlock(request.lock)
+            request.lock = None
+        self.jobs.leave(request.rid)
+
+    def _requeue(self, request: Request) -> None:
+        self._release(request)
+        if request in self.running:
+            self.running.remove(request)
+        if request is self.chunked:
+            self.chunked = None
+        request.state, request.planned = State.QUEUED, False
+        self.queue.append(request)
+        self.full = False
+
+    # Steps.
+
+    def step(self) -> None:
+        """One turn of the scheduler: a prefill if there is one, else a decode."""
+        self._tick()
+        self._poll()
+        self.check()
+        batch = self._admit()
+        self.check()
+        if batch:
+            self._prefill(batch)
+        elif self.running:
+            self._decode()
+        self.check()
+
+    def drain(self) -> None:
+        """Without new requests, all there are end, if the drive works."""
+        self.loader.stalls = False
+        for _ in range(LONGEST):
+            if not self.requests and not self.jobs:
+                break
+            self.step()
+            self.loader.step()
+        assert not self.requests, "a request waits for ever"
+        assert not self.jobs, "a job waits for ever"
+        assert not self.tree.holds, "a lock outlives its request"
+
+    def flush(self) -> None:
+        """Drop what is resident, when idle."""
+        assert not self.requests and not self.jobs
+        assert not self.tree.holds and not self.jobs.waiters
+        self.tree.evict(NUM_SLOTS)
+        assert len(self.tree.free) == NUM_SLOTS
+
+    def _poll(self) -> None:
+        """`check_hicache_events`."""
+        self.polls += 1
+        self.jobs.poll([own.rid for own in self.queue])
+        self.gate = [job for job in self.gate if job in self.jobs.jobs]
+
+    @property
+    def available(self) -> int:
+        return len(self.tree.free) + self.tree.evictable
+
+    def promised(self, ratio: float, spare: int = 1) -> int:
+        """What it counts on: the rest of a prompt, and answers."""
+        tokens, requests = 0, list(self.running)
+        if self.chunked is not None:
+            requests.append(self.chunked)
+            tokens = len(self.chunked.tokens) - self.chunked.computed
+        return tokens + sum(int(own.left * ratio) + spare for own in requests)
+
+    def _admit(self) -> list[tuple[Request, int]]:
+        """Which requests compute how many tokens of their prompts now."""
+        self.full = self.full and bool(self.running)
+        if (self.full or not self.queue) and self.chunked is None:
+            return []
+        offset = sum(own.left * self.ratio for own in self.running)
+        chunk_left, batch = CHUNK, []
+        if self.chunked is not None:
+            own = self.chunked
+            most = min(chunk_left, int(self.available - offset))
+            rest = len(own.tokens) - own.computed
+            count = min(rest, most if most > 0 else chunk_left)
+            batch.append((own, count))
+            offset += count + 1 + (own.left if count == rest else 0)
+            chunk_left -= count
+        for own in list(self.queue):
+            if chunk_left <= 0:
+                break
+            if len(self.running) + len(batch) >= MOST_RUNNING:
+                self.full = True
+                break
+            if not self._may_start(own):
+                continue
+            path = self.tree.match(own.tokens[:-1])
+            extend, lock = len(own.tokens) - len(path), self.tree.lock(path)
+            if extend + own.left + 1 >= self.available - offset:
+                self.tree.unlock(lock)
+                self.full = bool(batch or self.running)
+                break
+            count = min(extend, chunk_left)
+            batch.append((own, count))
+            offset += count + 1 + (own.left if count == extend else 0)
+            chunk_left -= count
+            own.lock = lock
+            self.queue.remove(own)
+            if count < extend:
+                own.state, self.chunked = State.CHUNKED, own
+            else:
+                own.state = State.RUNNING
+            self.jobs.leave(own.rid)
+            if self.available - offset <= 0:
+                self.full = True
+                break
+        return batch
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """`evict_for_alloc`, and then the slots."""
+
+        def missing() -> int:
+            self.tree.evict(count - len(self.tree.free))
+            return count - len(self.tree.free)
+
+        if missing() > 0:
+            self.jobs.make_room(missing)
+        return self.tree.take(count)
+
+    def _prefill(self, batch: list[tuple[Request, int]]) -> None:
+        for own, count in batch:
+            slots = self._allocate(count)
+            assert slots is not None, "SGLang ends: there is no room for what it has admitted"
+            own.slots += slots
+        self._wait_at_gate()
+        for own, _ in batch:
+            if own.state is State.BROKEN:
+                continue
+            self._attend(own)
+            self._checkpoint(own, own.computed)
+            if own.computed < len(own.tokens):
+                continue
+            if own is self.chunked:
+                self.chunked = None
+            own.state = State.RUNNING
+            self.running.append(own)
+            self._generate(own)
+
+    def _decode(self) -> None:
+        if self._allocated(len(self.running)) is None:
+            self._retract()
+        self._wait_at_gate()
+        for own in list(self.running):
+            slots = self.tree.take(1)
+            assert slots is not None
+            own.slots += slots
+            self._attend(own)
+            self._generate(own)
+
+    def _allocated(self, count: int) -> bool | None:
+        """Make room for a token each; None if there is none."""
+        slots = self._allocate(count)
+        if slots is None:
+            return None
+        self.tree.give(slots)
+        return True
+
+    def _retract(self) -> None:
+        """Put requests back until the others fit, with the shortest answers first."""
+        while self._allocated(len(self.running)) is None:
+            last = min(self.running, key=lambda own: len(own.output))
+            alone = len(self.running) == 1
+            self._requeue(last)
+            if alone:
+                # SGLang aborts it. That may be only for want of what others have.
+                others = self.chunked is not None or any(
+                    own.admitted for own in self.requests.values()
+                )
+                assert others or self.gate, "the last request is aborted"
+                return
+
+    def _wait_at_gate(self) -> None:
+        """A pass waits for the layers of early jobs, but not for ever."""
+        for job in self.gate:
+            if job.revoked:
+                continue
+            if not self.loader.stalls:
+                self.loader.run(LAYERS * (1 + len(self.loader.begun)))
+            if job.layers == LAYERS:
+                continue
+            job.revoke()
+            for own in self._users_of(job):
+                own.state = State.BROKEN
+                if own in self.running:
+                    self.running.remove(own)
+                if own is self.chunked:
+                    self.chunked = None
+
+    def _attend(self, own: Request) -> None:
+        """Its pass: everything before its new tokens must be what it should be."""
+        assert own.lock is not None
+        start = len(own.lock.path)
+        assert self.tree.written(own.lock.path), "it attends to what is not there"
+        for stop, slot in enumerate(own.slots, start + 1):
+            self.tree.contents[slot] = [own.tokens[:stop]] * LAYERS
+
+    def _checkpoint(self, own: Request, stop: int) -> None:
+        assert own.lock is not None
+        path = own.tokens[:stop]
+        self.tree.insert(path, len(own.lock.path), own.slots)
+        own.slots = []
+        lock = self.tree.lock(path)
+        self.tree.unlock(own.lock)
+        own.lock = lock
+
+    def _generate(self, own: Request) -> None:
+        own.output += (10_000 + 100 * int(own.rid[1:]) + len(own.output),)
+        if len(own.output) >= own.stops:
+            self._checkpoint(own, own.computed)
+            self._release(own)
+            self._end(own)
+
+    # What the tree cache does.
+
+    def _may_start(self, own: Request) -> bool:
+        if own.waiter.job is None and (not own.planned or self._has_lost(own)):
+            self.plan(own)
+        if self.polls < own.not_before or self._is_blocked(own):
+            return False
+        return not self.jobs.waits(own.rid) or self._starts_early(own)
+
+    def plan(self, own: Request) -> None:
+        own.planned = True
+        stop = self._stored(own.tokens[:-1])
+        resident = len(self.tree.match(own.tokens[:-1]))
+        if own.waiter.tries >= MOST_TRIES or stop - resident < LEAST:
+            return
+        job = new_job(own.tokens[:stop], resident)
+        self.jobs.join(own.waiter, overlapping(self.jobs.jobs, job, LEAST) or job)
+
+    def _stored(self, tokens: Path) -> int:
+        """How many of these tokens are stored."""
+        return max((_common(tokens, own) for own in self.stored), default=0)
+
+    def _has_lost(self, own: Request) -> bool:
+        if not own.loaded_stop or own.waiter.hold is not None:
+            return False
+        if len(self.tree.match(own.tokens[:-1])) >= own.loaded_stop:
+            return False
+        own.loaded_stop = 0
+        return True
+
+    def _note_end(self, job: LoadJob) -> None:
+        if job.state is JobState.FAILED and self.reports:
+            lost = {p for p in self.loader.corrupt if tuple(job.tokens[: len(p)].tolist()) == p}
+            self.stored = {own for own in self.stored if not any(own[: len(p)] == p for p in lost)}
+
+    def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
+        own = self.requests[waiter.rid]
+        assert own.state is State.QUEUED
+        if job.state is JobState.LOADED and not job.revoked:
+            assert self.tree.written(waiter.hold.path)
+            assert waiter.hold.path == own.tokens[: len(waiter.hold.path)], "it is its own"
+            assert len(waiter.hold.path) >= _common(own.tokens[:-1], tuple(job.tokens.tolist()))
+            own.loaded_stop = job.stop
+        self.plan(own)
+
+    def _starts_early(self, own: Request) -> bool:
+        job = own.waiter.job
+        if job is None or job.done.is_set() or job.revoked:
+            return False
+        if job.early:
+            return True
+        if not self.early or job.slots is None or not job.layers:
+            return False
+        if len(own.tokens) - job.stop > CHUNK or self.pool.lacking(job) < len(job):
+            return False
+        self.jobs.start_early(job)
+        self.gate.append(job)
+        return True
+
+    def _is_blocked(self, own: Request) -> bool:
+        return any(job is not own.waiter.job and self._shares(own, job) for job in self.gate)
+
+    def _shares(self, own: Request, job: LoadJob) -> bool:
+        stop = job.start + 1
+        return own.tokens[:stop] == tuple(job.tokens[:stop].tolist())
+
+    def _users_of(self, job: LoadJob) -> list[Request]:
+        return [own for own in self.requests.values() if own.admitted and self._shares(own, job)]
+
+    def put_back(self, job: LoadJob) -> None:
+        for own in self._users_of(job):
+            own.not_before = self.polls + 2
+            self._requeue(own)
+
+    # What always holds.
+
+    def check(self) -> None:
+        tree, jobs = self.tree, self.jobs
+        check_queue(jobs, tree, lazy=self.lazy)
+        owned = [*tree.free, *(node.slot for node in tree.nodes.values())]
+        for own in self.requests.values():
+            owned += own.slots
+        for job in jobs.loading:
+            assert job.slots is not None
+            owned += job.slots.tolist()
+        assert sorted(owned) == list(range(NUM_SLOTS)), "every slot has one owner"
+        assert all(path[:-1] in tree.nodes for path in tree.nodes if len(path) > 1)
+
+        holds = [own.lock for own in self.requests.values() if own.lock is not None]
+        holds += [waiter.hold for waiter in jobs.waiters.values() if waiter.hold is not None]
+        holds += [job.hold for job in jobs.jobs if job.early or job.slots is not None]
+        if self.lazy:
+            waiting = (job for job in jobs.jobs if job.state is JobState.WAITING)
+            holds += [job.hold for job in waiting if job.hold is not None]
+        assert sorted(map(id, holds)) == sorted(map(id, tree.holds)), "locks end with their owners"
+        for rid in jobs.waiters:
+            assert self.requests[rid].state is State.QUEUED, "nobody else waits"
+        self._check_promises()
+
+    def _check_promises(self) -> None:
+        if self.ratio == 1.0:
+            assert self.available >= self.promised(1.0, 0), "room that was promised is taken"
+        if self.chunked is None:
+            return
+        rest = len(self.chunked.tokens) - self.chunked.computed
+        kept: set[Path] = set()
+        for own in self.requests.values():
+            if own.lock is not None:
+                kept |= {own.lock.path[:stop] for stop in range(1, len(own.lock.path) + 1)}
+        for job in self.jobs.jobs:
+            if job.early:
+                kept |= {job.hold.path[:stop] for stop in range(1, len(job.hold.path) + 1)}
+        after = len(self.tree.free) + len(self.tree.nodes) - len(kept) + self.jobs.loading_tokens
+        assert after >= rest, "what was promised cannot be had"
+
+
+def _common(one: Path, other: Path) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count

@@ -1,0 +1,315 @@
+"""Loads in the midst of other requests: traffic, streams and figures, without SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from bench.core.checkouts import find_checkouts
+from bench.core.options import parse
+from bench.core.report import Row, Table
+from bench.core.servers import Server
+from bench.core.session import ROOT, BenchFailed
+from bench.core.zygote import ForkedProcess, Zygote
+from bench.traffic import beside, crowd, pressure
+from bench.traffic.streams import Stream, describe_gaps, gaps_of, tokens_between
+
+PREFIXES = [list(range(1000, 1000 + length)) for length in pressure.PREFIX_TOKENS]
+
+
+def args_of(*given: str) -> argparse.Namespace:
+    return parse("pressure", "", pressure.OPTIONS, given)
+
+
+def clone_at(root: Path, *, package: bool) -> Path:
+    """A clone whose servers are nothing at all; perhaps without its own package."""
+    (root / "bench" / "core").mkdir(parents=True)
+    (root / "bench" / "__init__.py").touch()
+    (root / "bench" / "core" / "__init__.py").touch()
+    (root / "bench" / "core" / "zygote.py").write_text(
+        "def main():\n"
+        "    print('ready', flush=True)\n"
+        "    while input():\n"
+        "        print(12345, flush=True)\n"
+    )
+    if package:
+        (root / "impress_sglang").mkdir()
+        (root / "impress_sglang" / "__init__.py").touch()
+    return root
+
+
+def environment() -> dict[str, str]:
+    # A package that is not in the clone is found here instead.
+    return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+
+
+def test_servers_run_the_packages_of_their_clone(tmp_path: Path) -> None:
+    clone = clone_at(tmp_path / "clone", package=True)
+    with closing(Zygote(environment(), clone)) as zygote:
+        assert zygote.fork([], tmp_path / "log").pid == 12345
+
+
+def test_servers_of_a_clone_do_not_run_another_one(tmp_path: Path) -> None:
+    clone = clone_at(tmp_path / "clone", package=False)
+    with closing(Zygote(environment(), clone)) as zygote, pytest.raises(BenchFailed, match="run"):
+        zygote.fork([], tmp_path / "log")
+
+
+def test_clones_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    assert [own.root for own in find_checkouts([])] == [ROOT.resolve()]
+    first, second = (clone_at(tmp_path / name / "x", package=True) for name in "ab")
+    assert find_checkouts([first])[0].name == "x"
+    with pytest.raises(BenchFailed, match="names of their folders"):
+        find_checkouts([first, second])
+    with pytest.raises(BenchFailed, match="no clone"):
+        find_checkouts([tmp_path])
+
+
+def test_equal_seeds_make_equal_traffic() -> None:
+    assert pressure.make_traffic(PREFIXES, 20, 3) == pressure.make_traffic(PREFIXES, 20, 3)
+    assert pressure.make_traffic(PREFIXES, 20, 3) != pressure.make_traffic(PREFIXES, 20, 4)
+
+
+def test_traffic_is_as_described() -> None:
+    traffic = pressure.make_traffic(PREFIXES, 4000, 1)
+    assert len({asked.name for asked in traffic}) == 4000
+    for share, chosen in (
+        (0.2, [asked.exact for asked in traffic]),
+        (0.2, [asked.abort_after is not None for asked in traffic]),
+        (0.5, [asked.tokens[2499] == 3499 for asked in traffic if len(asked.tokens) > 2499]),
+    ):
+        assert sum(chosen) / len(chosen) > share - 0.03
+    cuts = [next(i for i, t in enumerate((*own.tokens, -1)) if t != 1000 + i) for own in traffic]
+    for length in (*pressure.PREFIX_TOKENS, pressure.OFTEN_CUT):
+        assert length in cuts
+    assert min(cuts) >= pressure.SHORTEST_CUT
+    assert sum(cut in pressure.PREFIX_TOKENS for cut in cuts) / 4000 == pytest.approx(0.5, abs=0.03)
+    assert all(5 <= len(own.tokens) - cut < 60 for own, cut in zip(traffic, cuts, strict=True))
+    assert {asked.new_tokens for asked in traffic} == set(range(1, 12))
+
+
+class Stub:
+    """Answers as a server would; a prompt's length says how."""
+
+    def __init__(self, how: dict[int, Any]) -> None:
+        self.how = how
+        self.aborted: list[str] = []
+        self.again = False
+        self.let_go = threading.Event()
+
+    def request(self, method: str, path: str, **how: Any) -> Any:
+        if path == "/abort_request":
+            self.aborted.append(how["json"]["rid"])
+            self.let_go.set()
+        if path != "/generate":
+            return None
+        answer = self.how[len(how["json"]["input_ids"])]
+        if isinstance(answer, Exception):
+            raise BenchFailed("no") from answer
+        if answer == "abort":
+            assert self.let_go.wait(10)
+        response = requests.Response()
+        output = [7] * (answer + self.again) if isinstance(answer, int) else []
+        reason = "length" if isinstance(answer, int) else answer
+        body = {"output_ids": output, "meta_info": {"finish_reason": {"type": reason}}}
+        response.json = lambda **_: body  # type: ignore[method-assign]
+        return response
+
+
+def asked(length: int, **more: Any) -> pressure.Asked:
+    fields = {"name": f"r{length}", "new_tokens": 1, "exact": False, "abort_after": None, **more}
+    return pressure.Asked(tokens=tuple(range(length)), **fields)
+
+
+def clients_of(stub: Any, *given: str) -> pressure.Clients:
+    return pressure.Clients(args_of("--clients=1", *given), stub)
+
+
+def outcomes(ended: list[pressure.Ended]) -> list[str]:
+    return [own.outcome for own in ended]
+
+
+def test_each_request_ends_in_its_way() -> None:
+    stub = Stub({1: 3, 2: "abort", 3: "stop", 4: requests.HTTPError("503")})
+    traffic = [asked(1), asked(2, abort_after=0.01), asked(3), asked(4)]
+    ended, _ = clients_of(stub).ask_all(traffic)
+    assert outcomes(ended) == ["finished", "aborted", "failed", "failed"]
+    assert stub.aborted == ["r2"] and ended[0].output == (7, 7, 7)
+    row = pressure.describe(ended)
+    assert (row["finished"], row["aborted"], row["failed"], row["state"]) == (1, 1, 2, "ok")
+    assert "503" in row["told"] and "stop" in row["told"]
+
+
+def test_an_abort_that_nobody_asked_for_is_a_failure() -> None:
+    stub = Stub({2: "abort"})
+    stub.let_go.set()
+    ended, _ = clients_of(stub).ask_all([asked(2)])
+    assert outcomes(ended) == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(requests.ReadTimeout(), "hung"), (requests.ConnectionError(), "died")]
+)
+def test_nothing_is_asked_of_a_server_that_is_lost(error: Exception, state: str) -> None:
+    ended, _ = clients_of(Stub({1: 3, 2: error})).ask_all([asked(1), asked(2), asked(1)])
+    assert outcomes(ended) == ["finished", state, "unasked"]
+    row = pressure.describe(ended)
+    assert (row["state"], row["unasked"]) == (state, 1)
+
+
+def test_answers_are_compared_with_those_of_requests_alone() -> None:
+    stub = Stub({1: 1, 2: 2, 3: 3})
+    traffic = [asked(1), asked(2, exact=True), asked(3)]
+    clients = clients_of(stub, "--sample=2")
+    ended, _ = clients.ask_all(traffic)
+    pairs = list(zip(traffic, ended, strict=True))
+    assert clients.compare(pairs)["differ"] == 0
+    stub.again = True
+    row = clients.compare(pairs)
+    assert (row["differ"], row["differ_exact"], row["compared"]) == (2, 1, 2)
+
+
+def row_of(checkout: str, seed: int, seconds: float, **more: Any) -> Row:
+    counts = dict.fromkeys(("finished", "aborted", "unasked", "failed", "differ", "compared"), 1)
+    reads = dict.fromkeys(("read_bytes", "drive_bytes", "loads"))
+    return {
+        "checkout": checkout,
+        "pool": 1.5,
+        "seed": seed,
+        "seconds": seconds,
+        "slowest_s": 1.0,
+        "machine_load": 0.1,
+        "state": "ok",
+        "told": "",
+        **counts,
+        **reads,
+        **more,
+    }
+
+
+def test_clones_are_compared_by_seed() -> None:
+    rows = [
+        *(row_of("a", seed, 10.0) for seed in (1, 2, 3, 4)),
+        *(row_of("b", seed, 5.0 * seed) for seed in (1, 2, 3)),
+        row_of("b", 4, 300.0, state="hung", told="r1: no answer"),
+    ]
+    (ratios,) = pressure.compare(rows, ["a", "b"])
+    assert (ratios["median"], ratios["worst"]) == (1.0, 1.5)
+    assert ratios["by_seed"] == "1:0.5 2:1.0 3:1.5"
+    first, second = pressure.summarize(rows, ["a", "b"])
+    assert (first["ok"], second["ok"], second["seeds"], second["worst_s"]) == (4, 3, 4, 15.0)
+    assert any("hung" in note and "no answer" in note for note in pressure.warnings(rows))
+    assert "1 of 1" in str(Table(pressure.COLUMNS, rows))
+
+
+def test_one_clone_is_compared_with_nothing() -> None:
+    assert pressure.compare([row_of("a", 1, 2.0)], ["a"]) == []
+
+
+CAME = [(1.0, 1), (1.5, 2), (3.0, 3), (3.25, 5)]
+
+
+def test_gaps_and_tokens_of_a_stream() -> None:
+    assert gaps_of(CAME) == [0.5, 1.5, 0.25]
+    assert gaps_of(CAME, 1.5, 3.0) == [1.5]
+    assert tokens_between(CAME, 1.0, 3.0) == 2 and tokens_between(CAME, 0.0, 9.0) == 5
+    assert describe_gaps([0.5, 1.5, 0.25]) == {
+        "longest_ms": 1500.0,
+        "second_ms": 500.0,
+        "median_ms": 500.0,
+    }
+
+
+class Streaming:
+    """Streams pieces, the last ones when told, or fails in their place."""
+
+    def __init__(self, error: BenchFailed | None = None) -> None:
+        self.go_on = threading.Event()
+        self.error = error
+
+    def stream(self, *_: Any, **__: Any) -> Iterator[tuple[float, int]]:
+        yield from CAME[:2]
+        assert self.go_on.wait(10)
+        if self.error:
+            raise self.error
+        yield from CAME[2:]
+
+
+def test_a_stream_can_be_waited_for() -> None:
+    server: Any = Streaming()
+    stream = Stream(server, [1], 5)
+    stream.wait(2)
+    assert stream.came[:2] == CAME[:2]
+    server.go_on.set()
+    stream.join()
+    assert (stream.last, stream.gaps(), stream.tokens_between(0, 9)) == (3.25, [0.5, 1.5, 0.25], 5)
+
+
+def test_a_stream_that_fails_says_so_to_who_waits() -> None:
+    server: Any = Streaming(BenchFailed("broken"))
+    stream = Stream(server, [1], 5)
+    server.go_on.set()
+    stream.wait(5)
+    with pytest.raises(BenchFailed, match="broken"):
+        stream.join()
+
+
+def test_a_crowd_counts_what_came_in_its_window() -> None:
+    answers = [(0.5, CAME), (3.5, [(3.75, 1), (4.5, 2)])]
+    loads = [(0.0, 0.75, 1.0), (1.0, 2.0, 0.5), (2.0, 4.0, 1.0), (4.0, 4.25, 0.0)]
+    row = crowd.describe(answers, loads, (1.25, 4.0))
+    # Four tokens of the first answer and one of the second, in 2.75 s.
+    assert row["tokens_per_s"] == round(5 / 2.75, 2)
+    assert (row["gap_p50_ms"], row["gap_max_ms"]) == (500.0, 1500.0)
+    assert (row["asked_per_s"], row["ttft_max_ms"]) == (round(2 / 2.75, 3), 2000.0)
+    assert (row["cached_share"], row["first_p50_ms"]) == (0.75, 250.0)
+    assert crowd.describe([], [], (0.0, 1.0))["gap_p99_ms"] is None
+
+
+def test_a_crowd_asks_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server:
+        def stream(self, *_: Any, **__: Any) -> Iterator[tuple[float, int]]:
+            for count in (1, 2):
+                yield clock(), count
+
+        def generate(self, tokens: list[int], **_: Any) -> dict[str, Any]:
+            assert tokens[:3] == [5, 6, 7]
+            return {"meta_info": {"cached_tokens": 3}}
+
+    monkeypatch.setattr(crowd, "BEGIN_SECONDS", 0.0)
+    clock = crowd.time.perf_counter
+    server: Any = Server()
+    row = crowd.Crowd(2, 2, 2, [[5, 6, 7]], None, 1).ask(server, 0.2)
+    assert row["tokens_per_s"] > 0 and row["asked_per_s"] > 0
+    assert row["cached_share"] == round(3 / (3 + crowd.QUESTION_TOKENS), 3)
+
+
+def test_servers_take_turns_in_both_orders() -> None:
+    sides: Any = {"a": 1, "b": 2}
+    assert beside.in_turn(sides, 0) == [("a", 1), ("b", 2)]
+    assert beside.in_turn(sides, 1) == [("b", 2), ("a", 1)]
+
+
+def test_medians_of_repeats() -> None:
+    assert beside.medians([{"x": 1}, {"x": 5}, {"x": 3}]) == {"x": 3}
+
+
+def test_each_case_has_its_columns() -> None:
+    assert set(beside.SHOWN) == set(beside.CASES) == {*beside.MEASURES, "load"}
+
+
+def test_trouble_in_a_log_is_shown(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = Server(ForkedProcess(1), 1, log)
+    log.write_text("all is well\n" * 50)
+    server.check_log()
+    log.write_text("pool leak detected: 7\n" + "all is well\n" * 50)
+    with pytest.raises(BenchFailed, match="detected: 7"):
+        server.check_log()

@@ -1,0 +1,292 @@
+"""How requests reuse stored text that is no prefix: what comes into slots."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.management.policies import LoadOptions
+from impress_sglang.precision.codec import GROUP_TOKENS, LEVELS, code_keys, code_values
+from impress_sglang.precision.codec import restore as restore_codes
+from impress_sglang.serving.blend_job import BlendJob
+from impress_sglang.serving.blend_plan import BlendPlan, Kind, apart
+from impress_sglang.serving.load_jobs import JobLoader, JobState
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.coded import CodedSource
+from tests.unit import blending_desk
+from tests.unit.blending_desk import ROTATION, SHAPE, Desk, texts
+from tests.unit.kv_factory import SequenceKVs
+from tests.unit.spying import calls_of
+from tests.unit.store_factory import Workbench
+
+bench = blending_desk.bench
+
+
+def carry_out(job: BlendJob, shape: KVShape = SHAPE) -> tuple[list[Tensor], list[Tensor]]:
+    """What the loader's thread fills in: keys and values of each layer, NaN where it does not."""
+    assert job.target is not None
+    size = len(job), shape.num_kv_heads, 8
+    pools = [[torch.full(size, math.nan) for _ in range(shape.num_layers)] for _ in range(2)]
+    loader = JobLoader(shape, torch.device("cpu"), lambda layer: (pools[0][layer], pools[1][layer]))
+    job.state = JobState.LOADING
+    loader.begin(job)
+    assert job.done.wait(30) and list(loader.take_ended()) == [job]
+    assert loader.close(30)
+    keys, values = ([own[job.target] for own in pool] for pool in pools)
+    return keys, values
+
+
+def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of some tokens of a segment in so many bits."""
+    own = SequenceKVs(SHAPE, "", tuple(tokens))
+    codes = code_keys(own.keys(layer)), code_values(own.values(layer))
+    return restore_codes(codes[0], bits)[part], restore_codes(codes[1], bits)[part]
+
+
+@pytest.mark.parametrize("block", [10_000, 128, 100])
+@pytest.mark.parametrize(("resident", "bits"), [(0, 6), (60, 6), (0, 8)])
+def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits: int) -> None:
+    """Keys as they would have been at the new place, values as they were, whoever computed them."""
+    desk = Desk(bench, block=block, base_error=0.0)
+    first, second = texts(0, 1, 2), texts(3, 2)
+    bench.put(desk.store, first)
+    bench.put(desk.store, second)
+    prompt = [*texts(2), 5, *texts(3), 6, 7, *texts(1, 0)]
+    plan = desk.planned(prompt, resident, wanted=LoadOptions(bits=bits, blend=0.0))
+    assert plan.start == resident
+    job = desk.job(plan)
+
+    keys, values = carry_out(job)
+
+    assert job.state is JobState.LOADED and job.unread(SHAPE.num_layers) == 0.0
+    assert job.reads.chunks_accessed > 0 and job.fills.mean_bits == pytest.approx(bits)
+
+    for layer in range(SHAPE.num_layers):
+        stored: list[tuple[Tensor, Tensor]] = []
+        for number in range(4):
+            whole, start = (second, 0) if number == 3 else (first, [0, 200, 401][number])
+            part = slice(start, start + 200 + number)
+            stored.append(rounded(whole, layer, part, bits))
+        # Document 2 is stored twice; the run that was found says which it is.
+        if plan.runs[0].span.segment.info.num_tokens == len(second):
+            stored[2] = rounded(second, layer, slice(203, None), bits)
+        place = 0
+        for number, gap in ((2, 1), (3, 2), (1, 0), (0, 0)):
+            low, high = max(place, resident), place + 200 + number
+            at, of = slice(low - resident, high - resident), slice(low - place, high - place)
+            assert torch.allclose(values[layer][at], stored[number][1][of], atol=1e-4)
+            run = next(run for run in plan.runs if run.start <= low < run.stop)
+            old = torch.arange(low, high) - run.shift
+            turns = ROTATION.turns(old, torch.arange(low, high))
+            expected = ROTATION.move(stored[number][0][of], turns)
+            assert torch.allclose(keys[layer][at], expected, atol=1e-3)
+            place = high + gap
+        assert keys[layer].isnan().any(2).any(1).sum() == 3
+
+
+@pytest.mark.parametrize("bits", [6.0, 8.0])
+def test_all_planes_that_are_wanted_are_read_ahead(bench: Workbench, bits: float) -> None:
+    desk = Desk(bench, (0, 1, 2), base_error=0.0)
+    plan = desk.planned(texts(2, 1, 0), wanted=LoadOptions(bits=bits, blend=0.0))
+    source = desk.job(plan).open()
+    assert isinstance(source, CodedSource)
+    span = source.spans[0]
+    units = span.wanted_units(0, source.planes)
+    assert set(units[:, 0]) == set(range(plan.planes)) and LEVELS[plan.planes] == bits
+    assert list(span.wanted_chunks(0, source.planes)) == [*span.pages, *span.unit_chunks(units)]
+    desk.store.close_source(source)
+
+
+def test_a_document_that_is_asked_for_twice(bench: Workbench) -> None:
+    desk = Desk(bench, (0, 1))
+    asked, wanted = [3, *texts(1), 4, *texts(1), 5, *texts(1)], LoadOptions(bits=8, blend=0.0)
+    plan = desk.planned(asked, wanted=wanted)
+    assert [len(group) for group in plan.groups] == [1, 1, 1]
+    _, values = carry_out(desk.job(plan, wanted))
+    _, own = rounded(texts(0, 1), 1, slice(200, None), 8)
+    for start in (1, 203, 405):
+        assert torch.allclose(values[1][start : start + 201], own, atol=1e-4)
+
+
+def test_of_many_runs_of_a_segment_it_is_looked_at_once(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(bench, (0, 1))
+    plan = desk.planned([4, *texts(1), 5, *texts(0), 6, *texts(1)])
+    assert len(plan.runs) == 3
+    expected = [desk.store.forecast.coded_bytes([span]).expected(1) for span in plan.spans]
+    looked = calls_of(monkeypatch, desk.store.versions, "code_tiers")
+    found = desk.store.forecast.coded_bytes(plan.spans).expected(1)
+    assert found == pytest.approx(sum(expected)) and len(looked) == 1
+
+
+def test_runs_of_a_group_have_no_page_in_common(bench: Workbench) -> None:
+    desk = Desk(bench, (0, 1, 2, 3))
+    plan = desk.planned([4, *texts(3), 4, *texts(2), 4, *texts(1), 4, *texts(0)])
+    groups = apart(plan.runs)
+    assert sorted(run.start for group in groups for run in group) == [1, 205, 408, 610]
+    layout = plan.runs[0].span.segment.info.layout().codes
+    assert layout is not None
+    size, meetings = layout.page_groups * GROUP_TOKENS, 0
+    for one, other in itertools.combinations(plan.runs, 2):
+        first, second = sorted((one.span, other.span), key=lambda span: span.start)
+        meet = (first.stop - 1) // size == second.start // size
+        meetings += meet
+        assert not meet or not any(one in group and other in group for group in groups)
+    assert meetings, "neighbours in the segment share the page in which they meet"
+
+
+def two_segments(bench: Workbench, **options: Any) -> tuple[Desk, BlendPlan]:
+    """A prompt of documents 1 and 0, which stand in segments of their own."""
+    desk = Desk(bench, (0,), (1,), **options)
+    return desk, desk.planned([4, *texts(1), 5, *texts(0)])
+
+
+def remove(bench: Workbench, plan: BlendPlan, *runs: int) -> None:
+    """The files of the segments of some runs are gone."""
+    for number in runs:
+        bench.file_of(plan.runs[number].span.segment.segment_id).unlink()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("block", [10_000, 100])
+def test_what_cannot_be_opened_is_computed_and_the_rest_reused(
+    bench: Workbench, block: int, bad: int
+) -> None:
+    desk, plan = two_segments(bench, block=block, readahead=1.0)
+    remove(bench, plan, bad)
+    job = desk.job(plan)
+    keys, _ = carry_out(job)
+    assert job.state is JobState.LOADED
+    (error,) = job.unreadable
+    assert error.segment_id == plan.runs[bad].span.segment.segment_id
+    left, out = plan.runs[1 - bad], plan.runs[bad]
+    expected = plan.kinds.copy()
+    expected[out.start : out.stop] = Kind.COMPUTED
+    assert (job.kinds == expected).all() and job.reused < plan.reused
+    missing = keys[0].isnan().any(2).any(1)
+    assert not missing[left.start : left.stop].any() and missing[out.start : out.stop].all()
+    desk.store.report(error)
+    # Nobody finds it before a second look, whatever was found before.
+    assert not out.span.segment.ready
+    again = desk.planned([4, *texts(1), 5, *texts(0)], notes=plan.notes)
+    assert {run.span.segment for run in again.runs} == {left.span.segment}
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_turns_out_to_be_damaged_is_computed(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    """Though some of its layers, and of its group, are in slots already."""
+    desk, plan = two_segments(bench, block=300)
+    bad = plan.runs[1].span.segment
+    original = CodedSource.read
+
+    def read(source: CodedSource, number: int) -> Any:
+        if number == layer and bad.segment_id in source.segment_ids:
+            raise SegmentUnreadable(bad.segment_id, "a test")
+        return original(source, number)
+
+    monkeypatch.setattr(CodedSource, "read", read)
+    job = desk.job(plan)
+    keys, _ = carry_out(job)
+    assert job.state is JobState.LOADED and [own.segment_id for own in job.unreadable] == [
+        bad.segment_id
+    ]
+    assert job.reused == 186 and (job.kinds[203:] == Kind.COMPUTED).all()
+    assert not any(own[1:202].isnan().any() for own in keys)
+
+
+def test_where_nothing_is_left_the_job_fails(bench: Workbench) -> None:
+    desk, plan = two_segments(bench)
+    remove(bench, plan, 0, 1)
+    job = desk.job(plan)
+    carry_out(job)
+    assert job.state is JobState.FAILED and isinstance(job.error, SegmentUnreadable)
+    assert {own.segment_id for own in job.unreadable} == {
+        run.span.segment.segment_id for run in plan.runs
+    }
+
+
+def test_where_the_drive_does_not_answer_the_job_fails(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not the fault of a segment: everything stays where it is."""
+    desk, plan = two_segments(bench)
+
+    def read(source: CodedSource, number: int) -> Any:
+        raise StoreUnavailable(source.segment_ids[0], "a test")
+
+    monkeypatch.setattr(CodedSource, "read", read)
+    job = desk.job(plan)
+    carry_out(job)
+    assert job.state is JobState.FAILED and isinstance(job.error, StoreUnavailable)
+    assert not job.unreadable
+
+
+def test_all_that_is_opened_is_closed(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only the next group is open meanwhile."""
+    desk, plan = two_segments(bench, block=50, readahead=1.0)
+    opened = calls_of(monkeypatch, desk.store, "open_whole")
+    closed = calls_of(monkeypatch, desk.store, "close_source")
+    original, most = desk.store.open_whole, [0]
+
+    def open_whole(*arguments: Any) -> Any:
+        found = original(*arguments)
+        most[0] = max(most[0], len(opened) - len(closed))
+        return found
+
+    monkeypatch.setattr(desk.store, "open_whole", open_whole)
+    carry_out(desk.job(plan))
+    assert len(opened) == len(closed) == len(plan.groups) >= 9 and most[0] == 2
+
+
+def test_a_job_that_is_revoked_is_left(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, plan = two_segments(bench, block=100)
+    job = desk.job(plan)
+    original, reads = CodedSource.read, [0]
+
+    def read(source: CodedSource, number: int) -> Any:
+        reads[0] += 1
+        if reads[0] == 3:
+            job.revoke()
+        return original(source, number)
+
+    monkeypatch.setattr(CodedSource, "read", read)
+    carry_out(job)
+    assert job.state is JobState.DROPPED and reads[0] == 3
+
+
+@pytest.mark.parametrize("start", [0, 50, 203, 300])
+def test_it_begins_where_its_prefix_ends(bench: Workbench, start: int) -> None:
+    """What became resident since it was planned is not read; what is gone is read or computed."""
+    desk = Desk(bench, (0, 1, 2))
+    plan = desk.planned(texts(0, 2, 1), 203)
+    planned_at = 203
+    assert plan.start == planned_at
+    job = desk.job(plan)
+    job.begin_at(start)
+    assert len(job.kinds) == len(job) == plan.stop - start
+    whole = np.concatenate([np.full(203, 255, np.uint8), plan.kinds])[start:]
+    if start < planned_at:
+        # 200 tokens are stored as its prefix; the match was not used for three more.
+        whole[: planned_at - start] = Kind.COMPUTED
+    assert (job.kinds == whole).all()
+    assert all(start <= run.start < run.stop <= plan.stop for run in job.runs)
+    covered = sum(map(len, job.runs))
+    assert covered == np.count_nonzero(job.kinds != Kind.COMPUTED)
+
+
+def test_how_long_it_still_takes(bench: Workbench) -> None:
+    desk, plan = two_segments(bench, block=100)
+    job = desk.job(plan)
+    assert job.seconds_left(SHAPE.num_layers, 1.0) is None and job.unread(SHAPE.num_layers) == 1.0
+    carry_out(job)
+    assert job.seconds_left(SHAPE.num_layers, 1.0) == 0.0, "nothing is known of computing"

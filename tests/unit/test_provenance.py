@@ -1,0 +1,133 @@
+"""On how many approximations the KVs in slots rest: against a dictionary of slots."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from impress_sglang.integration.provenance import Provenance
+
+SLOTS = 12
+CPU = torch.device("cpu")
+
+
+def slots_of(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def test_before_codes_are_loaded_all_is_exact() -> None:
+    provenance = Provenance(SLOTS, CPU)
+    provenance.note_computed(slots_of(), slots_of(1, 2))
+    provenance.note_loaded(slots_of(3), 0)
+    assert not provenance.mixed
+    assert provenance.depth(slots_of(1, 2, 3)) == 0
+    assert provenance.loaded_before(slots_of(1, 2)) == 0
+    assert provenance.loaded_before(slots_of(3, 1, 2)) == 1
+
+
+def test_what_is_computed_rests_on_what_is_before_it() -> None:
+    provenance = Provenance(SLOTS, CPU)
+    provenance.note_computed(slots_of(), slots_of(0))
+    provenance.note_loaded(slots_of(1, 2), 2)
+    provenance.note_computed(slots_of(0, 1), slots_of(3))
+    provenance.note_computed(slots_of(0), slots_of(4))
+    assert provenance.mixed
+    assert provenance.depth(slots_of(0, 1, 3)) == 2
+    assert provenance.depth(slots_of(0, 4)) == 0
+    assert provenance.depth(slots_of()) == 0
+
+
+def test_what_was_loaded_is_told_from_what_was_computed_behind_it() -> None:
+    provenance = Provenance(SLOTS, CPU)
+    provenance.note_loaded(slots_of(5, 6), 1)
+    provenance.note_computed(slots_of(5, 6), slots_of(7, 8))
+    provenance.note_loaded(slots_of(9), 0)
+    assert provenance.loaded_before(slots_of(5, 6, 7, 8)) == 2
+    assert provenance.loaded_before(slots_of(5, 6, 7, 9, 8)) == 4
+    assert provenance.loaded_before(slots_of()) == 0
+
+
+def test_what_slots_held_before_does_not_matter() -> None:
+    """Marks are not looked after while nothing is loaded."""
+    provenance = Provenance(SLOTS, CPU)
+    provenance.note_loaded(slots_of(0, 1, 2), 3)
+    provenance.clear()
+    assert not provenance.mixed
+    assert provenance.depth(slots_of(0, 1)) == provenance.loaded_before(slots_of(0, 1)) == 0
+    provenance.note_computed(slots_of(), slots_of(0))
+    provenance.note_loaded(slots_of(5), 1)
+    assert provenance.depth(slots_of(0, 1)) == 0
+    assert provenance.loaded_before(slots_of(0, 1)) == 0
+
+
+def test_depths_have_an_end_and_stay_depths() -> None:
+    provenance = Provenance(SLOTS, CPU)
+    provenance.note_loaded(slots_of(0), 1000)
+    provenance.note_computed(slots_of(0), slots_of(1))
+    assert provenance.depth(slots_of(1)) == provenance.depth(slots_of(0)) == 127
+    assert provenance.loaded_before(slots_of(0, 1)) == 1
+
+
+class ProvenanceMachine(RuleBasedStateMachine):
+    """Paths of a tree whose slots are given away and taken again."""
+
+    @initialize()
+    def start(self) -> None:
+        self.provenance = Provenance(SLOTS, CPU)
+        # By slot: its depth, and whether it was loaded.
+        self.slots: dict[int, tuple[int, bool]] = {}
+        self.paths: list[list[int]] = []
+
+    def free(self) -> list[int]:
+        return [slot for slot in range(SLOTS) if slot not in self.slots]
+
+    def draw(self, data: st.DataObject) -> tuple[list[int], list[int]]:
+        """A path, or the root, and slots that are new behind it."""
+        above = data.draw(st.sampled_from([[], *self.paths]))
+        count = data.draw(st.integers(1, min(4, len(self.free()))))
+        own = data.draw(st.permutations(self.free()))[:count]
+        self.paths.append([*above, *own])
+        return above, own
+
+    @precondition(lambda self: self.free())
+    @rule(data=st.data(), depth=st.integers(0, 3))
+    def load(self, data: st.DataObject, depth: int) -> None:
+        _, own = self.draw(data)
+        self.provenance.note_loaded(slots_of(*own), depth)
+        self.slots.update(dict.fromkeys(own, (depth, True)))
+
+    @precondition(lambda self: self.free())
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        above, own = self.draw(data)
+        self.provenance.note_computed(slots_of(*above), slots_of(*own))
+        depth = max((self.slots[slot][0] for slot in above), default=0)
+        self.slots.update(dict.fromkeys(own, (depth, False)))
+
+    @precondition(lambda self: self.paths)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        path = self.paths.pop(data.draw(st.integers(0, len(self.paths) - 1)))
+        used = {slot for own in self.paths for slot in own}
+        for slot in set(path) - used:
+            del self.slots[slot]
+
+    @rule()
+    def flush(self) -> None:
+        self.provenance.clear()
+        self.slots.clear()
+        self.paths.clear()
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "provenance"):
+            return
+        for path in self.paths:
+            marks = [self.slots[slot] for slot in path]
+            assert self.provenance.depth(slots_of(*path)) == max(depth for depth, _ in marks)
+            loaded = max((n for n, (_, own) in enumerate(marks, 1) if own), default=0)
+            assert self.provenance.loaded_before(slots_of(*path)) == loaded
+
+
+TestProvenance = ProvenanceMachine.TestCase
