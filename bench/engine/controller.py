@@ -39,10 +39,13 @@ from impress_sglang.options import AUTO, BITS
 from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.paper.blend_plan import CHECKED_LAYERS, BlendNotes, Kind, share_of_layer
 from impress_sglang.serving.paper.blended_loading import BlendedLoading
+from impress_sglang.serving.paper.blending import Blending
 from impress_sglang.serving.paper.runtime import ServingRuntime
-from impress_sglang.serving.report import new_report
 from impress_sglang.storage.files import install
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.timeline import NO_TIMELINE
+from impress_sglang.transfer.coded_slots import code_writer_for
+from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.slots import LayerSlots
 
 
@@ -112,10 +115,10 @@ class Cell:
         install(self._files)
         cpu = torch.device("cpu")
         hidden = heads * HEAD_DIM
-        self._runtime = ServingRuntime(
-            config, shape, IDENTITY, cpu, hidden, free=lambda slots: None
-        )
-        self._runtime.blend_with(KeyRotation(_table, halves=True), PAPER_TOKENS)
+        self._runtime = runtime = ServingRuntime(config, shape, IDENTITY, cpu, hidden)
+        self._rotation = KeyRotation(_table, halves=True)
+        parts = runtime.policy, runtime.served, runtime.estimator
+        self._blending = Blending(config, shape, *parts, page_size=1, block_tokens=PAPER_TOKENS)
         count = args.documents * args.tokens
         self._documents = self._rng.integers(0, 1 << 30, (args.documents, args.tokens)).astype(
             np.int32
@@ -171,16 +174,13 @@ class Cell:
             order = self._rng.permutation(len(self._documents))
         tokens = self._documents[order].reshape(-1)
         runtime, began = self._runtime, time.perf_counter()
-        assert runtime.blending is not None
         wanted = LoadOptions(bits=BITS[0], blend=share)
-        plan = runtime.blending.plan(NAMESPACE, tokens, 0, None, wanted, BlendNotes())
+        plan = self._blending.plan(NAMESPACE, tokens, 0, None, wanted, BlendNotes())
         if plan is None:
             raise BenchFailed("a request was not blended")
-        none = torch.empty(0, dtype=torch.int64)
-        report = new_report(runtime.config.policy, 0, len(tokens))
-        request = runtime.open("blend", plan, none, report, torch.arange)
-        assert request is not None and isinstance(request.loading, BlendedLoading)
-        loading, waited = request.loading, 0.0
+        writer = code_writer_for(torch.device("cpu"))
+        loading = BlendedLoading(writer, runtime.store, plan, self._rotation, NO_TIMELINE)
+        stats, waited = LoadStats(), 0.0
         for number, block in enumerate(plan.blocks):
             loading.begin_block(number)
             slots = torch.arange(block.start, block.stop)
@@ -188,14 +188,14 @@ class Cell:
             for layer in range(self._model.layers):
                 asked = time.perf_counter()
                 pools = LayerSlots.of(self._pools[0], self._pools[1])
-                loading.restore(number, layer, pools, slots, request.stats)
+                loading.restore(number, layer, pools, slots, stats)
                 waited += time.perf_counter() - asked
                 again = _computed(plan.share, layer, self._model.layers) * plan.reused
                 time.sleep((new + again) / PAPER_TOKENS * self._model.compute_ms / 1e3)
             loading.end_block(number)
         loading.blended = True
         took = time.perf_counter() - began
-        runtime.release("blend")
+        loading.close()
         runtime.served.poll()
         return took * 1e3, waited * 1e3, plan.share
 

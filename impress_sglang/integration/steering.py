@@ -129,7 +129,6 @@ def _purge(cache: ServedCache, order: Order, name: Any, tokens: Any) -> dict[str
         served.purges.end(text)
         if order.older_than is not None:
             left = served.expiry.end_asking(served.store, order.older_than, order.name)
-    pool += cache.hide(purged.segment_ids)
     return {
         "segments": len(purged.segment_ids),
         "tokens": purged.tokens,

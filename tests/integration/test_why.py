@@ -58,8 +58,6 @@ def test_a_hit(world: World) -> None:
     why = admitted(world)
     assert why["reason"] == Reason.LOADED and why["rest"] is None
     assert why["text"] == f"Its stored prefix was loaded: {TOKENS} tokens in 6 bits."
-    world.idle_part()
-    assert admitted(world)["reason"] == Reason.SHARED
 
 
 @pytest.mark.usefixtures("stored")
@@ -186,8 +184,8 @@ def test_what_turned_out_to_be_damaged(world: World) -> None:
     request = world.admit(world.ask("reads"))
     assert request is not None
     request.report["why"] = {"reason": Reason.LOADED}
-    segment = request.uses[0].part.segment_id
-    world.runtime.give_up_reading(request, SegmentUnreadable(segment, "a test"))
+    (segment,) = world.runtime.store.tree.segments()
+    world.runtime.give_up_reading(request, SegmentUnreadable(segment.segment_id, "a test"))
     world.end(request)
     assert request.report["why"]["reason"] == Reason.DAMAGED  # type: ignore[index]
 

@@ -16,7 +16,6 @@ from impress_sglang.integration.paper.prompt_saves import PromptSaves
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.paper.admission import AdmissionPlan
-from impress_sglang.serving.paper.blend_plan import BlendNotes
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save
 from impress_sglang.serving.report import REPORT_KEY, new_report
@@ -36,8 +35,6 @@ class KnownRequest:
     """Whether its use of the resident prefix has been counted."""
     declined: bool = False
     """Whether its plan could not be opened, so that it does without a stored prefix."""
-    blend: BlendNotes = dataclasses.field(default_factory=BlendNotes)
-    """What is known of its blending."""
 
 
 class KnownRequests(dict[str, KnownRequest]):
@@ -56,7 +53,7 @@ class KnownRequests(dict[str, KnownRequest]):
     def drop_plans(self) -> None:
         """Drop all plans, so that waiting requests are matched again."""
         for known in self.values():
-            known.plan, known.blend = None, BlendNotes()
+            known.plan = None
 
     def start_again(self) -> None:
         """Keep only the requests themselves: the tree is empty."""
@@ -104,9 +101,8 @@ class Passes:
         return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
     def wanted_by(self, req: Any) -> LoadOptions:
-        """What a request asks for; all exact for a request whose text others will reuse."""
-        wanted = load_options_of(req.sampling_params, self._runtime.config)
-        return LoadOptions() if req.rid in self._saves.for_others else wanted
+        """What a request asks for."""
+        return load_options_of(req.sampling_params, self._runtime.config)
 
     def _explain(self, known: KnownRequest) -> None:
         req = known.req
@@ -122,7 +118,6 @@ class Passes:
             self.wanted_by(req),
             seen=self._saves.seen(req.rid),
             opened=not known.declined,
-            blend=known.blend.why,
         )
         reports[0]["why"] = self._runtime.explainer.explain(asked)
 

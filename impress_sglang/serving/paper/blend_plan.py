@@ -112,7 +112,7 @@ class BlendPlan(AdmissionPlan):
 
     @property
     def blended(self) -> int:
-        """See `AdmissionPlan.blended`."""
+        """Tokens of the prefix from the first that is not stored behind the same text."""
         return len(self.kinds) - int(np.argmax(self.kinds != Kind.KEPT))
 
     @property
@@ -122,7 +122,7 @@ class BlendPlan(AdmissionPlan):
 
     @property
     def sources(self) -> dict[str, int]:
-        """See `AdmissionPlan.sources`."""
+        """Numbers of its tokens by where they come from; see `report.SOURCES`."""
         kept = int(np.count_nonzero(self.kinds == Kind.KEPT))
         return {"resident": self.resident_len, "loaded": kept, "blended": self.reused}
 
@@ -186,4 +186,6 @@ def open_group(
     Raises:
         PrefixUnreadable: a segment is gone or cannot be opened.
     """
-    return store.open_coded([run.span for run in runs], [None] * len(runs), planes, timeline)
+    source = store.open_whole([run.span for run in runs], planes, timeline)
+    assert isinstance(source, CodedSource)
+    return source

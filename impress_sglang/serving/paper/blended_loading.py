@@ -19,10 +19,9 @@ from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.serving.paper.blend_plan import BlendPlan, Kind, open_group
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_loader import CodedLoader
+from impress_sglang.transfer.coded_slots import CodeWriter, put_codes
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.resident import PartUse, parts_alone
 from impress_sglang.transfer.slots import LayerSlots
 
 
@@ -31,7 +30,7 @@ class BlendedLoading:
 
     def __init__(
         self,
-        loader: CodedLoader,
+        writer: CodeWriter,
         store: PrefixStore,
         plan: BlendPlan,
         rotation: KeyRotation,
@@ -41,7 +40,7 @@ class BlendedLoading:
         """Open the sources of the first block.
 
         Args:
-            loader: the server's loader.
+            writer: fits the device of the slots.
             store: has the runs.
             plan: how the request blends.
             rotation: turns the model's keys.
@@ -54,18 +53,18 @@ class BlendedLoading:
         self.plan = plan
         self.blended = False
         """Whether all layers of the prefix are in its slots."""
+        self.computed = 0.0
+        """Tokens that were computed, mean over the layers."""
         self.blocks = list(plan.blocks)
         self.kinds = plan.kinds.copy()
         """The kinds of the plan, except that tokens that cannot be read are `COMPUTED`."""
         self.num_layers = plan.spans[0].segment.info.shape.num_layers
-        self._loader = loader
+        self._writer = writer
         self._store = store
         self._rotation = rotation
         self._timeline = timeline
         self._first = first
         self._sources: dict[int, list[CodedSource]] = {}
-        # By group, of the block that is being restored.
-        self._uses: dict[int, list[PartUse]] = {}
         self._stats: list[ReadStats] = []
         # By group of that block: which of its tokens move, and their turns.
         self._turns: dict[int, tuple[Tensor, Turns]] = {}
@@ -117,13 +116,13 @@ class BlendedLoading:
             source = self._sources[number][group]
             rows = torch.cat([slots[own.start - block.start :][: len(own)] for own in runs])
             own = LayerSlots.of(pools.keys.pool, pools.values.pool, rows)
-            if group not in self._uses:
-                self._uses[group] = parts_alone(source, rows)
             stats.layers_whole += 1
-            uses, planes = self._uses[group], self.plan.planes
-            self._loader.load(layer, uses, planes, own, stats, source.timeline)
             with stats.timed("load_ms"):
+                found = source.read(layer)
+                put_codes(self._writer, source, found, pools.keys.pool, pools.values.pool, rows)
                 self._turn(group, runs, own)
+            for span in source.spans:
+                stats.note_planes(span.levels(layer, source.planes), len(span.units))
             source.end_layer(layer)
             self._store.ahead.top_up()
 
@@ -197,7 +196,6 @@ class BlendedLoading:
         pool[rows[moving]] = self._rotation.move(pool[rows[moving]], turns)
 
     def _close(self, number: int) -> None:
-        self._uses.clear()
         self._turns.clear()
         for source in self._sources.pop(number, ()):
             self._store.close_source(source)

@@ -188,7 +188,6 @@ class Blending:
             tokens=tokens,
             estimate=dataclasses.replace(estimate, bits=bits),
             needs=ReadNeeds(whole=True),
-            page_size=self._page_size,
             runs=(*prefix, *runs),
             kinds=kinds,
             again=again,
