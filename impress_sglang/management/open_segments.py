@@ -170,9 +170,10 @@ class OpenSegments:
             SegmentUnreadable: the file is missing, damaged, or not what the index says.
             StoreUnavailable: it cannot be opened now, or not in time.
         """
-        segment = self._versions.share(stored.segment_id)
+        segment = self._versions.acquire(stored)
         if segment is None:
-            segment = self._versions.open(stored, self._open(stored))
+            segment = self._open(stored)
+            self._versions.acquire(stored, segment)
             self._meter.note(segment.floors)
         return segment
 
