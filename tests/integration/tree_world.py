@@ -83,7 +83,8 @@ class TreeWorld:
     def __init__(
         self, root: Path, page_size: int = 1, *, size: int = 4096, chunk: int = 256, **options: Any
     ) -> None:
-        defaults = DEFAULTS | {"policy": "impress", "bits": 6.0, "min_prefix_tokens": 16}
+        defaults = DEFAULTS | {"policy": "impress", "retention": 1.0, "bits": 6.0}
+        defaults |= {"min_prefix_tokens": 16}
         self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
         self.pool, self.model = Pool(SHAPE, size + 64), Model()
         self.rows = ReqToTokenPool(16, size, "cpu", enable_memory_saver=False)
