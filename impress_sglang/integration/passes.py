@@ -12,6 +12,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
+from impress_sglang.integration.reports import report_of
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.blend_plan import BlendNotes
@@ -23,9 +24,6 @@ from impress_sglang.serving.why import Asked
 from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
-
-# Key of `meta_info`.
-REPORT_KEY = "impress"
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,13 +110,13 @@ class Passes:
 
     def _explain(self, known: KnownRequest) -> None:
         req = known.req
-        reports = (req.customized_info or {}).get(REPORT_KEY)
-        if not reports or reports[0]["why"] is not None:
+        report = report_of(req)
+        if report is None or report["why"] is not None:
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
         asked = Asked(
-            reports[0],
+            report,
             namespace_of(req),
             as_tokens(tokens[:limit]),
             self.wanted_by(req),
@@ -126,7 +124,7 @@ class Passes:
             opened=not known.declined,
             blend=known.blend.why,
         )
-        reports[0]["why"] = self._runtime.explainer.explain(asked)
+        report["why"] = self._runtime.explainer.explain(asked)
 
     def note_end(self, req: Any, report: dict[str, Any]) -> None:
         """Count a request that has ended, and list it among the recent ones.

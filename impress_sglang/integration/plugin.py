@@ -23,6 +23,7 @@ from impress_sglang.integration.flags import (
     config_of,
 )
 from impress_sglang.integration.hooks import Hook, check_in_place, register
+from impress_sglang.integration.report_hooks import HOOKS as REPORT_HOOKS
 
 BACKEND_NAME = "impress"
 _T = TypeVar("_T")
@@ -216,11 +217,13 @@ def _after_batch(forward_batch: Any, _: Any, batch: Any, runner: Any, **__: Any)
 
 def _make_tree_cache(context: Any) -> Any:
     from impress_sglang.integration.factory import make_tree_cache
+    from impress_sglang.integration.reports import opt_in
 
     config = config_of(context.server_args)
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     _check_seams()
+    opt_in()
     return make_tree_cache(context, config)
 
 
@@ -308,12 +311,6 @@ def _around_weights(original: Callable[..., Any], owner: Any, request: Any) -> A
     if isinstance(getattr(owner, "scheduler", owner).tree_cache, ImpressRadixCache):
         return around_handler(original, owner, request)
     return original(owner, request)
-
-
-def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
-    from impress_sglang.integration.reporting import keep_report_as_object
-
-    keep_report_as_object(original, *arguments)
 
 
 def _after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
@@ -418,11 +415,6 @@ HOOKS = (
         "after",
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
-        _around_meta_info,
-        "around",
-    ),
-    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         _around_validation,
         "around",
@@ -442,5 +434,6 @@ HOOKS = (
         _before_http_server,
         "before",
     ),
+    *REPORT_HOOKS,
     *(Hook(target, _around_weights, "around") for target in WEIGHT_HANDLERS),
 )

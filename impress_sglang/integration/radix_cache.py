@@ -33,9 +33,10 @@ from torch import Tensor
 from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import Awaited, ScoreEviction
-from impress_sglang.integration.passes import REPORT_KEY, KnownRequest, KnownRequests, Passes
+from impress_sglang.integration.passes import KnownRequest, KnownRequests, Passes
 from impress_sglang.integration.pool_sweeps import PoolSweeps
 from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
+from impress_sglang.integration.reports import attach, report_of
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving.admission import AdmissionPlan
@@ -126,7 +127,7 @@ class ImpressRadixCache(RadixCache):
         )
         if report["not_stored"] is None:
             self._saves.sight(req)
-        req.customized_info = {REPORT_KEY: [report]}
+        attach(req, report)
         match, plan = StoredMatch(), None
         if refusal is None:
             match, plan = self._plan(params.key, resident.device_prefix_len, known)
@@ -160,7 +161,8 @@ class ImpressRadixCache(RadixCache):
             self.held_back.add(req.rid)
             return None
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
-        report = req.customized_info[REPORT_KEY][0]
+        report = report_of(req)
+        assert report is not None
         request = self.runtime.open(req.rid, plan, resident_slots, report, self._allocate)
         if request is None:
             # Of a blend, its own notes say whether it may be tried again.
@@ -244,11 +246,11 @@ class ImpressRadixCache(RadixCache):
                 self._private_tokens -= request.k
                 self.token_to_kv_pool_allocator.free(request.slots)
             self._end_failed(req, request)
-        reports = (req.customized_info or {}).get(REPORT_KEY)
+        report = report_of(req)
         if req.finished():
             self._saves.end(req)
-        if req.finished() and reports:
-            self.passes.note_end(req, reports[0])
+        if req.finished() and report is not None:
+            self.passes.note_end(req, report)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""

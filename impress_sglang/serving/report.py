@@ -90,6 +90,12 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
     }
 
 
+def unused_report(policy: str, truncated_tokens: int) -> dict[str, object]:
+    """The report of a request that ended before it was admitted: it has no path, and no tokens."""
+    none = {"path": None, "truncated_tokens": truncated_tokens, "why": why.not_admitted()}
+    return new_report(policy, 0) | none
+
+
 def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
     """The fields of a report about the decision between loading and computing.
 

@@ -9,7 +9,8 @@ import pytest
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.integration import radix_cache
-from impress_sglang.integration.passes import REPORT_KEY, KnownRequest
+from impress_sglang.integration.passes import KnownRequest
+from impress_sglang.integration.reports import report_of
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.serving.report import RequestTotals, new_report
@@ -44,7 +45,9 @@ def admitted(
     if req.host_hit_length:
         world.admit(req)
     assert not world.cache.passes.begin_saves([req.rid], [1])
-    why: dict[str, Any] = req.customized_info[REPORT_KEY][0]["why"]
+    report = report_of(req)
+    assert report is not None
+    why: dict[str, Any] = report["why"]
     if req.rid in world.runtime.live:
         world.end(world.runtime.live[req.rid])
     world.cache._forget(req.rid)
