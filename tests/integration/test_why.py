@@ -107,6 +107,23 @@ def test_what_was_not_taken_for_want_of_room(world: World) -> None:
     world.runtime.store._quota.used_bytes = 0
 
 
+def test_what_was_not_taken_while_others_were_written(world: World) -> None:
+    saves = world.cache._saves
+    saves.writing_tokens = world.allocator.size // 2
+    assert world.compute("r", 2000) == 0
+    assert admitted(world)["reason"] == Reason.BUSY
+    saves.writing_tokens = 0
+    assert world.compute("r", 2000) > 0 and admitted(world)["reason"] == Reason.LOADED
+
+
+def test_what_was_not_taken_by_the_disk(world: World) -> None:
+    """It is offered again when the request ends, and the disk may answer then."""
+    world.runtime.store.health.failed("a test", OSError("no"), reading=False)
+    assert world.compute("r", 2000) == 0
+    assert admitted(world)["reason"] == Reason.READ_ONLY
+    assert not world.cache._saves._refused
+
+
 @pytest.mark.parametrize("options", [{"write_after": 2}])
 def test_what_was_seen_too_seldom(world: World) -> None:
     why = admitted(world)
