@@ -11,7 +11,8 @@ import pytest
 
 from impress_sglang.integration import checking, reporting
 from impress_sglang.integration.checking import CHECK, GO_ON
-from impress_sglang.integration.reporting import REPORT_KEY, add_totals, check_all
+from impress_sglang.integration.reporting import add_totals, check_all
+from impress_sglang.integration.reports import REPORT_KEY
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 

@@ -20,7 +20,6 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from impress_sglang.integration import page
 from impress_sglang.integration.page import document, look, with_text
-from impress_sglang.integration.paper.passes import REPORT_KEY
 from impress_sglang.integration.paper.prompt_saves import as_tokens
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
@@ -46,9 +45,7 @@ def seen(world: World, **wanted: Any) -> Any:
 
 def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
     req = world.request(rid, tokens, namespace="tenant")
-    report = new_report("impress", 0)
-    req.customized_info = {REPORT_KEY: [report]}
-    world.cache.passes.note_end(req, report)
+    world.cache.passes.note_end(req, new_report("impress", 0))
 
 
 def test_segments_are_where_they_are(world: World) -> None:

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.integration.paper import radix_cache
 from impress_sglang.integration.paper.passes import KnownRequest
+from impress_sglang.integration.reports import report_of
 from impress_sglang.options import AUTO
 from impress_sglang.serving.paper.admission import AdmissionPlan
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
@@ -53,7 +54,8 @@ def test_what_is_against_a_request_is_asked_once(
     req = world.request("r", STORED)
 
     assert (world.match(req).host_hit_length > 0) == (refusal is None)
-    assert req.customized_info["impress"][0]["not_served"] == refusal
+    report = report_of(req)
+    assert report is not None and report["not_served"] == refusal
     assert asked == ["r"]
     world.cache.prefetch(req)
     assert ("r" in world.runtime.prefetches) == (refusal is None)
@@ -112,7 +114,8 @@ def test_who_has_waited_for_reads_loads(
 
     assert world.match(req).host_hit_length == loads * TOKENS
     assert ("r" in runtime.prefetches) == waits
-    report = req.customized_info["impress"][0]
+    report = report_of(req)
+    assert report is not None
     assert report["decision"] == ("load" if loads else "recompute")
     assert report["estimated_load_ms"] > report["estimated_recompute_ms"]
 

@@ -18,7 +18,7 @@ from impress_sglang.serving.blend_plan import Kind
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.coded import CodedSource
 from tests.integration.tiny_model import WORDS
-from tests.integration.tree_world import TreeWorld, install
+from tests.integration.tree_world import TreeWorld, install, told_of
 from tests.unit.kv_factory import as_tokens
 
 DOCUMENT = 300
@@ -113,7 +113,7 @@ def test_a_block_is_computed_between_two_passes(
     assert steps > 3 and positions == sorted(positions)
     length = world.admit(req)
     assert length == job.stop == job.start + len(job)
-    told = req.customized_info["impress"][0]
+    told = told_of(req)
     assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.reused
     assert told["path"] == "ssd" and told["approximate"] and told["bits"] == 6.0
     assert told["tokens"]["blended"] == job.reused
@@ -238,7 +238,7 @@ def test_requests_of_a_class_wait_for_one_blend(world: TreeWorld) -> None:
         world.settle(req)
     lengths = [world.admit(req) for req in asked]
     assert len(set(lengths)) == 1 and lengths[0] > 880
-    reasons = [req.customized_info["impress"][0]["why"]["reason"] for req in asked]
+    reasons = [told_of(req)["why"]["reason"] for req in asked]
     assert reasons == ["blended", "shared", "shared"]
     for req in asked:
         world.compute(req)
@@ -318,7 +318,7 @@ def test_a_run_that_cannot_be_read_is_computed(
     world.settle(req)
     length = world.admit(req)
     assert length == job.stop and (job.kinds[300:600] == Kind.COMPUTED).all()
-    told = req.customized_info["impress"][0]
+    told = told_of(req)
     assert told["why"]["reason"] == "blended" and told["blended_tokens"] == 600 - 16
     assert not bad.ready, "a second look decides"
     world.compute(req)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.integration import blends
+from impress_sglang.integration.reports import report_of
 from impress_sglang.integration.tree_cache import ImpressTreeCache
 from impress_sglang.serving.service import Service
 from tests.integration import tiny_model
@@ -75,6 +76,13 @@ class Batch:
 
     def is_empty(self) -> bool:
         return not self.reqs
+
+
+def told_of(req: Req) -> dict[str, Any]:
+    """What the answer of a request says."""
+    report = report_of(req)
+    assert report is not None
+    return report
 
 
 class TreeWorld:
@@ -230,7 +238,7 @@ class TreeWorld:
         self.settle(req)
         self.admit(req)
         self.compute(req)
-        report: dict[str, Any] = req.customized_info["impress"][0]
+        report = told_of(req)
         self.end(req)
         self.service.store.writes.drain()
         return report

@@ -13,12 +13,13 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from impress_sglang.integration.keys import as_tokens, namespace_of
 from impress_sglang.integration.paper.prompt_saves import PromptSaves
+from impress_sglang.integration.reports import report_of
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save
-from impress_sglang.serving.report import REPORT_KEY, new_report
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.why import Asked
 from impress_sglang.storage.segment import Tokens
 
@@ -106,20 +107,20 @@ class Passes:
 
     def _explain(self, known: KnownRequest) -> None:
         req = known.req
-        reports = (req.customized_info or {}).get(REPORT_KEY)
-        if not reports or reports[0]["why"] is not None:
+        report = report_of(req)
+        if report is None or report["why"] is not None:
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
         asked = Asked(
-            reports[0],
+            report,
             namespace_of(req),
             as_tokens(tokens[:limit]),
             self.wanted_by(req),
             seen=self._saves.seen(req.rid),
             opened=not known.declined,
         )
-        reports[0]["why"] = self._runtime.explainer.explain(asked)
+        report["why"] = self._runtime.explainer.explain(asked)
 
     def note_end(self, req: Any, report: dict[str, Any]) -> None:
         """Count a request that has ended, and list it among the recent ones.

@@ -26,7 +26,11 @@ from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader
 
-_REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRITE_BUDGET}
+_REFUSALS = {
+    StoreOutcome.NO_SPACE: Cause.NO_ROOM,
+    StoreOutcome.SPENT: Cause.WRITE_BUDGET,
+    StoreOutcome.UNAVAILABLE: Cause.READ_ONLY,
+}
 
 
 class PromptSaves:
@@ -83,7 +87,10 @@ class PromptSaves:
     def begin(self, req: Any, length: int) -> Save | None:
         """Offer a prompt of `length` tokens, whose last pass begins now, to be saved behind it."""
         length = self._worth_of(req, length)
-        if req.rid in self._begun or not self._wants(req, length):
+        if req.rid in self._begun or not self._may_store(req, length):
+            return None
+        if not self._fits(length):
+            self._note_refusal(req, length, Cause.BUSY)
             return None
         row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         save = Save(row[:length].to(torch.int64, copy=True))
@@ -187,19 +194,30 @@ class PromptSaves:
         self._locking.add(save)
 
     def _wants(self, req: Any, num_tokens: int) -> bool:
-        """Whether a request may be stored, is long enough, and the pool can spare its slots.
+        """Whether a request may be stored, is long enough, and the pool can spare its slots."""
+        return self._may_store(req, num_tokens) and self._fits(num_tokens)
 
-        Writes hold at most half of the pool, or a single long prefix. A request that was refused
-        once, for want of space or of write budget, is not offered again.
+    def _may_store(self, req: Any, num_tokens: int) -> bool:
+        """Whether a request may be stored, and is long enough.
+
+        One that was refused once, for want of space or of write budget, is not offered again.
         """
         runtime = self._runtime
         if not runtime.served.in_use or store_refusal(req) is not None:
             return False
         if num_tokens < runtime.config.min_prefix_tokens:
             return False
+        return req.rid not in self._refused
+
+    def _fits(self, num_tokens: int) -> bool:
+        """Whether writes would hold at most half of the pool, or a single long prefix."""
         spare = self._cache.token_to_kv_pool_allocator.size // 2 - self.writing_tokens
-        fits = self.writing_tokens == 0 or num_tokens <= spare
-        return fits and req.rid not in self._refused
+        return self.writing_tokens == 0 or num_tokens <= spare
+
+    def _note_refusal(self, req: Any, num_tokens: int, cause: Cause) -> None:
+        """Note why the first tokens of a request are not stored."""
+        store, tokens = self._runtime.store, as_tokens(req.full_untruncated_fill_ids[:num_tokens])
+        store.losses.note_tokens(store.namespace(namespace_of(req)), tokens, cause)
 
     def _worth_of(self, req: Any, num_tokens: int) -> int:
         """How many of the first tokens of a request are worth storing."""
@@ -231,9 +249,10 @@ class PromptSaves:
         )
         outcome = self._runtime.store.writes.offer(namespace_of(req), offer)
         if (cause := _REFUSALS.get(outcome)) is not None:
-            self._refused.add(req.rid)
-            name = self._runtime.store.namespace(namespace_of(req))
-            self._runtime.store.losses.note_tokens(name, tokens, cause)
+            self._note_refusal(req, len(tokens), cause)
+            if outcome is not StoreOutcome.UNAVAILABLE:
+                # The disk may answer again before the request ends.
+                self._refused.add(req.rid)
         if outcome is StoreOutcome.ACCEPTED:
             self.writing_tokens += len(save.slots)
         return outcome is StoreOutcome.ACCEPTED

@@ -37,13 +37,14 @@ from impress_sglang.integration.paper.passes import KnownRequest, KnownRequests,
 from impress_sglang.integration.paper.pool_sweeps import PoolSweeps
 from impress_sglang.integration.paper.prompt_saves import PromptSaves
 from impress_sglang.integration.paper.served import PaperServedCache
+from impress_sglang.integration.reports import attach, report_of
 from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
-from impress_sglang.serving.report import REPORT_KEY, estimate_fields, new_report
+from impress_sglang.serving.report import estimate_fields, new_report
 from impress_sglang.serving.truncation import truncated_tokens_of
 
 
@@ -132,7 +133,7 @@ class ImpressRadixCache(RadixCache):
         )
         if report["not_stored"] is None:
             self._saves.sight(req)
-        req.customized_info = {REPORT_KEY: [report]}
+        attach(req, report)
         match, plan = StoredMatch(), None
         if refusal is None:
             match, plan = self._plan(params.key, resident.device_prefix_len, known)
@@ -161,7 +162,8 @@ class ImpressRadixCache(RadixCache):
         plan, known.plan = known.plan, None
         assert plan is not None and plan.k == params.host_hit_length
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
-        report = req.customized_info[REPORT_KEY][0]
+        report = report_of(req)
+        assert report is not None
         request = self.runtime.open(req.rid, plan, resident_slots, report, self._allocate)
         if request is None:
             known.declined = True
@@ -240,11 +242,11 @@ class ImpressRadixCache(RadixCache):
                 self._private_tokens -= request.k
                 self.token_to_kv_pool_allocator.free(request.slots)
             self._end_failed(req, request)
-        reports = (req.customized_info or {}).get(REPORT_KEY)
+        report = report_of(req)
         if req.finished():
             self._saves.end(req)
-        if req.finished() and reports:
-            self.passes.note_end(req, reports[0])
+        if req.finished() and report is not None:
+            self.passes.note_end(req, report)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""
