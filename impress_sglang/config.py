@@ -101,6 +101,11 @@ class ImpressConfig:
             raise ConfigError(
                 f"--impress-blend {self.blend} needs --impress-policy impress, got {self.policy!r}"
             )
+        if self.blend != OFF and self.needs_parts:
+            raise ConfigError(
+                f"--impress-blend {self.blend} needs whole prefixes: drop it, or drop "
+                f"--impress-retention {self.retention}"
+            )
 
     @property
     def ssd_path(self) -> Path:

@@ -39,7 +39,7 @@ TARGETS = (
     "storage/*",
     "tiers/*",
     "transfer/coded",
-    "transfer/coded_loader",
+    "transfer/coded_slots",
     "transfer/coded_span",
     "management/tree",
     "management/stored",

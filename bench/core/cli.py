@@ -22,7 +22,7 @@ ROOMS = {
     "policies": ("serving",),
     "traffic": ("beside", "pressure"),
     "quality": ("accuracy", "blend", "precision", "truncation"),
-    "engine": ("engine", "controller"),
+    "engine": ("engine",),
     "micro": ("overhead", "memory", "planning", "content", "passes", "kernels", "index"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}

@@ -186,7 +186,5 @@ class StoredEngine:
     def _close(self, stored: StoredRequest) -> None:
         runtime = self._runtime
         runtime.release(stored.rid)
-        # The pool is for one request: the next one reads what it uses.
-        runtime.residents.forget_all()
         runtime.served.poll()
         runtime.store.ahead.top_up()

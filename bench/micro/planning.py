@@ -8,7 +8,7 @@ Milliseconds of a whole request, best of `--repeat`, on one thread:
 
     found first     match and estimate of a prefix that nobody has asked for before
     found again     the same for a request that waits
-    opened          the source, and what is noted of its slots
+    opened          the source
     layers          all of them
 
 `no cache`: all comes from SSD, every time. `first read`: all comes from SSD, and enters a cache
@@ -44,9 +44,8 @@ from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSe
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.options import BITS
-from impress_sglang.precision.codec import GROUP_TOKENS, planes_of
-from impress_sglang.precision.floors import CodingMeter, Floors
-from impress_sglang.precision.tokens import CodedTokens
+from impress_sglang.precision.codec import planes_of
+from impress_sglang.precision.floors import CodingMeter
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
@@ -64,13 +63,9 @@ from impress_sglang.transfer import coded
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_loader import CodedLoader
-from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, put_codes
 from impress_sglang.transfer.coded_span import CodedSpan, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
-from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
-from impress_sglang.transfer.slots import LayerSlots
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -161,8 +156,7 @@ class _Case:
         self._forecast = ReadForecast(
             shape, self._reader, self._versions, self._memory, CodingMeter(0.0), retention=1.0
         )
-        writer = KernelCodeWriter(CPU) if kernels else _NoWriter()
-        self._loader = CodedLoader(writer)
+        self._writer: CodeWriter = KernelCodeWriter(CPU) if kernels else _NoWriter()
         self._kernels = kernels
         self.chunks = shape.num_layers * (layout.num_pages + layout.total_units)
 
@@ -173,15 +167,15 @@ class _Case:
         self._forecast.coded_bytes(match.spans).expected(planes_of(bits))
         self._forecast.exact_bytes(match.spans)
         found = time.perf_counter()
-        source, uses, places = self._open(match, planes_of(bits))
+        source = self._open(match, planes_of(bits))
         ahead = ReadAhead(self._memory.pool, READAHEAD)
         ahead.join(source)
         opened = time.perf_counter()
         rows = torch.zeros(1, self._shape.num_kv_heads, self._shape.key_dim, dtype=torch.bfloat16)
-        slots = LayerSlots.of(rows, rows, places)
+        places = torch.arange(len(self._tokens))
         for layer in range(self._shape.num_layers):
             ahead.top_up()
-            self._loader.load(layer, uses, planes_of(bits), slots, LoadStats())
+            put_codes(self._writer, source, source.read(layer), rows, rows, places)
         loaded = time.perf_counter()
         ahead.leave(source)
         source.close()
@@ -192,17 +186,12 @@ class _Case:
         self._memory.codes.placement.drop(np.arange(self.chunks))
         return self
 
-    def _open(self, match: StoredMatch, planes: int) -> tuple[CodedSource, list[PartUse], Tensor]:
+    def _open(self, match: StoredMatch, planes: int) -> CodedSource:
         (stored,), codes = match.spans, self._memory.codes
         codes.placement.advance()
         base = self._versions.codes(self._versions.of(stored.segment))
         span = CodedSpan(self._file, stored.start, stored.stop, base)
-        source = CodedSource([span], self._reader, self._memory.pool, codes, planes)
-        slots = torch.arange(len(self._tokens))
-        own, layers = stored.segment.segment_id, self._shape.num_layers
-        part = _NoRanges(own, span.layout, layers, span.start, span.stop, slots)
-        PartLoad(source, [part], pending=1)
-        return source, [PartUse(part, part.start, part.stop)], slots
+        return CodedSource([span], self._reader, self._memory.pool, codes, planes)
 
 
 def _info(shape: KVShape, tokens: int) -> SegmentInfo:
@@ -312,16 +301,3 @@ class _NoWriter:
         """There are no slots."""
 
     raise_units = restore_base
-
-
-class _NoRanges(ResidentPart):
-    """A part that keeps no ranges: they are copied."""
-
-    def begin_layer(self, layer: int, groups: Tensor, floors: Floors) -> CodedTokens:
-        self.layers_loaded += 1
-        return self.tokens(layer)
-
-    def tokens(self, layer: int) -> CodedTokens:
-        count = -(-self.stop // GROUP_TOKENS)
-        ranges = torch.empty(count, 2, dtype=torch.uint8)
-        return CodedTokens(self.layout, ranges, self.start, self.slots)

@@ -104,16 +104,17 @@ class Blends:
             rotation=self._rotation,
         )
 
-    def step(self) -> None:
-        """Between two passes: compute a block of the first job that is read."""
+    def step(self) -> bool:
+        """Between two passes: compute a block of the first job that is read, if there is one."""
         jobs = self._jobs
         job = next((own for own in jobs.computing if not self._waits(own)), None)
         if job is None:
-            return
+            return False
         assert isinstance(job, BlendJob)
         state = self._step(job)
         if state is not None:
             jobs.end_computing(job, state)
+        return True
 
     def note_end(self, job: LoadJob) -> None:
         """A job has ended: the store hears of what could not be read, and costs are learnt."""

@@ -10,12 +10,14 @@ from typing import Any
 from impress_sglang.integration.judged import (
     REQUEST_FIELDS,
     REQUEST_GUARDS,
+    REQUEST_OURS,
     SAMPLING_GUARDS,
     Guard,
 )
 from impress_sglang.serving.custom_params import STORE_KEY, store_wish_of
 
 UNJUDGED = "unjudged"
+_KNOWN = REQUEST_FIELDS | REQUEST_OURS
 # Stands for a field that a request lacks, so that no guard holds for it.
 _GONE = object()
 
@@ -41,8 +43,8 @@ def serve_refusal(req: Any) -> str | None:
 
 def _refusal(req: Any, use: str) -> str | None:
     attributes = vars(req).keys()
-    if not attributes <= REQUEST_FIELDS:
-        return f"{UNJUDGED}:{min(attributes - REQUEST_FIELDS)}"
+    if not attributes <= _KNOWN:
+        return f"{UNJUDGED}:{min(attributes - _KNOWN)}"
     return _broken(REQUEST_GUARDS, req, use) or _broken(SAMPLING_GUARDS, req.sampling_params, use)
 
 

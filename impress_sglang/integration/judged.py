@@ -129,6 +129,8 @@ REQUEST_BOOKKEEPING = _words("""
 """)
 
 REQUEST_FIELDS = REQUEST_NAMESPACE | REQUEST_GUARDS.keys() | REQUEST_HARMLESS | REQUEST_BOOKKEEPING
+# What this package keeps in a request (`reports.py`).
+REQUEST_OURS = _words("impress_report")
 
 SAMPLING_GUARDS: dict[str, Guard] = {
     "beam_width": Guard(_is_one, "rows of a beam group share slots"),

@@ -45,7 +45,7 @@ ARCHITECTURES_BY_FILE: dict[str, frozenset[str]] = {
 }
 ARCHITECTURES = frozenset().union(*ARCHITECTURES_BY_FILE.values())
 
-# Classes that can be run layer by layer, with fewer rows from layer to layer: `paper/blend.py`.
+# Classes that can be run layer by layer, with fewer rows from layer to layer: `blend_steps.py`.
 BLENDED = _words("LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM")
 
 LAYER_TYPES = _words("full_attention attention")

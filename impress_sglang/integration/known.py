@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.keys import as_tokens
+from impress_sglang.integration.reports import attach
 from impress_sglang.integration.tree_nodes import match_resident
 from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.policies import LoadOptions
@@ -22,7 +23,7 @@ from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import KVClass, marked
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.load_planner import LoadPlanner
-from impress_sglang.serving.report import REPORT_KEY, new_report
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
 
@@ -150,7 +151,7 @@ class KnownRequests:
         elif wanted.auto_bits and refusal is None and not own.exact:
             known.kv_class = self._choose(known)
         req.extra_key = marked(extra_key, known.kv_class, service.usual)
-        req.customized_info = {REPORT_KEY: [report]}
+        attach(req, report)
         self._known[req.rid] = known
         service.num_live = len(self._known)
         return known

@@ -84,13 +84,10 @@ def _rows(
 ) -> list[dict[str, Any]]:
     if store is None:
         return []
-    in_slots = cache.tokens_in_slots()
-    return [_row(cache.recent, store, own, in_slots.get(own.segment_id, 0)) for own in segments]
+    return [_row(cache.recent, store, own) for own in segments]
 
 
-def _row(
-    recent: RecentRequests, store: PrefixStore, segment: StoredSegment, slots: int
-) -> dict[str, Any]:
+def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> dict[str, Any]:
     info, cached = segment.info, store.versions.cached_bytes(segment.segment_id)
     parent = segment.parent
     return {
@@ -104,7 +101,6 @@ def _row(
         "ssd_bytes": segment.file_bytes,
         "host_bytes": int(cached[Tier.HOST]),
         "device_bytes": int(cached[Tier.DEVICE]),
-        "slot_tokens": slots,
         "hits": segment.hits,
         "uses_ago": store.tree.uses.now - segment.last_access,
         "pinned": segment.segment_id in store.pins,

@@ -23,6 +23,7 @@ from impress_sglang.integration.flags import (
     config_of,
 )
 from impress_sglang.integration.hooks import Hook, check_in_place, register
+from impress_sglang.integration.report_hooks import HOOKS as REPORT_HOOKS
 
 BACKEND_NAME = "impress"
 _T = TypeVar("_T")
@@ -168,10 +169,13 @@ def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
 
 
 def _make_tree_cache(context: Any) -> Any:
+    from impress_sglang.integration.reports import opt_in
+
     config = config_of(context.server_args)
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     _check_seams()
+    opt_in()
     if config.needs_parts:
         from impress_sglang.integration.paper.factory import make_tree_cache
 
@@ -240,12 +244,6 @@ def _around_weights(original: Callable[..., Any], owner: Any, request: Any) -> A
     if cache is None:
         return original(owner, request)
     return around_handler(original, owner, request, cache.weights)
-
-
-def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
-    from impress_sglang.integration.reporting import keep_report_as_object
-
-    keep_report_as_object(original, *arguments)
 
 
 def _after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
@@ -337,11 +335,6 @@ HOOKS = (
         "after",
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
-        _around_meta_info,
-        "around",
-    ),
-    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         _around_validation,
         "around",
@@ -361,5 +354,6 @@ HOOKS = (
         _before_http_server,
         "before",
     ),
+    *REPORT_HOOKS,
     *(Hook(target, _around_weights, "around") for target in WEIGHT_HANDLERS),
 )

@@ -138,8 +138,11 @@ class PrefixLoads:
             # Also without jobs: what they brought may be held.
             self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
             self._give_up_slow()
-        if self._blends is not None:
-            self._blends.step()
+        if self._blends is not None and self._blends.step():
+            for known in self._known:
+                # A block was computed between the chunks of its prompt, or before its first token.
+                if known.admitted and not known.req.time_stats.prefill_finished_time:
+                    known.disturbed = True
         self._late.poll()
 
     def rest(self) -> bool:

@@ -1,4 +1,4 @@
-"""What users can see and order: `meta_info["impress"]`, and our routes under `/impress`."""
+"""What operators can see and order: our routes under `/impress`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 
 from impress_sglang.integration.checking import CHECK, GO_ON, RUNNING
 from impress_sglang.integration.page import LOOK, add_page, look
+from impress_sglang.integration.reports import REPORT_KEY
 from impress_sglang.integration.served_cache import ServedCache, served_cache_of
 from impress_sglang.integration.steering import (
     PAUSE_S,
@@ -23,13 +24,11 @@ from impress_sglang.integration.steering import (
     send,
     tokenizer_manager,
 )
-from impress_sglang.serving.report import REPORT_KEY
 
 STATS_ROUTE = "/impress/stats"
 REORDER_ROUTE = "/impress/reorder"
 REORDER_ORDER = "impress_reorder"
 CHECK_ROUTE = "/impress/check"
-_STATE_ATTRIBUTE = "_impress_report"
 
 Order = Callable[[ServedCache, float], None]
 
@@ -63,28 +62,6 @@ def add_totals(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     if cache is not None:
         result.internal_state[REPORT_KEY] = cache.summary()
     return result
-
-
-def keep_report_as_object(
-    original: Callable[..., None],
-    meta_info: dict[str, Any],
-    state: Any,
-    key: str,
-    values: list[Any],
-) -> None:
-    """Around `TokenizerManager._accumulate_request_meta_info`: one object, not one per token.
-
-    SGLang slices such values by output token; ours belongs to the request and came with the first.
-    """
-    if key != REPORT_KEY:
-        original(meta_info, state, key, values)
-        return
-    report = next((value for value in values if value is not None), None)
-    if report is not None:
-        setattr(state, _STATE_ATTRIBUTE, report)
-    report = getattr(state, _STATE_ATTRIBUTE, None)
-    if report is not None:
-        meta_info[REPORT_KEY] = report
 
 
 def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

@@ -6,7 +6,7 @@ A tree cache has it as `impress`; SGLang's own ones have no such attribute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -74,14 +74,6 @@ class ServedCache(ABC):
         Returns:
             How many slots came free, and whether there is more to do.
         """
-
-    @abstractmethod
-    def hide(self, segment_ids: Iterable[str]) -> int:
-        """Let no request find slots of removed segments; returns how many came free."""
-
-    @abstractmethod
-    def tokens_in_slots(self) -> Mapping[str, int]:
-        """How many tokens of each segment are in slots outside SGLang's tree, if any are."""
 
 
 def served_cache_of(tree_cache: Any) -> ServedCache | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -105,14 +105,6 @@ class ServedTree(ServedCache):
         self._sweeps.clear()
         if self.queue_order is not None:
             self.queue_order.forget_states()
-
-    def hide(self, segment_ids: Iterable[str]) -> int:
-        """Nothing: what was loaded is in SGLang's tree, which `sweep` frees."""
-        return 0
-
-    def tokens_in_slots(self) -> Mapping[str, int]:
-        """Nothing: no slots are outside of SGLang's tree."""
-        return {}
 
     def _unread(self, rid: str) -> float:
         return 0.0 if self._owner.loads is None else self._owner.loads.unread(rid)

@@ -149,23 +149,23 @@ def bringing(wanted: Indices, owners: Int16s, reads: int) -> Flags:
     return found
 
 
-@compiled("(uint8[::1], uint8[::1], int64, int64)")
-def units_between(low: Uint8s, high: Uint8s, first: int, stop: int) -> Indices:
-    """The units from `first` to before `stop` in the planes from `low` to before `high`.
+@compiled("(uint8[::1], int64, int64)")
+def units_below(levels: Uint8s, first: int, stop: int) -> Indices:
+    """The units from `first` to before `stop` in as many planes as each head has.
 
-    `low` and `high` uint8 [heads]. Returns int64 [n, 3]: plane, head, unit, ascending.
+    `levels` uint8 [heads]. Returns int64 [n, 3]: plane, head, unit, ascending.
     """
     total, planes = 0, 0
-    for head in range(len(low)):
-        # As signed numbers.
-        least, most = int(np.int64(low[head])), int(np.int64(high[head]))
-        total += max(most - least, 0)
-        planes = max(planes, most)
+    for head in range(len(levels)):
+        # As a signed number.
+        own = int(np.int64(levels[head]))
+        total += own
+        planes = max(planes, own)
     found = np.empty((total * (stop - first), 3), np.int64)
     at = 0
     for plane in range(planes):
-        for head in range(len(low)):
-            if low[head] <= plane < high[head]:
+        for head in range(len(levels)):
+            if plane < levels[head]:
                 for unit in range(first, stop):
                     found[at, 0], found[at, 1], found[at, 2] = plane, head, unit
                     at += 1

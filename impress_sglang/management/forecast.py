@@ -142,7 +142,7 @@ class ReadForecast:
             layout = version.layout.codes
             assert layout is not None
             chunks = chunks_of(layout)
-            tiers = self._versions.code_tiers(version)
+            tiers = self._versions.tiers(version, codes=True)
             on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
             units = on_ssd[layout.num_pages :].reshape(NUM_PLANES, -1).sum(1)
             share = length / version.layout.num_tokens * BLOCK_BYTES
@@ -159,7 +159,7 @@ class ReadForecast:
             blocks = float(self._shape.num_layers * layout.columns_bytes // BLOCK_BYTES)
             if self._memory.cache.placement.enabled:
                 sizes = np.bincount(geometry_of(layout).chunk_of_block)
-                tiers = self._versions.column_tiers(version).reshape(-1, len(sizes))
+                tiers = self._versions.tiers(version, codes=False).reshape(-1, len(sizes))
                 blocks = float((tiers == Tier.SSD).sum(0) @ sizes)
             found += len(span) / layout.num_tokens * blocks * BLOCK_BYTES
         return found
@@ -170,7 +170,7 @@ class ReadForecast:
         for span in spans:
             version = self._versions.of(span.segment)
             blocks, geometry = self._versions.blocks(version), geometry_of(version.layout)
-            tiers = self._versions.column_tiers(version)
+            tiers = self._versions.tiers(version, codes=False)
             chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)
             on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
             share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES

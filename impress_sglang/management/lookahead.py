@@ -5,8 +5,8 @@ memory is freed first (AttentionStore 3.3.2), and a count of the requests that r
 III-B3). Here each request has a turn. Awaited tokens are evicted after all others, those with the
 latest turn first. So no window needs to be set: what is beyond it would go before what is in it.
 
-These ask when they evict: the tree cache and `residents` for slots, `tiers.rules` for pages of the
-caches, `quota` for files.
+These ask when they evict: the tree cache for slots, `tiers.rules` for pages of the caches, `quota`
+for files.
 """
 
 from __future__ import annotations
@@ -144,13 +144,6 @@ class LookAhead:
             found.sort(key=lambda own: -own[2])
             self._found[segment_id] = found
         return found
-
-    def next_turn(self, segment_id: str, start: int, stop: int) -> int | None:
-        """The turn of the first request that waits for any of these tokens; None: nobody does."""
-        if segment_id not in self._awaited:
-            return None
-        turns = (turn for low, high, turn in self.ranges(segment_id) if low < stop and start < high)
-        return min(turns, default=None)
 
     def take_changed(self) -> list[tuple[str, list[AwaitedRange]]]:
         """Segments whose `ranges` have changed since the last call, with their new ranges."""

@@ -31,6 +31,8 @@ class Cause(enum.Enum):
     PURGED = 3
     EXPIRED = 4
     WRITE_BUDGET = 5
+    READ_ONLY = 6
+    BUSY = 7
 
 
 _CAUSES = tuple(Cause)

@@ -24,7 +24,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_span import CodedSpan, Planes
+from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
@@ -106,13 +106,9 @@ class OpenSegments:
         )
 
     def open_coded(
-        self,
-        spans: Sequence[StoredSpan],
-        in_slots: Sequence[Planes | None],
-        planes: int,
-        timeline: Timeline,
+        self, spans: Sequence[StoredSpan], planes: int, timeline: Timeline
     ) -> CodedSource:
-        """Open a source for spans in codes; see `PrefixStore.open_coded`.
+        """Open a source for spans in codes, and so many planes of them.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
@@ -120,9 +116,9 @@ class OpenSegments:
         segments = self._acquire_all(spans)
         self._memory.codes.placement.advance()
         opened = []
-        for span, segment, there in zip(spans, segments, in_slots, strict=True):
+        for span, segment in zip(spans, segments, strict=True):
             base = self._versions.codes(self._versions[segment.segment_id])
-            opened.append(CodedSpan(segment, span.start, span.stop, base, there))
+            opened.append(CodedSpan(segment, span.start, span.stop, base))
         return CodedSource(
             opened,
             self._reader,
@@ -174,9 +170,10 @@ class OpenSegments:
             SegmentUnreadable: the file is missing, damaged, or not what the index says.
             StoreUnavailable: it cannot be opened now, or not in time.
         """
-        segment = self._versions.share(stored.segment_id)
+        segment = self._versions.acquire(stored)
         if segment is None:
-            segment = self._versions.open(stored, self._open(stored))
+            segment = self._open(stored)
+            self._versions.acquire(stored, segment)
             self._meter.note(segment.floors)
         return segment
 

@@ -47,8 +47,6 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_span import Planes
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
@@ -204,43 +202,22 @@ class PrefixStore:
         source = self._readers.open_source(match.slice(start, stop), needs, timeline)
         return self._opened(source, match.spans)
 
-    def open_coded(
-        self,
-        spans: Sequence[StoredSpan],
-        in_slots: Sequence[Planes | None],
-        planes: int,
-        timeline: Timeline = NO_TIMELINE,
-    ) -> CodedSource:
-        """Open a source for spans in codes; `close_source` closes it. `tree.touch` counts the use.
-
-        Args:
-            spans: one or more.
-            in_slots: for each span, how many planes of each layer are in slots; None: not even the
-                base is.
-            planes: how many are wanted, besides the floors of heads.
-            timeline: of the request.
-
-        Raises:
-            PrefixUnreadable: as for `open_source`.
-        """
-        self._check_there(spans)
-        source = self._readers.open_coded(spans, in_slots, planes, timeline)
-        return self._opened(source, spans)
-
-    def open_whole(self, spans: Sequence[StoredSpan], planes: int | None) -> AnySource:
+    def open_whole(
+        self, spans: Sequence[StoredSpan], planes: int | None, timeline: Timeline = NO_TIMELINE
+    ) -> AnySource:
         """Open a source for all of some spans, which `tree.touch` has counted as used.
 
-        `planes`: how many are wanted of codes; None: exact KVs. May be called on another thread,
-        which then reads the source and gives it back with `close_source`.
+        `planes`: how many are wanted of codes, besides the floors of heads; None: exact KVs. May be
+        called on another thread, which then reads the source and gives it back with `close_source`.
 
         Raises:
             PrefixUnreadable: as for `open_source`.
         """
         self._check_there(spans)
         if planes is None:
-            exact = self._readers.open_source(spans, ReadNeeds(whole=True), NO_TIMELINE)
+            exact = self._readers.open_source(spans, ReadNeeds(whole=True), timeline)
             return self._opened(exact, spans)
-        coded = self._readers.open_coded(spans, [None] * len(spans), planes, NO_TIMELINE)
+        coded = self._readers.open_coded(spans, planes, timeline)
         return self._opened(coded, spans)
 
     def _opened(self, source: _Source, spans: Sequence[StoredSpan]) -> _Source:

@@ -129,13 +129,11 @@ class SegmentVersions:
                 self._expect_codes(version, ranges)
         return version.codes
 
-    def column_tiers(self, version: Version) -> npt.NDArray[np.uint8]:
-        """The tier of each of a version's chunks of exact KVs, `Tier` values."""
+    def tiers(self, version: Version, *, codes: bool) -> npt.NDArray[np.uint8]:
+        """The tier of each of a version's chunks, of exact KVs or in codes, `Tier` values."""
+        if codes:
+            return _tiers(self._codes, version.codes, self._num_codes(version))
         return _tiers(self._cache, version.columns, version.layout.total_chunks)
-
-    def code_tiers(self, version: Version) -> npt.NDArray[np.uint8]:
-        """The tier of each of a version's chunks in codes, `Tier` values."""
-        return _tiers(self._codes, version.codes, self._num_codes(version))
 
     @locked
     def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
@@ -194,33 +192,26 @@ class SegmentVersions:
         kinds = []
         if version is not None and version.columns is not None:
             pages = self._cache.page.chunk_pages(version.layout)
-            kinds.append((self._cache, self.column_tiers(version), pages))
+            kinds.append((self._cache, self.tiers(version, codes=False), pages))
         if version is not None and version.codes is not None:
             assert version.layout.codes is not None
             pages = cached_pages(version.layout.codes, self._shape.num_layers)
-            kinds.append((self._codes, self.code_tiers(version), pages))
+            kinds.append((self._codes, self.tiers(version, codes=True), pages))
         for cache, tiers, pages in kinds:
             found += np.bincount(tiers, pages, len(Tier)).astype(np.int64) * cache.page.page_bytes
         found[Tier.SSD] = 0
         return found
 
     @locked
-    def share(self, segment_id: str) -> OpenSegment | None:
-        """Count one more reader of a version that is open; None if it is not."""
-        version = self._versions.get(segment_id)
-        if version is None or version.segment is None:
-            return None
-        version.readers += 1
-        return version.segment
-
-    @locked
-    def open(self, stored: StoredSegment, segment: OpenSegment) -> OpenSegment:
-        """Note that a version is open, and count its first reader."""
+    def acquire(
+        self, stored: StoredSegment, opened: OpenSegment | None = None
+    ) -> OpenSegment | None:
+        """Count one more reader of a version that is open, or was just `opened`; else None."""
         version = self.of(stored)
-        assert version.segment is None
-        version.segment = segment
-        version.readers += 1
-        return segment
+        assert opened is None or version.segment is None
+        version.segment = opened or version.segment
+        version.readers += version.segment is not None
+        return version.segment
 
     @locked
     def release(self, segment_id: str) -> None:

@@ -82,7 +82,7 @@ function showTiers(stats) {
   }
   if (store) rows.push(["Read buffers", store.buffer_used_bytes, store.buffer_bytes, bytes]);
   const jobs = "loading_tokens" in pool;
-  const kinds = jobs ? ["loading", "writing"] : ["private", "shared", "shared_idle", "held"];
+  const kinds = jobs ? ["loading", "writing"] : ["private", "held"];
   const ours = kinds.reduce((sum, kind) => sum + pool[`${kind}_tokens`], 0);
   const name = jobs ? "Slots being loaded and written" : "Slots with stored prefixes";
   rows.push([name, ours, pool.tokens, (tokens) => count(tokens)]);
@@ -217,8 +217,7 @@ function segmentRow(own, depth, severalNamespaces) {
   const uses = own.uses_ago ? `${count(own.uses_ago)} ${own.uses_ago > 1 ? "uses" : "use"} ago` : "the last one";
   const cells = [[`${count(own.from_token)} to ${count(own.from_token + own.tokens)}`], [own.ssd_bytes ? bytes(own.ssd_bytes) : "0"],
     cached(own.host_bytes, own.ssd_bytes), cached(own.device_bytes, own.ssd_bytes)].map((content) => el("td", { className: "number" }, ...content));
-  const slots = bar({ shared: own.slot_tokens }, own.tokens, `${percent(own.slot_tokens, own.tokens)} of its tokens are in slots`);
-  return el("tr", {}, el("td", { className: "begins" }, name), ...cells, el("td", { className: "number wide slots" }, count(own.slot_tokens), slots),
+  return el("tr", {}, el("td", { className: "begins" }, name), ...cells,
     el("td", { className: "number" }, count(own.hits)), el("td", { className: "number wide" }, uses));
 }
 

@@ -295,14 +295,11 @@ GAUGES = (
     Series(
         "pool_tokens",
         "Slots of SGLang's pool: its size, and of that what is being loaded or written; where "
-        "prefixes load in the model's pass what is private to requests, shared by them, shared and "
-        "idle, and held for writes alone.",
+        "prefixes load in the model's pass what is private to requests, and held for writes alone.",
         _pool(
             size="tokens",
             loading="loading_tokens",
             private="private_tokens",
-            shared="shared_tokens",
-            idle="shared_idle_tokens",
             held="held_tokens",
             writing="writing_tokens",
         ),

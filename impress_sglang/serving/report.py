@@ -10,8 +10,6 @@ from impress_sglang.serving import why
 from impress_sglang.serving.estimate import Estimate
 from impress_sglang.transfer.read_planner import ReadStats
 
-REPORT_KEY = "impress"
-"""Key of `meta_info`."""
 DECISIONS = ("none", "load", "recompute")
 # Where tokens of a prompt come from: SGLang's pool, slots that other requests loaded, the store,
 # stored behind other text, left out where a part of a prefix is used, or computed.
@@ -88,6 +86,12 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
         "not_stored": None,
         "why": None,
     }
+
+
+def unused_report(policy: str, truncated_tokens: int) -> dict[str, object]:
+    """The report of a request that ended before it was admitted: it has no path, and no tokens."""
+    none = {"path": None, "truncated_tokens": truncated_tokens, "why": why.not_admitted()}
+    return new_report(policy, 0) | none
 
 
 def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:

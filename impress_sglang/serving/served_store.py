@@ -63,7 +63,9 @@ class ServedStore:
         self._budget = WriteBudget(config.write_gb_per_day)
         self._config = config
         self._shape = shape
-        self.stores = make_policy(config).stores
+        policy = make_policy(config)
+        self.policy = policy.name
+        self.stores = policy.stores
         """Whether the policy has a store at all."""
         # Belongs to the open store, or is kept for the next one.
         self._memory = StoreMemory.allocate(config, shape, device)

@@ -39,6 +39,8 @@ class Reason(enum.StrEnum):
     EVICTED = enum.auto()
     NO_ROOM = enum.auto()
     WRITE_BUDGET = enum.auto()
+    READ_ONLY = enum.auto()
+    BUSY = enum.auto()
     PURGED = enum.auto()
     EXPIRED = enum.auto()
     TOO_SHORT = enum.auto()
@@ -53,6 +55,7 @@ class Reason(enum.StrEnum):
     NOT_OPENED = enum.auto()
     NO_BUFFERS = enum.auto()
     NOT_SERVED = enum.auto()
+    NOT_ADMITTED = enum.auto()
     OTHER_WEIGHTS = enum.auto()
     DEGRADED = enum.auto()
     NO_STORE = enum.auto()
@@ -70,6 +73,8 @@ MEANINGS = {
     Reason.EVICTED: "it was stored, and removed from SSD to make room",
     Reason.NO_ROOM: "it was not stored, for want of room that others could give",
     Reason.WRITE_BUDGET: "it was not stored: what --impress-write-gb-per-day allows was written",
+    Reason.READ_ONLY: "it was not stored: the disk accepted no writes",
+    Reason.BUSY: "it was not stored: other prompts that were being written held half of the pool",
     Reason.PURGED: "it was stored, and purged by an administrator",
     Reason.EXPIRED: "it was stored for as long as --impress-ttl or its request allows, and removed",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
@@ -84,6 +89,7 @@ MEANINGS = {
     Reason.NOT_OPENED: "it is stored, but its slots or files could not be had",
     Reason.NO_BUFFERS: "it is stored, but none of its layers fits into --impress-buffer-gb",
     Reason.NOT_SERVED: "the request has a feature that the store is not for",
+    Reason.NOT_ADMITTED: "it ended before it was admitted, and used nothing",
     Reason.OTHER_WEIGHTS: "the store is set aside: weights are changing, or it is being opened",
     Reason.DEGRADED: "the disk does not answer, and the store is not used until it does",
     Reason.NO_STORE: "--impress-policy stores nothing",
@@ -204,6 +210,11 @@ class Explainer:
 def damaged() -> Why:
     """The answer for a request whose stored prefix turned out to be unreadable."""
     return _say(Reason.DAMAGED, "computed again")
+
+
+def not_admitted() -> Why:
+    """The answer for a request that ended before its first pass."""
+    return _say(Reason.NOT_ADMITTED, "")
 
 
 def _hit(report: Mapping[str, Any]) -> Detail | None:

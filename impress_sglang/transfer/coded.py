@@ -1,7 +1,7 @@
 """Reads a stored prefix in codes, its base and some planes, from caches and SSD.
 
-Stage: load. Bytes come as they stand on disk; `transfer.coded_loader` puts them into slots. All of
-them are known before the request runs, so they are read ahead, in sequence.
+Stage: load. Bytes come as they stand on disk; `transfer.filling` puts them into slots. All of them
+are known before the request runs, so they are read ahead, in sequence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from impress_sglang.loops import areas
 from impress_sglang.loops.types import Flags, Indices, Uint8s
-from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
@@ -25,7 +23,7 @@ from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, SSD_READ, Timeline
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
-from impress_sglang.transfer.coded_span import CodedSpan, Planes
+from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.frames import take_frames
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.stored_source import StoredSource
@@ -35,30 +33,15 @@ _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerCodes:
-    """What a part lacks in a layer, on the source's device.
+    """What a span has in a layer, on the source's device.
 
-    `groups` uint8 [groups, group_bytes] is its base, None if that is in slots. `raised` int64
-    [n, 3] on the CPU are its units (plane, head and unit), and `planes` uint8 [n, unit_stride]
-    their bytes, None if there are none. `floors` uint8 [G] are those of the heads.
+    `groups` uint8 [groups, group_bytes] is its base. `raised` int64 [n, 3] on the CPU are its units
+    (plane, head and unit), and `planes` uint8 [n, unit_stride] their bytes, None if there are none.
     """
 
-    groups: Tensor | None
+    groups: Tensor
     raised: Tensor
     planes: Tensor | None
-    floors: Floors
-
-
-class ResidentRange(Protocol):
-    """The tokens [start, stop) of a segment that are, or will be, in slots."""
-
-    segment_id: str
-    start: int
-    stop: int
-
-    @property
-    def in_slots(self) -> Planes | None:
-        """See `CodedSpan`."""
-        ...
 
 
 class CodedSource(StoredSource):
@@ -97,16 +80,8 @@ class CodedSource(StoredSource):
         self._pool = pool
         self._cache = cache
 
-    def want(self, planes: int) -> None:
-        """Let the source read at least so many planes; no layer has been read."""
-        assert self.layer < 0
-        if planes > self.planes:
-            self.planes = planes
-            # What was read ahead of its layers lacks these.
-            self.next_ahead = self._layers_there = 0
-
     def read(self, layer: int) -> list[LayerCodes]:
-        """Read what each span lacks in a layer; valid until any source is read from again.
+        """Read a layer of each span; valid until any source is read from again.
 
         Raises:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
@@ -115,28 +90,16 @@ class CodedSource(StoredSource):
         units = [span.wanted_units(layer, self.planes) for span in self.spans]
         wanted = []
         for number, (span, own) in enumerate(zip(self.spans, units, strict=True)):
-            if span.in_slots is None:
-                wanted.append((number, span.pages))
+            wanted.append((number, span.pages))
             if len(own):
                 wanted.append((number, span.unit_chunks(own)))
-        blocks, found = iter(self._read(layer, wanted) if wanted else ()), []
+        blocks, found = iter(self._read(layer, wanted)), []
         for span, own in zip(self.spans, units, strict=True):
-            base = _groups(span, next(blocks)) if span.in_slots is None else None
+            base = _groups(span, next(blocks))
             planes = next(blocks).view(-1, span.layout.unit_stride) if len(own) else None
-            floors = span.segment.floors[layer]
-            found.append(LayerCodes(base, torch.from_numpy(own), planes, floors))
+            found.append(LayerCodes(base, torch.from_numpy(own), planes))
             self.stats.selected_chunks += len(own)
         return found
-
-    def reads(self, parts: Sequence[ResidentRange]) -> bool:
-        """Whether its spans are these parts, and it reads just what of them is not in slots."""
-        mine = [(own.segment.segment_id, own.start, own.stop) for own in self.spans]
-        if mine != [(own.segment_id, own.start, own.stop) for own in parts]:
-            return False
-        # Another part in the place of an evicted one may have fewer planes.
-        return all(
-            own.in_slots is part.in_slots for own, part in zip(self.spans, parts, strict=True)
-        )
 
     def read_ahead(self, waste_budget: float) -> None:
         """See `StoredSource.read_ahead`; all of it is wanted, whatever `waste_budget` is."""

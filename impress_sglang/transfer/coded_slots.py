@@ -5,6 +5,7 @@ Stage: load. `CodeWriter` is the contract; tests/unit/triton/test_coded_paths.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.tiers.staging import Staging
+from impress_sglang.transfer.coded import CodedSource, LayerCodes
 
 
 class CodeWriter(Protocol):
@@ -37,6 +39,32 @@ def code_writer_for(device: torch.device) -> CodeWriter:
     from impress_sglang.precision import slots
 
     return slots
+
+
+def put_codes(
+    writer: CodeWriter,
+    source: CodedSource,
+    found: Sequence[LayerCodes],
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+) -> None:
+    """Put what was read of a layer of a source into rows of pools.
+
+    Args:
+        writer: fits the device of the pools.
+        source: was read.
+        found: what `source.read` has returned.
+        keys: pool [slots, G, Dk].
+        values: pool [slots, G, Dv].
+        rows: int64 [source.num_tokens] on the device of the pools, distinct.
+    """
+    parts: Sequence[Tensor] = rows.split([len(span) for span in source.spans])
+    for span, codes, own in zip(source.spans, found, parts, strict=True):
+        tokens = CodedTokens(span.layout, codes.groups, span.start, own)
+        writer.restore_base(tokens, keys, values)
+        if codes.planes is not None:
+            writer.raise_units(tokens, codes.raised, codes.planes, keys, values)
 
 
 class KernelCodeWriter:

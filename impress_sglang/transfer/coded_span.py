@@ -19,9 +19,6 @@ from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.open_segment import OpenSegment
 
-# How many planes each layer of a part has besides the floors of heads: uint8 [L].
-Planes = npt.NDArray[np.uint8]
-
 
 @dataclasses.dataclass(frozen=True)
 class CodeChunks:
@@ -63,16 +60,12 @@ def most_pages(layout: CodeLayout) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CodedSpan:
-    """The tokens [start, stop) of a segment whose first chunk of codes has the id `base`.
-
-    `in_slots`: what is in slots already, else None: uint8 [L], how many planes of each layer.
-    """
+    """The tokens [start, stop) of a segment whose first chunk of codes has the id `base`."""
 
     segment: OpenSegment
     start: int
     stop: int
     base: int
-    in_slots: Planes | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -126,17 +119,13 @@ class CodedSpan:
         return levels_of(self.segment.floors[layer], planes)
 
     def wanted_units(self, layer: int, planes: int) -> Indices:
-        """Units of the first `planes` that are not in slots, int64 [n, 3]: plane, head, unit."""
-        high = self.levels(layer, planes)
-        there = np.zeros_like(high)
-        if self.in_slots is not None:
-            there = self.levels(layer, int(self.in_slots[layer]))
-        return areas.units_between(there, high, self.units.start, self.units.stop)
+        """Units of the floors and the first `planes`, int64 [n, 3]: plane, head, unit."""
+        return areas.units_below(self.levels(layer, planes), self.units.start, self.units.stop)
 
     def wanted_chunks(self, layer: int, planes: int) -> Indices:
-        """Chunks of the base and the first `planes` that are not in slots."""
+        """Chunks of the base, the floors and the first `planes`."""
         units = self.unit_chunks(self.wanted_units(layer, planes))
-        return units if self.in_slots is not None else np.concatenate([self.pages, units])
+        return np.concatenate([self.pages, units])
 
     def unit_chunks(self, raised: Indices) -> Indices:
         """The chunks of units, int64 [n, 3]: plane, head and unit."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.codec import BASE_BITS, PLANE_BITS
-from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.coded import CodedSource, LayerCodes
-from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
 
@@ -104,26 +103,8 @@ class SlotFiller:
             self._writer = code_writer_for(self._device)
         found = source.read(layer)
         with source.writing():
-            self._put(layer, source, found, keys, values, slots, stats)
-
-    def _put(
-        self,
-        layer: int,
-        source: CodedSource,
-        found: Sequence[LayerCodes],
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        stats: FillStats,
-    ) -> None:
-        assert self._writer is not None
-        parts: Sequence[Tensor] = slots.split([len(span) for span in source.spans])
-        for span, codes, own in zip(source.spans, found, parts, strict=True):
-            assert codes.groups is not None
-            tokens = CodedTokens(span.layout, codes.groups, span.start, own)
-            self._writer.restore_base(tokens, keys, values)
-            if codes.planes is not None:
-                self._writer.raise_units(tokens, codes.raised, codes.planes, keys, values)
+            put_codes(self._writer, source, found, keys, values, slots)
+        for span in source.spans:
             levels = span.levels(layer, source.planes)
             stats.bits += len(span) * float((BASE_BITS + PLANE_BITS * levels).sum())
             stats.elements += len(span) * len(levels)

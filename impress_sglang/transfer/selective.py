@@ -2,12 +2,10 @@
 
 A request that uses k of the m tokens of a prefix has k private slots. All tokens are loaded from
 codes into scratch memory. Each KV head selects the k tokens that the new tokens attend to most, and
-their rows are copied into the slots.
+their rows are copied into the slots. Where k = m, they are loaded into the slots at once.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +14,9 @@ from impress_sglang.importance.selection import own_tokens
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_loader import CodedLoader
-from impress_sglang.transfer.coded_slots import CodeWriter
+from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.memory import rows_of_head_groups
-from impress_sglang.transfer.resident import PartUse, parts_alone
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots
 
@@ -36,21 +32,15 @@ class SelectiveLoader:
     ) -> None:
         """`scorer`, `writer`: None for those that fit the device of the queries."""
         self._shape = shape
-        self._loader = CodedLoader(writer)
         self._scorer = scorer
+        self._writer = writer
         self._requests = 0
         # One layer of the longest prefix so far; used by one request after the other.
         self._scratch: LayerSlots | None = None
 
-    def begin(self, source: CodedSource, device: torch.device) -> list[PartUse]:
-        """Make unshared parts for the tokens of a source, none of whose base is in slots.
-
-        `end` must follow.
-        """
-        uses = parts_alone(source, torch.arange(source.num_tokens, device=device))
-        # After what may run out of memory: a request that did not begin does not end.
+    def begin(self) -> None:
+        """Begin a request; `end` must follow."""
         self._requests += 1
-        return uses
 
     def end(self) -> None:
         """End a request that began; after the last one, free the scratch memory."""
@@ -62,7 +52,6 @@ class SelectiveLoader:
         self,
         layer: int,
         source: CodedSource,
-        uses: Sequence[PartUse],
         inputs: LayerInputs,
         slots: LayerSlots,
         stats: LoadStats,
@@ -74,9 +63,8 @@ class SelectiveLoader:
         Args:
             layer: from 0; ascending for each source.
             source: the source of the prefix, with as many planes as are wanted.
-            uses: its tokens, from `begin`.
             inputs: what the layer knows of the request.
-            slots: fewer than the prefix has tokens.
+            slots: no more than the prefix has tokens.
             stats: is changed.
 
         Returns:
@@ -85,9 +73,14 @@ class SelectiveLoader:
         Raises:
             PrefixUnreadable: a block could not be read; what is in the slots is undefined.
         """
-        timeline, scratch = source.timeline, self._scratch_for(source, slots)
+        timeline = source.timeline
+        if len(slots) == source.num_tokens:
+            stats.layers_whole += 1
+            self._restore(layer, source, slots, stats)
+            return torch.arange(len(slots)).expand(self._shape.num_kv_heads, -1)
         stats.layers_by_probe += 1
-        self._loader.load(layer, uses, source.planes, scratch, stats, timeline)
+        scratch = self._scratch_for(source, slots)
+        self._restore(layer, source, scratch, stats)
         with stats.timed("probe_ms"):
             with timeline.span(PROBE_COMPUTE, layer):
                 scores = self._scores(inputs, scratch.keys.pool)
@@ -97,6 +90,22 @@ class SelectiveLoader:
             slots.keys.put(rows_of_head_groups(scratch.keys.pool, selected))
             slots.values.put(rows_of_head_groups(scratch.values.pool, selected))
         return selected
+
+    def _restore(
+        self, layer: int, source: CodedSource, slots: LayerSlots, stats: LoadStats
+    ) -> None:
+        """Load all tokens of a source."""
+        keys, values, rows = slots.keys.pool, slots.values.pool, slots.keys.rows
+        if rows is None:
+            rows = torch.arange(len(slots), device=keys.device)
+        writer = self._writer = self._writer or code_writer_for(keys.device)
+        with stats.timed("load_ms"):
+            found = source.read(layer)
+            with source.timeline.span(COPY, layer):
+                put_codes(writer, source, found, keys, values, rows)
+        for span, codes in zip(source.spans, found, strict=True):
+            stats.base_bytes += codes.groups.numel()
+            stats.note_planes(span.levels(layer, source.planes), len(span.units))
 
     def _scratch_for(self, source: CodedSource, slots: LayerSlots) -> LayerSlots:
         """Scratch memory for one layer of all tokens of a source, in their order."""

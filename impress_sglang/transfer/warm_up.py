@@ -42,14 +42,12 @@ from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_loader import CodedLoader
-from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.coded_slots import KernelCodeWriter, put_codes
 from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.expectation import BlockHistory
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
@@ -243,11 +241,8 @@ def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
         at_end.callback(source.close)
         slots = _slots(shape, SEGMENT_TOKENS, device, in_slots=True)
         assert slots.keys.rows is not None
-        part = ResidentPart("warm-up", layout, 1, 0, SEGMENT_TOKENS, slots.keys.rows)
-        PartLoad(source, [part])
-        uses = [PartUse(part, 0, SEGMENT_TOKENS)]
-        loader = CodedLoader(KernelCodeWriter(device))
-        loader.load(0, uses, NUM_PLANES, slots, LoadStats())
+        writer, pools = KernelCodeWriter(device), (slots.keys.pool, slots.values.pool)
+        put_codes(writer, source, source.read(0), *pools, slots.keys.rows)
 
 
 def _cache(

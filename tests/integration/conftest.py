@@ -18,16 +18,11 @@ def options() -> dict[str, Any]:
 
 
 @pytest.fixture
-def page_size() -> int:
-    return 1
-
-
-@pytest.fixture
 def world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int, options: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> Iterator[World]:
     install_hooks(monkeypatch)
-    world = World(tmp_path, page_size, **options)
+    world = World(tmp_path, **options)
     yield world
     world.close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from sglang.srt.managers import schedule_policy
@@ -103,10 +102,10 @@ def queue(world: World, order: str) -> Queue:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "lpm"])
-@pytest.mark.parametrize("options", [{"policy": "as"}, {"policy": "impress"}])
+@pytest.mark.parametrize("options", [{"policy": "as+h2o+lru"}, {"policy": "impress"}])
 @pytest.mark.parametrize("halves", [False, True])
 def test_what_somebody_waits_for_outlasts_what_is_popular(queue: Queue, halves: bool) -> None:
-    """Policy `as` evicts as SGLang does.
+    """Policy `as+h2o+lru` evicts as SGLang does.
 
     Another prompt may leave the prefix half-way, after it was matched.
     """
@@ -212,116 +211,33 @@ def test_no_more_of_a_prefix_is_awaited_than_a_request_has(queue: Queue) -> None
     assert queue.left(WANTED) == 40 and queue.left(POPULAR) == TOKENS
 
 
-@pytest.fixture
-def parts(world: World) -> Queue:
-    """A prefix in codes is in slots, and nobody uses it."""
-    world.store_prompt(WANTED)
-    world.idle_part()
-    return Queue(world, bits=6.0)
-
-
-def idle(queue: Queue) -> int:
-    tokens: int = queue.cache._residents.idle_tokens
-    return tokens
-
-
-@pytest.mark.parametrize("end", [Queue.abort, Queue.release])
-def test_an_awaited_part_outlasts_newer_prefixes(
-    parts: Queue, end: Callable[[Queue, Any], None]
-) -> None:
-    """And prefixes that nobody waits for outlast it when the request waits no more."""
-    for waits in (True, False):
-        parts.resident(POPULAR)
-        req = parts.add("waits", WANTED)
-        if not waits:
-            end(parts, req)
-        parts.evict(1)
-        assert (idle(parts), parts.left(POPULAR)) == ((TOKENS, 0) if waits else (0, TOKENS))
-
-
-def test_who_is_admitted_to_a_part_does_not_wait_for_it(parts: Queue) -> None:
-    world = parts.world
-    (part,) = parts.cache._residents
-    req = world.ask("waits")
-    assert parts.cache._residents.age(part)[0]
-    request = world.admit(req)
-    assert request is not None and part.users
-    row = parts.cache.prefix_device_indices(req)
-    assert row.tolist() == part.slots.tolist()
-    assert not parts.cache._residents.age(part)[0]
-    world.end(request)
-
-
 @pytest.mark.parametrize("alone", [True, False])
 def test_when_caches_hear_who_is_admitted(
-    parts: Queue, monkeypatch: pytest.MonkeyPatch, alone: bool
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
     """Before it reads, or what it reads would be kept for itself; but not while others wait.
 
     What it is about to read would be the first to make room for them.
     """
-    parts.evict()
-    req = parts.add("waits", WANTED)
+    queue.world.store_prompt(WANTED)
+    req = queue.add("waits", WANTED)
     if not alone:
-        parts.add("waits too", WANTED)
-    parts.schedule()
-    store = parts.world.runtime.store
+        queue.add("waits too", WANTED)
+    queue.schedule()
+    store = queue.world.runtime.store
     store.poll()
     told: list[tuple[str, list[AwaitedRange]]] = []
     monkeypatch.setattr(store._lookahead, "_expect", told.extend)
-    parts.admit(req)
+    queue.admit(req)
     assert [ranges for _, ranges in told] == ([[]] if alone else [])
 
 
-def test_a_new_idle_part_goes_before_an_awaited_prefix(parts: Queue) -> None:
-    """Also where the tree has something to evict before that, which is not enough."""
-    parts.resident(POPULAR)
-    parts.resident(POPULAR + 500, length=32)
-    parts.add("waits", POPULAR)
-    parts.schedule()
-    for part in parts.cache._residents:
-        part.last_access = float("inf")
-    parts.evict(32 + TOKENS)
-    assert parts.left(POPULAR) == TOKENS
-    assert not parts.left(POPULAR + 500) and not idle(parts)
-    parts.evict(1)
-    assert not parts.left(POPULAR)
-
-
-def test_parts_go_by_the_turns_of_who_waits_for_them(parts: Queue) -> None:
-    """An idle part and a prefix in the tree, of two requests: the one behind gives its own up."""
-    parts.resident(POPULAR)
-    parts.add("part", WANTED)
-    parts.add("tree", POPULAR)
-    parts.schedule()
-    parts.evict(1)
-    assert (idle(parts), parts.left(POPULAR)) == (TOKENS, 0)
-
-    parts.resident(POPULAR)
-    parts.waiting.reverse()
-    parts.schedule(1 + WAITING_PREFIX_REFRESH_INTERVAL)
-    parts.evict(1)
-    assert (idle(parts), parts.left(POPULAR)) == (0, TOKENS)
-
-
-def test_the_queue_says_what_is_read_first(parts: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_says_what_is_read_first(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[list[str]] = []
-    monkeypatch.setattr(parts.cache.runtime.prefetches, "order", told.append)
-    parts.add("a", WANTED)
-    parts.add("b", POPULAR)
-    parts.schedule()
-    parts.waiting.reverse()
-    parts.schedule()
+    monkeypatch.setattr(queue.cache.runtime.prefetches, "order", told.append)
+    queue.add("a", WANTED)
+    queue.add("b", POPULAR)
+    queue.schedule()
+    queue.waiting.reverse()
+    queue.schedule()
     assert told == [["a", "b"], ["b", "a"]]
-
-
-def test_a_part_between_two_turns_goes_between_them(parts: Queue) -> None:
-    """All at once are asked for: the tail's prefix and one slot more."""
-    parts.resident(POPULAR)
-    parts.resident(POPULAR + 500)
-    for rid, first in (("head", POPULAR), ("mid", WANTED), ("tail", POPULAR + 500)):
-        parts.add(rid, first)
-    parts.schedule()
-    parts.evict(TOKENS + 1)
-    assert parts.left(POPULAR) == TOKENS
-    assert not parts.left(POPULAR + 500) and not idle(parts)

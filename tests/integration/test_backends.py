@@ -24,17 +24,15 @@ from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as prefil
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.paper.attention import PrefixAttention, adopt_backend
+from impress_sglang.integration.paper.hooks import _after_batch
 from impress_sglang.integration.paper.judged_backends import BACKENDS, OFFSET_ROWS
 from impress_sglang.integration.paper.paged import PagedPrefixAttention, _host_rows
 from impress_sglang.integration.paper.row_starts import RowStarts
-from impress_sglang.integration.plugin import _after_batch
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving import clocks
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
-from impress_sglang.serving.paper.admission import Waiting
-from impress_sglang.serving.paper.loading import CompleteLoading
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.pool_reader import reading_stream
@@ -413,9 +411,7 @@ def test_passes_that_load_are_no_graphs(serving: Serving) -> None:
     assert serving.can_run_prefill_cuda_graph(batch), "a later part of its prompt"
     request.failed = True
     assert not serving.can_run_prefill_cuda_graph(batch)
-    request.layers_loaded, request.failed, request.loading = 0, False, CompleteLoading(())
-    assert serving.can_run_prefill_cuda_graph(batch)
-    request.adopted, request.loading = True, None
+    request.layers_loaded, request.failed, request.adopted = 0, False, True
     assert serving.can_run_prefill_cuda_graph(batch)
     batch.rids = None
     assert serving.can_run_prefill_cuda_graph(batch), "a pass of SGLang's warm-up"
@@ -466,7 +462,7 @@ def test_estimates_count_what_the_device_has_passed(serving: Serving, device: De
     assert serving.on_host or not serving.notes.loads
     device.catch_up()
     work, wanted = RequestLengths(0, 0, 70), LoadOptions(0.25)
-    serving.runtime.admission.decide(StoredMatch(), work, wanted, Waiting())
+    serving.runtime.admission.decide(StoredMatch(), work, wanted)
     assert serving.notes.loads == [(RequestLengths(0, 30, 70), LAYERS * 3.0, False)]
 
 

@@ -20,12 +20,11 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from impress_sglang.integration import page
 from impress_sglang.integration.page import document, look, with_text
-from impress_sglang.integration.paper.passes import REPORT_KEY
 from impress_sglang.integration.paper.prompt_saves import as_tokens
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
-from tests.integration.worlds import OTHER, STORED, TOKENS, World
+from tests.integration.worlds import OTHER, STORED, World
 
 
 @pytest.fixture
@@ -46,17 +45,15 @@ def seen(world: World, **wanted: Any) -> Any:
 
 def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
     req = world.request(rid, tokens, namespace="tenant")
-    report = new_report("impress", 0)
-    req.customized_info = {REPORT_KEY: [report]}
-    world.cache.passes.note_end(req, report)
+    world.cache.passes.note_end(req, new_report("impress", 0))
 
 
 def test_segments_are_where_they_are(world: World) -> None:
-    """Those used last, what others build on first, with what of them is in caches and slots."""
+    """Those used last, what others build on first, with what of them is in caches."""
     world.store_prompt(1000)
     world.compute("a", 2000, prompt=OTHER)
     world.compute("b", 4000, prompt=OTHER, namespace="tenant")
-    world.idle_part()
+    world.end(world.loaded("first"))
     store = world.runtime.store
     assert store.pins.pin(store.namespace('["tenant", null]'), as_tokens(OTHER)) is None
 
@@ -71,7 +68,7 @@ def test_segments_are_where_they_are(world: World) -> None:
         assert cached == found["stats"]["cache"][tier]["used_bytes"]
     assert sum(row["host_bytes"] + row["device_bytes"] for row in rows.values()) > 0
     first = found["segments"][0]
-    assert (first["slot_tokens"], first["hits"], first["uses_ago"]) == (TOKENS, 1, 0)
+    assert (first["hits"], first["uses_ago"]) == (1, 0)
     pinned = [row for row in rows.values() if row["pinned"]]
     assert [row["namespace"] for row in pinned] == [store.namespace('["tenant", null]')]
     assert all(row["on"] in rows or row["on"] is None for row in rows.values())

@@ -30,6 +30,7 @@ from impress_sglang.integration.flags import CONFIG_ATTRIBUTE, config_of
 from impress_sglang.integration.hooks import Hook
 from impress_sglang.integration.paper import backends
 from impress_sglang.integration.paper.factory import make_tree_cache
+from impress_sglang.integration.paper.hooks import HOOKS as PAPER_HOOKS
 from tests.integration.tiny_model import LLAMA, write_config
 
 
@@ -337,7 +338,7 @@ def test_hook_that_cannot_be_applied(
     assert "no_such_method" in refusal()
 
 
-ALL_HOOKS = (*plugin.HOOKS, *plugin.PAPER_HOOKS)
+ALL_HOOKS = (*plugin.HOOKS, *PAPER_HOOKS)
 
 
 @pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])

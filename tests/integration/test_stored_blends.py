@@ -18,7 +18,7 @@ from impress_sglang.serving.blend_plan import Kind
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.coded import CodedSource
 from tests.integration.tiny_model import WORDS
-from tests.integration.tree_world import TreeWorld, install
+from tests.integration.tree_world import TreeWorld, install, told_of
 from tests.unit.kv_factory import as_tokens
 
 DOCUMENT = 300
@@ -80,7 +80,7 @@ def read(world: TreeWorld, req: Any, monkeypatch: pytest.MonkeyPatch) -> BlendJo
     """The job of a request, of which all is read and nothing computed."""
     job = blending(world, req)
     with monkeypatch.context() as still:
-        still.setattr(world.blends, "step", lambda: None)
+        still.setattr(world.blends, "step", lambda: False)
         while not world.is_read():
             pass
     return job
@@ -113,7 +113,7 @@ def test_a_block_is_computed_between_two_passes(
     assert steps > 3 and positions == sorted(positions)
     length = world.admit(req)
     assert length == job.stop == job.start + len(job)
-    told = req.customized_info["impress"][0]
+    told = told_of(req)
     assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.reused
     assert told["path"] == "ssd" and told["approximate"] and told["bits"] == 6.0
     assert told["tokens"]["blended"] == job.reused
@@ -122,6 +122,26 @@ def test_a_block_is_computed_between_two_passes(
     world.compute(req)
     world.end(req)
     assert world.service.estimator.blending.observations == 1
+
+
+@one_page_size
+def test_nothing_is_learnt_of_passes_beside_a_blend(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    req = world.request("r", PROMPT, **ASKED)
+    read(world, req, monkeypatch)
+    other = world.request("other", document(50)[:40], blend="off")
+    world.admit(other)
+    assert not world.cache._known["other"].disturbed
+    world.poll()
+    assert world.cache._known["other"].disturbed
+    world.compute(other)
+    world.end(other)
+    world.settle(req)
+    world.admit(req)
+    assert not world.cache._known["r"].disturbed
+    world.compute(req)
+    world.end(req)
 
 
 @one_page_size
@@ -218,7 +238,7 @@ def test_requests_of_a_class_wait_for_one_blend(world: TreeWorld) -> None:
         world.settle(req)
     lengths = [world.admit(req) for req in asked]
     assert len(set(lengths)) == 1 and lengths[0] > 880
-    reasons = [req.customized_info["impress"][0]["why"]["reason"] for req in asked]
+    reasons = [told_of(req)["why"]["reason"] for req in asked]
     assert reasons == ["blended", "shared", "shared"]
     for req in asked:
         world.compute(req)
@@ -298,7 +318,7 @@ def test_a_run_that_cannot_be_read_is_computed(
     world.settle(req)
     length = world.admit(req)
     assert length == job.stop and (job.kinds[300:600] == Kind.COMPUTED).all()
-    told = req.customized_info["impress"][0]
+    told = told_of(req)
     assert told["why"]["reason"] == "blended" and told["blended_tokens"] == 600 - 16
     assert not bad.ready, "a second look decides"
     world.compute(req)

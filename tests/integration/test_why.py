@@ -9,7 +9,8 @@ import pytest
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.integration.paper import radix_cache
-from impress_sglang.integration.paper.passes import REPORT_KEY, KnownRequest
+from impress_sglang.integration.paper.passes import KnownRequest
+from impress_sglang.integration.reports import report_of
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.serving.report import RequestTotals, new_report
@@ -44,7 +45,9 @@ def admitted(
     if req.host_hit_length:
         world.admit(req)
     assert not world.cache.passes.begin_saves([req.rid], [1])
-    why: dict[str, Any] = req.customized_info[REPORT_KEY][0]["why"]
+    report = report_of(req)
+    assert report is not None
+    why: dict[str, Any] = report["why"]
     if req.rid in world.runtime.live:
         world.end(world.runtime.live[req.rid])
     world.cache._forget(req.rid)
@@ -58,8 +61,6 @@ def test_a_hit(world: World) -> None:
     why = admitted(world)
     assert why["reason"] == Reason.LOADED and why["rest"] is None
     assert why["text"] == f"Its stored prefix was loaded: {TOKENS} tokens in 6 bits."
-    world.idle_part()
-    assert admitted(world)["reason"] == Reason.SHARED
 
 
 @pytest.mark.usefixtures("stored")
@@ -102,6 +103,23 @@ def test_what_was_not_taken_for_want_of_room(world: World) -> None:
     assert world.compute("r", 2000) == 0
     assert admitted(world)["reason"] == Reason.NO_ROOM
     world.runtime.store._quota.used_bytes = 0
+
+
+def test_what_was_not_taken_while_others_were_written(world: World) -> None:
+    saves = world.cache._saves
+    saves.writing_tokens = world.allocator.size // 2
+    assert world.compute("r", 2000) == 0
+    assert admitted(world)["reason"] == Reason.BUSY
+    saves.writing_tokens = 0
+    assert world.compute("r", 2000) > 0 and admitted(world)["reason"] == Reason.LOADED
+
+
+def test_what_was_not_taken_by_the_disk(world: World) -> None:
+    """It is offered again when the request ends, and the disk may answer then."""
+    world.runtime.store.health.failed("a test", OSError("no"), reading=False)
+    assert world.compute("r", 2000) == 0
+    assert admitted(world)["reason"] == Reason.READ_ONLY
+    assert not world.cache._saves._refused
 
 
 @pytest.mark.parametrize("options", [{"write_after": 2}])
@@ -186,8 +204,8 @@ def test_what_turned_out_to_be_damaged(world: World) -> None:
     request = world.admit(world.ask("reads"))
     assert request is not None
     request.report["why"] = {"reason": Reason.LOADED}
-    segment = request.uses[0].part.segment_id
-    world.runtime.give_up_reading(request, SegmentUnreadable(segment, "a test"))
+    (segment,) = world.runtime.store.tree.segments()
+    world.runtime.give_up_reading(request, SegmentUnreadable(segment.segment_id, "a test"))
     world.end(request)
     assert request.report["why"]["reason"] == Reason.DAMAGED  # type: ignore[index]
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.integration import blends
+from impress_sglang.integration.reports import report_of
 from impress_sglang.integration.tree_cache import ImpressTreeCache
 from impress_sglang.serving.service import Service
 from tests.integration import tiny_model
@@ -77,13 +78,21 @@ class Batch:
         return not self.reqs
 
 
+def told_of(req: Req) -> dict[str, Any]:
+    """What the answer of a request says."""
+    report = report_of(req)
+    assert report is not None
+    return report
+
+
 class TreeWorld:
     """One tree cache with its store, and requests on their way."""
 
     def __init__(
         self, root: Path, page_size: int = 1, *, size: int = 4096, chunk: int = 256, **options: Any
     ) -> None:
-        defaults = DEFAULTS | {"policy": "impress", "bits": 6.0, "min_prefix_tokens": 16}
+        defaults = DEFAULTS | {"policy": "impress", "retention": 1.0, "bits": 6.0}
+        defaults |= {"min_prefix_tokens": 16}
         self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
         self.pool, self.model = Pool(SHAPE, size + 64), Model()
         self.rows = ReqToTokenPool(16, size, "cpu", enable_memory_saver=False)
@@ -229,7 +238,7 @@ class TreeWorld:
         self.settle(req)
         self.admit(req)
         self.compute(req)
-        report: dict[str, Any] = req.customized_info["impress"][0]
+        report = told_of(req)
         self.end(req)
         self.service.store.writes.drain()
         return report

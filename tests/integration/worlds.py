@@ -10,7 +10,7 @@ import dataclasses
 import json
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     InitLoadBackParams,
@@ -35,7 +34,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
-from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.integration.paper.passes import KnownRequest
 from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
@@ -69,14 +67,18 @@ class Pool:
         self.go_on.set()
         self._buffer = torch.randn(slots, SHAPE.num_kv_heads, SHAPE.key_dim)
 
-    def get_key_buffer(self, layer: int) -> Tensor:
+    def _get_key_buffer(self, layer: int) -> Tensor:
         self.reading.set()
         assert self.go_on.wait(30)
         assert not self.paused, "the pool is read while it is paused"
         return self._buffer
 
-    def get_value_buffer(self, layer: int) -> Tensor:
-        return self.get_key_buffer(layer)
+    # SGLang's own waits for a layer that is being loaded before it does the same.
+    get_key_buffer = get_value_buffer = _get_value_buffer = _get_key_buffer
+
+    # Without waiting for layers that are loaded.
+    _get_key_buffer = get_key_buffer
+    _get_value_buffer = get_value_buffer
 
 
 @dataclasses.dataclass
@@ -105,38 +107,28 @@ def make_runtime(
     shape: KVShape,
     *,
     hidden_size: int = 64,
-    free: Callable[[Tensor], object] = lambda slots: None,
-    page_size: int = 1,
     **options: Any,
 ) -> ServingRuntime:
-    config = ImpressConfig(ssd_dir=str(root), **(DEFAULTS | {"policy": "impress"} | options))
-    own: dict[str, Any] = {"hidden_size": hidden_size, "free": free, "page_size": page_size}
-    return ServingRuntime(config, shape, OLD, torch.device("cpu"), **own)
+    usual = DEFAULTS | {"policy": "impress", "retention": 0.5}
+    config = ImpressConfig(ssd_dir=str(root), **(usual | options))
+    return ServingRuntime(config, shape, OLD, torch.device("cpu"), hidden_size)
 
 
 class World:
     """A tree cache with a store, and SGLang's updater of weights that flushes it."""
 
-    def __init__(
-        self, root: Path, page_size: int = 1, *, size: int = 4 * TOKENS, **options: Any
-    ) -> None:
+    def __init__(self, root: Path, *, size: int = 4 * TOKENS, **options: Any) -> None:
         self.pool = Pool(size + TOKENS)
         self.saver = Saver(self.pool)
         self.rows = ReqToTokenPool(4, size, "cpu", enable_memory_saver=False)
-        rest = torch.float32, "cpu", self.pool, False
-        self.allocator = (
-            TokenToKVPoolAllocator(size, *rest)
-            if page_size == 1
-            else PagedTokenToKVPoolAllocator(size, page_size, *rest)
-        )
+        self.allocator = TokenToKVPoolAllocator(size, torch.float32, "cpu", self.pool, False)
         self.weights, self.asked, self.idle = OLD, 0, True
-        options = {"min_prefix_tokens": 16, "page_size": page_size} | options
-        self.runtime = make_runtime(root, SHAPE, free=self.allocator.free, **options)
+        self.runtime = make_runtime(root, SHAPE, **({"min_prefix_tokens": 16} | options))
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
-            page_size=page_size,
+            page_size=1,
         )
         self.cache = ImpressRadixCache(params, self.runtime, self.read_identity, None)
         self.updater = self._updater()
@@ -270,9 +262,8 @@ class World:
         """As `on_release` does."""
         self.cache._forget(request.rid)
         self.runtime.release(request.rid)
-        if not request.uses:
-            self.cache._private_tokens -= request.k
-            self.allocator.free(request.slots)
+        self.cache._private_tokens -= request.k
+        self.allocator.free(request.slots)
 
     def loaded(self, rid: str, *args: Any, **wanted: Any) -> StoredRequest:
         """A request is matched, admitted and loaded."""
@@ -280,11 +271,6 @@ class World:
         assert request is not None
         self.load(request)
         return request
-
-    def idle_part(self, length: int = TOKENS) -> None:
-        """A prefix in codes is in slots, and nobody uses it."""
-        self.end(self.loaded("first", length))
-        assert self.cache._residents.idle_tokens == length
 
     def compute(
         self,
@@ -398,23 +384,14 @@ class World:
         self.runtime.close()
 
 
-def blending_world(root: Path, page_size: int = 1, **options: Any) -> World:
-    """One that reuses text where it is no prefix."""
-    world = World(root, page_size, blend=0.15, blend_min_tokens=200, **options)
-    world.runtime.blend_with(KeyRotation(lambda rows: torch.zeros(rows, 8), halves=True), 4096)
-    return world
-
-
-def shuffled(*order: int) -> list[int]:
-    """Documents in some order."""
-    return [own for n in order for own in range(10_000 * n, 10_000 * n + 300)]
-
-
 def install_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a server; what needs several processes or an accelerator is left out."""
     from sglang.srt.plugins import load_plugins
 
+    from impress_sglang.integration.paper.hooks import add_hooks
+
     load_plugins()
+    add_hooks()
     monkeypatch.setattr(torch.distributed, "barrier", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda **_: 1)
     # SGLang asks for the module of the build's accelerator, which a CPU machine lacks.

@@ -395,8 +395,7 @@ class Life:
         self._require_sound(stats)
         pool = stats["device_pool"]
         self._require(not stats["requests_live"], f"requests are left: {stats['requests_live']}")
-        # What the paper's policies share stays while it is idle.
-        left = {kind: pool[kind] for kind in pool.keys() - {"tokens", "shared_idle_tokens"}}
+        left = {kind: pool[kind] for kind in pool.keys() - {"tokens"}}
         self._require(not any(left.values()), f"slots are left: {pool}")
         after = Footprint.of(scheduler)
         self._world.note(f"before {before}, after {after}")

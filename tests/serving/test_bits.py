@@ -139,6 +139,17 @@ def test_eight_at_once_load_a_prefix_once(impress: Server) -> None:
     assert loaded == [(6.0, 6.0), (8.0, 8.0)]
 
 
+def test_samples_rest_on_what_was_loaded_for_their_prompt(impress: Server) -> None:
+    prefix = impress.store(900, seed=10)
+    before = impress.stats()["totals"]["loaded_tokens"]
+    question = [*prefix, *random_tokens(20, seed=11)]
+    answers: Any = impress.generate(question, 4, sampling_params={"n": 3})
+    said = [report(answer) for answer in answers]
+    assert paths(answers) == ["ssd"] * 3 and said[0] == said[1] == said[2]
+    assert said[0]["loaded_tokens"] == 900 and said[0]["ssd_bytes"] > 0
+    assert impress.stats()["totals"]["loaded_tokens"] == before + 900
+
+
 def test_eight_at_once_read_an_exact_prefix_once(impress: Server, stock: Server) -> None:
     """Those behind the first wait for what it waits for, and find the prefix in SGLang's tree."""
     prefix = impress.store(1500, seed=9)

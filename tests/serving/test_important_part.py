@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,16 @@ def test_report_in_a_stream_and_totals(impress: Server) -> None:
     assert after["requests_ssd"] == before["requests_ssd"] + 1
     assert after["used_tokens"] == before["used_tokens"] + 100
     assert after["prefix_tokens"] == before["prefix_tokens"] + 400
+
+
+def test_each_sample_says_what_it_loaded_itself(impress: Server) -> None:
+    """A part of a prefix is nobody else's."""
+    prefix = impress.store(600, seed=11)
+    before = impress.stats()["totals"]
+    answers: Any = impress.generate([*prefix, 5, 6, 7], 2, sampling_params={"n": 2})
+    assert paths(answers) == ["ssd"] * 2
+    # With that of the request for the prompt alone.
+    assert impress.stats()["totals"]["requests_ssd"] == before["requests_ssd"] + 3
 
 
 def test_approximate_prefix_never_becomes_resident(impress: Server) -> None:

@@ -28,9 +28,9 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_span import CodedSpan, Planes, cached_pages, most_pages
+from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
+from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
-from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 from tests.unit.reading import wait_for_reads
@@ -81,14 +81,13 @@ def check_pool(pool: Tensor, rows: Tensor, expected: Tensor, *, empty: float = E
     assert (pool[others] == empty).all()
 
 
-def uses_of(parts: Sequence[ResidentPart]) -> list[PartUse]:
-    """For a request that uses parts as they are."""
-    return [PartUse(part, part.start, part.stop) for part in parts]
-
-
-def in_slots(parts: Sequence[ResidentPart]) -> list[Planes | None]:
-    """What a source for these parts need not read."""
-    return [part.in_slots for part in parts]
+def levels_of_units(source: CodedSource, layer: int) -> Tensor:
+    """Planes that a source reads of all units, int64 [G, units]."""
+    own = [
+        torch.from_numpy(span.levels(layer, source.planes))[:, None].expand(-1, len(span.units))
+        for span in source.spans
+    ]
+    return torch.cat(own, 1).long()
 
 
 class CodedCase:
@@ -144,48 +143,27 @@ class CodedCase:
             for dim in (shape.key_dim, shape.value_dim)
             for _ in range(shape.num_layers)
         ]
-        self.parts: list[ResidentPart] = []
-        self._begin(resident=False)
+        self.request()
 
-    def request(self, planes: int = 0, *, resident: bool = False) -> None:
-        """A new request, with `resident` of what an earlier one has loaded, which has ended."""
-        self.source.close()
-        self._begin(planes, resident=resident)
-
-    def _begin(self, planes: int = 0, *, resident: bool) -> None:
-        if not resident:
-            slots = self.slots.split([len(span) for span in self.spans])
-            self.parts = [
-                ResidentPart(
-                    span.segment.segment_id,
-                    span.layout,
-                    self.shape.num_layers,
-                    span.start,
-                    span.stop,
-                    own,
-                )
-                for span, own in zip(self.spans, slots, strict=True)
-            ]
+    def request(self, planes: int = 0) -> None:
+        """A new request, for so many planes."""
+        if hasattr(self, "source"):
+            self.source.close()
         assert self.cache is not None
         self.cache.placement.advance()
-        self.source = self.open(self.spans, planes, in_slots(self.parts))
-        PartLoad(self.source, self.parts, pending=1)
-        self.uses = uses_of(self.parts)
+        self.source = self.open(self.spans, planes)
 
-    def open(
-        self,
-        spans: Sequence[CodedSpan],
-        planes: int = 0,
-        there: Sequence[Planes | None] | None = None,
-        **how: Any,
-    ) -> CodedSource:
-        """Another source over spans of the case, of which so much is in slots."""
+    def open(self, spans: Sequence[CodedSpan], planes: int = 0, **how: Any) -> CodedSource:
+        """Another source over spans of the case."""
         assert self.cache is not None
-        own = [
-            dataclasses.replace(span, in_slots=planes)
-            for span, planes in zip(spans, there or [None] * len(spans), strict=True)
-        ]
-        return CodedSource(own, self.reader, self.pool, self.cache, planes, **how)
+        return CodedSource(spans, self.reader, self.pool, self.cache, planes, **how)
+
+    def load(self, layer: int, writer: CodeWriter | None = None) -> None:
+        """The request under way loads a layer into its slots."""
+        slots = self.layer_slots(layer)
+        writer = writer or code_writer_for(torch.device("cpu"))
+        pools, found = (slots.keys.pool, slots.values.pool), self.source.read(layer)
+        put_codes(writer, self.source, found, *pools, self.slots)
 
     def read_ahead(self, waste_budget: float) -> None:
         """All layers, to the end."""
@@ -200,11 +178,7 @@ class CodedCase:
 
     def levels(self, layer: int) -> Tensor:
         """Planes of all units, int64 [G, units]."""
-        own = [
-            torch.from_numpy(use.part.levels(layer))[:, None].expand(-1, len(use.units))
-            for use in uses_of(self.parts)
-        ]
-        return torch.cat(own, 1).long()
+        return levels_of_units(self.source, layer)
 
     def expected(self, layer: int, planes: Tensor) -> list[Tensor]:
         """Keys and values [m, G, D] where units, counted through all spans, have these planes."""

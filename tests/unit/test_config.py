@@ -274,3 +274,10 @@ def test_enable_for_engine_leaves_the_variable_alone_when_a_value_is_wrong(
         enable_for_engine(retention=7.0)
 
     assert os.environ[CONFIG_VARIABLE] == "{}"
+
+
+@pytest.mark.parametrize("retention", [0.5, "auto"])
+def test_a_server_of_parts_does_not_blend(retention: float | str) -> None:
+    with pytest.raises(ConfigError, match="--impress-blend auto needs whole prefixes"):
+        ImpressConfig(blend="auto", retention=retention)
+    assert not ImpressConfig(blend="auto").needs_parts

@@ -16,12 +16,11 @@ from impress_sglang.management.versions import SegmentVersions, turns_of
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 from impress_sglang.transfer.source import ReadNeeds
-from tests.unit.kv_factory import make_shape
+from tests.unit.kv_factory import make_shape, stored_segment
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import Workbench, gb, look_up
-from tests.unit.test_residents import segment
 
-SEGMENTS = [segment(name) for name in "ab"]
+SEGMENTS = [stored_segment(name, range(40), shape=make_shape()) for name in "ab"]
 RANGES = st.tuples(st.integers(0, 9), st.integers(1, 5)).map(lambda own: (own[0], sum(own)))
 
 
@@ -61,9 +60,9 @@ def test_who_is_no_longer_in_the_queue_waits_for_nothing() -> None:
     for rid in "ab":
         lookahead.wait(rid, spans((0, (0, 4))))
     lookahead.order(["a", "b"])
-    assert lookahead.next_turn("a", 0, 4) == lookahead.turn("a")
+    assert lookahead.ranges("a") == [(0, 4, lookahead.turn("a"))]
     lookahead.order(["b"])
-    assert lookahead.next_turn("a", 0, 4) == lookahead.turn("b") and lookahead.awaits
+    assert lookahead.ranges("a") == [(0, 4, lookahead.turn("b"))] and lookahead.awaits
     lookahead.order([])
     assert not lookahead.awaits and "a" not in lookahead
     lookahead.check_integrity()
@@ -164,9 +163,7 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
                 for place, (start, stop) in ranges
                 if place == number and start <= token < stop
             ]
-            found = lookahead.next_turn(name, token, token + 1)
-            assert found == min(map(lookahead.turn, own), default=None)
-            assert turns[token] == (NOBODY if found is None else found)
+            assert turns[token] == min(map(lookahead.turn, own), default=NOBODY)
         places = {place for ranges in wanted.values() for place, _ in ranges}
         assert (name in lookahead) == (number in places)
     assert sorted(queue, key=lookahead.turn) == queue
@@ -242,7 +239,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
         match = look_up(store, prefix)
         assert match.num_tokens == len(prefix)
         if coded:
-            source = store.open_coded(match.spans, [None] * len(match.spans), 0)
+            source = store.open_whole(match.spans, 0)
             for layer in range(bench.shape.num_layers):
                 source.read(layer)
         else:

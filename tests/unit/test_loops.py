@@ -32,15 +32,13 @@ def test_loops_are_compiled_where_nothing_can_be_kept(
 
 
 @given(st.data(), st.integers(1, 3), st.integers(0, 5), st.integers(0, 9))
-def test_units_of_planes_that_heads_lack(
-    data: st.DataObject, heads: int, units: int, first: int
-) -> None:
+def test_units_of_planes(data: st.DataObject, heads: int, units: int, first: int) -> None:
     planes = st.lists(st.integers(0, 3), min_size=heads, max_size=heads)
-    low, high = (np.array(data.draw(planes), np.uint8) for _ in range(2))
+    levels = np.array(data.draw(planes), np.uint8)
 
-    found = areas.units_between(low, high, first, first + units)
+    found = areas.units_below(levels, first, first + units)
 
     plane = np.arange(3)[:, None]
-    missing = np.argwhere((plane >= low) & (plane < high))
-    expected = [[*own, unit] for own in missing.tolist() for unit in range(first, first + units)]
+    there = np.argwhere(plane < levels)
+    expected = [[*own, unit] for own in there.tolist() for unit in range(first, first + units)]
     assert found.tolist() == expected

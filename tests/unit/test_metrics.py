@@ -149,7 +149,7 @@ def test_all_is_told_of_a_store_that_is_open() -> None:
         segments_purged=3, segments_expired=4, segments_suspect=2, health=health.summary()
     )
     world.cache = {"device": TIER | {"evicted_score": 0.25}, "host": TIER}
-    names = ("private", "shared", "shared_idle", "held", "writing")
+    names = ("loading", "private", "held", "writing")
     world.pool = {"tokens": 100, **{f"{own}_tokens": len(own) for own in names}}
     world.tell(now=True)
     assert world.value("segments_total", event="purged") == 3
@@ -159,7 +159,7 @@ def test_all_is_told_of_a_store_that_is_open() -> None:
     assert world.value("cache_evicted_score", tier="device") == 0.25
     assert world.value("cache_evicted_score", tier="host") is None
     assert world.value("pool_tokens", kind="size") == 100
-    assert world.value("pool_tokens", kind="idle") == len("shared_idle")
+    assert world.value("pool_tokens", kind="private") == len("private")
     told = {own.name: set(own.read(world.summarize())) for own in (*COUNTERS, *GAUGES)}
     reasons = {"requests_not_served_total", "requests_not_stored_total"}
     assert {name for name, values in told.items() if not values} == reasons

@@ -50,14 +50,14 @@ def test_tokens_are_split_by_their_sources(
 def test_what_could_not_be_read_was_computed() -> None:
     report: dict[str, Any] = new_report("impress", 3, 20)
     tokens = split_tokens(20, resident=3, shared=4, loaded=5, unused=1)
-    report.update(tokens=tokens, path="ssd", blended_tokens=2)
+    report.update(tokens=tokens, path="ssd")
     request = stored_request(torch.arange(13), torch.arange(3), torch.arange(3, 13), report=report)
     publish(request)
     assert report["tokens"] == tokens
     request.compute_again()
     publish(request)
     publish(request)
-    assert report["tokens"] == split(3, 0, 0, 0, 0, 17) and report["blended_tokens"] == 0
+    assert report["tokens"] == split(3, 0, 0, 0, 0, 17)
 
 
 def test_totals_are_sums_of_reports() -> None:

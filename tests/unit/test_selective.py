@@ -13,14 +13,21 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.codec import LEVELS, NUM_PLANES
 from impress_sglang.precision.floors import Floors
 from impress_sglang.serving.paper.loading import SelectiveLoading
-from impress_sglang.transfer import selective
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit import dense
-from tests.unit.coded_factory import BLOCK, EMPTY, SHAPE, CodedCase, CodedPart, check_pool
+from tests.unit.coded_factory import (
+    BLOCK,
+    EMPTY,
+    SHAPE,
+    CodedCase,
+    CodedPart,
+    check_pool,
+    levels_of_units,
+)
 from tests.unit.kv_factory import flip_byte
-from tests.unit.test_coded_loader import (
+from tests.unit.test_coded import (
     PLANES,
     PREFIXES,
     Coded,
@@ -42,7 +49,7 @@ class Request:
         # Of which the case closes the latest.
         case.source = self.source = case.open(case.spans, planes)
         self.loader = SelectiveLoader(case.shape)
-        self.uses = self.loader.begin(self.source, CPU)
+        self.loader.begin()
         self.stats = LoadStats()
         rows = torch.randperm(k + 7, generator=torch.Generator().manual_seed(k))[:k]
         pool = LayerSlots.fresh(k + 7, case.shape, CPU)
@@ -52,15 +59,11 @@ class Request:
         """The tokens [G, k] that the layer uses."""
         for own in (self.slots.keys, self.slots.values):
             own.pool.fill_(EMPTY)
-        return self.loader.load(layer, self.source, self.uses, given, self.slots, self.stats)
+        return self.loader.load(layer, self.source, given, self.slots, self.stats)
 
     def planes(self, layer: int) -> Tensor:
         """Of all units [G, units]."""
-        parts = [
-            torch.from_numpy(use.part.levels(layer))[:, None].expand(-1, len(use.units))
-            for use in self.uses
-        ]
-        return torch.cat(parts, 1).long()
+        return levels_of_units(self.source, layer)
 
     def check_slots(self, layer: int, tokens: Tensor) -> None:
         """They hold each head's own tokens in their bits, and no others changed."""
@@ -107,13 +110,16 @@ def test_each_head_gets_its_own_best_tokens(
         request.check_slots(layer, tokens)
 
 
-def test_one_token_and_all_but_one(coded: Coded) -> None:
-    for k in (1, 63):
+def test_one_token_all_but_one_and_all(coded: Coded) -> None:
+    """All are loaded into the slots at once."""
+    for k in (1, 63, 64):
         case = coded([CodedPart(64)])
         request = Request(case, k)
         tokens = request.load(0, inputs(case))
         assert tokens.shape == (2, k)
         request.check_slots(0, tokens)
+        assert request.stats.layers_whole == (k == 64)
+        assert (request.loader._scratch is None) == (k == 64)
 
 
 def test_what_is_read_is_counted(coded: Coded) -> None:
@@ -153,23 +159,8 @@ def test_a_damaged_block_is_said(what: str, coded: Coded) -> None:
     assert caught.value.segment_id == segment.segment_id
 
 
-def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(coded: Coded) -> None:
-    case = coded([CodedPart(300)])
-    request = Request(case, 70)
-    given = inputs(case)
-    for layer in range(SHAPE.num_layers):
-        request.load(layer, given)
-        (use,) = request.uses
-        assert use.part._ranges is not None and len(use.part._ranges) == 1
-    scratch = request.loader._scratch
-    assert scratch is not None and len(scratch.keys.pool) == 300
-
-
-def test_memory_for_a_layer_is_let_go_with_the_last_request(
-    coded: Coded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two that are loaded layer by layer in turn, and of two that never began: one for want of
-    memory."""
+def test_memory_for_a_layer_is_let_go_with_the_last_request(coded: Coded) -> None:
+    """Of two that are loaded layer by layer in turn, and of one that never began."""
     loader = SelectiveLoader(SHAPE)
     store: Any = SimpleNamespace(close_source=lambda source: source.close())
     loadings = []
@@ -181,14 +172,6 @@ def test_memory_for_a_layer_is_let_go_with_the_last_request(
     for layer in range(SHAPE.num_layers):
         for loading, slots, case in loadings[:2]:
             loading.load(layer, inputs(case), slots, LoadStats())
-
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError
-
-    _, slots, case = loadings[2]
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(selective, "parts_alone", fail)
-        unused.load(0, inputs(case), slots, LoadStats())
     unused.close()
     longer.close()
     assert loader._scratch is not None and len(loader._scratch.keys.pool) == 500

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from impress_sglang.config import bytes_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
-from impress_sglang.integration.paper.blend import PrefixBlend, blend_prefix
 from impress_sglang.integration.paper.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
 from impress_sglang.integration.paper.passes import Passes
 from impress_sglang.integration.paper.recompute import (
@@ -37,8 +36,6 @@ from impress_sglang.integration.paper.recompute import (
 from impress_sglang.integration.paper.row_starts import RowStarts
 from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.serving.estimate import pairs_of
-from impress_sglang.serving.paper.blended_loading import BlendedLoading
-from impress_sglang.serving.paper.loading import loads_nothing
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save
@@ -91,7 +88,7 @@ class PrefixAttention(AttentionBackend):
 
     _runtime: ServingRuntime | None
     _passes: Passes | None
-    _capture: PrefixCapture | PrefixBlend | None
+    _capture: PrefixCapture | None
     _recomputing_seconds: float
     _starts: RowStarts
     _clock: Clock
@@ -123,15 +120,15 @@ class PrefixAttention(AttentionBackend):
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
         """Whether a batch loads nothing; SGLang asks before it runs one in a graph.
 
-        What is computed again or blended while a layer is loaded runs layers of the model, which
-        take part in a graph as long as one runs.
+        What is computed again while a layer is loaded runs layers of the model, which take part in
+        a graph as long as one runs.
         """
         if self._runtime is None:
             return True
         live, layers = self._runtime.live, self._runtime.shape.num_layers
         for request in filter(None, map(live.get, forward_batch.rids or ())):
             loaded = request.layers_loaded == layers and not request.failed and not request.start
-            if not (request.adopted or loaded or loads_nothing(request.loading)):
+            if not (request.adopted or loaded):
                 return False
         return True
 
@@ -276,11 +273,9 @@ class PrefixAttention(AttentionBackend):
             assert self._passes is not None
             self._runtime.fail(request)
             self._passes.abort(request.rid, reason)
-        if not request.uses:
-            # The row stays in the pass to its end and must not bring NaN into it. Shared slots hold
-            # numbers already, and other requests may read them.
-            slots.keys.clear()
-            slots.values.clear()
+        # The row stays in the pass to its end and must not bring NaN into it.
+        slots.keys.clear()
+        slots.values.clear()
 
     def _try_to_load(
         self,
@@ -313,12 +308,6 @@ class PrefixAttention(AttentionBackend):
     ) -> str | None:
         assert self._runtime is not None
         request = row.request
-        loading = request.loading
-        blends = isinstance(loading, BlendedLoading) and not loading.blended
-        if blends and not can_compute:
-            assert self._runtime.blending is not None
-            self._runtime.blending.refusal = _FUSED
-            return _FUSED
         # Resident keys are needed only for scoring, in the softmax.
         scores = request.start
         inputs = LayerInputs(
@@ -329,10 +318,6 @@ class PrefixAttention(AttentionBackend):
             resident_rows=request.resident_slots[: request.resident_len if scores else 0],
         )
         try:
-            if isinstance(loading, BlendedLoading) and not loading.blended:
-                shortage = self._blend(request, loading)
-                if shortage is not None:
-                    return shortage
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
             return None
         except PrefixUnreadable as error:
@@ -343,20 +328,6 @@ class PrefixAttention(AttentionBackend):
         if shortage is None:
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
         return shortage
-
-    def _blend(self, request: StoredRequest, loading: BlendedLoading) -> str | None:
-        """Blend a prefix into its slots; returns why that failed, or None."""
-        blend = PrefixBlend(self._model_runner.token_to_kv_pool, request, loading)
-        self._capture = blend
-        began = time.monotonic()
-        deadline = began + pass_seconds() - self._recomputing_seconds
-        try:
-            if not blend_prefix(self._model_runner.model, request, blend, loading, deadline):
-                return "blending it takes too long"
-        finally:
-            self._capture = None
-            self._recomputing_seconds += time.monotonic() - began
-        return None
 
     def _recompute(self, request: StoredRequest, device: torch.device) -> str | None:
         """Compute the KVs of an unreadable prefix here; returns why that failed, or None."""

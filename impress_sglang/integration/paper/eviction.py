@@ -9,7 +9,7 @@ locked, and never considered.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,8 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.management.residents import ResidentParts, age_of
+from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.transfer.resident import ResidentPart
 
 _ATTRIBUTE = "_impress_use"
 
@@ -38,13 +37,13 @@ class _NodeUse:
 class Awaited:
     """What waiting requests will use of the device pool; SGLang evicts it last, if it must.
 
-    Keeps for each request the node of SGLang's tree where its resident prefix ends, and the stored
-    tokens that may be in slots in codes. Nodes above need not be noted: only leaves are evicted.
+    Keeps for each request the node of SGLang's tree where its resident prefix ends. Nodes above
+    need not be noted: only leaves are evicted.
     """
 
-    def __init__(self, residents: ResidentParts) -> None:
-        self._residents = residents
-        self._lookahead = residents.lookahead
+    def __init__(self, lookahead: LookAhead) -> None:
+        """`lookahead` knows the turns of requests, and is told of the stored tokens they use."""
+        self._lookahead = lookahead
         self._node_of: dict[str, Any] = {}
         self._rids_of: dict[Any, set[str]] = {}
 
@@ -87,24 +86,10 @@ class Awaited:
             self.note_resident(rid, node.parent)
 
     def clear(self) -> None:
-        """Forget all nodes, because the tree is empty."""
+        """Forget all requests, because the tree is empty."""
         self._node_of.clear()
         self._rids_of.clear()
-
-    def part_first(self, part: ResidentPart, leaves: Collection[Any]) -> bool:
-        """Whether an idle part is evicted before the leaves of the tree."""
-        ages = (age_of(self.turn(leaf), leaf.last_access_time) for leaf in leaves)
-        return self._residents.age(part) <= min(ages, default=age_of(0, math.inf))
-
-    def tokens_before(self, leaves: Collection[Any], num_tokens: int) -> int:
-        """How many of `num_tokens` the tree evicts before an idle part is considered again.
-
-        Those of leaves not waited for, or else one leaf: it evicts whole leaves, the lowest first.
-        """
-        if not self._rids_of:
-            return num_tokens
-        others = sum(len(leaf.key) for leaf in leaves if leaf not in self)
-        return min(num_tokens, max(others, 1))
+        self._lookahead.clear()
 
     def check_integrity(self, page_size: int) -> None:
         """Check that the prefixes of waiting requests end at nodes of the tree.
@@ -116,6 +101,7 @@ class Awaited:
         for rid, node in self._node_of.items():
             assert rid in self._rids_of[node]
             assert node.parent.children[node.key.child_key(page_size)] is node
+        self._lookahead.check_integrity()
 
 
 def refresh_waiting(original: Callable[..., None], req: Any, tree_cache: Any) -> None:

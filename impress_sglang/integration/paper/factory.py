@@ -14,11 +14,8 @@ from impress_sglang.integration.guards import check_arguments
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.paper.attention import PrefixAttention
 from impress_sglang.integration.paper.backends import check_parts
-from impress_sglang.integration.paper.blend import rotation_of
 from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
-from impress_sglang.integration.paper.recompute import block_tokens
 from impress_sglang.management.policies import LoadOptions, make_policy
-from impress_sglang.options import OFF
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.transfer.coded_slots import code_writer_for
@@ -72,19 +69,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             # Imports loops, which are compiled then: after an installation that takes seconds.
             code_writer_for(device)
     hidden_size = runner.model_config.hidden_size
-    params = context.params
-    runtime = ServingRuntime(
-        config,
-        shape,
-        read_identity(),
-        device,
-        hidden_size,
-        free=lambda slots: params.token_to_kv_pool_allocator.free(slots),
-        page_size=params.page_size,
-    )
-    if config.blend != OFF:
-        runtime.blend_with(rotation_of(runner.model), block_tokens())
-    cache = ImpressRadixCache(params, runtime, read_identity, runner.forward_stream)
+    runtime = ServingRuntime(config, shape, read_identity(), device, hidden_size)
+    cache = ImpressRadixCache(context.params, runtime, read_identity, runner.forward_stream)
     if cache.metrics_collector is not None:
         runtime.metrics = ServingMetrics(cache.metrics_collector.labels)
     backend.connect(runtime, cache.passes)

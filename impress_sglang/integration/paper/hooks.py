@@ -10,7 +10,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from impress_sglang.integration.hooks import Hook, check_in_place, register
 from impress_sglang.integration.paper.attention import adopt_backend
 from impress_sglang.integration.paper.eviction import refresh_waiting
-from impress_sglang.integration.paper.overtaking import let_others_pass
 from impress_sglang.integration.paper.paged import keep_host_rows
 from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.integration.served_cache import served_cache_of
@@ -49,10 +48,6 @@ def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) ->
     refresh_waiting(original, req, tree_cache)
 
 
-def _after_admission(result: Any, adder: Any, req: Any, *_: Any, **__: Any) -> Any:
-    return let_others_pass(result, adder, req)
-
-
 def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Give a request that failed in a chunk of its prefill no further chunk.
 
@@ -81,6 +76,5 @@ HOOKS = (
         "after",
     ),
     Hook("sglang.srt.managers.schedule_policy.touch_waiting_prefix", _around_refresh, "around"),
-    Hook("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", _after_admission, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
 )

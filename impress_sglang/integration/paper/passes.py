@@ -13,13 +13,13 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from impress_sglang.integration.keys import as_tokens, namespace_of
 from impress_sglang.integration.paper.prompt_saves import PromptSaves
+from impress_sglang.integration.reports import report_of
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.paper.admission import AdmissionPlan
-from impress_sglang.serving.paper.blend_plan import BlendNotes
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save
-from impress_sglang.serving.report import REPORT_KEY, new_report
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.why import Asked
 from impress_sglang.storage.segment import Tokens
 
@@ -36,8 +36,6 @@ class KnownRequest:
     """Whether its use of the resident prefix has been counted."""
     declined: bool = False
     """Whether its plan could not be opened, so that it does without a stored prefix."""
-    blend: BlendNotes = dataclasses.field(default_factory=BlendNotes)
-    """What is known of its blending."""
 
 
 class KnownRequests(dict[str, KnownRequest]):
@@ -56,7 +54,7 @@ class KnownRequests(dict[str, KnownRequest]):
     def drop_plans(self) -> None:
         """Drop all plans, so that waiting requests are matched again."""
         for known in self.values():
-            known.plan, known.blend = None, BlendNotes()
+            known.plan = None
 
     def start_again(self) -> None:
         """Keep only the requests themselves: the tree is empty."""
@@ -104,27 +102,25 @@ class Passes:
         return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
     def wanted_by(self, req: Any) -> LoadOptions:
-        """What a request asks for; all exact for a request whose text others will reuse."""
-        wanted = load_options_of(req.sampling_params, self._runtime.config)
-        return LoadOptions() if req.rid in self._saves.for_others else wanted
+        """What a request asks for."""
+        return load_options_of(req.sampling_params, self._runtime.config)
 
     def _explain(self, known: KnownRequest) -> None:
         req = known.req
-        reports = (req.customized_info or {}).get(REPORT_KEY)
-        if not reports or reports[0]["why"] is not None:
+        report = report_of(req)
+        if report is None or report["why"] is not None:
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
         asked = Asked(
-            reports[0],
+            report,
             namespace_of(req),
             as_tokens(tokens[:limit]),
             self.wanted_by(req),
             seen=self._saves.seen(req.rid),
             opened=not known.declined,
-            blend=known.blend.why,
         )
-        reports[0]["why"] = self._runtime.explainer.explain(asked)
+        report["why"] = self._runtime.explainer.explain(asked)
 
     def note_end(self, req: Any, report: dict[str, Any]) -> None:
         """Count a request that has ended, and list it among the recent ones.

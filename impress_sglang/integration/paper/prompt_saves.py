@@ -10,16 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from impress_sglang.integration.eligibility import store_refusal
 from impress_sglang.integration.keys import as_tokens, namespace_of
 from impress_sglang.management.losses import Cause
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
-from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
@@ -27,10 +24,13 @@ from impress_sglang.serving.paper.saving import GatedLayerReader, Save
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader
 
-_REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRITE_BUDGET}
+_REFUSALS = {
+    StoreOutcome.NO_SPACE: Cause.NO_ROOM,
+    StoreOutcome.SPENT: Cause.WRITE_BUDGET,
+    StoreOutcome.UNAVAILABLE: Cause.READ_ONLY,
+}
 
 
 class PromptSaves:
@@ -46,14 +46,11 @@ class PromptSaves:
         self._begun: dict[str, Save] = {}
         self._locking: set[Save] = set()
         self._refused: set[str] = set()
-        least, blends = runtime.config.write_after, runtime.config.blend != OFF
-        self._counted = Sights(max(least, 2)) if least > 1 or blends else None
-        self.sights = self._counted if least > 1 else None
+        least = runtime.config.write_after
+        self.sights = Sights(least) if least > 1 else None
         """Counts how often prompts are asked for; None unless that decides what is stored."""
         # By request: how many of its first tokens are worth storing.
         self._worth: dict[str, int] = {}
-        self.for_others: set[str] = set()
-        """Ids of requests whose text others will reuse where it is not a prefix."""
         self.held_tokens = 0
         self.writing_tokens = 0
 
@@ -61,19 +58,14 @@ class PromptSaves:
         """Count a request that may be stored when it is matched; again has no effect."""
         tokens = req.origin_input_ids
         if (
-            self._counted is not None
+            self.sights is not None
             and req.rid not in self._worth
             and self._runtime.admission.looks_for(len(tokens))
         ):
             # For several samples SGLang first computes the prompt alone, without new tokens.
             sampling = req.sampling_params
             count = sampling.n == 1 or sampling.max_new_tokens == 0
-            space, known = namespace_of(req), as_tokens(tokens)
-            worth = self._counted.note(space, known, count=count)
-            elsewhere = self._worth_elsewhere(self._counted, space, known, worth, count=count)
-            if elsewhere > worth:
-                self.for_others.add(req.rid)
-                worth = elsewhere
+            worth = self.sights.note(namespace_of(req), as_tokens(tokens), count=count)
             at_once = store_wish_of(req.sampling_params) is True
             self._worth[req.rid] = len(tokens) if at_once else worth
 
@@ -81,47 +73,24 @@ class PromptSaves:
         """How many first tokens of a request were asked for often enough; None if not counted."""
         return None if self.sights is None else self._worth.get(rid, 0)
 
-    def _worth_elsewhere(
-        self, sights: Sights, space: str, tokens: Tokens, known: int, *, count: bool
-    ) -> int:
-        """How many of the first tokens of a prompt are worth storing for the sake of its text.
-
-        Some are if most of the text behind the `known` tokens was asked for often enough, wherever
-        it stood, and is stored nowhere; else 0.
-        """
-        store = self._runtime.store
-        content = store.tree.content
-        if content is None:
-            return 0
-        starts, often = sights.note_text(space, tokens, count=count)
-        often &= starts >= known
-        most = np.count_nonzero(starts >= known) // 2
-        if not store.writes.are_taken:
-            # Otherwise it would be computed exactly in vain.
-            return 0
-        if np.count_nonzero(often) > most:
-            found = content.find(store.namespace(space), tokens, known, only_ready=False)
-            often &= ~found.meet(starts, BLOCK_TOKENS)
-        fresh = starts[often]
-        return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
-
     def end(self, req: Any) -> None:
         """Count the answer of a request that is over for good: the next prompt may contain it."""
-        self.for_others.discard(req.rid)
         if self._worth.pop(req.rid, None) is not None and req.output_ids:
-            assert self._counted is not None
+            assert self.sights is not None
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
-            self._counted.note(namespace_of(req), tokens, len(req.origin_input_ids))
+            self.sights.note(namespace_of(req), tokens, len(req.origin_input_ids))
 
     def drop(self, rid: str) -> None:
         """Forget a request that is gone without having been admitted."""
-        self.for_others.discard(rid)
         self._worth.pop(rid, None)
 
     def begin(self, req: Any, length: int) -> Save | None:
         """Offer a prompt of `length` tokens, whose last pass begins now, to be saved behind it."""
         length = self._worth_of(req, length)
-        if req.rid in self._begun or not self._wants(req, length):
+        if req.rid in self._begun or not self._may_store(req, length):
+            return None
+        if not self._fits(length):
+            self._note_refusal(req, length, Cause.BUSY)
             return None
         row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         save = Save(row[:length].to(torch.int64, copy=True))
@@ -152,28 +121,19 @@ class PromptSaves:
             self._lock_for(save, req.last_node)
 
     def offer_approximate(self, req: Any, request: StoredRequest, up_to: int) -> None:
-        """Offer what was computed after an approximate prefix, holding its slots for the write.
-
-        For a blended prefix that is all from where it was blended on, and also what SGLang's tree
-        has before that, which may be stored nowhere.
-        """
-        own = self._runtime.admission.whole_pages(request.prefix_len - request.blended)
-        first, quality = 0 if own == request.resident_len else own, request.quality
+        """Offer what was computed after an approximate prefix, holding its slots for the write."""
+        first, quality = request.prefix_len, request.quality
         up_to = self._worth_of(req, up_to)
         too_deep = quality.depth > self._runtime.config.depth(quality.retention)
-        if too_deep or up_to <= own or not self._wants(req, up_to):
+        if too_deep or up_to <= first or not self._wants(req, up_to):
             return
         row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         save = Save(row[first:up_to].to(torch.int64, copy=True), self._runtime.shape.num_layers)
         if self._offer(req, save, first, quality):
             # SGLang frees [cache_protected_len, up_to) next; these slots are ours now.
             req.kv.cache_protected_len = max(req.kv.cache_protected_len, up_to)
-            if request.blended:
-                request.give(own, up_to)
-            save.held = save.slots[own - first :]
+            save.held = save.slots
             self.held_tokens += len(save.held)
-            if first < own:
-                self._lock_for(save, req.last_node)
 
     def abandon(self, rid: str) -> None:
         """Abandon the save of a prompt that is not computed, or whose slots are given away."""
@@ -234,25 +194,34 @@ class PromptSaves:
         self._locking.add(save)
 
     def _wants(self, req: Any, num_tokens: int) -> bool:
-        """Whether a request may be stored, is long enough, and the pool can spare its slots.
+        """Whether a request may be stored, is long enough, and the pool can spare its slots."""
+        return self._may_store(req, num_tokens) and self._fits(num_tokens)
 
-        Writes hold at most half of the pool, or a single long prefix. A request that was refused
-        once, for want of space or of write budget, is not offered again.
+    def _may_store(self, req: Any, num_tokens: int) -> bool:
+        """Whether a request may be stored, and is long enough.
+
+        One that was refused once, for want of space or of write budget, is not offered again.
         """
         runtime = self._runtime
         if not runtime.served.in_use or store_refusal(req) is not None:
             return False
         if num_tokens < runtime.config.min_prefix_tokens:
             return False
+        return req.rid not in self._refused
+
+    def _fits(self, num_tokens: int) -> bool:
+        """Whether writes would hold at most half of the pool, or a single long prefix."""
         spare = self._cache.token_to_kv_pool_allocator.size // 2 - self.writing_tokens
-        fits = self.writing_tokens == 0 or num_tokens <= spare
-        return fits and req.rid not in self._refused
+        return self.writing_tokens == 0 or num_tokens <= spare
+
+    def _note_refusal(self, req: Any, num_tokens: int, cause: Cause) -> None:
+        """Note why the first tokens of a request are not stored."""
+        store, tokens = self._runtime.store, as_tokens(req.full_untruncated_fill_ids[:num_tokens])
+        store.losses.note_tokens(store.namespace(namespace_of(req)), tokens, cause)
 
     def _worth_of(self, req: Any, num_tokens: int) -> int:
-        """How many of the first tokens of a request are worth storing, in whole pages."""
-        if self.sights is not None:
-            num_tokens = min(num_tokens, self._worth.get(req.rid, 0))
-        return self._runtime.admission.whole_pages(num_tokens)
+        """How many of the first tokens of a request are worth storing."""
+        return num_tokens if self.sights is None else min(num_tokens, self._worth.get(req.rid, 0))
 
     def _offer(self, req: Any, save: Save, first: int, quality: Quality) -> bool:
         """Offer a request's tokens, with KVs from token `first` on in `save`; returns success."""
@@ -280,9 +249,10 @@ class PromptSaves:
         )
         outcome = self._runtime.store.writes.offer(namespace_of(req), offer)
         if (cause := _REFUSALS.get(outcome)) is not None:
-            self._refused.add(req.rid)
-            name = self._runtime.store.namespace(namespace_of(req))
-            self._runtime.store.losses.note_tokens(name, tokens, cause)
+            self._note_refusal(req, len(tokens), cause)
+            if outcome is not StoreOutcome.UNAVAILABLE:
+                # The disk may answer again before the request ends.
+                self._refused.add(req.rid)
         if outcome is StoreOutcome.ACCEPTED:
             self.writing_tokens += len(save.slots)
         return outcome is StoreOutcome.ACCEPTED

@@ -7,13 +7,12 @@ the scheduler's thread calls this class.
 Slots that SGLang's tree does not know are counted here, so that SGLang's own accounting
 (available + evictable + protected + uncached == total) holds at every step:
   * private: the k slots that belong to one live request, counted as protected;
-  * shared: slots of prefixes in codes, counted as protected while a request uses them, and as
-    evictable otherwise;
   * held: slots of approximate KVs that a write still reads, counted as evictable.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +37,14 @@ from impress_sglang.integration.paper.passes import KnownRequest, KnownRequests,
 from impress_sglang.integration.paper.pool_sweeps import PoolSweeps
 from impress_sglang.integration.paper.prompt_saves import PromptSaves
 from impress_sglang.integration.paper.served import PaperServedCache
+from impress_sglang.integration.reports import attach, report_of
 from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving.paper.admission import AdmissionPlan
-from impress_sglang.serving.paper.blend_plan import BlendPlan
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
-from impress_sglang.serving.report import REPORT_KEY, estimate_fields, new_report
+from impress_sglang.serving.report import estimate_fields, new_report
 from impress_sglang.serving.truncation import truncated_tokens_of
 
 
@@ -70,11 +69,8 @@ class ImpressRadixCache(RadixCache):
         """Told of new weights by the hooks around SGLang's handlers."""
         self.sweeps = PoolSweeps(self)
         """Frees the slots of what is purged."""
-        self.held_back = set[str]()
-        """Ids of requests that wait for another request's pass, which brings their prefix."""
         self._private_tokens = 0
-        self._residents = runtime.residents
-        self.awaited = Awaited(self._residents)
+        self.awaited = Awaited(runtime.lookahead)
         self.check = IntegrityCheck(runtime.served, self._check_requests)
         """The integrity check that an operator may order, and its outcome."""
         self._started = False
@@ -109,7 +105,6 @@ class ImpressRadixCache(RadixCache):
             self.runtime.tell_metrics(now=True)
         assert not self.runtime.live and not self._private_tokens
         assert not self._saves.held_tokens
-        self._residents.forget_all()
         self.awaited.clear()
         self.sweeps.clear()
         if self.runtime.queue_order is not None:
@@ -128,7 +123,6 @@ class ImpressRadixCache(RadixCache):
         if req is None or self.disable:
             return resident
         known = self._known.note(req)
-        self.held_back.discard(req.rid)
         length = len(req.origin_input_ids)
         report = new_report(self.runtime.policy.name, resident.device_prefix_len, length)
         refusal = serve_refusal(req)
@@ -139,7 +133,7 @@ class ImpressRadixCache(RadixCache):
         )
         if report["not_stored"] is None:
             self._saves.sight(req)
-        req.customized_info = {REPORT_KEY: [report]}
+        attach(req, report)
         match, plan = StoredMatch(), None
         if refusal is None:
             match, plan = self._plan(params.key, resident.device_prefix_len, known)
@@ -154,36 +148,30 @@ class ImpressRadixCache(RadixCache):
         if accepted is None:
             self.runtime.prefetches.drop(req.rid)
             return resident
-        promised = accepted.promised
-        start = accepted.stop - promised
-        return resident._replace(device_prefix_len=start, host_hit_length=promised)
+        start = accepted.stop - accepted.k
+        return resident._replace(device_prefix_len=start, host_hit_length=accepted.k)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
         """Admit a request with its stored prefix: take its slots and open its source.
 
-        None sends the request back to the queue. It is then matched again, without a stored prefix
-        unless it waits for another request to bring that.
+        None sends the request back to the queue. It is then matched again, without a stored prefix.
         """
         req = params.req
         assert req is not None
         known = self._known[req.rid]
         plan, known.plan = known.plan, None
-        assert plan is not None and plan.promised == params.host_hit_length
-        if self.runtime.bringing.serves(plan):
-            self.held_back.add(req.rid)
-            return None
+        assert plan is not None and plan.k == params.host_hit_length
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
-        report = req.customized_info[REPORT_KEY][0]
+        report = report_of(req)
+        assert report is not None
         request = self.runtime.open(req.rid, plan, resident_slots, report, self._allocate)
         if request is None:
-            # Of a blend, its own notes say whether it may be tried again.
-            known.declined = not isinstance(plan, BlendPlan)
+            known.declined = True
             return None
-        if not request.uses:
-            self._private_tokens += request.k
+        self._private_tokens += request.k
         req.storage_hit_start = request.resident_len
         req.storage_hit_length = request.num_tokens
-        return plan.promised, req.last_node
+        return plan.k, req.last_node
 
     def prefetch(self, req: Any, *, again: bool = False) -> None:
         """Note what a waiting request will use, and begin to read that for its first layers.
@@ -207,7 +195,7 @@ class ImpressRadixCache(RadixCache):
         if serves:
             _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
         plan = self._accept(plan, req, resident, measure=not again)
-        if plan is None or runtime.bringing.serves(plan):
+        if plan is None:
             runtime.prefetches.drop(req.rid)
         else:
             runtime.prefetches.begin(req.rid, plan)
@@ -235,10 +223,7 @@ class ImpressRadixCache(RadixCache):
                 return
             if request.approximate:
                 if req.finished():
-                    before = request.k
                     self._saves.offer_approximate(req, request, up_to)
-                    # Slots that a write now holds are no longer private.
-                    self._private_tokens -= before - request.k
                 return
             if not request.adopted:
                 self._adopt(req, request)
@@ -253,15 +238,15 @@ class ImpressRadixCache(RadixCache):
         self._forget(req.rid)
         request = self.runtime.release(req.rid)
         if request is not None:
-            if not request.adopted and not request.uses:
+            if not request.adopted:
                 self._private_tokens -= request.k
                 self.token_to_kv_pool_allocator.free(request.slots)
             self._end_failed(req, request)
-        reports = (req.customized_info or {}).get(REPORT_KEY)
+        report = report_of(req)
         if req.finished():
             self._saves.end(req)
-        if req.finished() and reports:
-            self.passes.note_end(req, reports[0])
+        if req.finished() and report is not None:
+            self.passes.note_end(req, report)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""
@@ -291,21 +276,10 @@ class ImpressRadixCache(RadixCache):
 
         def enough() -> bool:
             nonlocal evicted
-            while (missing := params.num_tokens - freed()) > 0:
-                part = self._residents.oldest()
-                leaves = self.evictable_leaves
-                if part is not None and self.awaited.part_first(part, leaves):
-                    evicted += self._residents.evict(part)
-                    continue
-                if part is not None:
-                    missing = self.awaited.tokens_before(leaves, missing)
+            if (missing := params.num_tokens - freed()) > 0:
                 own = super(ImpressRadixCache, self).evict(EvictParams(num_tokens=missing))
                 evicted += own.num_tokens_evicted
-                if not own.num_tokens_evicted:
-                    if part is None:
-                        return False
-                    evicted += self._residents.evict(part)
-            return True
+            return freed() >= params.num_tokens
 
         if not enough() and store is not None and store.writes:
             store.writes.abandon(enough, self._saves.which_free())
@@ -325,22 +299,20 @@ class ImpressRadixCache(RadixCache):
         self.runtime.tell_metrics()
 
     def evictable_size(self) -> int:
-        """Tokens that `evict` can free: SGLang's, idle parts', and those that only writes hold."""
-        own = self._saves.held_tokens + self._residents.idle_tokens
-        return int(super().evictable_size()) + own + self._saves.locked_tokens()
+        """Tokens that `evict` can free: SGLang's, and those that only writes hold."""
+        own = self._saves.held_tokens + self._saves.locked_tokens()
+        return int(super().evictable_size()) + own
 
     def protected_size(self) -> int:
-        """Tokens that cannot be evicted: SGLang's, and those in private or used shared slots."""
-        own = self._private_tokens + self._residents.used_tokens
-        return int(super().protected_size()) + own - self._saves.locked_tokens()
+        """Tokens that cannot be evicted: SGLang's, and those in private slots."""
+        own = self._private_tokens - self._saves.locked_tokens()
+        return int(super().protected_size()) + own
 
     def _describe_pool(self) -> dict[str, int]:
         """How many tokens of the pool are ours, by what they are for."""
         return {
             "tokens": self.token_to_kv_pool_allocator.size,
             "private_tokens": self._private_tokens,
-            "shared_tokens": self._residents.used_tokens,
-            "shared_idle_tokens": self._residents.idle_tokens,
             "held_tokens": self._saves.held_tokens,
             "writing_tokens": self._saves.writing_tokens,
         }
@@ -356,10 +328,9 @@ class ImpressRadixCache(RadixCache):
             self.runtime.store.check_integrity()
 
     def _check_requests(self) -> None:
-        """Check counters; the time grows with requests and parts, not with what is stored."""
+        """Check counters; the time grows with requests, not with what is stored."""
         live = self.runtime.live.values()
-        assert self._private_tokens == sum(r.k for r in live if not r.adopted and not r.uses)
-        self._residents.check_integrity()
+        assert self._private_tokens == sum(request.k for request in live if not request.adopted)
         self.awaited.check_integrity(self.page_size)
         assert self._saves.held_tokens <= self._saves.writing_tokens
 
@@ -372,7 +343,6 @@ class ImpressRadixCache(RadixCache):
             store.writes.abandon()
         self.runtime.prefetches.drop_all()
         self._known.drop_plans()
-        self._residents.hide_all()
 
     def _is_empty(self) -> bool:
         """Whether no KV is left in the pool."""
@@ -389,13 +359,9 @@ class ImpressRadixCache(RadixCache):
             return StoredMatch(), None
         tokens = as_tokens(key.raw_token_ids())
         wanted = self.passes.wanted_by(known.req)
-        space, blending = namespace_of(key), self.runtime.blending
-        match = admission.find(space, tokens, wanted)
-        waiting = self.runtime.prefetches.of(known.req.rid)
-        plan = admission.plan(match, tokens, resident_len, wanted, waiting)
-        if blending is not None:
-            plan = blending.plan(space, tokens, resident_len, plan, wanted, known.blend) or plan
-        return match, plan
+        match = admission.find(namespace_of(key), tokens, wanted)
+        ahead = functools.partial(self.runtime.prefetches.there, known.req.rid)
+        return match, admission.plan(match, tokens, resident_len, wanted, ahead)
 
     def _accept(
         self, plan: AdmissionPlan | None, req: Any, resident: MatchResult, *, measure: bool = True
@@ -415,8 +381,7 @@ class ImpressRadixCache(RadixCache):
         return plan
 
     def _allocate(self, num_tokens: int) -> Tensor | None:
-        """Allocate slots, int64, whole pages in order, evicting if need be; None without room."""
-        assert num_tokens == self.runtime.admission.whole_pages(num_tokens)
+        """Allocate slots, int64, evicting if need be; None without room."""
         allocator = self.token_to_kv_pool_allocator
         missing = num_tokens - allocator.available_size()
         if missing > 0:
@@ -445,6 +410,5 @@ class ImpressRadixCache(RadixCache):
     def _forget(self, rid: str) -> None:
         self._end_waiting(rid)
         self.runtime.prefetches.drop(rid)
-        self.held_back.discard(rid)
         self._known.forget(rid)
         self._saves.forget(rid)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -63,14 +62,3 @@ class PaperServedCache(ServedCache):
     def sweep(self, order: str, namespace: str | None, key: RadixKey | None) -> tuple[int, bool]:
         """See `PoolSweeps.step`."""
         return self._sweeps.step(order, namespace, key)
-
-    def hide(self, segment_ids: Iterable[str]) -> int:
-        """Hide the parts that hold codes of removed segments; returns how many tokens came free."""
-        return sum(self._runtime.residents.hide_segment(own) for own in segment_ids)
-
-    def tokens_in_slots(self) -> Mapping[str, int]:
-        """How many tokens of each segment are in the slots of parts."""
-        found = Counter[str]()
-        for part in self._runtime.residents:
-            found[part.segment_id] += len(part)
-        return found

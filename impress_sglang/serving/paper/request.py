@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from impress_sglang.serving.clocks import Stopwatch
@@ -17,7 +15,6 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.resident import PartUse
 from impress_sglang.transfer.slots import LayerSlots
 
 
@@ -29,11 +26,8 @@ class StoredRequest:
 
         |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
 
-    If a prefix in codes is used whole, k = m, its slots belong to the parts that it `uses` together
-    with other requests (`transfer.resident`).
-
-    Invariants: otherwise the k slots are private (counted as protected by the tree) until
-    `adopted`; layers below `layers_loaded` are in them, or zeros if the request has `failed`.
+    Invariants: the k slots are private (counted as protected by the tree) until `adopted`; layers
+    below `layers_loaded` are in them, or zeros if the request has `failed`.
     `stopwatch` is set while a pass loads all layers.
     """
 
@@ -46,8 +40,6 @@ class StoredRequest:
     quality: Quality  # of what is computed after the prefix
     loading: Loading | None
     report: dict[str, object]
-    uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
-    brings: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `bringing.Brought`
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
@@ -57,8 +49,6 @@ class StoredRequest:
     recomputed: bool = False  # the stored KVs could not be read
     failed: bool = False  # nor could they be computed: it ends with an error
     adopted: bool = False  # its slots belong to SGLang's tree
-    blended: int = 0  # tokens of the prefix from the first not stored behind the same text
-    computed: float = 0.0  # tokens of a blended prefix that were computed, mean over the layers
 
     @property
     def approximate(self) -> bool:
@@ -88,7 +78,7 @@ class StoredRequest:
     @property
     def undisturbed(self) -> bool:
         """Whether its times show what ordinary loading takes."""
-        return not (self.recomputed or self.failed or self.blended)
+        return not (self.recomputed or self.failed)
 
     def time_loading(self, stopwatch: Stopwatch) -> None:
         """Time a pass that begins; `stopwatch` is kept only if the pass loads all layers."""
@@ -113,8 +103,7 @@ class StoredRequest:
         """End loading and add up what was read; may be called again."""
         loading, self.loading = self.loading, None
         if loading is not None:
-            for own in loading.close():
-                self.reads.add(own)
+            self.reads.add(loading.close())
 
     def compute_again(self) -> None:
         """Give up stored KVs that cannot be read; `load_computed` follows, or `fail`."""
@@ -130,12 +119,6 @@ class StoredRequest:
         """End the prefix, which can neither be read nor computed."""
         self.failed = True
         self.end_loading()
-
-    def give(self, start: int, stop: int) -> None:
-        """Give the slots of tokens [start, stop) of the prompt away; the request is over."""
-        first, last = start - self.resident_len, stop - self.resident_len
-        self.slots = torch.cat([self.slots[:first], self.slots[last:]])
-        self.num_tokens = len(self.slots)
 
     def adopt(self) -> None:
         """Note that the slots belong to SGLang's tree from now on."""
@@ -160,4 +143,4 @@ def publish(request: StoredRequest) -> None:
     )
     if request.recomputed:
         tokens = split_again(request.report, resident=request.resident_len)
-        request.report.update(why=damaged(), blended_tokens=0, tokens=tokens)
+        request.report.update(why=damaged(), tokens=tokens)

@@ -14,22 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.policies import make_policy
-from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.options import OFF, ON
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.paper.admission import Admission, AdmissionPlan
-from impress_sglang.serving.paper.blend_plan import BlendPlan
-from impress_sglang.serving.paper.blending import Blending, fits
-from impress_sglang.serving.paper.bringing import Bringing
-from impress_sglang.serving.paper.loading import Loaders, RecomputedLoading, loads_nothing
+from impress_sglang.serving.paper.loading import Loaders, RecomputedLoading
 from impress_sglang.serving.paper.opening import Allocate, RequestOpener
 from impress_sglang.serving.paper.prefetch import Prefetches
 from impress_sglang.serving.paper.request import StoredRequest, publish
@@ -58,8 +53,6 @@ class ServingRuntime:
         device: torch.device,
         hidden_size: int,
         *,
-        free: Callable[[Tensor], None],
-        page_size: int = 1,
         timeline_for: Callable[[str], Timeline] | None = None,
     ) -> None:
         """Open the store.
@@ -70,8 +63,6 @@ class ServingRuntime:
             identity: the model identity.
             device: where attention runs and the slots are.
             hidden_size: hidden size of the model.
-            free: gives slots, int64 [n] in whole pages, back to the pool.
-            page_size: tokens per page of the pool of slots.
             timeline_for: returns the timeline of a request, by its id; None to do as options say.
 
         Raises:
@@ -87,18 +78,13 @@ class ServingRuntime:
         """What Prometheus reads; None unless metrics are wanted."""
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not yet released, by id."""
-        self.bringing = Bringing(self.live)  # what they bring into SGLang's tree
-        self.blending: Blending | None = None
-        """Plans how requests reuse text that is not a prefix; None if they may not."""
         self.describe_pool: Callable[[], dict[str, int]] = dict
         """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
-        self._page_size = page_size
         self._looks_ahead = config.lookahead == ON
         self.lookahead = LookAhead(tells=self._looks_ahead)
         """What queued requests will use, and each request's turn."""
         kept = self.lookahead if self._looks_ahead else None
         self.served = ServedStore(config, identity, shape, device, kept)
-        self.residents = ResidentParts(free, page_size, self.lookahead)
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._clock = clock_for(device)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
@@ -110,38 +96,11 @@ class ServingRuntime:
         if config.schedule != OFF:
             self.queue_order = QueueOrder(config.schedule, self.prefetches.unread)
         self.admission = Admission(
-            config,
-            shape,
-            self.policy,
-            self.served,
-            self.residents,
-            self.estimator,
-            self._clock,
-            page_size,
+            config, shape, self.policy, self.served, self.estimator, self._clock
         )
         self.explainer = Explainer(config, self.served, self.admission.least)
         """Says why a request got its prefix, or got none."""
-        self._opener = RequestOpener(
-            shape.num_layers,
-            self.served,
-            self.residents,
-            self.prefetches,
-            self._loaders,
-            timeline_for,
-        )
-
-    def blend_with(self, rotation: KeyRotation, block_tokens: int) -> None:
-        """Enable blending: `rotation` moves keys; at most `block_tokens` are computed at once."""
-        self.blending = Blending(
-            self.config,
-            self.shape,
-            self.policy,
-            self.served,
-            self.estimator,
-            self._page_size,
-            block_tokens,
-        )
-        self._opener.rotation = rotation
+        self._opener = RequestOpener(self.served, self.prefetches, self._loaders, timeline_for)
 
     @property
     def store(self) -> PrefixStore:
@@ -160,13 +119,6 @@ class ServingRuntime:
 
         See `RequestOpener.open`.
         """
-        if isinstance(plan, BlendPlan):
-            # They refer to each other.
-            plan.notes.answer = plan.notes.asked = None
-        loadings = (request.loading for request in self.live.values())
-        if isinstance(plan, BlendPlan) and not fits(plan, loadings, self.config.blend_seconds):
-            # Others blend in the pass that is being assembled now; this one will in the next.
-            return None
         try:
             request = self._opener.open(rid, plan, resident_slots, report, allocate)
         except PrefixUnreadable as error:
@@ -174,8 +126,6 @@ class ServingRuntime:
             request = None
         if request is not None:
             self.live[rid] = request
-        elif isinstance(plan, BlendPlan):
-            plan.notes.decline()
         return request
 
     def note_queue(self, rids: Sequence[str]) -> None:
@@ -210,19 +160,14 @@ class ServingRuntime:
         """Count a layer that is in its slots; after the last one, end loading and learn from it."""
         request.end_layer()
         if request.layers_loaded == self.shape.num_layers:
-            # What takes no time says nothing of what loading takes.
-            learns = not loads_nothing(request.loading)
             request.end_loading()
-            if learns:
-                self._learn(request)
+            self._learn(request)
             publish(request)
 
     def give_up_reading(self, request: StoredRequest, error: PrefixUnreadable) -> None:
         """Handle an unreadable chunk: forget its segment; the prefix is then computed, or fails."""
         logger.warning("stored prefix of request %s is computed again: %s", request.rid, error)
         request.compute_again()
-        # The slots of its parts will no longer hold what the parts' levels say.
-        self._hide_parts(request)
         self.store.report(error)
 
     def load_computed(self, request: StoredRequest, source: MemorySource) -> None:
@@ -232,8 +177,6 @@ class ServingRuntime:
     def fail(self, request: StoredRequest) -> None:
         """Fail a request whose prefix can neither be read nor computed; other requests go on."""
         request.fail()
-        # A layer may be only half in its slots, and nobody may go on with what was not loaded.
-        self._hide_parts(request)
 
     def release(self, rid: str) -> StoredRequest | None:
         """End a request, or take it off its slots; None if it has no stored prefix.
@@ -244,7 +187,6 @@ class ServingRuntime:
         if request is not None:
             request.end_loading()
             publish(request)
-            self.residents.leave(request.uses)
             if self._timelines is not None and isinstance(request.timeline, RequestTimeline):
                 self._timelines.write(request.timeline)
         return request
@@ -295,13 +237,6 @@ class ServingRuntime:
         """A new timeline for a request; one that records nothing unless there is a trace path."""
         return NO_TIMELINE if self._timelines is None else RequestTimeline(rid)
 
-    def _hide_parts(self, request: StoredRequest) -> None:
-        own = {use.part for use in request.uses}
-        for part in list(self.residents):
-            # Also of others, if a load of the request broke them.
-            if part in own or part.broken:
-                self.residents.hide(part)
-
     def _learn(self, request: StoredRequest) -> None:
         """Tell the estimator how long loading took, less the time spent waiting for the drive."""
         stopwatch = request.stopwatch
@@ -313,9 +248,6 @@ class ServingRuntime:
 
         def note(seconds: list[float]) -> None:
             took = max(seconds[0] - waited, 0.0)
-            if request.blended:
-                self.estimator.note_blend(work, request.computed, took)
-            else:
-                self.estimator.note_load(work, took, whole=whole, bits=request.bits)
+            self.estimator.note_load(work, took, whole=whole, bits=request.bits)
 
         self._clock.when_known([stopwatch], note)

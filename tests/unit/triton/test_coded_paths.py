@@ -20,10 +20,8 @@ from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopie
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
-from impress_sglang.transfer.coded_loader import CodedLoader
-from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter
 from impress_sglang.transfer.frames import CODE_PAGE, take_frames
-from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.triton import codes, gather, pages
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.triton.conftest import use_kernels
@@ -101,18 +99,17 @@ def test_a_buffer_is_fenced_while_a_kernel_reads_it(kernels: None) -> None:
     assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
 
 
-def load_requests(case: CodedCase, loader: CodedLoader, planes: int) -> list[list[Tensor]]:
-    """Levels, keys and values after each layer of three requests.
+def load_requests(case: CodedCase, writer: CodeWriter | None, planes: int) -> list[list[Tensor]]:
+    """Levels, keys and values after each layer of three requests, the last one in more bits.
 
-    The second one finds what the first has left in the caches, and the third one in the slots.
+    The others find in the caches what the first has left there.
     """
     found = []
-    for more, resident in ((0, False), (0, False), (1, True)):
-        wanted = min(planes + more, NUM_PLANES)
-        case.request(wanted, resident=resident)
+    for more in (0, 0, 1):
+        case.request(min(planes + more, NUM_PLANES))
         for layer in range(case.shape.num_layers):
             slots = case.layer_slots(layer)
-            loader.load(layer, case.uses, wanted, slots, LoadStats())
+            case.load(layer, writer)
             case.check(layer)
             pools = slots.keys.pool.clone(), slots.values.pool.clone()
             found.append([case.levels(layer), *pools])
@@ -164,8 +161,7 @@ def test_a_layer_is_loaded_alike(
         )
         # The same slots in both, whichever was made first.
         case.slots = torch.arange(case.num_tokens).flip(0) + 2
-        loader = CodedLoader(KernelCodeWriter(CPU) if kernels else None)
-        found.append(load_requests(case, loader, planes))
+        found.append(load_requests(case, KernelCodeWriter(CPU) if kernels else None, planes))
         stats.append(dataclasses.replace(case.source.stats, wait_ms=0.0))
         case.close()
     for (levels, *pools), (expected, *references) in zip(found[1], found[0], strict=True):

@@ -22,18 +22,14 @@ from torch import Tensor
 from impress_sglang.importance.selection import top_tokens, vote
 from impress_sglang.importance.selectors import PaperSelector
 from impress_sglang.precision.codec import NUM_PLANES
-from impress_sglang.precision.floors import Floors
-from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import page_copies
 from impress_sglang.tiers import staging as staging_module
 from impress_sglang.tiers.staging import Staging
 from impress_sglang.transfer import gather as gather_module
-from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.resident import ResidentPart
 from impress_sglang.transfer.scoring import TorchScorer, kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.triton import chunk_rows as chunk_kernels
@@ -251,9 +247,7 @@ def test_each_layer_has_its_tokens(
     case.close()
 
 
-def test_each_layer_has_its_codes(
-    fake: Device, tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_layer_has_its_codes(fake: Device, tmp_path: Path, reader: BlockReader) -> None:
     """Blocks that are taken are in slots later; meanwhile they move, and buffers are used again."""
     parts = [CodedPart(200, 17), CodedPart(64)]
     # In its pages there is no padding, for the copy without it would be made at once.
@@ -261,29 +255,19 @@ def test_each_layer_has_its_codes(
     case = CodedCase(tmp_path, parts, reader, shape=shape, device_pages=9, host_pages=13)
     layout = case.spans[0].layout
     assert layout.page_groups * layout.group_bytes == layout.page_bytes
-    begin_layer = ResidentPart.begin_layer
-
-    def begun(part: ResidentPart, layer: int, groups: Tensor, floors: Floors) -> CodedTokens:
-        tokens = begin_layer(part, layer, groups, floors)
-        ranges = part.tokens(layer).groups
-        # Its copy of the ranges is made on the device, too.
-        fake.launch(lambda: ranges.copy_(groups[:, : ranges.shape[1]]))
-        return tokens
-
-    monkeypatch.setattr(ResidentPart, "begin_layer", begun)
-    loader = CodedLoader(KernelCodeWriter(torch.device("cpu")))
+    writer = KernelCodeWriter(torch.device("cpu"))
     found = []
     for planes in (0, 1, NUM_PLANES):
         case.request(planes)
         case.pools = [torch.full_like(pool, -77.0) for pool in case.pools]
-        found.append((case.pools, case.parts))
+        found.append((case.pools, planes))
         for layer in range(case.shape.num_layers):
             overwrite_free_memory(case)
-            loader.load(layer, case.uses, planes, case.layer_slots(layer), LoadStats())
+            case.load(layer, writer)
     case.source.close()
     overwrite_free_memory(case)
     fake.computing.run()
-    for case.pools, case.parts in found:
+    for case.pools, case.source.planes in found:
         for layer in range(case.shape.num_layers):
             case.check(layer)
     assert fake.copies.launched

@@ -26,7 +26,6 @@ from impress_sglang.importance.selectors import H2OSelector, PaperSelector, Toke
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.coded_loader import CodedLoader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
@@ -221,11 +220,10 @@ def make_coded_requests(
     shape = server.shape
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
-    loader = CodedLoader(KernelCodeWriter(CPU))
     for planes in (0, 1, NUM_PLANES):
         case.request(planes)
         for layer in range(shape.num_layers):
-            loader.load(layer, case.uses, planes, case.layer_slots(layer), LoadStats())
+            case.load(layer, KernelCodeWriter(CPU))
         for new, resident in zip(prefix.new, RESIDENT, strict=False):
             inputs = layer_inputs(shape, new, resident)
             for k in prefix.used if server.rule is not None else ():
@@ -238,10 +236,9 @@ def load_selected(case: CodedCase, k: int, planes: int, inputs: LayerInputs) -> 
     case.source.close()
     case.source = case.open(case.spans, planes)
     loader = SelectiveLoader(case.shape, kernel_scorer(), KernelCodeWriter(CPU))
-    uses = loader.begin(case.source, CPU)
     for layer in range(case.shape.num_layers):
         slots = LayerSlots.fresh(k, case.shape, CPU)
-        loader.load(layer, case.source, uses, inputs, slots, LoadStats())
+        loader.load(layer, case.source, inputs, slots, LoadStats())
 
 
 def load(case: Case, rule: TokenSelector, k: int, inputs: LayerInputs) -> None:

@@ -1,0 +1,173 @@
+"""How a report travels from a request to its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+from impress_sglang.integration import reports
+from impress_sglang.integration.reports import attach, pack, report_of, reports_to_send
+from impress_sglang.serving.report import new_report
+from impress_sglang.serving.why import Reason
+from tests.integration.worlds import STORED, World
+
+LENGTH, ABORT = {"type": "length"}, {"type": "abort"}
+
+
+class Request(SimpleNamespace):
+    """Stands in for SGLang's."""
+
+    def __init__(self, *, stream: bool = False) -> None:
+        super().__init__(stream=stream, ended=False, sampling_params=None)
+
+    def finished(self) -> bool:
+        return bool(self.ended)
+
+
+def matched(req: Any, name: str = "", *, admitted: bool = True) -> dict[str, Any]:
+    report: dict[str, Any] = new_report("impress", 0, 100)
+    report |= {"name": name, "why": {"reason": name} if admitted else None}
+    attach(req, report)
+    return report
+
+
+def sent(req: Any) -> dict[str, Any] | None:
+    (report,) = reports_to_send([req], "impress")
+    return report
+
+
+def assert_unused(report: Any) -> None:
+    assert report["why"]["reason"] == Reason.NOT_ADMITTED and report["path"] is None
+    assert not any(report["tokens"].values()) and not report["prefix_tokens"]
+
+
+def test_a_report_is_replaced_until_it_is_sent() -> None:
+    req = Request()
+    assert report_of(req) is None and sent(req) is None
+    first, second = matched(req, "first"), matched(req, "second")
+    assert report_of(req) is second is not first
+    assert sent(req) is None, "an answer that is not streamed is sent when it is complete"
+    req.ended = True
+    assert sent(req) is second
+
+
+def test_a_stream_has_its_report_in_the_first_and_the_last_part() -> None:
+    req = Request(stream=True)
+    report = matched(req)
+    assert [sent(req) for _ in range(3)] == [report, None, None]
+    again = matched(req, "put back, and admitted again")
+    assert sent(req) is None
+    req.ended = True
+    assert sent(req) is again
+
+
+def test_who_was_never_admitted_used_nothing() -> None:
+    req = Request()
+    req.ended = True
+    assert_unused(sent(req))
+    matched(req, admitted=False)
+    assert_unused(sent(req))
+
+
+def test_who_was_put_back_and_given_up_says_what_it_had() -> None:
+    req = Request()
+    report = matched(req, "first")
+    for _ in range(2):
+        matched(req, admitted=False)
+    req.ended = True
+    assert sent(req) is report
+
+
+class Manager:
+    """Stands in for SGLang's tokenizer manager, which ends a request as it is told."""
+
+    def __init__(self, **of_input: Any) -> None:
+        self.obj = SimpleNamespace(**of_input)
+        self.rid_to_state = {"r": self.state()}
+
+    def state(self) -> Any:
+        return SimpleNamespace(obj=self.obj, out_list=[])
+
+    def end(self, message: AbortReq) -> None:
+        text = message.abort_message or "usual"
+        state = self.rid_to_state.pop(message.rid, None)
+        if state is not None:
+            state.out_list.append({"meta_info": {"text": text}})
+
+    def told(self, message: AbortReq) -> Any:
+        """The `meta_info` of an answer that ends with a message, which travels as SGLang's do."""
+        state = self.rid_to_state.get(message.rid)
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AbortReq)
+        reports.take_abort(lambda own, it: own.end(it), self, message)
+        return state and state.out_list[-1]["meta_info"]
+
+
+@pytest.mark.parametrize("text", [None, "Because."])
+def test_a_message_that_ends_a_request_carries_its_report(text: str | None) -> None:
+    req, message = Request(), AbortReq(rid="r", abort_message=text)
+    report = matched(req)
+    pack(message, req, "impress")
+    told = Manager().told(message)
+    assert told == {"text": text or "usual", "impress": report}
+    # What is unknown here, or comes from another server, ends as usual.
+    other = AbortReq(rid="other")
+    pack(other, req, "impress")
+    assert Manager().told(other) is None
+    assert Manager().told(AbortReq(rid="r", abort_message=text)) == {"text": text or "usual"}
+
+
+def answered(state: Any, report: Any, tokens: int, end: Any = LENGTH) -> Any:
+    """What an answer, or a part of it, says when a report arrives, or none does."""
+    meta_info = {"finish_reason": end, "completion_tokens": tokens}
+    reports.keep(meta_info, state, report)
+    return meta_info.get("impress")
+
+
+def test_every_part_of_an_answer_has_the_report() -> None:
+    state = Manager().state()
+    first, last = {"path": "ssd"}, {"path": "ssd", "complete": True}
+    assert answered(state, None, 0, None) is None
+    assert answered(state, first, 1, None) is first is answered(state, None, 2, None)
+    assert answered(state, last, 3) is last
+
+
+def test_samples_are_told_what_was_done_for_their_prompt() -> None:
+    manager = Manager()
+    reports.share(manager.obj)
+    loaded, found, own = {"path": "ssd"}, {"path": "device"}, {"path": "ssd", "of": "its own"}
+    assert answered(manager.state(), loaded, 0) is loaded
+    sample = manager.state()
+    assert answered(sample, found, 1, None) is loaded is answered(sample, None, 2, None)
+    assert answered(manager.state(), found, 0) is loaded
+    assert answered(manager.state(), own, 3) is own
+    reports.share(manager.obj)
+    assert answered(manager.state(), found, 3) is found, "another input"
+
+
+def test_samples_behind_a_prompt_that_was_given_up_speak_for_themselves() -> None:
+    manager = Manager()
+    reports.share(manager.obj)
+    computed, found = {"path": "computed"}, {"path": "device"}
+    assert answered(manager.state(), computed, 0, ABORT) is computed
+    assert answered(manager.state(), found, 3) is found
+
+
+def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the streamer of a server that has our tree cache, and no other."""
+    monkeypatch.setattr(SchedulerOutputStreamer, "has_additional_customized_info", False)
+    reports.opt_in()
+    assert SchedulerOutputStreamer.has_additional_customized_info
+    req = world.request("r", STORED)
+    world.match(req)
+    build: Callable[..., Any] = SchedulerOutputStreamer.build_additional_customized_info
+    assert build(SimpleNamespace(tree_cache=world.cache), [req]) == {"impress": [None]}
+    req.finished_reason = object()
+    ((report,),) = build(SimpleNamespace(tree_cache=world.cache), [req]).values()
+    assert_unused(report)
+    assert build(SimpleNamespace(tree_cache=None), [req]) == {}

@@ -1,0 +1,257 @@
+"""Every answer says where its prompt came from, and every order what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.serving.compare import paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import VOCAB, make_model, random_tokens
+from tests.serving.tiny_tokenizer import add_tokenizer
+from tests.unit.waiting import wait_until
+
+STAYS_WHOLE = "server"
+
+
+@pytest.fixture(scope="module")
+def server(workdir: Path, zygote: Zygote) -> Iterator[Server]:
+    """It has a tokenizer, serves one request at a time, and takes many passes for a prompt."""
+    model = make_model("llama", workdir / "reporting")
+    add_tokenizer(model)
+    flags = impress_flags(
+        workdir / "store-reporting",
+        *("--impress-bits=exact", "--max-running-requests=1", "--chunked-prefill-size=128"),
+        # So that who is waiting is known at once.
+        "--load-snapshot-publish-interval=1",
+    )
+    flags = tuple(flag for flag in flags if flag != "--skip-tokenizer-init")
+    with running(model, workdir / "reporting.log", *flags, zygote=zygote) as server:
+        yield server
+        server.assert_quiet()
+
+
+@contextlib.contextmanager
+def busy(server: Server) -> Iterator[None]:
+    """A request runs, so that others wait in the queue."""
+    with ThreadPoolExecutor(1) as pool:
+        own = pool.submit(server.ask, random_tokens(9, seed=1), 8000, rid="runs")
+        wait_for(server, "num_running_reqs")
+        try:
+            yield
+        finally:
+            server.post("/abort_request", rid="runs")
+            own.result(60)
+
+
+def wait_for(server: Server, what: str, *, some: bool = True) -> None:
+    """Until the scheduler has some of these requests, or none."""
+
+    def is_so() -> bool:
+        (load,) = requests.get(f"{server.url}/v1/loads", timeout=30).json()["loads"]
+        return bool(load[what]) == some
+
+    wait_until(is_so, 60)
+
+
+def parts(response: requests.Response) -> list[dict[str, Any]]:
+    """Of a streaming answer."""
+    lines = response.text.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def order(server: Server, verb: str, status: int = 200, **body: Any) -> Any:
+    response = server.post(f"/impress/{verb}", **body)
+    assert response.status_code == status, response.text
+    answer = response.json()
+    if status != 200:
+        assert answer.keys() == {"error"} and isinstance(answer["error"], str)
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_tokens(server: Server, stream: bool) -> None:
+    prompt = random_tokens(500, seed=10 + stream)
+    for path, source in (("computed", "computed"), ("device", "resident"), ("ssd", "loaded")):
+        if path == "ssd":
+            server.flush()
+        response = server.ask(prompt, 0, stream=stream)
+        (answer,) = parts(response) if stream else [response.json()]
+        said = report(answer)
+        assert answer["meta_info"]["completion_tokens"] == 0
+        assert said["path"] == path and said["tokens"][source] >= 499
+        assert (said["ssd_bytes"] > 0) == (path == "ssd") and said["why"] is not None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_answer_that_is_given_up_in_the_queue(
+    server: Server, stream: bool, stored: bool
+) -> None:
+    prompt = server.store(300, seed=20)
+    prompt = [*prompt, 7] if stored else random_tokens(300, seed=21)
+    before = server.stats()["totals"]
+    with busy(server), ThreadPoolExecutor(1) as pool:
+        own = pool.submit(server.ask, prompt, 8, rid="waits", stream=stream)
+        wait_for(server, "num_waiting_reqs")
+        server.post("/abort_request", rid="waits")
+        (answer,) = parts(own.result(60)) if stream else [own.result(60).json()]
+    assert answer["meta_info"]["finish_reason"]["message"] == "Abort in waiting queue"
+    said = report(answer)
+    assert said["path"] is None and said["why"]["reason"] == "not_admitted"
+    assert not any(said["tokens"].values()) and said["ssd_bytes"] == said["prefix_tokens"] == 0
+    assert server.stats()["totals"]["requests_ssd"] == before["requests_ssd"]
+
+
+def test_answers_that_are_given_up_at_any_time(server: Server) -> None:
+    """Also between two passes of a prompt, when a prefix has been loaded."""
+    prefix, seen = server.store(1000, seed=30), set()
+    for number in range(12):
+        prompt, name = [*prefix, *random_tokens(3000, seed=300 + number)], f"goes-{number}"
+        with ThreadPoolExecutor(1) as pool:
+            own = pool.submit(server.ask, prompt, 300, rid=name)
+            time.sleep(0.05 * number)
+            server.post("/abort_request", rid=name)
+            answer = own.result(60).json()
+        said, ended = report(answer), answer["meta_info"]["finish_reason"]["type"]
+        seen.add((said["path"], answer["meta_info"]["completion_tokens"] > 0, ended))
+        assert (said["path"] is None) == (said["why"]["reason"] == "not_admitted")
+        assert (sum(said["tokens"].values()) == 4000) == (said["path"] is not None)
+        server.flush()
+    assert ("ssd", False, "abort") in seen, seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_samples_say_what_was_done_for_their_prompt(server: Server, stream: bool) -> None:
+    """SGLang asks for the prompt alone first; all of them rest on what that loaded, once."""
+    prompts = [server.store(600, seed=40 + own + 10 * stream) for own in range(2)]
+    new = random_tokens(600, seed=60 + stream)
+    before = server.stats()["totals"]
+
+    response = server.ask([*prompts, new], 3, sampling_params={"n": 3}, stream=stream)  # type: ignore[list-item]
+
+    answers = response.json() if not stream else last_parts(response)
+    assert paths(answers) == ["ssd"] * 6 + ["computed"] * 3
+    for answer in answers[:6]:
+        said = report(answer)
+        assert said["loaded_tokens"] == said["tokens"]["loaded"] == 599
+        assert said["ssd_bytes"] > 0 and said["load_ms"] > 0
+        assert said["why"]["reason"] == "loaded"
+    assert all(report(answer)["tokens"]["computed"] == 600 for answer in answers[6:])
+    totals = server.stats()["totals"]
+    assert totals["requests_ssd"] == before["requests_ssd"] + 2
+    assert totals["loaded_tokens"] == before["loaded_tokens"] + 2 * 599
+    read = totals["ssd_bytes"] - before["ssd_bytes"]
+    assert read == sum(report(answers[own])["ssd_bytes"] for own in (0, 3))
+
+
+def last_parts(response: requests.Response) -> list[dict[str, Any]]:
+    """The last of each answer; all of an answer say the same."""
+    answers = dict[int, dict[str, Any]]()
+    for part in parts(response):
+        before = answers.setdefault(part["index"], part)
+        assert report(part)["path"] == report(before)["path"]
+        answers[part["index"]] = part
+    return [answers[own] for own in sorted(answers)]
+
+
+def test_samples_that_are_given_up(server: Server) -> None:
+    prompt = server.store(600, seed=70)
+    with busy(server), ThreadPoolExecutor(1) as pool:
+        own = pool.submit(server.ask, prompt, 3, sampling_params={"n": 2})
+        wait_for(server, "num_waiting_reqs")
+        server.post("/abort_request", abort_all=True)
+        answers = own.result(60).json()
+    # Only the request for the prompt alone was given up, and had no answer.
+    assert paths(answers) == ["ssd", "device"]
+
+
+def test_answers_together(server: Server) -> None:
+    stored, new = server.store(400, seed=80), random_tokens(300, seed=81)
+    prompts: Any = [[*stored, 7], new, [*stored, 8]]
+    answers = server.ask(prompts, 2).json()
+    assert paths(answers) == ["ssd", "computed", "device"]
+    streamed = last_parts(server.ask(prompts, 60, stream=True))
+    assert paths(streamed) == ["device"] * 3
+    text = server.post("/v1/completions", model="m", prompt="abc", max_tokens=2).json()
+    assert "impress" not in json.dumps(text)
+
+
+def test_warming_says_what_became_of_a_prefix(server: Server) -> None:
+    prefix = random_tokens(640, seed=90)
+    told = order(server, "warm", input_ids=prefix)
+    assert told["outcome"] in ("being_written", "stored") and told["path"] == "computed"
+    assert told["why"]["reason"] == told["outcome"]
+    server.flush()
+    told = order(server, "warm", input_ids=prefix)
+    assert (told["outcome"], told["path"]) == ("stored_before", "ssd")
+    assert told["tokens"] == told["stored_tokens"] == 640 and told["why"]["reason"] == "stored"
+    several = order(server, "warm", input_ids=[prefix, prefix[:40], random_tokens(100, seed=91)])
+    assert [own["outcome"] for own in several[:2]] == ["stored_before", "not_stored"]
+    assert several[1]["why"]["reason"] == "too_short" and several[1]["stored_tokens"] == 0
+    assert several[2]["outcome"] in ("being_written", "stored")
+    (text,) = order(server, "warm", texts=["ab" * 60])
+    assert text["tokens"] >= 60 and text["outcome"] in ("being_written", "stored")
+
+
+def give_up(server: Server, own: Future[Any]) -> None:
+    """Until what was asked for ends; some of it may not have arrived yet."""
+    while not own.done():
+        server.post("/abort_request", abort_all=True)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("where", ["queue", "prefill"])
+def test_warming_that_is_given_up_is_no_success(server: Server, count: int, where: str) -> None:
+    ids = [random_tokens(4000, seed=100 + count + own) for own in range(count)]
+    body: Any = ids if count > 1 else ids[0]
+    with contextlib.ExitStack() as stack:
+        if where == "queue":
+            stack.enter_context(busy(server))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        own = pool.submit(order, server, "warm", 503, input_ids=body)
+        if where == "queue":
+            wait_for(server, "num_waiting_reqs")
+        give_up(server, own)
+        said = own.result(60)["error"]
+    assert "aborted" in said and said.startswith("0 of 3") == (count > 1)
+    assert order(server, "why", input_ids=ids[0])["stored_tokens"] == 0
+
+
+def test_a_client_that_goes_away_warms_no_more(server: Server) -> None:
+    ids = [random_tokens(300, seed=110 + own) for own in range(3)]
+    with busy(server):
+        with pytest.raises(requests.Timeout):
+            requests.post(f"{server.url}/impress/warm", json={"input_ids": ids}, timeout=2)
+        wait_for(server, "num_waiting_reqs", some=False)
+    assert order(server, "why", input_ids=ids[0])["why"]["reason"] == "never_stored"
+    assert order(server, "why", input_ids=ids[1])["why"]["reason"] == "never_stored"
+
+
+@pytest.mark.parametrize("verb", ["warm", "pin", "unpin", "purge", "why"])
+@pytest.mark.parametrize("token", [VOCAB, 2**31 - 1, 2**63, -1])
+def test_ids_that_the_vocabulary_does_not_have(server: Server, verb: str, token: int) -> None:
+    ids = [*random_tokens(100, seed=120), token]
+    assert "from 0 to 999" in order(server, verb, 400, input_ids=ids)["error"]
+    if verb == "warm":
+        assert "from 0 to 999" in order(server, verb, 400, input_ids=[ids[:-1], ids])["error"]
+
+
+@pytest.mark.parametrize("verb", ["warm", "pin", "unpin", "purge", "why"])
+def test_bodies_that_are_no_orders(server: Server, verb: str) -> None:
+    for body in ({"text": ["a", 1]}, {"input_ids": [[1.5]]}, {"input_ids": 1}, {"text": None}):
+        order(server, verb, 400, **body)
+    # SGLang refuses what is no JSON, and half of a character, in its own words.
+    for text in ("{", json.dumps({"text": "abc\ud800"})):
+        refused = requests.post(f"{server.url}/impress/{verb}", data=text, timeout=30)
+        assert refused.status_code == 400

@@ -1,0 +1,107 @@
+"""Random requests for prefixes in codes: slots hold what was asked for, and nothing is left behind.
+
+Segments are cut into spans that share units, with caches, pools and floors of several sizes, and
+read by requests in turn, each in bits of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.storage.reader import BlockReader
+from impress_sglang.transfer import buffers
+from impress_sglang.transfer.ahead import ReadAhead
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
+from impress_sglang.transfer.coded_span import CodedSpan
+from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart, restored
+from tests.unit.test_coded import FLOORS
+from tests.unit.waiting import wait_until
+
+CPU = torch.device("cpu")
+
+
+def spans_of(case: CodedCase, chance: random.Random) -> list[CodedSpan]:
+    """Each segment cut at random tokens into up to four spans."""
+    found = []
+    for span in case.spans:
+        inner = (chance.randrange(1, len(span)) for _ in range(chance.randrange(4)))
+        for start, stop in itertools.pairwise(sorted({0, len(span), *inner})):
+            found.append(dataclasses.replace(span, start=start, stop=stop))
+    return found
+
+
+def check(case: CodedCase, source: CodedSource, layer: int, pools: Sequence[torch.Tensor]) -> None:
+    """The rows of all tokens hold what was asked for."""
+    first = 0
+    for span in source.spans:
+        number = int(span.segment.segment_id.removeprefix("segment"))
+        codes = next(own[2] for own in case._codes if own[:2] == (number, layer))
+        levels = torch.from_numpy(span.levels(layer, source.planes)).long()
+        wanted = levels[None, :, None].expand(len(span), -1, 1)
+        rows = slice(first, first := first + len(span))
+        for pool, own in zip(pools, codes, strict=True):
+            expected = restored(own, wanted, slice(span.start, span.stop))
+            assert (pool[rows] - expected).abs().max() <= 1e-4
+    assert first == source.num_tokens
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_slots_hold_what_was_asked_for(
+    seed: int, coded: Callable[..., CodedCase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    closed = []
+    close = buffers.LayerBuffer.close
+
+    def note(buffer: buffers.LayerBuffer, reader: BlockReader) -> None:
+        close(buffer, reader)
+        closed.append(buffer)
+
+    monkeypatch.setattr(buffers.LayerBuffer, "close", note)
+    lengths = [chance.choice([130, 300, 700, 1500]) for _ in range(chance.randint(1, 3))]
+    case = coded(
+        [CodedPart(own) for own in lengths],
+        floors=chance.choice([None, FLOORS]),
+        device_pages=chance.choice([0, 0, 30]),
+        host_pages=chance.choice([0, 0, 40, 200]),
+    )
+    assert case.cache is not None
+    ahead = ReadAhead(case.pool, chance.choice([0.2, 0.2, 0.0]))
+    sources = []
+    for _ in range(chance.randint(1, 4)):
+        spans = spans_of(case, chance)
+        own = spans[: chance.randint(1, len(spans))]
+        sources.append(case.open(own, chance.randrange(NUM_PLANES + 1)))
+        ahead.join(sources[-1])
+    writer = code_writer_for(CPU)
+    for layer in range(SHAPE.num_layers):
+        for source in sources:
+            if chance.random() < 0.5:
+                wait_until(lambda: not any(own.is_reading for own in sources))
+            pools = [
+                torch.empty(source.num_tokens, SHAPE.num_kv_heads, dim)
+                for dim in (SHAPE.key_dim, SHAPE.value_dim)
+            ]
+            rows = torch.arange(source.num_tokens)
+            put_codes(writer, source, source.read(layer), pools[0], pools[1], rows)
+            ahead.top_up()
+            check(case, source, layer, pools)
+            source.end_layer(layer)
+    for source in sources:
+        source.close()
+        ahead.leave(source)
+    wait_until(lambda: all(read.done for own in closed for read in own.reads))
+    # All that was read is counted, and counted once.
+    read = sum(one.num_bytes for own in closed for one in own.reads)
+    assert read == sum(source.stats.ssd_bytes for source in sources)
+    case.pool._collect()
+    assert not (case.pool.used_bytes or case.pool._draining or case.pool._open)
+    case.cache.check_integrity()
