@@ -15,6 +15,7 @@ import math
 import uuid
 from array import array
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,11 +25,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.integration.prompt_saves import as_tokens, namespace_of
 from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.reports import REPORT_KEY
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.purging import Purge
 from impress_sglang.options import EXACTLY, OFF
 from impress_sglang.serving.custom_params import BITS_KEY, BLEND_KEY, RETENTION_KEY, STORE_KEY
 from impress_sglang.serving.truncation import TRUNCATE_KEY
+from impress_sglang.serving.why import Reason, Why
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,15 @@ class Order:
         return json.dumps(dataclasses.asdict(self))
 
 
+class NotDone(Exception):
+    """A right order was not carried out; says why in one sentence."""
+
+    def __init__(self, sentence: str, status: int = HTTPStatus.BAD_REQUEST) -> None:
+        """`status` is that of the answer."""
+        super().__init__(sentence)
+        self.status = status
+
+
 def obey(cache: ImpressRadixCache, text: str | None) -> str:
     """Carry out an order on the scheduler's thread; returns the answer as JSON. Raises nothing."""
     try:
@@ -68,7 +80,8 @@ def obey(cache: ImpressRadixCache, text: str | None) -> str:
     except Exception:
         # Whatever the error is, requests are still served.
         logger.exception("an order could not be carried out")
-        answer = {"error": "the order could not be carried out; the server's log says why"}
+        sentence = "the order could not be carried out; the server's log says why"
+        answer = {"error": sentence, "status": HTTPStatus.INTERNAL_SERVER_ERROR}
     return json.dumps(answer)
 
 
@@ -78,8 +91,9 @@ def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
         return {"error": no_store(cache.runtime.served.suspended)}
     name = None if order.everything else store.namespace(namespace_of(order))
     tokens = None
-    if order.verb == "why":
-        return cache.passes.foretell(namespace_of(order), as_tokens(order.input_ids or ()))
+    if order.verb in ("why", "warm"):
+        tokens = as_tokens(order.input_ids or ())
+        return cache.passes.foretell(namespace_of(order), tokens, exactly=order.verb == "warm")
     if order.input_ids is not None:
         # What is stored of a prompt ends with a block, and with a page.
         whole_blocks = len(order.input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -174,17 +188,19 @@ async def send(kind: dict[str, int], text: str) -> dict[str, Any]:
     return told
 
 
-async def carry_out(verb: str, body: object) -> dict[str, Any] | list[dict[str, Any]]:
-    """Carry out the order in the body of a request; returns the answer of the route.
+async def carry_out(
+    verb: str, body: object, request: Request | None = None
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """Carry out the order in the body of a `request`; returns the answer of the route.
 
     Raises:
-        ValueError: the order is wrong, or cannot be carried out; says why in one sentence.
+        ValueError: the order is wrong; says why in one sentence.
+        NotDone: it cannot be carried out, or was not.
     """
     several = _several(body) if verb == "warm" else None
     orders = [_checked_order(verb, own) for own in ([body] if several is None else several)]
     if verb == "warm":
-        # One after the other: a later prefix may begin like an earlier one.
-        answers = [await _warm(order) for order in orders]
+        answers = await _warm_all(orders, request)
         return answers[0] if several is None else answers
     if verb == "purge":
         # One at a time, so that each is completed however many are given.
@@ -194,9 +210,10 @@ async def carry_out(verb: str, body: object) -> dict[str, Any] | list[dict[str, 
 
 
 def _checked_order(verb: str, body: object) -> Order:
-    """Parse the order in the body of a request, and refuse more tokens than a prompt may have."""
+    """Parse the order in the body of a request, and refuse what cannot be a prompt."""
     manager = tokenizer_manager()
-    order = order_of(verb, body, getattr(manager, "tokenizer", None))
+    vocab_size = manager.model_config.vocab_size
+    order = order_of(verb, body, getattr(manager, "tokenizer", None), vocab_size)
     if order.input_ids is not None and len(order.input_ids) > manager.context_len:
         raise ValueError(f"no prompt has more than {manager.context_len:,} tokens here")
     return order
@@ -211,11 +228,26 @@ async def _carry_out(order: Order) -> dict[str, Any]:
         answer = await give(order)
         total = {name: total[name] + answer.get(name, 0) for name in _STEPS_FIELDS}
     if "error" in answer:
-        raise ValueError(answer["error"])
+        raise NotDone(answer["error"], answer.get("status", HTTPStatus.BAD_REQUEST))
     return total if order.verb == "purge" else answer
 
 
-async def _warm(order: Order) -> dict[str, Any]:
+async def _warm_all(orders: Sequence[Order], request: Request | None) -> list[dict[str, Any]]:
+    """Warm one prefix after the other: a later one may begin like an earlier one."""
+    answers = list[dict[str, Any]]()
+    for order in orders:
+        try:
+            answers.append(await _warm(order, request))
+        except (ValueError, NotDone) as error:
+            if len(orders) == 1:
+                raise
+            status = getattr(error, "status", HTTPStatus.BAD_REQUEST)
+            done = f"{len(answers)} of {len(orders)} prefixes were warmed"
+            raise NotDone(f"{done}, and then: {error}", status) from error
+    return answers
+
+
+async def _warm(order: Order, request: Request | None) -> dict[str, Any]:
     """Ask for a prefix like a request that wants to be stored at first sight.
 
     It is computed exactly, behind exact stored KVs: so every request may use what is then stored,
@@ -226,19 +258,37 @@ async def _warm(order: Order) -> dict[str, Any]:
     custom = {STORE_KEY: True, TRUNCATE_KEY: OFF, BLEND_KEY: OFF}
     custom |= {BITS_KEY: EXACTLY, RETENTION_KEY: 1.0}
     sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": custom}
-    request = GenerateReqInput(
+    asked = GenerateReqInput(
         input_ids=order.input_ids,
         sampling_params=sampling,
         extra_key=order.extra_key,
         cache_salt=order.cache_salt,
     )
-    answers = [own async for own in tokenizer_manager().generate_request(request, None)]
-    report = answers[-1]["meta_info"]["impress"]
-    return {"tokens": answers[-1]["meta_info"]["prompt_tokens"], "why": report["why"]}
+    before = await _carry_out(order)
+    try:
+        # If the client goes away, SGLang aborts the request.
+        (answer,) = [own async for own in tokenizer_manager().generate_request(asked, request)]
+    except HTTPException as error:
+        raise NotDone(str(error.detail), error.status_code) from error
+    meta_info = answer["meta_info"]
+    if (end := meta_info["finish_reason"])["type"] == "abort":
+        sentence = f"the request that warms it was aborted ({end['message']}): order it again"
+        raise NotDone(sentence, HTTPStatus.SERVICE_UNAVAILABLE)
+    after = await _carry_out(order)
+    path = meta_info[REPORT_KEY]["path"]
+    return {**after, "path": path, "outcome": _outcome(before["why"], after["why"])}
 
 
-def order_of(verb: str, body: object, tokenizer: Any) -> Order:
-    """Parse the order in the body of a request.
+def _outcome(before: Why, after: Why) -> str:
+    """What became of a prefix that was warmed, by why no more of it is stored."""
+    was, now = (why["rest"] or why["reason"] for why in (before, after))
+    if now == Reason.STORED:
+        return "stored_before" if was == now else "stored"
+    return "being_written" if now == Reason.BEING_WRITTEN else "not_stored"
+
+
+def order_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> Order:
+    """Parse the order in the body of a request; token ids are below `vocab_size`.
 
     Raises:
         ValueError: the body is not an order.
@@ -250,7 +300,7 @@ def order_of(verb: str, body: object, tokenizer: Any) -> Order:
         raise ValueError("extra_key and cache_salt must be texts")
     everything: Any = body.get("all", False)
     age: Any = body.get("older_than")
-    tokens = _tokens_of(body, tokenizer)
+    tokens = _tokens_of(body, tokenizer, vocab_size)
     if verb != "purge" and not {"all", "older_than"}.isdisjoint(body):
         raise ValueError('"all" and "older_than" are for purge')
     # type() and not isinstance(): True is an int to isinstance.
@@ -287,7 +337,7 @@ def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
     return [{**rest, one: own} for own in given[name]]
 
 
-def _tokens_of(body: Mapping[str, Any], tokenizer: Any) -> list[int] | None:
+def _tokens_of(body: Mapping[str, Any], tokenizer: Any, vocab_size: int) -> list[int] | None:
     text, tokens = body.get("text"), body.get("input_ids")
     if text is not None and tokens is not None:
         raise ValueError('give "text" or "input_ids", not both')
@@ -297,10 +347,11 @@ def _tokens_of(body: Mapping[str, Any], tokenizer: Any) -> list[int] | None:
         tokens = tokenizer.encode(text)
     if tokens is None:
         return None
-    most = 2**31
     # type() and not isinstance(): True is an int to isinstance.
-    if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < most for t in tokens):
+    if not isinstance(tokens, list) or not all(type(own) is int for own in tokens):
         raise ValueError('"input_ids" must be a list of token ids')
+    if not all(0 <= own < vocab_size for own in tokens):
+        raise ValueError(f"token ids of this model are from 0 to {vocab_size - 1:,}")
     if not tokens:
         raise ValueError("an empty prefix is all of a namespace: leave it out")
     return tokens
@@ -333,11 +384,12 @@ def add_steering(app: Any) -> None:
     def add(verb: str) -> None:
         @app.post(f"/impress/{verb}", dependencies=[Depends(refuse_foreign)])
         @auth_level(AuthLevel.ADMIN_OPTIONAL)
-        async def steer(body: Any = Body(None)) -> Any:  # noqa: B008
+        async def steer(request: Request, body: Any = Body(None)) -> Any:  # noqa: B008
             try:
-                return await carry_out(verb, body)
-            except ValueError as error:
-                return JSONResponse({"error": str(error)}, status_code=400)
+                return await carry_out(verb, body, request)
+            except (ValueError, NotDone) as error:
+                status = getattr(error, "status", HTTPStatus.BAD_REQUEST)
+                return JSONResponse({"error": str(error)}, status_code=status)
 
     for verb in ("warm", "pin", "unpin", "purge", "why"):
         add(verb)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -22,7 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from impress_sglang.integration import pool_sweeps, reporting, steering
 from impress_sglang.integration.page import look
 from impress_sglang.integration.reporting import add_routes
-from impress_sglang.integration.steering import Order, carry_out, obey, order_of
+from impress_sglang.integration.steering import Order, carry_out, obey
 from impress_sglang.management import purging
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.files import FileSystem
@@ -31,6 +32,8 @@ from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.spying import calls_of
 from tests.unit.waiting import wait_until
+
+VOCAB = 1000
 
 
 @pytest.fixture
@@ -325,6 +328,10 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
     assert why(STORED) == (TOKENS, Reason.STORED, None)
     assert why([*STORED, *OTHER]) == (TOKENS, Reason.STORED, Reason.SEEN_TOO_SELDOM)
     assert why(STORED, extra_key="tenant") == (0, Reason.SEEN_TOO_SELDOM, None)
+    (segment,) = world.runtime.store.tree.segments()
+    object.__setattr__(segment.info, "quality", segment.info.quality.after(1.0, 6.0))
+    assert why(STORED) == (TOKENS, Reason.STORED, None)
+    assert told(world, "warm", STORED)["why"]["reason"] == Reason.QUALITY, "it is to be exact"
     told(world, "purge", STORED)
     assert why(STORED) == (0, Reason.PURGED, None)
     assert why(STORED[:5]) == (0, Reason.TOO_SHORT, None)
@@ -374,6 +381,16 @@ class Tokenizer:
         return [*map(ord, text)]
 
 
+def order_of(verb: str, body: object, tokenizer: Tokenizer | None) -> Order:
+    return steering.order_of(verb, body, tokenizer, VOCAB)
+
+
+def manager_of(**fields: Any) -> SimpleNamespace:
+    """Stands in for SGLang's tokenizer manager."""
+    model_config = SimpleNamespace(vocab_size=VOCAB)
+    return SimpleNamespace(context_len=5, model_config=model_config, **fields)
+
+
 def test_orders_are_read() -> None:
     order = order_of("pin", {"text": "abc", "extra_key": "t", "cache_salt": ""}, Tokenizer())
     assert order == Order("pin", [97, 98, 99], "t", None)
@@ -396,7 +413,7 @@ def test_orders_are_read() -> None:
         ("purge", {"all": True, "extra_key": "t"}),
         ("purge", {"input_ids": []}),
         ("purge", {"input_ids": [-1]}),
-        ("purge", {"input_ids": [2**31]}),
+        ("purge", {"input_ids": [VOCAB]}),
         ("purge", {"input_ids": [True]}),
         ("purge", {"input_ids": "1"}),
         ("purge", {"text": 1}),
@@ -420,29 +437,52 @@ def test_wrong_orders_are_refused(verb: str, body: object) -> None:
         order_of(verb, body, Tokenizer())
 
 
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    """Of the routes alone."""
+    app = FastAPI()
+    steering.add_steering(app)
+    app.dependency_overrides[steering.refuse_foreign] = lambda: None
+    return TestClient(app)
+
+
 def test_what_is_no_prompt_never_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = SimpleNamespace(context_len=5)
-    monkeypatch.setattr(steering, "tokenizer_manager", lambda: manager)
+    monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
     monkeypatch.setattr(steering, "send", None)
     with pytest.raises(ValueError, match="more than 5 tokens"):
         asyncio.run(carry_out("why", {"input_ids": [1] * 6}))
 
 
+@dataclasses.dataclass
+class Warming:
+    """Requests that are made of orders to warm, how each ends, and what becomes of its prefix."""
+
+    asked: list[Any] = dataclasses.field(default_factory=list)
+    ends: list[Any] = dataclasses.field(default_factory=list)
+    whys: list[Any] = dataclasses.field(default_factory=list)
+
+    async def generate_request(self, request: Any, _: None) -> AsyncIterator[dict[str, Any]]:
+        self.asked.append(request)
+        end = self.ends.pop(0) if self.ends else {"type": "length"}
+        if isinstance(end, Exception):
+            raise end
+        yield {"meta_info": {"finish_reason": end, "impress": {"path": "computed"}}}
+
+    async def give(self, order: Order) -> dict[str, Any]:
+        assert order.verb == "warm"
+        why = self.whys.pop(0) if self.whys else {"reason": "never_stored", "rest": None}
+        if "error" in why:
+            return dict(why)
+        return {"tokens": len(order.input_ids or ()), "stored_tokens": 0, "why": why}
+
+
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Requests that are made of orders to warm."""
-    made: list[Any] = []
-
-    async def generate_request(request: Any, _: None) -> AsyncIterator[dict[str, Any]]:
-        made.append(request)
-        told = {"why": {"reason": f"r{len(made)}"}}
-        yield {"meta_info": {"prompt_tokens": len(request.input_ids), "impress": told}}
-
-    manager = SimpleNamespace(
-        context_len=5, tokenizer=Tokenizer(), generate_request=generate_request
-    )
+def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
+    own = Warming()
+    manager = manager_of(tokenizer=Tokenizer(), generate_request=own.generate_request)
     monkeypatch.setattr(steering, "tokenizer_manager", lambda: manager)
-    return made
+    monkeypatch.setattr(steering, "give", own.give)
+    return own
 
 
 @pytest.mark.parametrize(
@@ -457,15 +497,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ],
 )
 def test_several_prefixes_are_warmed_in_one_call(
-    asked: list[Any], body: dict[str, Any], prompts: list[Any]
+    warming: Warming, body: dict[str, Any], prompts: list[Any]
 ) -> None:
     answers = asyncio.run(carry_out("warm", {**body, "extra_key": "t"}))
     several = isinstance(prompts[0], list)
-    told = [
-        {"tokens": len(own.input_ids), "why": {"reason": f"r{number}"}}
-        for number, own in enumerate(asked, 1)
-    ]
-    assert answers == (told if several else told[0])
+    asked = warming.asked
+    told = [own["tokens"] for own in (answers if isinstance(answers, list) else [answers])]
+    assert told == [len(own.input_ids) for own in asked]
+    assert isinstance(answers, list) == several
     assert [own.input_ids for own in asked] == (prompts if several else [prompts])
     for own in asked:
         assert own.extra_key == "t"
@@ -490,13 +529,92 @@ def test_several_prefixes_are_warmed_in_one_call(
     ],
 )
 def test_of_several_prefixes_none_is_warmed_if_one_is_wrong(
-    asked: list[Any], body: dict[str, Any]
+    warming: Warming, body: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=r"[a-z]"):
         asyncio.run(carry_out("warm", body))
-    assert not asked
+    assert not warming.asked
     with pytest.raises(ValueError, match=r"[a-z]"):
         asyncio.run(carry_out("pin", {"texts": ["a", "b"]}))
+
+
+def why(reason: Reason, rest: Reason | None = None) -> dict[str, Any]:
+    return {"reason": reason, "rest": rest}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        (why(Reason.NEVER_STORED), why(Reason.BEING_WRITTEN), "being_written"),
+        (why(Reason.NEVER_STORED), why(Reason.STORED), "stored"),
+        (why(Reason.STORED, Reason.EVICTED), why(Reason.STORED), "stored"),
+        (why(Reason.STORED, Reason.EVICTED), why(Reason.STORED, Reason.BUSY), "not_stored"),
+        (why(Reason.STORED), why(Reason.STORED, Reason.BEING_WRITTEN), "being_written"),
+        (why(Reason.STORED), why(Reason.STORED), "stored_before"),
+        (why(Reason.NO_ROOM), why(Reason.NO_ROOM), "not_stored"),
+    ],
+)
+def test_warming_says_what_became_of_a_prefix(
+    warming: Warming, before: Any, after: Any, outcome: str
+) -> None:
+    warming.whys = [before, after]
+    answer = asyncio.run(carry_out("warm", {"input_ids": [1, 2]}))
+    assert answer == {
+        "tokens": 2,
+        "stored_tokens": 0,
+        "why": after,
+        "path": "computed",
+        "outcome": outcome,
+    }
+
+
+ABORTED = {"type": "abort", "message": "Aborted"}
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        (ABORTED, 503, "aborted (Aborted)"),
+        (HTTPException(503, "The request queue is full."), 503, "queue is full"),
+        (HTTPException(500, "no"), 500, "no"),
+        (ValueError("too long"), 400, "too long"),
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_warming_that_fails_is_no_success(
+    warming: Warming, client: TestClient, end: Any, status: int, words: str, several: bool
+) -> None:
+    """Whether there is a report or not; of several, those before it were warmed."""
+    warming.ends = [{"type": "length"}, end] if several else [end]
+    body = {"input_ids": [[1], [2], [3]] if several else [1]}
+    answer = client.post("/impress/warm", json=body)
+    assert answer.status_code == status and answer.json().keys() == {"error"}
+    assert words in answer.json()["error"]
+    assert answer.json()["error"].startswith("1 of 3 prefixes were warmed, ") == several
+    assert len(warming.asked) == 1 + several
+
+
+def test_nothing_is_warmed_without_a_store(warming: Warming, client: TestClient) -> None:
+    """Nor is success claimed if the store is gone meanwhile."""
+    gone = {"error": "no store is in use: by policy"}
+    for whys, asked in (([gone], 0), ([why(Reason.NEVER_STORED), gone], 1)):
+        warming.whys = [*whys]
+        answer = client.post("/impress/warm", json={"input_ids": [1]})
+        assert (answer.status_code, answer.json()) == (400, gone)
+        assert len(warming.asked) == asked
+
+
+def test_a_fault_of_ours_is_none_of_the_caller(
+    world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send(_: Any, text: str) -> Any:
+        return json.loads(obey(world.cache, text))
+
+    monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
+    monkeypatch.setattr(steering, "send", send)
+    assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 400
+    monkeypatch.setattr(steering, "_obey", None)
+    assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 500
 
 
 def test_text_needs_a_tokenizer() -> None:
@@ -512,7 +630,7 @@ def test_a_long_purge_tells_the_sums_over_its_steps(monkeypatch: pytest.MonkeyPa
     async def give(order: Order) -> dict[str, Any]:
         return next(steps)
 
-    monkeypatch.setattr(steering, "tokenizer_manager", lambda: None)
+    monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
     monkeypatch.setattr(steering, "give", give)
     assert asyncio.run(carry_out("purge", {"all": True})) == dict.fromkeys(names, 2)
 
@@ -536,7 +654,7 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
         orders = [{"extra_key": f"tenant {number}"} for number in range(12)]
         return await asyncio.gather(*(carry_out("purge", own) for own in orders))
 
-    monkeypatch.setattr(steering, "tokenizer_manager", lambda: None)
+    monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
     monkeypatch.setattr(steering, "send", send)
     monkeypatch.setattr(steering, "PAUSE_S", 0.0)
     answers = asyncio.run(asyncio.wait_for(all_of_them(), 60))
@@ -551,7 +669,7 @@ def test_pages_of_other_sites_neither_see_nor_order_anything(
     """A browser sends what a page posts, whoever may read the answer: it is refused before."""
     app = FastAPI()
     arguments = SimpleNamespace(api_key=None, admin_api_key=None)
-    manager = SimpleNamespace(server_args=arguments, context_len=100, tokenizer=None)
+    manager = manager_of(server_args=arguments, tokenizer=None)
     monkeypatch.setattr(http_server, "app", app)
     monkeypatch.setattr(steering, "tokenizer_manager", lambda: manager)
     add_routes()

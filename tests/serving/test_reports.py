@@ -1,4 +1,4 @@
-"""Every answer says where its prompt came from."""
+"""Every answer says where its prompt came from, and every order what became of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import requests
 from tests.serving.compare import paths, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, running
-from tests.serving.tiny_models import make_model, random_tokens
+from tests.serving.tiny_models import VOCAB, make_model, random_tokens
 from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.unit.waiting import wait_until
 
@@ -67,6 +67,15 @@ def parts(response: requests.Response) -> list[dict[str, Any]]:
     """Of a streaming answer."""
     lines = response.text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def order(server: Server, verb: str, status: int = 200, **body: Any) -> Any:
+    response = server.post(f"/impress/{verb}", **body)
+    assert response.status_code == status, response.text
+    answer = response.json()
+    if status != 200:
+        assert answer.keys() == {"error"} and isinstance(answer["error"], str)
+    return answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -175,3 +184,74 @@ def test_answers_together(server: Server) -> None:
     assert paths(streamed) == ["device"] * 3
     text = server.post("/v1/completions", model="m", prompt="abc", max_tokens=2).json()
     assert "impress" not in json.dumps(text)
+
+
+def test_warming_says_what_became_of_a_prefix(server: Server) -> None:
+    prefix = random_tokens(640, seed=90)
+    told = order(server, "warm", input_ids=prefix)
+    assert told["outcome"] in ("being_written", "stored") and told["path"] == "computed"
+    assert told["why"]["reason"] == told["outcome"]
+    server.flush()
+    told = order(server, "warm", input_ids=prefix)
+    assert (told["outcome"], told["path"]) == ("stored_before", "ssd")
+    assert told["tokens"] == told["stored_tokens"] == 640 and told["why"]["reason"] == "stored"
+    several = order(server, "warm", input_ids=[prefix, prefix[:40], random_tokens(100, seed=91)])
+    assert [own["outcome"] for own in several[:2]] == ["stored_before", "not_stored"]
+    assert several[1]["why"]["reason"] == "too_short" and several[1]["stored_tokens"] == 0
+    assert several[2]["outcome"] in ("being_written", "stored")
+    (text,) = order(server, "warm", texts=["ab" * 60])
+    assert text["tokens"] >= 60 and text["outcome"] in ("being_written", "stored")
+
+
+def give_up(server: Server, own: Future[Any]) -> None:
+    """Until what was asked for ends; some of it may not have arrived yet."""
+    while not own.done():
+        server.post("/abort_request", abort_all=True)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("where", ["queue", "prefill"])
+def test_warming_that_is_given_up_is_no_success(server: Server, count: int, where: str) -> None:
+    ids = [random_tokens(4000, seed=100 + count + own) for own in range(count)]
+    body: Any = ids if count > 1 else ids[0]
+    with contextlib.ExitStack() as stack:
+        if where == "queue":
+            stack.enter_context(busy(server))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        own = pool.submit(order, server, "warm", 503, input_ids=body)
+        if where == "queue":
+            wait_for(server, "num_waiting_reqs")
+        give_up(server, own)
+        said = own.result(60)["error"]
+    assert "aborted" in said and said.startswith("0 of 3") == (count > 1)
+    assert order(server, "why", input_ids=ids[0])["stored_tokens"] == 0
+
+
+def test_a_client_that_goes_away_warms_no_more(server: Server) -> None:
+    ids = [random_tokens(300, seed=110 + own) for own in range(3)]
+    with busy(server):
+        with pytest.raises(requests.Timeout):
+            requests.post(f"{server.url}/impress/warm", json={"input_ids": ids}, timeout=2)
+        wait_for(server, "num_waiting_reqs", some=False)
+    assert order(server, "why", input_ids=ids[0])["why"]["reason"] == "never_stored"
+    assert order(server, "why", input_ids=ids[1])["why"]["reason"] == "never_stored"
+
+
+@pytest.mark.parametrize("verb", ["warm", "pin", "unpin", "purge", "why"])
+@pytest.mark.parametrize("token", [VOCAB, 2**31 - 1, 2**63, -1])
+def test_ids_that_the_vocabulary_does_not_have(server: Server, verb: str, token: int) -> None:
+    ids = [*random_tokens(100, seed=120), token]
+    assert "from 0 to 999" in order(server, verb, 400, input_ids=ids)["error"]
+    if verb == "warm":
+        assert "from 0 to 999" in order(server, verb, 400, input_ids=[ids[:-1], ids])["error"]
+
+
+@pytest.mark.parametrize("verb", ["warm", "pin", "unpin", "purge", "why"])
+def test_bodies_that_are_no_orders(server: Server, verb: str) -> None:
+    for body in ({"text": ["a", 1]}, {"input_ids": [[1.5]]}, {"input_ids": 1}, {"text": None}):
+        order(server, verb, 400, **body)
+    # SGLang refuses what is no JSON, and half of a character, in its own words.
+    for text in ("{", json.dumps({"text": "abc\ud800"})):
+        refused = requests.post(f"{server.url}/impress/{verb}", data=text, timeout=30)
+        assert refused.status_code == 400
