@@ -59,8 +59,11 @@ class ServedCache(ABC):
         """What `GET /impress/stats` shows."""
 
     @abstractmethod
-    def foretell(self, namespace: str, tokens: Tokens) -> dict[str, Any]:
-        """What is stored of a prompt that is not being served, and why no more of it."""
+    def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
+        """What is stored of a prompt that is not being served, and why no more of it.
+
+        `exactly`: of exact KVs, and not of those that a usual request takes.
+        """
 
     @abstractmethod
     def sweep(self, order: str, namespace: str | None, key: RadixKey | None) -> tuple[int, bool]:

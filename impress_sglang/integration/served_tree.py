@@ -14,6 +14,7 @@ from impress_sglang.integration.prefix_loads import PrefixLoads
 from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.integration.tree_nodes import Sweeps
 from impress_sglang.integration.weights import WeightWatch
+from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.load_planner import LoadPlanner
@@ -86,10 +87,10 @@ class ServedTree(ServedCache):
         self.served.poll()
         return {**self._service.summary(), "integrity": self.check.state}
 
-    def foretell(self, namespace: str, tokens: Tokens) -> dict[str, Any]:
-        """What is stored of a prompt that is not being served, and why no more of it."""
+    def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
+        """See `ServedCache.foretell`."""
         service, sights = self._service, self._sights
-        wanted = load_options_of(None, service.config)
+        wanted = LoadOptions() if exactly else load_options_of(None, service.config)
         stored = self._planner.find(namespace, tokens, service.class_of(wanted)).num_tokens
         report = new_report(service.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)

@@ -91,8 +91,9 @@ def _obey(cache: ServedCache, order: Order) -> dict[str, Any]:
         return {"error": no_store(cache.served.suspended)}
     name = None if order.everything else store.namespace(namespace_of(order))
     tokens = None
-    if order.verb == "why":
-        return cache.foretell(namespace_of(order), as_tokens(order.input_ids or ()))
+    if order.verb in ("why", "warm"):
+        tokens = as_tokens(order.input_ids or ())
+        return cache.foretell(namespace_of(order), tokens, exactly=order.verb == "warm")
     if order.input_ids is not None:
         # What is stored of a prompt ends with a block, and with a page.
         whole_blocks = len(order.input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -261,8 +262,7 @@ async def _warm(order: Order, request: Request | None) -> dict[str, Any]:
         extra_key=order.extra_key,
         cache_salt=order.cache_salt,
     )
-    look = dataclasses.replace(order, verb="why")
-    before = await _carry_out(look)
+    before = await _carry_out(order)
     try:
         # If the client goes away, SGLang aborts the request.
         (answer,) = [own async for own in tokenizer_manager().generate_request(asked, request)]
@@ -272,7 +272,7 @@ async def _warm(order: Order, request: Request | None) -> dict[str, Any]:
     if (end := meta_info["finish_reason"])["type"] == "abort":
         sentence = f"the request that warms it was aborted ({end['message']}): order it again"
         raise NotDone(sentence, HTTPStatus.SERVICE_UNAVAILABLE)
-    after = await _carry_out(look)
+    after = await _carry_out(order)
     path = meta_info[REPORT_KEY]["path"]
     return {**after, "path": path, "outcome": _outcome(before["why"], after["why"])}
 

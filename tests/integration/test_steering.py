@@ -326,6 +326,10 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
     assert why(STORED) == (TOKENS, Reason.STORED, None)
     assert why([*STORED, *OTHER]) == (TOKENS, Reason.STORED, Reason.SEEN_TOO_SELDOM)
     assert why(STORED, extra_key="tenant") == (0, Reason.SEEN_TOO_SELDOM, None)
+    (segment,) = world.runtime.store.tree.segments()
+    object.__setattr__(segment.info, "quality", segment.info.quality.after(1.0, 6.0))
+    assert why(STORED) == (TOKENS, Reason.STORED, None)
+    assert told(world, "warm", STORED)["why"]["reason"] == Reason.QUALITY, "it is to be exact"
     told(world, "purge", STORED)
     assert why(STORED) == (0, Reason.PURGED, None)
     assert why(STORED[:5]) == (0, Reason.TOO_SHORT, None)
@@ -463,7 +467,7 @@ class Warming:
         yield {"meta_info": {"finish_reason": end, "impress": {"path": "computed"}}}
 
     async def give(self, order: Order) -> dict[str, Any]:
-        assert order.verb == "why"
+        assert order.verb == "warm"
         why = self.whys.pop(0) if self.whys else {"reason": "never_stored", "rest": None}
         if "error" in why:
             return dict(why)

@@ -91,10 +91,13 @@ class Passes:
                 saves[place] = save
         return saves
 
-    def foretell(self, namespace: str, tokens: Tokens) -> dict[str, Any]:
-        """What is stored of a prompt that is not being served, and why no more of it."""
+    def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
+        """What is stored of a prompt that is not being served, and why no more of it.
+
+        `exactly`: of exact KVs, and not of those that a usual request takes.
+        """
         runtime, sights = self._runtime, self._saves.sights
-        wanted = load_options_of(None, runtime.config)
+        wanted = LoadOptions() if exactly else load_options_of(None, runtime.config)
         stored = runtime.admission.find(namespace, tokens, wanted).num_tokens
         report = new_report(runtime.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)

@@ -55,9 +55,9 @@ class PaperServedCache(ServedCache):
         self.served.poll()
         return {**self._runtime.summary(), "integrity": self.check.state}
 
-    def foretell(self, namespace: str, tokens: Tokens) -> dict[str, Any]:
+    def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
         """See `Passes.foretell`."""
-        return self._passes.foretell(namespace, tokens)
+        return self._passes.foretell(namespace, tokens, exactly=exactly)
 
     def sweep(self, order: str, namespace: str | None, key: RadixKey | None) -> tuple[int, bool]:
         """See `PoolSweeps.step`."""
