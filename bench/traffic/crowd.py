@@ -14,6 +14,7 @@ import numpy as np
 from bench.core.report import Row
 from bench.core.servers import Server
 from bench.traffic.prompts import draw
+from bench.traffic.reading import drive_bytes
 from bench.traffic.streams import Pieces, gaps_of, tokens_between
 
 # Nothing is counted until all have begun.
@@ -49,9 +50,11 @@ class Crowd:
             asked = [
                 pool.submit(self._ask, server, number, window) for number in range(self.asking)
             ]
+            # The kernel is asked, not the server, which has other things to do.
+            read = _bytes_in(server.pid, window)
             answers = [answer for own in streams for answer in own.result()]
             loads = [load for own in asked for load in own.result()]
-        return describe(answers, loads, window)
+        return describe(answers, loads, window) | {"drive_mb_per_s": round(read / seconds / 1e6, 2)}
 
     def _stream(
         self, server: Server, number: int, window: tuple[float, float]
@@ -77,6 +80,15 @@ class Crowd:
         return found
 
 
+def _bytes_in(pid: int, window: tuple[float, float]) -> int:
+    """Wait for the end of the window; bytes that were read from drives in it."""
+    found = []
+    for edge in window:
+        time.sleep(max(0.0, edge - time.perf_counter()))
+        found.append(drive_bytes(pid))
+    return found[1] - found[0]
+
+
 def describe(
     answers: Sequence[tuple[float, Pieces]],
     loads: Sequence[tuple[float, float, float]],
@@ -95,7 +107,7 @@ def describe(
         "tokens_per_s": round(tokens / seconds, 2),
         **_quantiles("gap", gaps, (50, 99, 100)),
         **_quantiles("first", first, (50, 100)),
-        "asked_per_s": round(len(ended) / seconds, 3),
+        "answered_per_s": round(len(ended) / seconds, 3),
         **_quantiles("ttft", times, (50, 100)),
         "cached_share": round(float(np.mean([own[2] for own in ended])), 3) if ended else None,
     }

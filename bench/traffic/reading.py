@@ -25,14 +25,15 @@ class Counts:
         now = {
             "read_bytes": float(totals["ssd_bytes"]),
             "loads": float(totals["requests_ssd"]),
-            "drive_bytes": float(_drive_bytes(self._server.pid)),
+            "drive_bytes": float(drive_bytes(self._server.pid)),
         }
         found = {name: value - self._before.get(name, 0.0) for name, value in now.items()}
         self._before = now
         return found
 
 
-def _drive_bytes(pid: int) -> int:
+def drive_bytes(pid: int) -> int:
+    """What the processes of a server have read from drives so far, as the kernel counts it."""
     main = psutil.Process(pid)
     count = 0
     for process in (main, *main.children(recursive=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -268,13 +269,15 @@ def test_a_crowd_counts_what_came_in_its_window() -> None:
     # Four tokens of the first answer and one of the second, in 2.75 s.
     assert row["tokens_per_s"] == round(5 / 2.75, 2)
     assert (row["gap_p50_ms"], row["gap_max_ms"]) == (500.0, 1500.0)
-    assert (row["asked_per_s"], row["ttft_max_ms"]) == (round(2 / 2.75, 3), 2000.0)
+    assert (row["answered_per_s"], row["ttft_max_ms"]) == (round(2 / 2.75, 3), 2000.0)
     assert (row["cached_share"], row["first_p50_ms"]) == (0.75, 250.0)
     assert crowd.describe([], [], (0.0, 1.0))["gap_p99_ms"] is None
 
 
 def test_a_crowd_asks_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     class Server:
+        pid = os.getpid()
+
         def stream(self, *_: Any, **__: Any) -> Iterator[tuple[float, int]]:
             for count in (1, 2):
                 yield clock(), count
@@ -287,7 +290,8 @@ def test_a_crowd_asks_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = crowd.time.perf_counter
     server: Any = Server()
     row = crowd.Crowd(2, 2, 2, [[5, 6, 7]], None, 1).ask(server, 0.2)
-    assert row["tokens_per_s"] > 0 and row["asked_per_s"] > 0
+    assert row["tokens_per_s"] > 0 and row["answered_per_s"] > 0
+    assert row["drive_mb_per_s"] >= 0
     assert row["cached_share"] == round(3 / (3 + crowd.QUESTION_TOKENS), 3)
 
 
