@@ -12,13 +12,10 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
-def _use_rectangular_attention(backend: Any, runner: Any, *_: Any) -> Any:
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+def _use_rectangular_attention(backend: Any, *_: Any) -> Any:
+    from impress_sglang.integration.torch_native import attend_rectangularly
 
-    from impress_sglang.integration.paper.attention import adopt_backend
-
-    if isinstance(backend, TorchNativeAttnBackend):
-        adopt_backend(backend, runner)
+    attend_rectangularly(backend)
     return backend
 
 

@@ -13,6 +13,7 @@ from impress_sglang.integration.blend_steps import rotation_of
 from impress_sglang.integration.factory import identity_of, kv_shape
 from impress_sglang.integration.guards import check_arguments
 from impress_sglang.integration.layers import check_layers
+from impress_sglang.integration.torch_native import attend_rectangularly
 from impress_sglang.integration.tree_cache import ImpressTreeCache
 from impress_sglang.management.policies import make_policy
 from impress_sglang.options import OFF
@@ -37,6 +38,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     options = resolved_view(context.server_args)
     check_arguments(config, options)
     check_layers(runner)
+    attend_rectangularly(runner.attn_backend)
     if config.blend != OFF:
         # Refused here, before the store is opened.
         rotation_of(runner.model)
