@@ -82,8 +82,6 @@ class StoredEngine:
             IDENTITY,
             device,
             hidden,
-            # The pool is the next request's.
-            free=lambda slots: None,
             timeline_for=lambda rid: self._timeline,
         )
         self._load_options = LoadOptions(config.usual_retention, config.usual_bits)

@@ -31,12 +31,14 @@ from impress_sglang.integration.hooks import Hook
 from impress_sglang.integration.paper import backends
 from impress_sglang.integration.paper.factory import make_tree_cache
 from impress_sglang.integration.paper.hooks import HOOKS as PAPER_HOOKS
+from impress_sglang.integration.paper.hooks import add_hooks
 from tests.integration.tiny_model import LLAMA, write_config
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugins() -> None:
     load_plugins()
+    add_hooks()
 
 
 @pytest.fixture
@@ -76,7 +78,15 @@ def test_accepted(llama: Path) -> None:
     assert view.attention_backend == "torch_native"
 
 
-@pytest.mark.parametrize(("usual", "kept"), [("breakable", "breakable"), ("full", "disabled")])
+@pytest.mark.parametrize(
+    ("usual", "flags", "kept"),
+    [
+        ("breakable", [], "breakable"),
+        ("full", [], "full"),
+        ("breakable", ["--impress-retention=0.5"], "breakable"),
+        ("full", ["--impress-retention=0.5"], "disabled"),
+    ],
+)
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
 def test_backends_of_accelerators(
     llama: Path,
@@ -84,15 +94,16 @@ def test_backends_of_accelerators(
     capsys: pytest.CaptureFixture[str],
     name: str,
     usual: str,
+    flags: list[str],
     kept: str,
 ) -> None:
-    """They run with CUDA graphs for decode, and for prefill with such as leave attention out."""
+    """They keep their CUDA graphs, but for those of a prefill that has to load within."""
     monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: usual)
     flag = f"--attention-backend={name}"
     graphs = resolve(llama, flag, enabled=False).cuda_graph_config
     assert graphs.prefill.backend == usual, "the control: without us it stays"
     assert "switched off" not in capsys.readouterr().err
-    view = resolve(llama, flag)
+    view = resolve(llama, flag, *flags)
     assert view.attention_backend == name
     assert view.cuda_graph_config.prefill.backend == kept
     assert view.cuda_graph_config.decode.backend == "full"
@@ -109,7 +120,9 @@ def test_backends_of_accelerators(
         # It has no parts of prefixes, or nobody has judged it: ours is taken.
         ("fa3", {"retention": 0.5}, "torch_native"),
         ("fa3", {"policy": "paper"}, "torch_native"),
-        ("aiter", {}, "torch_native"),
+        ("aiter", {"retention": 0.5}, "torch_native"),
+        # Nothing of ours is in its passes.
+        ("aiter", {}, "aiter"),
     ],
 )
 def test_backend_where_none_is_asked_for(
@@ -145,6 +158,7 @@ def test_backend_where_none_is_asked_for(
 
 
 WHOLE = "--impress-policy=as"
+PARTS = "--impress-retention=0.5"
 
 
 @pytest.mark.parametrize(
@@ -204,10 +218,13 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--tp-size=2"], "tensor parallelism"),
         (["--dp-size=2"], "data parallelism"),
         (["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype auto"),
-        (["--attention-backend=wave"], "wave, because nobody has judged its kernels"),
-        (["--attention-backend=triton", "--prefill-attention-backend=aiter"], "aiter, because"),
+        ([PARTS, "--attention-backend=wave"], "wave, because nobody has judged its kernels"),
         (
-            ["--attention-backend=fa3", "--cuda-graph-backend-prefill=full"],
+            [PARTS, "--attention-backend=triton", "--prefill-attention-backend=aiter"],
+            "aiter, because",
+        ),
+        (
+            [PARTS, "--attention-backend=triton", "--cuda-graph-backend-prefill=full"],
             "a graph of the whole pass skips that: drop --cuda-graph-backend-prefill full",
         ),
         (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
@@ -359,9 +376,9 @@ def test_hook_below_that_of_another_plugin(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_scheduler_looks_for_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The tree factory runs in the scheduler's process, whose hooks are its own."""
-    monkeypatch.setattr(Scheduler, "_prefetch_kvcache", lambda *_: None)
+    monkeypatch.setattr(Scheduler, "get_internal_state", lambda *_: None)
     server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: ImpressConfig(ssd_dir=str(tmp_path))})
-    with pytest.raises(UnsupportedError, match="_prefetch_kvcache"):
+    with pytest.raises(UnsupportedError, match="get_internal_state"):
         plugin._make_tree_cache(SimpleNamespace(server_args=server_args))
 
 

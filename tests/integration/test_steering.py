@@ -606,7 +606,7 @@ def test_a_fault_of_ours_is_none_of_the_caller(
     world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def send(_: Any, text: str) -> Any:
-        return json.loads(obey(world.cache, text))
+        return json.loads(obey(world.cache.impress, text))
 
     monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
     monkeypatch.setattr(steering, "send", send)

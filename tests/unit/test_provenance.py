@@ -65,7 +65,7 @@ def test_depths_have_an_end_and_stay_depths() -> None:
     provenance = Provenance(SLOTS, CPU)
     provenance.note_loaded(slots_of(0), 1000)
     provenance.note_computed(slots_of(0), slots_of(1))
-    assert provenance.depth(slots_of(1)) == provenance.depth(slots_of(0)) == 127
+    assert provenance.depth(slots_of(1)) == provenance.depth(slots_of(0)) == 63
     assert provenance.loaded_before(slots_of(0, 1)) == 1
 
 
