@@ -20,15 +20,11 @@ from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import BITS
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobRevoked, JobState, LoadJob
-from impress_sglang.transfer.coded_loader import CodedLoader
-from impress_sglang.transfer.coded_slots import code_writer_for
-from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.resident import PartLoad, ResidentPart
-from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
 from tests.faults import Faults, FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.coded_factory import uses_of
 from tests.unit.store_factory import Workbench, look_up, prompt
 from tests.unit.waiting import wait_until
 
@@ -160,24 +156,18 @@ class Desk:
 
 
 def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
-    """What the loader that loads in the pass makes of the same codes."""
+    """What the codes of a job are, read on the thread of the test."""
     planes = job.kv_class.planes
     assert planes is not None
-    source = store.open_coded(job.spans, [None] * len(job.spans), planes)
-    slots = torch.arange(len(job)).split([len(span) for span in job.spans])
-    parts = [
-        ResidentPart(
-            span.segment.segment_id, span.layout, SHAPE.num_layers, span.start, span.stop, own
-        )
-        for span, own in zip(source.spans, slots, strict=True)
-    ]
-    PartLoad(source, parts, pending=1)
-    keys, values, loader = [], [], CodedLoader()
+    source, slots = store.open_whole(job.spans, planes), torch.arange(len(job))
+    assert isinstance(source, CodedSource)
+    keys, values = [], []
     for layer in range(SHAPE.num_layers):
         for rows, dim in ((keys, SHAPE.key_dim), (values, SHAPE.value_dim)):
             rows.append(torch.full((len(job), SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype))
-        layer_slots = LayerSlots.of(keys[-1], values[-1], torch.arange(len(job)))
-        loader.load(layer, uses_of(parts), planes, layer_slots, LoadStats())
+        found = source.read(layer)
+        put_codes(code_writer_for(CPU), source, found, keys[-1], values[-1], slots)
+        source.end_layer(layer)
     store.close_source(source)
     return [*keys, *values]
 
