@@ -119,9 +119,6 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
         f"--impress-io-engine={chance.choice(('auto', 'threads'))}",
         f"--impress-reorder-interval={chance.choice((0, 3))}",
     ]
-    if policy == "impress":
-        select = chance.choice(BLEND_SELECTORS)
-        flags += ["--impress-blend=0", f"--impress-blend-select={select}", LEAST_BLEND]
     scheduler = chance.choice(SCHEDULERS)
     flags += scheduler
     if chance.random() < 0.3:
@@ -135,11 +132,13 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     # Of different priorities, one request may take another one's place.
     retracts = chance.random() < 0.5 or scheduler == PRIORITIES
     weights = chance.choice("ab")
-    blends = policy == "impress"
-    # Others load whole prefixes, beside the pass.
+    # Others load whole prefixes, beside the pass, and blend.
     parts = policy != "impress" or usual == "part"
+    if not parts:
+        select = chance.choice(BLEND_SELECTORS)
+        flags += ["--impress-blend=0", f"--impress-blend-select={select}", LEAST_BLEND]
     is_killed = number % 2 == 0
-    return Setting(weights, usual, tuple(flags), retracts, blends, parts, is_killed, quota_gb)
+    return Setting(weights, usual, tuple(flags), retracts, not parts, parts, is_killed, quota_gb)
 
 
 @dataclasses.dataclass

@@ -42,8 +42,6 @@ def smollm_flags(store: Path) -> tuple[str, ...]:
         "--impress-load=always",
         f"--impress-ssd-dir={store}",
         "--impress-host-gb=0.5",
-        "--impress-blend=0.15",
-        "--impress-blend-min-tokens=128",
         "--enable-cache-report",
     )
 
@@ -51,7 +49,8 @@ def smollm_flags(store: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def server(smollm: Path, workdir: Path) -> Iterator[Server]:
     """Started by the command that users type."""
-    flags = smollm_flags(workdir / "store-smollm")
+    blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
+    flags = (*smollm_flags(workdir / "store-smollm"), *blends)
     with running(smollm, workdir / "smollm.log", *flags, zygote=None) as running_server:
         yield running_server
         running_server.assert_quiet()
