@@ -270,9 +270,9 @@ class Stream:
         self._thread.join(300)
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """Between arrivals in a time."""
+        """Between arrivals in a time, as long as there are any."""
         own = [at for at in self.arrivals if since <= at <= until]
-        gaps: list[float] = np.diff([since, *own, until]).tolist()
+        gaps: list[float] = np.diff([since, *own, min(until, self.arrivals[-1])]).tolist()
         return gaps
 
 

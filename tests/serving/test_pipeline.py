@@ -78,6 +78,7 @@ def test_a_decision_is_reported_with_both_estimates(deciding: Server) -> None:
     assert 0.25 <= said["retention"] <= 1.0 and BITS[0] <= said["bits"] <= 16
 
 
+@pytest.mark.parametrize("deciding", ["beside the pass"], indirect=True)
 def test_auto_is_exact_where_reading_hides_behind_computing(
     deciding: Server, stock: Server
 ) -> None:

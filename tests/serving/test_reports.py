@@ -179,7 +179,9 @@ def test_answers_together(server: Server) -> None:
     stored, new = server.store(400, seed=80), random_tokens(300, seed=81)
     prompts: Any = [[*stored, 7], new, [*stored, 8]]
     answers = server.ask(prompts, 2).json()
-    assert paths(answers) == ["ssd", "computed", "device"]
+    first, computed, last = paths(answers)
+    # They may arrive in any order; one of the two loads for both.
+    assert computed == "computed" and {first, last} == {"ssd", "device"}
     streamed = last_parts(server.ask(prompts, 60, stream=True))
     assert paths(streamed) == ["device"] * 3
     text = server.post("/v1/completions", model="m", prompt="abc", max_tokens=2).json()
