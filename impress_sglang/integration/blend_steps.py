@@ -25,9 +25,7 @@ from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
     ForwardBatch,
-    ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
@@ -35,6 +33,7 @@ from torch import Tensor
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
 from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration.block_batch import block_batch
 from impress_sglang.integration.judged_models import BLENDED
 from impress_sglang.loops.types import Indices
 from impress_sglang.serving.blend_job import BlendJob
@@ -279,7 +278,7 @@ class BlendSteps:
                     return
                 if batch is None:
                     tokens = torch.from_numpy(job.tokens[block.rows]).to(device, torch.int64)
-                    batch = _batch_of(tokens, block.start)
+                    batch = block_batch(tokens, block.start)
                     batch.positions = torch.from_numpy(block.rows).to(device)
                 context = ForwardContext(attn_backend=self._attention)
                 with torch.no_grad(), forward_context(context, forward_batch=batch):
@@ -303,38 +302,10 @@ def _with_rows(batch: Any, kept: Tensor, start: int) -> Any:
         value=handoff.value[kept],
         residual=None if handoff.residual is None else handoff.residual[kept],
     )
-    fewer = _batch_of(batch.input_ids[kept], start)
+    fewer = block_batch(batch.input_ids[kept], start)
     fewer.positions = batch.positions[kept]
     fewer.hidden_states = residual_batch.import_replay_handoff(handoff, fewer)
     return fewer
-
-
-def _batch_of(token_ids: Tensor, start: int) -> ForwardBatch:
-    """Make a batch of one request that extends by `token_ids` at position `start`."""
-    device, length = token_ids.device, len(token_ids)
-    end = start + length
-    return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=1,
-        input_ids=token_ids,
-        positions=torch.arange(start, end, device=device),
-        req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
-        seq_lens=torch.tensor([end], device=device),
-        seq_lens_cpu=torch.tensor([end]),
-        seq_lens_sum=end,
-        # We write to the pool ourselves, but some models write keys and values before they attend:
-        # these go to slot 0, which belongs to no request.
-        out_cache_loc=torch.zeros(length, dtype=torch.int64, device=device),
-        out_cache_loc_is_physical=True,
-        extend_num_tokens=length,
-        extend_seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-        extend_seq_lens_cpu=[length],
-        extend_prefix_lens=torch.tensor([start], dtype=torch.int32, device=device),
-        extend_prefix_lens_cpu=[start],
-        extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
-        global_num_token_non_padded_cpu=length,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
-    )
 
 
 def _squares(difference: Tensor) -> Tensor:

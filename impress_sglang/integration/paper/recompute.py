@@ -24,16 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
 from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
 from sglang.srt.runtime_context import get_device, get_schedule
 from torch import Tensor
 
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
+from impress_sglang.integration.block_batch import block_batch
 from impress_sglang.serving.paper.loading import RecomputedLoading
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.storage.layout import KVShape
@@ -195,34 +191,3 @@ def recompute_prefix(
             continue
         raise AssertionError("the model ended without attention of its last layer")
     return True
-
-
-def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
-    """Make a batch of one request that extends by `token_ids` at position `start`.
-
-    It has nothing of the running batch, which belongs to other tokens.
-    """
-    device, length = token_ids.device, len(token_ids)
-    end = start + length
-    return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=1,
-        input_ids=token_ids,
-        positions=torch.arange(start, end, device=device),
-        req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
-        seq_lens=torch.tensor([end], device=device),
-        seq_lens_cpu=torch.tensor([end]),
-        seq_lens_sum=end,
-        # We write nothing to the pool, but some models write keys and values before they attend:
-        # these go to slot 0, which belongs to no request.
-        out_cache_loc=torch.zeros(length, dtype=torch.int64, device=device),
-        out_cache_loc_is_physical=True,
-        extend_num_tokens=length,
-        extend_seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-        extend_seq_lens_cpu=[length],
-        extend_prefix_lens=torch.tensor([start], dtype=torch.int32, device=device),
-        extend_prefix_lens_cpu=[start],
-        extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
-        global_num_token_non_padded_cpu=length,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
-    )
