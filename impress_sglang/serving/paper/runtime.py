@@ -6,7 +6,6 @@ opens and releases requests; the attention backend loads their layers in between
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,22 +15,16 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.management.lookahead import LookAhead
-from impress_sglang.management.policies import make_policy
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.options import OFF, ON
+from impress_sglang.options import OFF
 from impress_sglang.serving.clocks import clock_for
-from impress_sglang.serving.estimate import Estimator, RequestLengths
-from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.paper.admission import Admission, AdmissionPlan
 from impress_sglang.serving.paper.loading import Loaders, RecomputedLoading
 from impress_sglang.serving.paper.opening import Allocate, RequestOpener
 from impress_sglang.serving.paper.prefetch import Prefetches
 from impress_sglang.serving.paper.request import StoredRequest, publish
-from impress_sglang.serving.recent import RecentRequests
-from impress_sglang.serving.report import RequestTotals
 from impress_sglang.serving.scheduling import QueueOrder
-from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.serving.serving import Serving
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
@@ -42,7 +35,7 @@ from impress_sglang.transfer.slots import LayerSlots
 logger = logging.getLogger(__name__)
 
 
-class ServingRuntime:
+class ServingRuntime(Serving):
     """Store, admission, loaders and live requests of one scheduler."""
 
     def __init__(
@@ -69,23 +62,9 @@ class ServingRuntime:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
             StoreInUseError: another server uses it for the same model.
         """
-        self.config = config
-        self.shape = shape
-        self.policy = make_policy(config)
-        self.totals = RequestTotals()
-        self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
-        self.metrics: ServingMetrics | None = None
-        """What Prometheus reads; None unless metrics are wanted."""
+        super().__init__(config, shape, identity, device, hidden_size)
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not yet released, by id."""
-        self.describe_pool: Callable[[], dict[str, int]] = dict
-        """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
-        self._looks_ahead = config.lookahead == ON
-        self.lookahead = LookAhead(tells=self._looks_ahead)
-        """What queued requests will use, and each request's turn."""
-        kept = self.lookahead if self._looks_ahead else None
-        self.served = ServedStore(config, identity, shape, device, kept)
-        self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._clock = clock_for(device)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
         self._loaders = Loaders.of(shape, self.policy)
@@ -101,11 +80,6 @@ class ServingRuntime:
         self.explainer = Explainer(config, self.served, self.admission.least)
         """Says why a request got its prefix, or got none."""
         self._opener = RequestOpener(self.served, self.prefetches, self._loaders, timeline_for)
-
-    @property
-    def store(self) -> PrefixStore:
-        """The store, for callers that know that one is open."""
-        return self.served.store
 
     def open(
         self,
@@ -191,47 +165,9 @@ class ServingRuntime:
                 self._timelines.write(request.timeline)
         return request
 
-    def count(self, report: dict[str, Any]) -> None:
-        """Count a request that has ended, by its report."""
-        self.totals.add(report)
-        if self.metrics is not None:
-            self.metrics.observe(report)
-
-    def tell_metrics(self, *, now: bool = False, idle: bool = False) -> None:
-        """Export the counts: at most once a second, or `now`, or if `idle` and there is news."""
-        if idle:
-            # No batch will come that would poll.
-            self.served.poll()
-        if self.metrics is not None:
-            now = now or (idle and self.metrics.has_news)
-            self.metrics.tell(self._polled_summary, now=now)
-
-    def _polled_summary(self) -> dict[str, Any]:
-        self.served.poll()
-        return self.summary()
-
-    def close(self) -> None:
-        """Finish writes and close the store; nothing is served after that."""
-        self.served.close()
-
     def summary(self) -> dict[str, Any]:
-        """What `GET /impress/stats` shows."""
-        totals, store = dataclasses.asdict(self.totals), self.served.opened
-        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in totals.items()}
-        return {
-            "config": dataclasses.asdict(self.config),
-            "identity": self.served.identity,
-            "suspended": self.served.suspended,
-            "probe_kv_heads": list(self.shape.probe_kv_heads),
-            "kv_heads": self.shape.num_kv_heads,
-            "requests_live": len(self.live),
-            "device_pool": self.describe_pool(),
-            "totals": rounded,
-            "store": None if store is None else store.summary(),
-            "pins": None if store is None else store.pins.summary(),
-            "cache": None if store is None else store.cache_summary(),
-            "reorder": None if store is None else store.reorders.summary(),
-        }
+        """See `Serving.summary`."""
+        return {**super().summary(), "requests_live": len(self.live)}
 
     def _timeline_for(self, rid: str) -> Timeline:
         """A new timeline for a request; one that records nothing unless there is a trace path."""

@@ -1,0 +1,104 @@
+"""What both kinds of servers have: the store, what is learnt of costs, and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.lookahead import LookAhead
+from impress_sglang.management.policies import make_policy
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.options import ON
+from impress_sglang.serving.estimate import Estimator
+from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.serving.recent import RecentRequests
+from impress_sglang.serving.report import RequestTotals
+from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.storage.layout import KVShape
+
+
+class Serving:
+    """The store of a scheduler and its counts; the scheduler's thread owns it."""
+
+    def __init__(
+        self,
+        config: ImpressConfig,
+        shape: KVShape,
+        identity: str,
+        device: torch.device,
+        hidden_size: int,
+    ) -> None:
+        """Open the store; `device`: where slots are, `hidden_size`: of the model.
+
+        Raises:
+            ConfigError: a directory cannot be written, or the caches do not fit in memory.
+            StoreInUseError: another server uses it for the same model.
+        """
+        self.config = config
+        self.shape = shape
+        self.policy = make_policy(config)
+        self.num_live = 0
+        """Requests that are known and not over."""
+        self.totals = RequestTotals()
+        self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
+        self.metrics: ServingMetrics | None = None
+        """What Prometheus reads; None unless metrics are wanted."""
+        self.describe_pool: Callable[[], dict[str, int]] = dict
+        """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
+        self._looks_ahead = config.lookahead == ON
+        self.lookahead = LookAhead(tells=self._looks_ahead)
+        """What queued requests will use, and each request's turn."""
+        kept = self.lookahead if self._looks_ahead else None
+        self.served = ServedStore(config, identity, shape, device, kept)
+        self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
+
+    @property
+    def store(self) -> PrefixStore:
+        """The store, for callers that know that one is open."""
+        return self.served.store
+
+    def count(self, report: dict[str, Any]) -> None:
+        """Count a request that has ended, by its report."""
+        self.totals.add(report)
+        if self.metrics is not None:
+            self.metrics.observe(report)
+
+    def tell_metrics(self, *, now: bool = False, idle: bool = False) -> None:
+        """Export the counts: at most once a second, or `now`, or if `idle` and there is news."""
+        if idle:
+            # No batch will come that would poll.
+            self.served.poll()
+        if self.metrics is not None:
+            now = now or (idle and self.metrics.has_news)
+            self.metrics.tell(self._polled_summary, now=now)
+
+    def _polled_summary(self) -> dict[str, Any]:
+        self.served.poll()
+        return self.summary()
+
+    def summary(self) -> dict[str, Any]:
+        """What `GET /impress/stats` shows."""
+        totals, store = dataclasses.asdict(self.totals), self.served.opened
+        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in totals.items()}
+        return {
+            "config": dataclasses.asdict(self.config),
+            "identity": self.served.identity,
+            "suspended": self.served.suspended,
+            "probe_kv_heads": list(self.shape.probe_kv_heads),
+            "kv_heads": self.shape.num_kv_heads,
+            "requests_live": self.num_live,
+            "device_pool": self.describe_pool(),
+            "totals": rounded,
+            "store": None if store is None else store.summary(),
+            "pins": None if store is None else store.pins.summary(),
+            "cache": None if store is None else store.cache_summary(),
+            "reorder": None if store is None else store.reorders.summary(),
+        }
+
+    def close(self) -> None:
+        """Finish writes and close the store; nothing is served after that."""
+        self.served.close()
