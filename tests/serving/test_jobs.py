@@ -95,10 +95,10 @@ def test_a_longer_prompt_joins_and_then_loads_its_rest(jobs: Server, stock: Serv
     prompts = [[*short, 5, 6, 7], [*long, 5, 6, 7]]
     with ThreadPoolExecutor(2) as pool:
         with slow(jobs):
-            asked = []
-            for number, own in enumerate(prompts):
-                asked.append(pool.submit(jobs.generate, own, 6, return_logprob=True))
-                wait_until(lambda count=number + 1: live(jobs) == count, 60)
+            asked = [pool.submit(jobs.generate, prompts[0], 6, return_logprob=True)]
+            wait_until(lambda: loading(jobs) == 900, 60)
+            asked.append(pool.submit(jobs.generate, prompts[1], 6, return_logprob=True))
+            wait_until(lambda: live(jobs) == 2, 60)
         answers = [own.result() for own in asked]
     assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers, TOLERANCE)
     told = [report(answer) for answer in answers]

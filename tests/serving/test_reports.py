@@ -171,8 +171,10 @@ def test_samples_that_are_given_up(server: Server) -> None:
         wait_for(server, "num_waiting_reqs")
         server.post("/abort_request", abort_all=True)
         answers = own.result(60).json()
-    # Only the request for the prompt alone was given up, and had no answer.
-    assert paths(answers) == ["ssd", "device"]
+    # Only the request for the prompt alone was given up, and had no answer; it may have ended after
+    # its load.
+    assert paths(answers) in (["ssd", "device"], ["device", "device"])
+    assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [3, 3]
 
 
 def test_answers_together(server: Server) -> None:
