@@ -47,9 +47,9 @@ LONGEST = (
     "test_store_crash",
     "test_engine_bench",
     "test_refusals",
-    *("test_real_model", "test_random", "test_triton_backend", "test_blend", "test_faults"),
-    *("test_exact", "test_families", "test_pipeline", "test_weights", "test_pages"),
-    *("test_unreadable", "test_unreadable_in_pass", "test_jobs"),
+    *("test_real_model", "test_random", "test_jobs", "test_triton_backend", "test_blend"),
+    *("test_exact", "test_families", "test_unreadable_in_pass", "test_pages", "test_faults"),
+    *("test_pipeline", "test_unreadable", "test_weights"),
     *("test_bits", "test_important_part", "test_reordering"),
 )
 
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where they run")
     group.addoption("--attention-backend", help="default: torch_native on a CPU, triton with CUDA")
     group = parser.getgroup("random", "the randomised run of tests/serving/test_random.py")
-    group.addoption("--random-minutes", type=float, default=0.6, help="how long its traffic lasts")
+    group.addoption("--random-minutes", type=float, default=0.4, help="how long its traffic lasts")
     group.addoption("--random-seed", type=int, default=1, help="what is drawn in it")
     group.addoption(
         "--random-without", default="", help="kinds of requests, weights, faults: to leave out"

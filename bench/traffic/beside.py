@@ -4,8 +4,9 @@ The demo's model, caches of 0 GB, and a device pool with room for all unless a c
 Cases, in the order of --cases:
 
   gaps   one client streams a long answer while another one asks for a prefix of --prefix-tokens
-         random tokens: the stream's longest, second and median gap in ms and tokens that came
-         meanwhile, TTFT of the other one and MB it read; medians of --repeats
+         random tokens, or for the same where it is in the pool and nothing is loaded: the stream's
+         longest, second and median gap in ms and tokens that came meanwhile, TTFT of the other one
+         and MB it read; medians of --repeats
   ttft   TTFT in ms for a question about the stored handbook, alone, by MB/s of the drive; medians
          of --ttft-repeats
   eight  eight such questions at once: until all are answered, mean TTFT, MB read
@@ -58,10 +59,14 @@ TURN_TOKENS = 120
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beside:
-    """What somebody asks for beside a stream: a stored prefix or a new one, or nothing at all."""
+    """What somebody asks for beside a stream: a stored prefix or a new one, or nothing at all.
+
+    `resident`: the prefix is in the pool already, so that nothing is loaded.
+    """
 
     name: str
     stored: bool | None = True
+    resident: bool = False
     mbps: float = 0.0
     custom: Mapping[str, Any] = dataclasses.field(default_factory=lambda: NOT_STORED)
 
@@ -69,6 +74,7 @@ class Beside:
 GAPS = (
     Beside("nothing", stored=None),
     Beside("computed", stored=False),
+    Beside("resident", resident=True),
     Beside("default bits"),
     Beside("default bits, 20 MB/s", mbps=20),
     Beside("exact, 80 MB/s", mbps=80, custom=EXACT),
@@ -302,6 +308,8 @@ class Work:
     def _gap(self, server: Server, beside: Beside, prompt: Sequence[int] | None) -> Row:
         """A stream with a request beside it."""
         with drive(server, beside.mbps) as counts:
+            if beside.resident:
+                server.generate([*self.prefix, *self.fresh(QUESTION_TOKENS)], custom=NOT_STORED)
             stream = Stream(server, self.short, self.args.answer_tokens, NOT_STORED)
             stream.wait(BEFORE_TOKENS)
             row: Row = {}

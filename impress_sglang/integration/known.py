@@ -59,6 +59,7 @@ class Known:
         not_before: the poll before which it is not admitted again.
         io: seconds that reading what is stored of it takes.
         early: the job whose last layers its pass waits for.
+        gated: seconds for which its pass waited for these.
         disturbed: whether the time of its pass says nothing of what computing takes.
         blend: what is known of its blending.
     """
@@ -81,6 +82,7 @@ class Known:
     not_before: int = 0
     io: float = 0.0
     early: LoadJob | None = None
+    gated: float = 0.0
     disturbed: bool = False
     blend: BlendNotes = dataclasses.field(default_factory=BlendNotes)
 

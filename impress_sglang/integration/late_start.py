@@ -1,9 +1,10 @@
 """Late start: a pass begins while the last layers of its prefix are on their way.
 
-A request may be admitted when what is left of its job takes no longer than its own pass, which then
-waits for each layer (`layer_gate`). Nobody else shares the slots before they are filled. If a layer
-does not come, what the pass computes is dropped, its requests go back into the queue, as SGLang
-puts them there without room, and the slots leave the tree.
+On an idle server, a request may be admitted when what is left of its job takes no longer than its
+own pass, which then waits for each layer (`layer_gate`). While others run it is not: they would
+wait for the drive with it. Nobody else shares the slots before they are filled. If a layer does not
+come, what the pass computes is dropped, its requests go back into the queue, as SGLang puts them
+there without room, and the slots leave the tree.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ class LateStart:
         # The row of a session may outlive its request, so that it could not be put back.
         if job.slots is None or left is None or new > self._most_tokens or req.session is not None:
             return False
-        own = self._planner.computing_seconds(job.stop, new)
-        if own is None or left > own or self._slots.lacking(job) < len(job):
+        own = self._planner.pass_seconds(job.stop, new)
+        if left > own or not self._slots.is_idle():
+            return False
+        if self._slots.lacking(job) < len(job):
             return False
         job.deadline = now + MOST_LATE * own
         self._jobs.start_early(job)

@@ -128,8 +128,10 @@ class PrefixLoads:
         """Tell of the reads of a job that a request did not wait for; its pass is over."""
         job, known.early = known.early, None
         if job is not None:
-            known.disturbed = True
             job.done.wait(IDLE_SECONDS)
+            known.gated += job.gated
+            # On an accelerator, passes wait on its stream.
+            known.disturbed = known.disturbed or bool(job.events)
             self._reports.tell_reads(known, job)
 
     def poll(self) -> None:

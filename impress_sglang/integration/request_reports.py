@@ -9,7 +9,6 @@ from impress_sglang.integration.known import Known, key_of
 from impress_sglang.integration.provenance import Provenance
 from impress_sglang.integration.tree_nodes import match_resident
 from impress_sglang.serving.blend_job import BlendJob
-from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.report import split_again
 from impress_sglang.serving.service import Service
@@ -116,5 +115,6 @@ class RequestReports:
         )
         before = report["prefix_tokens"]
         new = len(req.origin_input_ids) - before
-        if new > 0 and prefill > 0 and not (known.disturbed or req.retraction_count):
-            service.estimator.note_forward(new, pairs_of(before, new), prefill)
+        computing = prefill - known.gated
+        if new > 0 and computing > 0 and not (known.disturbed or req.retraction_count):
+            service.estimator.note_request(before, new, computing)

@@ -1,16 +1,19 @@
 """Estimates what loading and computing a stored prefix would take, to choose between them.
 
 Stage: admit. Computing is estimated from the forward passes of this server: the longer of a
-constant and a * new tokens + b * pairs of a new token and one that it attends to. Loading is
-estimated from the bytes that must come from SSD, the speed of recent reads, and what identification
-and copying took, likewise by a constant, tokens of the prefix, and pairs. Reading and computing
-overlap, so a hit takes as long as the longer of them: AttentionStore (3.2.1) hides the one behind
-the other, CacheBlend chooses how much to compute so that nothing waits.
+constant and a * new tokens + b * pairs of a new token and one that it attends to; and for a few
+tokens behind many cached ones, no less than a time for each of these. Loading is estimated from the
+bytes that must come from SSD, the speed of recent reads, and what identification and copying took,
+likewise by a constant, tokens of the prefix, and pairs. Reading and computing overlap, so a hit
+takes as long as the longer of them: AttentionStore (3.2.1) hides the one behind the other,
+CacheBlend chooses how much to compute so that nothing waits.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 from impress_sglang.cost import FlooredCost, TwoTermCost
@@ -26,6 +29,8 @@ START_SECONDS_PER_SCORED = 1e-8
 # Short passes, such as those of questions, only bound what longer ones take. Until it is known, a
 # prefix is computed if that takes at most so many times as long as reading it.
 MOST_TO_LEARN = 2.0
+# What few tokens behind many take is known from so many requests.
+LATELY = 9
 # Retentions that auto chooses from, besides its floor.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
 # More bits may take so many times as long as fewer.
@@ -119,6 +124,8 @@ class Estimator:
         self.loading = FlooredCost(per_token, START_SECONDS_PER_SCORED, trusts_once=False)
         self.restoring = FlooredCost(per_token, per_token, trusts_once=False)
         self.copying = FlooredCost(per_token, per_token, trusts_once=False)
+        # What few tokens behind many that are cached took lately, for each of these.
+        self._behind: collections.deque[float] = collections.deque(maxlen=LATELY)
         # For a blend: per token that is loaded, and by what factor computing takes longer there
         # than in a pass of SGLang's.
         self.blending = TwoTermCost(START_SECONDS_PER_LOADED, 1.0)
@@ -126,6 +133,12 @@ class Estimator:
     def note_forward(self, new: int, pairs: float, seconds: float) -> None:
         """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
         self.computing.observe(new, pairs, seconds)
+
+    def note_request(self, before: int, new: int, seconds: float) -> None:
+        """Learn that computing `new` tokens of a prompt behind `before` took `seconds`."""
+        self.note_forward(new, pairs_of(before, new), seconds)
+        if before > new:
+            self._behind.append(seconds / before)
 
     def note_load(
         self,
@@ -155,7 +168,7 @@ class Estimator:
     ) -> Estimate:
         """Estimate a request with this retention and bits, which reads for `io_seconds`."""
         whole = work.stored + work.new, pairs_of(work.resident, work.stored + work.new)
-        hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
+        hit = self.pass_seconds(work.resident + retention * work.stored, work.new)
         cost, pairs = self._cost_of(work, bits, whole=retention >= 1.0)
         hit += cost.least(work.stored, pairs)
         return self._estimate(retention, io_seconds, hit, whole, bits)
@@ -174,8 +187,16 @@ class Estimator:
             hit = self.blending.seconds(work.stored, hit)
         else:
             hit += self.copying.least(work.stored, work.stored)
-        hit += self._compute_seconds(work.resident + work.stored, work.new)
+        hit += self.pass_seconds(work.resident + work.stored, work.new)
         return self._estimate(1.0, io_seconds, hit, whole, EXACT_BITS)
+
+    def pass_seconds(self, before: float, new: float) -> float:
+        """Seconds that a pass over `new` tokens behind `before` takes, as far as known."""
+        seconds = self.computing.least(new, pairs_of(before, new))
+        if before > new and len(self._behind) > 1:
+            # The median, or less: one that waited for a compiler may be half of what is known.
+            seconds = max(seconds, statistics.median_low(self._behind) * before)
+        return seconds
 
     def most_bits(self, estimates: Sequence[Estimate]) -> Estimate:
         """The first estimate that is nearly the shortest, as far as known; most bits come first."""
@@ -221,10 +242,6 @@ class Estimator:
     def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
         """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""
         return self.computing.share(computed, computed * (work.resident + work.stored / 2))
-
-    def _compute_seconds(self, before: float, new: float) -> float:
-        """What a pass takes that is shorter than one of which it is known."""
-        return self.computing.least(new, pairs_of(before, new))
 
 
 def pairs_of(before: float, new: float) -> float:

@@ -103,6 +103,8 @@ class LoadJob:
     """Whether its slots were inserted into SGLang's tree before they were filled."""
     deadline: float = 0.0
     """Until when a pass waits for its layers, by `time.monotonic`."""
+    gated: float = 0.0
+    """For how many seconds passes have waited for its layers."""
     error: BaseException | None = None
     layers: int = 0
     """How many layers are in the slots."""
@@ -185,8 +187,10 @@ class LoadJob:
     def wait_for_layer(self, layer: int) -> bool:
         """Wait until a layer is in the slots; False if it never will be, or not in time."""
         with self._changed:
-            left = self.deadline - time.monotonic()
+            began = time.monotonic()
+            left = self.deadline - began
             self._changed.wait_for(lambda: self.layers > layer or self.done.is_set(), left)
+            self.gated += time.monotonic() - began
             return self.layers > layer
 
     def begin_at(self, start: int) -> None:

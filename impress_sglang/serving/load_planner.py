@@ -111,6 +111,10 @@ class LoadPlanner:
         work = RequestLengths(before, 0, count)
         return self._service.estimator.estimate(work, 1.0, 0.0).recompute
 
+    def pass_seconds(self, before: int, count: int) -> float:
+        """Seconds that a pass over `count` tokens behind `before` cached ones takes."""
+        return self._service.estimator.pass_seconds(before, count)
+
     def _estimate(
         self, spans: tuple[StoredSpan, ...], start: int, total: int, own: KVClass
     ) -> Estimate:

@@ -41,7 +41,7 @@ IMPRESS_FLAGS = (
     "--impress-host-gb=0.008",
     "--impress-schedule=estimate",
 )
-LIFE_SECONDS = 20
+LIFE_SECONDS = 12
 ENOUGH_LIVES = 8
 PATHS = ("ssd", "device", "computed")
 # Of the answers: so many at least came from SSD, whole and in part.

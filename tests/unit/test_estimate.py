@@ -171,12 +171,36 @@ def test_where_most_passes_are_questions_prompts_are_estimated_as_well(
             assert found.recompute is not None and 0.75 * real < found.recompute < 2 * real
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_few_tokens_behind_many_take_longer_than_their_size_says(name: str) -> None:
+    """On a CPU twice as long: attention has little to do for each token that it reads."""
+    machine, estimator, pick = MACHINES[name], Estimator(HIDDEN_SIZE), random.Random(7)
+
+    def behind(before: float) -> float:
+        return machine.forward(before, 20) + 4e-5 * before
+
+    for _ in range(20):
+        new = pick.randint(300, 4000)
+        estimator.note_request(0, new, machine.forward(0, new))
+        before = pick.randint(2000, 4000)
+        estimator.note_request(before, 20, behind(before))
+
+    for before in (2500, 3000, 3500):
+        assert estimator.pass_seconds(before, 20) == pytest.approx(behind(before), rel=0.2)
+        found = estimator.estimate(RequestLengths(before, 0, 20), 1.0, 0.0)
+        assert found.compute == pytest.approx(behind(before), rel=0.2)
+    work = RequestLengths(0, 3000, 20)
+    assert estimator.estimate(work, 1.0, 0.0).compute == pytest.approx(behind(3000), rel=0.2)
+    found = estimator.estimate(RequestLengths(0, 0, 3000), 1.0, 0.0)
+    assert found.recompute == pytest.approx(machine.forward(0, 3000), rel=0.1)
+
+
 def test_one_disturbed_question_is_not_what_every_pass_takes() -> None:
     """Else nothing would be loaded, and no other question be seen."""
     machine, estimator = MACHINES["two cores"], Estimator(HIDDEN_SIZE)
     for new in (3000, 3010, 2990):
         estimator.note_forward(new, pairs_of(0, new), machine.forward(0, new))
-    estimator.note_forward(20, pairs_of(3000, 20), 5.0)
+    estimator.note_request(3000, 20, 5.0)
 
     assert estimator.estimate(RequestLengths(0, 3000, 20), 1.0, 0.1).loads_faster(1.0)
 

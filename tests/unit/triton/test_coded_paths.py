@@ -118,7 +118,7 @@ def load_requests(case: CodedCase, writer: CodeWriter | None, planes: int) -> li
 
 PREFIXES = {
     "one": [CodedPart(300)],
-    "several": [CodedPart(300, 97), CodedPart(64), CodedPart(300, 0, 155)],
+    "several": [CodedPart(130, 41), CodedPart(64), CodedPart(130, 0, 71)],
 }
 # In pages of the first there is no padding.
 DIMS = [(64, 24), (80, 48)]

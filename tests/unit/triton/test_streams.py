@@ -249,7 +249,7 @@ def test_each_layer_has_its_tokens(
 
 def test_each_layer_has_its_codes(fake: Device, tmp_path: Path, reader: BlockReader) -> None:
     """Blocks that are taken are in slots later; meanwhile they move, and buffers are used again."""
-    parts = [CodedPart(200, 17), CodedPart(64)]
+    parts = [CodedPart(100, 17), CodedPart(64)]
     # In its pages there is no padding, for the copy without it would be made at once.
     shape = dataclasses.replace(SHAPE, value_dim=24)
     case = CodedCase(tmp_path, parts, reader, shape=shape, device_pages=9, host_pages=13)
