@@ -1,0 +1,74 @@
+"""What is sampled of queries, and that modules have hooks only meanwhile."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from impress_sglang.integration.query_sampling import QuerySampler
+from impress_sglang.precision.floors import MEASURED_QUERIES
+
+HEADS, DIM, SCALING = 2, 8, 0.5
+
+
+class Model(torch.nn.Module):
+    """Two layers of attention which compute nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        monkeypatch.setattr(RadixAttention, "forward", lambda *_, **__: None)
+        self.layers = torch.nn.ModuleList(
+            RadixAttention(HEADS, DIM, SCALING, 1, layer_id=layer) for layer in range(2)
+        )
+
+    def hooks(self) -> int:
+        """How many there are."""
+        return sum(len(layer._forward_pre_hooks) for layer in self.layers)
+
+    def extend(self, queries: torch.Tensor, lengths: dict[str, int]) -> None:
+        """A pass over prompts of these lengths."""
+        batch: Any = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend=lambda: True),
+            rids=list(lengths),
+            extend_seq_lens_cpu=list(lengths.values()),
+        )
+        for number, layer in enumerate(self.layers):
+            layer(queries + number, None, None, batch)
+
+
+def test_the_last_queries_of_wanted_prompts_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(monkeypatch)
+    sampler = QuerySampler(model)
+    lengths = {"a": 3, "b": MEASURED_QUERIES + 5, "c": 2}
+    queries = torch.randn(sum(lengths.values()), HEADS * DIM)
+    sampler.want("b")
+    sampler.want("c")
+
+    model.extend(queries, lengths)
+
+    found = sampler.take("b")
+    own = queries[8 : 8 + MEASURED_QUERIES].view(MEASURED_QUERIES, HEADS, DIM)
+    assert sorted(found) == [0, 1]
+    for layer, sampled in found.items():
+        assert torch.equal(sampled.rows, own + layer) and sampled.scaling == SCALING
+    assert sampler.take("b") == sampler.take("a") == {}
+    assert len(sampler.take("c")[0].rows) == 2
+
+
+def test_modules_have_hooks_only_while_a_prompt_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(monkeypatch)
+    sampler = QuerySampler(model)
+    assert model.hooks() == 0
+    sampler.want("a")
+    sampler.want("b")
+    assert model.hooks() == 2
+    sampler.take("a")
+    assert model.hooks() == 2
+    sampler.take("b")
+    assert model.hooks() == 0
+    model.extend(torch.randn(4, HEADS * DIM), {"b": 4})
+    assert sampler.take("b") == {}
