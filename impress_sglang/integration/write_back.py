@@ -142,8 +142,9 @@ class WriteBack:
         return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
 
     def expect(self, known: Known) -> None:
-        """Have the queries of a request sampled that is admitted and will be stored."""
-        if self._fits(known, len(known.req.origin_input_ids)):
+        """Have queries of a request sampled that is admitted and will be stored, of few of them."""
+        fits = self._fits(known, len(known.req.origin_input_ids))
+        if fits and self._service.store.writes.want_queries():
             self._sampler.want(known.req.rid)
 
     def offer(self, known: Known, up_to: int) -> None:

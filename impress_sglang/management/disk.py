@@ -24,7 +24,7 @@ from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.uses import Uses
 from impress_sglang.options import OFF
 from impress_sglang.precision.floors import CodingMeter
-from impress_sglang.storage.directory import StoreDirectory, other_stores
+from impress_sglang.storage.directory import CODING, StoreDirectory, other_stores
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.health import Health
 
@@ -65,6 +65,8 @@ class StoreDisk:
                 self.direct = self.files.supports_direct_io(self.directory.path)
                 self.keeper = Keeper(self.directory, self.health, direct=self.direct)
                 undo.callback(self.keeper.close, self._seconds)
+                if (kept := self.directory.get(CODING)) is not None:
+                    self.meter.restore(kept)
                 self.monitor = Monitor(self.directory, self.health, self._seconds)
                 undo.callback(self.monitor.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()

@@ -221,9 +221,12 @@ class Keeper:
         """Record in the index how segments were used, for the next start."""
         return self._submit(self._index, self._catalog.record_uses, uses)
 
-    def keep(self, name: str, content: bytes) -> None:
-        """Write a small file of this name to the store's folder, replacing an older one."""
-        self._submit(self._keep, name, content)
+    def keep(self, name: str, make: Callable[[], bytes]) -> None:
+        """Write a small file of this name to the store's folder, replacing an older one.
+
+        `make` is called on the thread that writes segments.
+        """
+        self._submit(lambda: self._keep(name, make()))
 
     def written_before(self, seconds: float) -> Future[WrittenBefore]:
         """Find segments whose files were written no later than `seconds`, as of `time.time`."""

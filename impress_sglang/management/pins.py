@@ -10,7 +10,6 @@ import base64
 import dataclasses
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -159,27 +158,23 @@ class Pins:
         pin.found = known.num_tokens
 
     def _read(self) -> list[_Pin]:
-        files, path = self._directory.files, self._directory.path / PINS
-        try:
-            content = bytearray(files.stat(path).st_size)
-            descriptor = files.open(path, os.O_RDONLY)
-        except FileNotFoundError:
+        content = self._directory.get(PINS)
+        if content is None:
             return []
         try:
-            files.read(descriptor, 0, memoryview(content))
             return [_from_fields(fields) for fields in json.loads(content)]
-        except (EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            path = self._directory.path / PINS
             logger.warning("%s is damaged (%s): nothing is pinned", path, error)
             return []
-        finally:
-            files.close(descriptor)
 
     def _write(self) -> None:
         fields = [
             {"namespace": pin.namespace, "tokens": base64.b64encode(_bytes_of(pin.tokens)).decode()}
             for pin in self._pins
         ]
-        self._keeper.keep(PINS, json.dumps(fields).encode())
+        content = json.dumps(fields).encode()
+        self._keeper.keep(PINS, lambda: content)
 
 
 def _bytes_of(tokens: Tokens) -> bytes:

@@ -26,7 +26,7 @@ from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.precision.floors import CodingMeter, CodingRule, QuerySource, no_queries
-from impress_sglang.storage.directory import WrittenBefore
+from impress_sglang.storage.directory import CODING, WrittenBefore
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -172,6 +172,10 @@ class SegmentWrites:
     def __iter__(self) -> Iterator[tuple[StoredSegment, int]]:
         """The segments that are being written, and the bytes of their files."""
         return ((write.segment, write.segment.file_bytes) for write in self._writes)
+
+    def want_queries(self) -> bool:
+        """Whether queries of another prompt are to be noted; see `CodingMeter.wants`."""
+        return self._meter.wants()
 
     @property
     def are_taken(self) -> bool:
@@ -347,6 +351,8 @@ class SegmentWrites:
             segment.state = SegmentState.READY
             self._stats.segments_written += 1
             self._stats.bytes_written += segment.file_bytes
+            if self._meter.has_news:
+                self._keeper.keep(CODING, self._meter.dump)
             if write.discarded is not None:
                 self._evict([segment], write.discarded)
             return

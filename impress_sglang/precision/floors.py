@@ -10,12 +10,17 @@ error of the output with the base alone is bearable; otherwise it is the least w
 is a third of that, as it is for most heads with the base alone.
 
 Both depend more on the model than on the text: where no queries are known, what was measured last
-is used. Where nothing was measured, all planes belong to the base, and all channels count alike.
+is used, by this process or by an earlier one that left it in the store. So it is measured with the
+first prompts, and then now and then. Where nothing was measured, all planes belong to the base, and
+all channels count alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
+import zipfile
 from collections.abc import Callable
 
 import numpy as np
@@ -33,6 +38,11 @@ from impress_sglang.precision.codec import (
     restore,
 )
 
+logger = logging.getLogger(__name__)
+
+# So many prompts are measured, and then one of so many.
+FIRST_PROMPTS = 8
+ONE_OF_PROMPTS = 16
 # How many queries, of the last tokens of a prompt, are noted for this.
 MEASURED_QUERIES = 16
 # The most tokens of a layer that are rounded for this: 2 to 4 ms of the writing thread for
@@ -86,6 +96,39 @@ class CodingMeter:
         self._bearable = bearable
         self._floors: dict[int, Floors] = {}
         self._energies: dict[int, Tensor] = {}
+        self._prompts = 0
+        self.has_news = False
+        """Whether something was measured since the last `dump`."""
+
+    def wants(self) -> bool:
+        """Whether another prompt that will be stored should be measured; each one is counted."""
+        self._prompts += 1
+        return self._prompts <= FIRST_PROMPTS or self._prompts % ONE_OF_PROMPTS == 0
+
+    def dump(self) -> bytes:
+        """What was measured, for `restore`; on the writing thread."""
+        self.has_news = False
+        arrays = {f"energy.{layer}": own.numpy() for layer, own in self._energies.items()}
+        arrays |= {f"floors.{layer}": own for layer, own in self._floors.items()}
+        content = io.BytesIO()
+        np.savez(content, allow_pickle=False, **arrays)
+        return content.getvalue()
+
+    def restore(self, content: bytes) -> None:
+        """Begin with what another process has measured; ignore what is damaged."""
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+                found = {name: arrays[name] for name in arrays.files}
+            for name, own in found.items():
+                kind, layer = name.split(".")
+                if kind == "energy" and own.dtype == np.float32 and np.isfinite(own).all():
+                    self._energies[int(layer)] = torch.from_numpy(own)
+                elif kind == "floors" and own.dtype == np.uint8 and (own <= NUM_PLANES).all():
+                    self._floors[int(layer)] = own
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            logger.warning("what is known of queries is damaged, and is measured anew: %s", error)
+            return
+        self._prompts = FIRST_PROMPTS
 
     @property
     def mean_planes(self) -> float:
@@ -107,14 +150,18 @@ class CodingMeter:
             given = queries(layer)
             if given is not None:
                 self._energies[layer] = energy_of(given.rows, heads)
+                self.has_news = True
             energy = self._energies.get(layer)
+            if energy is not None and energy.shape != keys.shape[1:]:
+                energy = None
             if not self._bearable:
                 return Coding(np.zeros(heads, np.uint8), energy)
             own = 0 if given is None else max(0, len(given.rows) - num_behind)
             if given is not None and len(keys) - own >= GROUP_TOKENS:
                 self._floors[layer] = self._measure(keys, values, given, own, energy)
             every = np.full(heads, NUM_PLANES, np.uint8)
-            return Coding(self._floors.get(layer, every), energy)
+            floors = self._floors.get(layer, every)
+            return Coding(floors if floors.shape == every.shape else every, energy)
 
         return coding
 

@@ -1,6 +1,6 @@
 """The directory of the SSD store: one folder per model identity.
 
-    <ssd dir>/<identity>/{store.json, lock, catalog.sqlite, pins.json,
+    <ssd dir>/<identity>/{store.json, lock, catalog.sqlite, pins.json, coding.npz,
                           segments/<2 hex digits>/<segment>.kv, quarantine/<segment>.kv}
 
 A folder is a store if its name is an identity and its marker `store.json` says so. Other folders
@@ -41,6 +41,7 @@ CATALOG = "catalog.sqlite"
 SEGMENTS = "segments"
 QUARANTINE = "quarantine"
 PINS = "pins.json"
+CODING = "coding.npz"
 _PROBE = "probe"
 _KIND = "impress-sglang store"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -49,6 +50,7 @@ _SEGMENT = re.compile(
     rf"([0-9a-f]{{32}}){re.escape(SEGMENT_SUFFIX)}({re.escape(TEMPORARY_SUFFIX)})?"
 )
 _LONGEST_MARKER = 4096
+_LONGEST_KEPT = 1 << 30
 _KEY_BYTES = 32
 
 
@@ -97,6 +99,17 @@ class StoreDirectory:
         _write_small(self.files, temporary, content)
         self.files.rename(temporary, path)
         self.files.sync_directory(self.path)
+
+    def get(self, name: str) -> bytes | None:
+        """Read a small file that was put; None if there is none.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        try:
+            return _read_small(self.files, self.path / name, _LONGEST_KEPT)
+        except FileNotFoundError:
+            return None
 
     def check_readable(self) -> None:
         """Check that the folder is there, and is the one that was opened.
@@ -309,7 +322,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
             files.unlink(Path(own))
         for aside in quarantined_files(files, path):
             files.unlink(aside)
-        for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", PINS, _PROBE):
+        for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", PINS, CODING, _PROBE):
             files.unlink(path / name)
         for folder in (*_folders(files, path / SEGMENTS), path / QUARANTINE, path / SEGMENTS):
             _remove_empty(files, folder)
@@ -382,8 +395,8 @@ def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:
         return _stat_existing(files, path.parent)
 
 
-def _read_small(files: FileSystem, path: Path) -> bytes:
-    size = min(files.stat(path).st_size, _LONGEST_MARKER)
+def _read_small(files: FileSystem, path: Path, longest: int = _LONGEST_MARKER) -> bytes:
+    size = min(files.stat(path).st_size, longest)
     content = bytearray(size)
     descriptor = files.open(path, os.O_RDONLY)
     try:

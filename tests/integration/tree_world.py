@@ -109,6 +109,7 @@ class TreeWorld:
             page_size=page_size,
             tree_components=(ComponentType.FULL,),
             tree_core_backend="python",
+            enable_kv_cache_events=True,
         )
         self.cache = ImpressTreeCache(params)
         self.service = Service(self.config, SHAPE, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)

@@ -18,6 +18,7 @@ from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.directory import (
+    CODING,
     MARKER,
     PINS,
     StoreDirectory,
@@ -228,7 +229,14 @@ def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, name: str)
 
 def test_a_store_is_removed_with_all_that_is_ours(root: Path) -> None:
     folder = make_store(root, segments=(SEGMENT, "cd" + "0" * 30))
-    for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "probe", PINS):
+    for name in (
+        "catalog.sqlite",
+        "catalog.sqlite-wal",
+        "catalog.sqlite-shm",
+        "probe",
+        PINS,
+        CODING,
+    ):
         (folder / name).write_text("x")
     (folder / "quarantine" / f"{SEGMENT}.kv").write_text("x")
     (folder / "segments" / "cd" / f"cd{'1' * 30}.kv.tmp").write_text("x")

@@ -15,7 +15,9 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.precision import floors as measuring
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.floors import (
+    FIRST_PROMPTS,
     MEASURED_TOKENS,
+    ONE_OF_PROMPTS,
     CodingMeter,
     LayerQueries,
     energy_of,
@@ -24,6 +26,7 @@ from impress_sglang.precision.floors import (
     sampled_groups,
 )
 from impress_sglang.storage import layer_codec
+from impress_sglang.storage.directory import CODING
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedPart
 from tests.unit.kv_factory import make_shape
 from tests.unit.spying import calls_of
@@ -99,6 +102,52 @@ def test_without_queries_what_was_measured_last_holds() -> None:
     # Too few tokens before the queries to say anything.
     short = meter.rule(lambda layer: LayerQueries(some_layer(70, (0.0,))[2], 1.0), 0)
     assert short(0, keys[:70], values[:70]).floors.tolist() == [1, 0, 0]
+
+
+def test_what_was_measured_serves_the_next_process() -> None:
+    meter, later = CodingMeter(0.5), CodingMeter(0.5)
+    keys, values, _ = some_layer(300, (0.0, 0.0, 3000.0))
+    assert not meter.has_news
+    measured(meter, 300, (0.0, 0.0, 3000.0))
+    assert meter.has_news
+    later.restore(meter.dump())
+    assert not meter.has_news and not later.has_news
+    known, found = (own.rule(no_queries, 0)(0, keys, values) for own in (meter, later))
+    assert found.floors.tolist() == known.floors.tolist() == [0, 0, NUM_PLANES]
+    assert known.energy is not None and found.energy is not None
+    assert torch.equal(found.energy, known.energy)
+    # Of other heads it says nothing.
+    other = later.rule(no_queries, 0)(0, keys[:, :2], values[:, :2])
+    assert other.floors.tolist() == [NUM_PLANES] * 2 and other.energy is None
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "other", "not a number"])
+def test_what_is_damaged_is_measured_anew(damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    meter, later = CodingMeter(0.5), CodingMeter(0.5)
+    keys, values, _ = some_layer(300, (0.0, 0.0, 3000.0))
+    measured(meter, 300, (0.0, 0.0, 3000.0))
+    if damage == "not a number":
+        meter._energies[0][1] = torch.nan
+    content = bytearray(meter.dump())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+    content = {"empty": content[:0], "cut": content[:-30], "other": b"[]"}.get(damage, content)
+    later.restore(bytes(content))
+    coding = later.rule(no_queries, 0)(0, keys, values)
+    assert coding.energy is None
+    if damage != "not a number":
+        assert coding.floors.tolist() == [NUM_PLANES] * HEADS and "damaged" in caplog.text
+        assert later.wants()
+
+
+def test_the_first_prompts_are_measured_and_then_some() -> None:
+    meter, later = CodingMeter(0.5), CodingMeter(0.5)
+    wanted = [meter.wants() for _ in range(100)]
+    assert all(wanted[:FIRST_PROMPTS])
+    assert sum(wanted[FIRST_PROMPTS:]) == 100 // ONE_OF_PROMPTS
+    measured(meter, 300, (0.0,))
+    later.restore(meter.dump())
+    assert sum(later.wants() for _ in range(ONE_OF_PROMPTS)) == 1
 
 
 def test_no_floors_are_measured_if_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +282,18 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(
     stored = store.forecast.coded_bytes(look_up(store, range(400)).spans)
     assert 0 < stored.base == stored.expected(0) < stored.expected(1)
     assert stored.expected(2) == stored.base + sum(stored.planes[:2])
-    # Nothing is measured here, but headers say what was.
+    # Nothing is measured here, but the store has what was.
     store = bench.reopen(store, **options)
-    assert floors_in(store) == [[[0, 0, NUM_PLANES], [0, 0, 0]]] * 2
     put(range(400))
-    assert coded[-1].args[4] is None, "of that they say nothing"
+    assert torch.equal(coded[-1].args[4], energies[1])
+    assert floors_in(store)[2] == [[0, 0, NUM_PLANES], [0, 0, 0]]
+    bench.close(store)
+    # Without that, headers say what floors were, and nothing of energies.
+    (kept,) = tmp_path.glob(f"*/{CODING}")
+    kept.unlink()
+    store = bench.open(**options)
+    assert floors_in(store) == [[[0, 0, NUM_PLANES], [0, 0, 0]]] * 3
+    put(range(400, 600))
+    assert coded[-1].args[4] is None
     assert floors_in(store)[2] == [[0, 0, NUM_PLANES], [0, 0, 0]]
     bench.close(store)

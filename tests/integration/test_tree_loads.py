@@ -1,0 +1,135 @@
+"""What a load leaves in SGLang's tree: an ordinary prefix of its class, for all that ask SGLang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from impress_sglang.serving.load_jobs import JobState, LoadJob
+from tests.integration.tiny_model import WORDS
+from tests.integration.tree_world import TreeWorld, told_of
+
+PREFIX = 320
+EXACT: dict[str, Any] = {"bits": "exact"}
+
+
+def draw(number: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, WORDS, (count,), generator=generator).tolist()
+
+
+STORED = [*draw(1, PREFIX), *range(8)]
+ASKED = [*STORED[:PREFIX], *draw(2, 20)]
+
+
+@pytest.fixture(params=[1, 16], ids=["tokens", "pages"])
+def page_size(request: pytest.FixtureRequest) -> int:
+    size: int = request.param
+    return size
+
+
+@pytest.fixture
+def world(tmp_path: Path, page_size: int) -> Iterator[TreeWorld]:
+    """A prompt is stored, and nothing is resident."""
+    world = TreeWorld(tmp_path, page_size, write_after=1, load="always", blend="off")
+    world.run("first", STORED)
+    world.flush()
+    world.cache.take_events()
+    yield world
+    world.service.store.writes.drain()
+    world.check_slots()
+    assert not world.jobs.jobs and not world.jobs.waiters and not list(world.cache._known)
+    world.close()
+
+
+def block_hashes(events: list[Any], kind: str) -> list[int]:
+    """Of what SGLang's events of one kind tell."""
+    named = [own for own in events if type(own).__name__ == kind]
+    return [own for event in named for own in event.block_hashes]
+
+
+def kvs_of(world: TreeWorld, rid: str, tokens: list[int], **wanted: object) -> tuple[Any, Any]:
+    """The report of a request, and the KVs of its prompt."""
+    req = world.request(rid, tokens, **wanted)
+    world.settle(req)
+    world.admit(req)
+    world.compute(req)
+    found = told_of(req), world.kvs(req, len(tokens))
+    world.end(req)
+    world.service.store.writes.drain()
+    return found
+
+
+def test_exact_kvs_are_those_that_were_computed(world: TreeWorld) -> None:
+    told, computed = kvs_of(world, "computed", draw(3, PREFIX + 1))
+    assert told["path"] == "computed"
+    world.flush()
+    told, loaded = kvs_of(world, "loaded", draw(3, PREFIX + 1), **EXACT)
+    assert told["path"] == "ssd" and told["loaded_tokens"] == PREFIX and not told["approximate"]
+    for own, others in zip(loaded, computed, strict=True):
+        assert torch.equal(own[0][:PREFIX], others[0][:PREFIX])
+        assert torch.equal(own[1][:PREFIX], others[1][:PREFIX])
+
+
+def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_size: int) -> None:
+    """Routers follow SGLang's KV events."""
+    world.run("loaded", ASKED)
+    stored = block_hashes(world.cache.take_events(), "BlockStored")
+    assert len(stored) >= PREFIX // page_size
+    world.cache.evict(EvictParams(num_tokens=len(ASKED)))
+    assert sorted(block_hashes(world.cache.take_events(), "BlockRemoved")) == sorted(stored)
+
+
+def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:
+    assert world.run("coded", ASKED)["path"] == "ssd"
+    assert world.run("again", ASKED)["path"] == "device"
+    told = world.run("exact", ASKED, **EXACT)
+    assert told["path"] == "ssd" and told["loaded_tokens"] == PREFIX and not told["approximate"]
+    assert world.run("exact again", ASKED, **EXACT)["path"] == "device"
+    assert world.run("coded again", ASKED)["approximate"]
+
+
+def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A request whose job lacks one layer, with a pass that takes longer than that."""
+    loads = world.cache.loads
+    assert loads is not None
+    began: list[LoadJob] = []
+    monkeypatch.setattr(loads._loader, "begin", began.append)
+    monkeypatch.setattr(loads._planner, "pass_seconds", lambda before, new: 1.0)
+    req = world.request("own", ASKED)
+    world.poll()
+    (job,) = began
+    job.began_at, job.layers = time.monotonic() - 0.3, 3
+    return req, job
+
+
+def end_job(world: TreeWorld, job: LoadJob) -> None:
+    """The loader ends a job, having brought nothing."""
+    loads = world.cache.loads
+    assert loads is not None
+    loads._loader._end(job, JobState.DROPPED, None)
+
+
+def test_a_pass_begins_early_only_beside_nobody(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        req, job = nearly_done(world, patched)
+        world.scheduler.running_batch.reqs.append(object())
+        assert world.waits(req) and not job.early
+        world.scheduler.running_batch.reqs.clear()
+        job.layers = 1
+        job.began_at = time.monotonic() - 1.0
+        assert world.waits(req), "what is left takes 3 s"
+        job.layers = 3
+        assert not world.waits(req) and job.early
+        world.scheduler.waiting_queue.remove(req)
+        world.cache.release_aborted_request(req.cache_request_handle)
+        end_job(world, job)
+        world.poll()
