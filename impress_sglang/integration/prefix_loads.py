@@ -153,13 +153,17 @@ class PrefixLoads:
             self._loader.wake.wait(IDLE_SECONDS)
         return bool(self.jobs.jobs)
 
-    def drop_all(self) -> bool:
-        """Drop all jobs and plans; returns whether the loader has let go of all slots in time."""
+    def drop_all(self) -> None:
+        """Drop all jobs and plans."""
         for known in self._known:
             known.planned = False
             # What was found in a store ends with it.
             known.blend = BlendNotes()
-        return self.jobs.drop_all(self._service.config.io_timeout)
+        self.jobs.drop_all()
+
+    def wait(self) -> None:
+        """Wait until nothing is read for dropped jobs, unless the disk does not answer."""
+        self.jobs.wait(self._service.config.io_timeout)
 
     def close(self) -> None:
         """Drop all jobs, and end the loader's thread."""

@@ -8,7 +8,7 @@ switches on, are all that is used of it:
                                  -> pop_prefetch_loaded_span: what is reported as from storage
     PrefillAdder                 -> finish_storage_prefetch_admission: a request is admitted
     _process_hicache_events      -> check_hicache_events: once per pass
-    is_fully_idle                -> has_pending_cache_operations: no flush while jobs run
+    is_fully_idle                -> has_pending_cache_operations: no flush while slots are filled
     _release_aborted_request     -> release_aborted_request
 
 What a request accepts is part of its key (`serving.kv_class`), so that within a class what was
@@ -239,7 +239,7 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def has_pending_cache_operations(self) -> bool:
         """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
-        return self.loads is not None and bool(self.loads.jobs.jobs)
+        return self.loads is not None and self.loads.jobs.filling
 
     # Room.
 
@@ -325,6 +325,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         """Prepare for new weights or a new pool: end jobs and writes, forget plans."""
         assert self.loads is not None
         self.loads.drop_all()
+        self.loads.wait()
         self._saves.revoke()
         store = self._service.served.opened
         if store is not None:

@@ -128,6 +128,11 @@ class JobQueue:
         return bool(self.jobs)
 
     @property
+    def filling(self) -> bool:
+        """Whether slots are being filled, also such as are in SGLang's tree already."""
+        return any(job.slots is not None or job.early for job in self.jobs)
+
+    @property
     def active(self) -> bool:
         """Whether there is a job, or something is held for a queued request."""
         return bool(self.jobs or self.waiters)
@@ -213,12 +218,15 @@ class JobQueue:
                 return
             self._revoke(job)
 
-    def drop_all(self, seconds: float) -> bool:
-        """Drop all jobs; returns whether the loader has let go of all of them in time."""
+    def drop_all(self) -> None:
+        """Drop all jobs, and all that is held; the loader may still read for them."""
         for job in list(self.jobs):
             self.give_up(job)
         for waiter in list(self.waiters.values()):
             self.leave(waiter.rid)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the jobs that were dropped; returns whether the loader has let go in time."""
         deadline = self._clock() + seconds
         while self.jobs and self._clock() < deadline:
             self._loader.wake.wait(0.01)
@@ -302,7 +310,8 @@ class JobQueue:
             return
         self.jobs.remove(job)
         self._note_end(job)
-        waiters = [self.waiters[rid] for rid in sorted(job.waiters)]
+        # Who began it comes first, and is told of its reads.
+        waiters = [own for own in self.waiters.values() if own.job is job]
         loaded = job.state is JobState.LOADED and not job.revoked
         if job.early and not loaded:
             self._let_go()

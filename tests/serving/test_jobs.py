@@ -102,7 +102,7 @@ def test_a_longer_prompt_joins_and_then_loads_its_rest(jobs: Server, stock: Serv
         answers = [own.result() for own in asked]
     assert_same(stock.generate_together(prompts, 6, return_logprob=True), answers, TOLERANCE)
     told = [report(answer) for answer in answers]
-    assert [own["loaded_tokens"] for own in told] == [900, 600]
+    assert [own["loaded_tokens"] for own in told] == [900, 600], told
     assert [own["shared_tokens"] for own in told] == [0, 900]
     assert [own["why"]["reason"] for own in told] == ["loaded", "loaded"]
 
@@ -204,6 +204,23 @@ def test_there_is_no_flush_while_a_job_runs(jobs: Server) -> None:
         assert report(asked.result())["loaded_tokens"] == 1500
     jobs.flush()
     assert paths([jobs.generate(prompt, 1)]) == ["ssd"]
+
+
+def test_a_flush_need_not_wait_for_what_nobody_waits_for(jobs: Server, stock: Server) -> None:
+    """The loader still reads a layer, and writes nothing to slots that are others' now."""
+    prompt = [*jobs.store(1500, seed=43), 5]
+    other = random_tokens(1500, seed=44)
+    with ThreadPoolExecutor(1) as pool, slow(jobs):
+        asked = pool.submit(jobs.ask, prompt, 1, rid="gone")
+        wait_until(lambda: loading(jobs) > 0, 60)
+        abort(jobs, "gone")
+        asked.result()
+        assert jobs.post("/flush_cache").status_code == 200
+        answer = jobs.generate(other, 6, return_logprob=True)
+        assert_same([stock.generate(other, 6, return_logprob=True)], [answer], TOLERANCE)
+    answer = jobs.generate(prompt, 6, return_logprob=True)
+    assert paths([answer]) == ["ssd"]
+    assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer], TOLERANCE)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])

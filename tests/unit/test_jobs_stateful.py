@@ -153,7 +153,9 @@ class JobsMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 1.0]))
     def drop_all(self, seconds: float) -> None:
         """Before other weights."""
-        if self.model.jobs.drop_all(seconds):
+        self.model.jobs.drop_all()
+        self.model.check()
+        if self.model.jobs.wait(seconds):
             assert not self.model.jobs
         self.model.check()
 
