@@ -9,6 +9,7 @@ there without room, and the slots leave the tree.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
@@ -20,7 +21,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from impress_sglang.integration.known import Known, KnownRequests
 from impress_sglang.integration.layer_gate import LayerGate
 from impress_sglang.integration.slot_pool import TreeSlots
-from impress_sglang.serving.job_queue import JobQueue
+from impress_sglang.serving.job_queue import WINDOW, JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.load_planner import LoadPlanner
 
@@ -82,9 +83,7 @@ class LateStart:
         if job.slots is None or left is None or new > self._most_tokens or req.session is not None:
             return False
         own = self._planner.pass_seconds(job.stop, new)
-        if left > own or not self._slots.is_idle():
-            return False
-        if self._slots.lacking(job) < len(job):
+        if left > own or not self._is_alone(req) or self._slots.lacking(job) < len(job):
             return False
         job.deadline = now + MOST_LATE * own
         self._jobs.start_early(job)
@@ -94,6 +93,12 @@ class LateStart:
         known.brought.loaded += len(job)
         known.brought.stop = job.stop
         return True
+
+    def _is_alone(self, req: Any) -> bool:
+        """Whether nobody else would wait in the pass of a request."""
+        queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
+        others = (own.rid for own in queue if own is not req)
+        return self._slots.is_idle() and all(map(self._jobs.waits, others))
 
     def is_blocked(self, known: Known) -> bool:
         """Whether a request is not to be admitted: it was put back just now, or it would share

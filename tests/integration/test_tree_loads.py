@@ -124,12 +124,19 @@ def test_a_pass_begins_early_only_beside_nobody(
         world.scheduler.running_batch.reqs.append(object())
         assert world.waits(req) and not job.early
         world.scheduler.running_batch.reqs.clear()
+        other = world.request("other", draw(5, 40))
+        assert world.waits(req) and not world.waits(other), "both would be in one pass"
+        world.scheduler.waiting_queue.remove(other)
+        world.cache.release_aborted_request(other.cache_request_handle)
+        sharing = world.request("sharing", ASKED)
+        assert world.waits(sharing)
         job.layers = 1
         job.began_at = time.monotonic() - 1.0
         assert world.waits(req), "what is left takes 3 s"
         job.layers = 3
-        assert not world.waits(req) and job.early
-        world.scheduler.waiting_queue.remove(req)
-        world.cache.release_aborted_request(req.cache_request_handle)
+        assert not world.waits(req) and job.early and world.waits(sharing)
+        for own in (req, sharing):
+            world.scheduler.waiting_queue.remove(own)
+            world.cache.release_aborted_request(own.cache_request_handle)
         end_job(world, job)
         world.poll()
