@@ -84,11 +84,6 @@ class Estimate:
         return self.overlapped and self.compute is not None and self.io <= self.compute
 
     @property
-    def hides_computing(self) -> bool:
-        """Whether computing takes no longer than reading."""
-        return self.overlapped and self.compute is not None and self.compute <= self.io
-
-    @property
     def lead(self) -> float:
         """The share of a request's reads that must end before it begins, so that it never waits.
 
