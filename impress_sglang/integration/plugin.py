@@ -78,24 +78,15 @@ def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
 
 
 def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """For a server that loads within a pass: choose a backend, check it, keep prefill eager."""
+    """For a server that loads within a pass: choose a backend, and keep prefill eager."""
     config = config_of(server_args)
     if config is None or not config.needs_parts:
         previous(server_args)
         return
-    from sglang.srt.arg_groups.overrides import resolved_view
+    from impress_sglang.integration.paper.backends import choose_attention, refuse_whole_graphs
 
-    from impress_sglang.integration.paper.backends import (
-        attention_of,
-        check_attention,
-        choose_attention,
-        refuse_whole_graphs,
-    )
-
-    choose_attention(server_args, config)
+    choose_attention(server_args)
     previous(server_args)
-    chosen = attention_of(resolved_view(server_args))
-    _or_exit_if_cli(server_args, lambda: check_attention(*chosen))
     _or_exit_if_cli(server_args, lambda: refuse_whole_graphs(server_args))
 
 
@@ -150,7 +141,6 @@ def _before_load(runner: Any, *_: Any, **__: Any) -> None:
 
 
 def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
-    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     from impress_sglang.serving.custom_params import check_custom_params
@@ -160,12 +150,7 @@ def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
         server_args = get_server_args()
         config = config_of(server_args)
         if config is not None:
-            refusal: str | None = "this server uses prefixes whole (see --impress-policy)"
-            if config.needs_parts:
-                from impress_sglang.integration.paper.backends import parts_refusal
-
-                refusal = parts_refusal(resolved_view(server_args))
-            check_custom_params(sampling_params.custom_params, config, refusal)
+            check_custom_params(sampling_params.custom_params, config)
 
 
 def _make_tree_cache(context: Any) -> Any:

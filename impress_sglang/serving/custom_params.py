@@ -40,12 +40,8 @@ _KNOWN = {
 _PRIORITIES = {own.name.lower(): own for own in Priority}
 
 
-def check_custom_params(
-    custom_params: object, config: ImpressConfig, parts_refusal: str | None = None
-) -> None:
+def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
     """Check what a request asks of this extension against what the server offers.
-
-    `parts_refusal`: why the server cannot use a part of a prefix, half a sentence; None if it can.
 
     Raises:
         ValueError: a wrong value; SGLang answers with status 400.
@@ -94,8 +90,11 @@ def check_custom_params(
             f"custom_params: this server has a part of a prefix in {BITS_TEXT} bits only; "
             f"with {BITS_KEY} {EXACTLY!r} set {RETENTION_KEY} to 1"
         )
-    if parts_refusal is not None and config.uses_part(wanted.retention):
-        raise ValueError(f"custom_params: {parts_refusal}; set {RETENTION_KEY} to 1")
+    if not config.needs_parts and config.uses_part(wanted.retention):
+        raise ValueError(
+            "custom_params: this server uses prefixes whole (see --impress-policy); set "
+            f"{RETENTION_KEY} to 1"
+        )
 
 
 def _check_keys(custom_params: Mapping[Any, Any]) -> None:

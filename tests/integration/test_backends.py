@@ -25,7 +25,7 @@ from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as prefil
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.paper.attention import PrefixAttention, adopt_backend
 from impress_sglang.integration.paper.hooks import _after_batch
-from impress_sglang.integration.paper.judged_backends import BACKENDS, OFFSET_ROWS
+from impress_sglang.integration.paper.judged_backends import BACKENDS
 from impress_sglang.integration.paper.paged import PagedPrefixAttention, _host_rows
 from impress_sglang.integration.paper.row_starts import RowStarts
 from impress_sglang.management.policies import LoadOptions
@@ -41,9 +41,26 @@ from tests.unit.kv_factory import make_shape
 from tests.unit.request_factory import stored_request
 
 
-def test_backends_of_offset_rows_ask_the_translator() -> None:
+@pytest.mark.parametrize("name", BACKENDS)
+def test_objects_can_change_their_class(name: str) -> None:
+    """Python refuses a class with another layout, and a method that moved would not be found."""
+    stock = pkgutil.resolve_name(f"sglang.srt.layers.attention.{BACKENDS[name].kind}")
+    backend = object.__new__(stock)
+    pool = SimpleNamespace(
+        req_to_token=torch.zeros(2, 2), req_generation=torch.zeros(2, dtype=torch.int64)
+    )
+    adopt_backend(backend, SimpleNamespace(req_to_token_pool=pool))
+    assert isinstance(backend, stock) and isinstance(backend, PrefixAttention)
+    # What loads comes first, and goes on where SGLang would.
+    assert type(backend).forward is PrefixAttention.forward
+    assert "forward" not in vars(stock)
+    for method in ("init_forward_metadata", "forward_extend", "forward_decode"):
+        assert method in vars(stock), method
+
+
+def test_paged_backends_ask_the_translator() -> None:
     """What `paged.py` goes by: each of them asks the translator once for a batch."""
-    for name in set(OFFSET_ROWS) - {"torch_native"}:
+    for name in set(BACKENDS) - {"torch_native"}:
         stock = pkgutil.resolve_name(f"sglang.srt.layers.attention.{BACKENDS[name].kind}")
         assert "init_forward_metadata_out_graph" in vars(stock)
     assert "pack_read_stream" in vars(KVIndexTranslator)
@@ -295,8 +312,6 @@ class Stock(AttentionBackend):
 
 class Serving(PrefixAttention, Stock):
     """Loading takes what a test says, and ends after the device has come to its selection."""
-
-    offset_rows = True
 
     def __init__(self, device: Device, clock: Clock, runtime: ServingRuntime) -> None:
         pool = ReqToTokenPool(7, 512, "cpu", enable_memory_saver=False)

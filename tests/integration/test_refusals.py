@@ -218,10 +218,10 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--tp-size=2"], "tensor parallelism"),
         (["--dp-size=2"], "data parallelism"),
         (["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype auto"),
-        ([PARTS, "--attention-backend=wave"], "wave, because nobody has judged its kernels"),
+        ([PARTS, "--attention-backend=wave"], "and this server has wave"),
         (
             [PARTS, "--attention-backend=triton", "--prefill-attention-backend=aiter"],
-            "aiter, because",
+            "has aiter for prefill and triton for decode",
         ),
         (
             [PARTS, "--attention-backend=triton", "--cuda-graph-backend-prefill=full"],

@@ -1,15 +1,13 @@
 """What every attention backend does for IMPRESS: loads the prefixes of requests, layer by layer.
 
 SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes,
-graph flags and identity checks stay what they are. Where all of a prefix is in slots, rows are
-ordinary and loading is all that is added. How a backend starts a row at an offset differs between
-kinds: see `torch_native.py` and `paged.py`.
+graph flags and identity checks stay what they are. How a backend starts a row at an offset differs
+between kinds: see `torch_native.py` and `paged.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import pkgutil
 import time
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from impress_sglang.config import bytes_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
-from impress_sglang.integration.paper.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
+from impress_sglang.integration.paper.judged_backends import BACKENDS
 from impress_sglang.integration.paper.passes import Passes
 from impress_sglang.integration.paper.recompute import (
     PrefixCapture,
@@ -47,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 _FUSED = "this server keeps no new keys outside its pool, which computing it again needs"
 
-# From the name of SGLang's class to the name of ours; None where rows are ordinary.
-ADOPTED = {backend.kind: backend.offset_rows for backend in BACKENDS.values()}
+# From the name of SGLang's class to the name of ours.
+ADOPTED = {backend.kind: backend.own for backend in BACKENDS.values()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,8 +79,6 @@ class PrefixAttention(AttentionBackend):
     Prefixes are loaded in eager passes only.
     """
 
-    offset_rows = False
-    """Whether rows may begin at an offset."""
     times_each = False
     """Whether a subclass itself records the attention time of each request."""
 
@@ -160,7 +156,6 @@ class PrefixAttention(AttentionBackend):
             stop = first + forward_batch.extend_seq_lens_cpu[index]
             request = live.get(rid)
             start = 0 if request is None or request.adopted else request.start
-            assert self.offset_rows or not start, "a row begins at an offset"
             starts.append(start)
             new.append(slice(first, stop))
             new_tokens += stop - first
@@ -358,37 +353,14 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
     Raises:
         UnsupportedError: backends of this class have not been judged.
     """
-    name = _name_of(backend)
-    if name == HYBRID:
-        for part in HYBRID_PARTS:
-            _check_judged(getattr(backend, part))
-    else:
-        _check_judged(backend)
+    kind = type(backend)
+    # Its exact class: a subclass of a judged one may read rows differently.
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("sglang.srt.layers.attention.")
     own = ADOPTED.get(name)
     if own is None:
-        kind: Any = type(backend)
-        backend.__class__ = _with_ordinary_rows(kind)
-    else:
-        backend.__class__ = pkgutil.resolve_name(f"impress_sglang.integration.paper.{own}")
-    backend.begin_serving(model_runner)
-
-
-def _name_of(backend: Any) -> str:
-    """Its exact class, as in the tables: a subclass of a judged class may read rows differently."""
-    kind = type(backend)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    return name.removeprefix("sglang.srt.layers.attention.")
-
-
-def _check_judged(backend: Any) -> None:
-    if _name_of(backend) not in ADOPTED:
         raise UnsupportedError(
-            f"IMPRESS does not know how {type(backend).__name__} attends; "
+            f"IMPRESS does not know how {kind.__name__} attends; "
             f"use --attention-backend {', '.join(BACKENDS)}"
         )
-
-
-@functools.cache
-def _with_ordinary_rows(kind: type[AttentionBackend]) -> type[AttentionBackend]:
-    """A class that puts `PrefixAttention` in front of one of SGLang's backends."""
-    return type(f"Impress{kind.__name__}", (PrefixAttention, kind), {})
+    backend.__class__ = pkgutil.resolve_name(f"impress_sglang.integration.paper.{own}")
+    backend.begin_serving(model_runner)

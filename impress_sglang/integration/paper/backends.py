@@ -10,7 +10,7 @@ from typing import Any
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration.paper.judged_backends import BACKENDS, OFFSET_ROWS, REFUSED
+from impress_sglang.integration.paper.judged_backends import BACKENDS
 from impress_sglang.options import CODED_POLICIES
 
 # The backend for a device if none is asked for and SGLang's own choice is not supported.
@@ -21,7 +21,7 @@ CHOSEN_BY = "impress"
 logger = logging.getLogger(__name__)
 
 
-def choose_attention(server_args: Any, config: ImpressConfig) -> None:
+def choose_attention(server_args: Any) -> None:
     """Choose a backend if none was asked for, and SGLang's own choice is not supported."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
@@ -31,10 +31,9 @@ def choose_attention(server_args: Any, config: ImpressConfig) -> None:
         server_args.prefill_attention_backend,
         server_args.decode_attention_backend,
     )
-    known = OFFSET_ROWS if config.needs_parts else tuple(BACKENDS)
     default = DEFAULT_ATTENTION.get(resolved_view(server_args).device)
     unasked = asked == (None, None, None) and default is not None
-    if unasked and _usual_attention(server_args) not in known:
+    if unasked and _usual_attention(server_args) not in BACKENDS:
         declare_resolution(server_args, CHOSEN_BY, attention_backend=default)
 
 
@@ -78,56 +77,24 @@ def refuse_whole_graphs(server_args: Any) -> None:
     )
 
 
-def check_attention(prefill: str | None, decode: str | None) -> None:
-    """Refuse attention backends that were not judged to be right.
-
-    Raises:
-        UnsupportedError: naming the backend.
-    """
-    for name in (prefill, decode):
-        if name not in BACKENDS:
-            why = REFUSED.get(str(name), "nobody has judged it")
-            raise UnsupportedError(
-                f"IMPRESS does not serve --attention-backend {name}, because {why}: use one of "
-                f"{', '.join(BACKENDS)}"
-            )
-
-
-def parts_refusal(options: Any) -> str | None:
-    """Why this server cannot use a part of a prefix, in half a sentence; None if it can.
-
-    That needs offset rows: attention must start behind their zeros. `options` is the resolved view.
-    """
-    prefill, decode = attention_of(options)
-    if options.page_size not in (None, 1):
-        return f"parts of prefixes need --page-size 1, and this server has {options.page_size}"
-    if prefill != decode or prefill not in OFFSET_ROWS:
-        both = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
-        return (
-            f"parts of prefixes need one --attention-backend of {', '.join(OFFSET_ROWS)}, and this "
-            f"server has {both}"
-        )
-    return None
-
-
 def check_parts(config: ImpressConfig, options: Any) -> None:
-    """Refuse options that need parts of prefixes if the server cannot use them.
+    """Refuse options with which no part of a prefix can be used; `options` is the resolved view.
+
+    That needs offset rows: attention must start behind their zeros.
 
     Raises:
         UnsupportedError: with one sentence.
     """
-    refusal = parts_refusal(options) if config.needs_parts else None
+    refusal, usual = None, options.attention_backend
+    prefill = options.prefill_attention_backend or usual
+    decode = options.decode_attention_backend or usual
+    if options.page_size not in (None, 1):
+        refusal = f"--page-size 1, and this server has {options.page_size}"
+    elif prefill != decode or prefill not in BACKENDS:
+        both = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
+        refusal = f"one --attention-backend of {', '.join(BACKENDS)}, and this server has {both}"
     if refusal is not None:
         asked = f"--impress-policy {config.policy}"
         if config.policy in CODED_POLICIES:
             asked = f"--impress-retention {config.retention}"
-        raise UnsupportedError(f"{refusal}: change that, or drop {asked}")
-
-
-def attention_of(options: Any) -> tuple[str | None, str | None]:
-    """The attention backends of prefill and decode; `options` is the resolved view."""
-    usual = options.attention_backend
-    return (
-        options.prefill_attention_backend or usual,
-        options.decode_attention_backend or usual,
-    )
+        raise UnsupportedError(f"parts of prefixes need {refusal}: change that, or drop {asked}")

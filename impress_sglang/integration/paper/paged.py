@@ -33,7 +33,6 @@ _HOST_ROWS = "_impress_host_rows"
 class PagedPrefixAttention(PrefixAttention):
     """Offset rows for backends that ask SGLang's index translator for the slots of a batch."""
 
-    offset_rows = True
     kv_index_translator: Any
     keeps_host_rows = True
     """Whether this backend uses what `keep_host_rows` keeps."""

@@ -20,7 +20,6 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
     It attends for one request after the other, so the time of each is recorded here.
     """
 
-    offset_rows = True
     times_each = True
 
     def _run_sdpa_forward_extend(
