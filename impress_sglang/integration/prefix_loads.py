@@ -185,6 +185,10 @@ class PrefixLoads:
         job = None if known is None else known.waiter.job
         return 0.0 if job is None else job.unread(self._service.shape.num_layers)
 
+    def is_queued(self, req: Any) -> bool:
+        """Whether a request of SGLang's waits in its queue."""
+        return any(own is req for own in self._scheduler.waiting_queue)
+
     def check(self) -> None:
         """Check that jobs, and the requests that wait for them, agree.
 

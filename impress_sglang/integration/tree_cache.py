@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.integration.checking import IntegrityCheck
-from impress_sglang.integration.known import Brought, KnownRequests
+from impress_sglang.integration.known import Brought, Known, KnownRequests
 from impress_sglang.integration.prefix_loads import PrefixLoads
 from impress_sglang.integration.provenance import Provenance
 from impress_sglang.integration.query_sampling import QuerySampler
@@ -54,6 +54,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         """What hooks, routes and orders need; None before it is connected."""
         self.loads: PrefixLoads | None = None
         """The load jobs; None before a scheduler is attached."""
+        self._released: list[Known] = []
         super().__init__(params)
 
     def connect(
@@ -203,12 +204,28 @@ class ImpressTreeCache(UnifiedRadixCache):
         self.loads.end_pass(known)
         self._end_waiting(req.rid)
         if req.finished():
-            self._saves.end(known)
-            self._reports.count(known)
-            self._known.forget(req.rid)
-        else:
-            known.admitted = known.planned = False
-            known.brought = Brought()
+            self._forget(known)
+            return
+        known.admitted = known.planned = False
+        known.brought = Brought()
+        if req.to_finish is not None:
+            self._released.append(known)
+
+    def _forget_ended(self) -> None:
+        """Forget requests that SGLang has ended without saying so.
+
+        It does so with a beam group, or the last request of a batch, that it cannot put back into
+        the queue; others of these are in the queue, where they end.
+        """
+        released, self._released = self._released, []
+        for known in released:
+            if self.loads is not None and not self.loads.is_queued(known.req):
+                self._forget(known)
+
+    def _forget(self, known: Known) -> None:
+        self._saves.end(known)
+        self._reports.count(known)
+        self._known.forget(known.req.rid)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""
@@ -231,6 +248,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         """Take in what other threads have done, and give slots to jobs."""
         if self.loads is not None:
             self._service.served.poll()
+            if self._released:
+                self._forget_ended()
             self.loads.poll()
             self._service.tell_metrics()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.serving.load_jobs import JobState, LoadJob
@@ -93,6 +94,28 @@ def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:
     assert told["path"] == "ssd" and told["loaded_tokens"] == PREFIX and not told["approximate"]
     assert world.run("exact again", ASKED, **EXACT)["path"] == "device"
     assert world.run("coded again", ASKED)["approximate"]
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["ended", "put back"])
+def test_what_is_released_unfinished_is_over_unless_it_is_queued(
+    world: TreeWorld, queued: bool
+) -> None:
+    """SGLang cannot put a beam group back into its queue, and ends it without a word."""
+    req = world.request("own", ASKED)
+    world.settle(req)
+    world.admit(req)
+    world.compute(req)
+    before = world.service.totals.requests
+    req.to_finish = FINISH_LENGTH(1)
+    world.release(req)
+    if queued:
+        world.scheduler.waiting_queue.append(req)
+    world.poll()
+    assert (world.cache._known.get("own") is not None) == queued
+    assert world.service.totals.requests == before + (not queued)
+    if queued:
+        world.scheduler.waiting_queue.remove(req)
+        world.cache.release_aborted_request(req.cache_request_handle)
 
 
 def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -221,10 +221,14 @@ class TreeWorld:
 
     def end(self, req: Any) -> None:
         """As SGLang ends a request."""
-        tokens, row = len(req.origin_input_ids), req.kv.req_pool_idx
         req.finished_reason = FINISH_LENGTH(1)
         req.full_untruncated_fill_ids = req.origin_input_ids
-        self.cache.checkpoint(req, up_to=tokens)
+        self.cache.checkpoint(req, up_to=len(req.origin_input_ids))
+        self.release(req)
+
+    def release(self, req: Any) -> None:
+        """As SGLang gives the row of a request back."""
+        tokens, row = len(req.origin_input_ids), req.kv.req_pool_idx
         kept = req.kv.cache_protected_len
         rest = self.rows.req_to_token[row, kept:tokens].long()
         if len(rest):
