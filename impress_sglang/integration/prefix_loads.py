@@ -161,9 +161,9 @@ class PrefixLoads:
             known.blend = BlendNotes()
         self.jobs.drop_all()
 
-    def wait(self) -> None:
+    def wait_for_loader(self) -> None:
         """Wait until nothing is read for dropped jobs, unless the disk does not answer."""
-        self.jobs.wait(self._service.config.io_timeout)
+        self.jobs.wait_for_loader(self._service.config.io_timeout)
 
     def close(self) -> None:
         """Drop all jobs, and end the loader's thread."""

@@ -344,7 +344,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         """Prepare for new weights or a new pool: end jobs and writes, forget plans."""
         assert self.loads is not None
         self.loads.drop_all()
-        self.loads.wait()
+        self.loads.wait_for_loader()
         self._saves.revoke()
         store = self._service.served.opened
         if store is not None:

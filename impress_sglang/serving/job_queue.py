@@ -225,7 +225,7 @@ class JobQueue:
         for waiter in list(self.waiters.values()):
             self.leave(waiter.rid)
 
-    def wait(self, seconds: float) -> bool:
+    def wait_for_loader(self, seconds: float) -> bool:
         """Wait for the jobs that were dropped; returns whether the loader has let go in time."""
         deadline = self._clock() + seconds
         while self.jobs and self._clock() < deadline:

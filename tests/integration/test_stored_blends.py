@@ -183,7 +183,7 @@ def test_the_second_request_hits_what_the_first_one_blended(world: TreeWorld) ->
         assert world.match(req) < 32, wanted
         go_away(world, req)
         world.jobs.drop_all()
-        world.jobs.wait(10)
+        world.jobs.wait_for_loader(10)
 
 
 def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:

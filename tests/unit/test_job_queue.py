@@ -444,7 +444,7 @@ class TestPassing:
         desk.clock.now += 2.0
         desk.poll()
         desk.jobs.drop_all()
-        assert desk.jobs.wait(1.0) and not desk.waiting
+        assert desk.jobs.wait_for_loader(1.0) and not desk.waiting
 
 
 class TestAlone:
@@ -578,7 +578,7 @@ class TestGivingUp:
         desk.loader.step()
         desk.jobs.drop_all()
         assert not desk.jobs.filling and len(desk.tree.free) == 20, "SGLang may flush at once"
-        assert desk.jobs.wait(1.0)
+        assert desk.jobs.wait_for_loader(1.0)
         assert not desk.replanned and not desk.waiting
         assert {job.state for job in jobs} == {JobState.DROPPED}
         desk.check_nothing_is_left()
@@ -590,7 +590,7 @@ class TestGivingUp:
         desk.loader.stalls = True
         before = desk.clock.now
         desk.jobs.drop_all()
-        assert not desk.jobs.wait(1.0)
+        assert not desk.jobs.wait_for_loader(1.0)
         assert 1.0 <= desk.clock.now - before < 1.1
         assert desk.jobs and len(desk.tree.free) == 20 and not desk.waiting
         desk.loader.stalls = False

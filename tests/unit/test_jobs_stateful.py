@@ -155,7 +155,7 @@ class JobsMachine(RuleBasedStateMachine):
         """Before other weights."""
         self.model.jobs.drop_all()
         self.model.check()
-        if self.model.jobs.wait(seconds):
+        if self.model.jobs.wait_for_loader(seconds):
             assert not self.model.jobs
         self.model.check()
 
