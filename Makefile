@@ -18,25 +18,21 @@ DOCS_FILES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples patch
 # Tests of a module share fixtures, so each stays in one of the processes; the longest come first.
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test unit servers alone lint format docs install clean
+.PHONY: demo test unit servers lint format docs install clean
 
 demo: install
 	$(BIN)/python -m demo
 
-# Tests of servers wait for half of their time, which the others use. All run, whatever one finds;
-# by themselves, at last, those that measure time.
-test: install
-	@$(MAKE) --keep-going --jobs 2 --output-sync=target unit servers; \
-	found=$$?; $(MAKE) alone && exit $$found
+# Both run, whatever the first one finds.
+test:
+	@$(MAKE) --keep-going unit servers
 
 unit: install
-	nice -n 19 $(BIN)/python -m pytest tests/unit tests/integration -m "not alone" $(TWO)
+	$(BIN)/python -m pytest tests/unit tests/integration -m "not alone" $(TWO)
 
-# Two processes, each with a server for most of the time.
+# Two processes, each with a server for most of the time; then, by themselves, tests that measure time.
 servers: install
 	$(BIN)/python -m pytest tests/serving $(TWO)
-
-alone: install
 	$(BIN)/python -m pytest $$(grep -rl mark.alone tests/unit) -m alone
 
 lint: install

@@ -116,7 +116,6 @@ def test_what_loads_beside_the_pass_is_an_ordinary_prefix(
     resident = beside.generate(batch[0], 4, return_logprob=True, **exact)
     assert_same(expected[:1], [resident], 1e-4)
     assert paths([resident]) == ["device"]
-    beside.flush()
     few = [beside.generate(batch[0], 4, return_logprob=True) for _ in range(2)]
     assert paths(few) == ["ssd", "device"] and report(few[0])["approximate"]
     assert_same(few[:1], few[1:], 1e-4)
