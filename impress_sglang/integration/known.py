@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -119,8 +119,6 @@ class KnownRequests:
         self._planner = planner
         self._sight = sight
         self._known: dict[str, Known] = {}
-        # Which requests have had; others have nothing resident.
-        self._classes: set[KVClass] = set()
 
     def __iter__(self) -> Iterator[Known]:
         return iter(self._known.values())
@@ -152,9 +150,8 @@ class KnownRequests:
         known = Known(req, extra_key, wanted, own, report, namespace, Waiter(req.rid))
         if report["not_stored"] is None and self._sight(known):
             known.wanted, known.kv_class = LoadOptions(), KVClass()
-        elif refusal is None and not own.exact:
-            known.kv_class = self._choose(known) if wanted.auto_bits else self._better(known)
-        self._classes.add(known.kv_class)
+        elif wanted.auto_bits and refusal is None and not own.exact:
+            known.kv_class = self._choose(known)
         req.extra_key = marked(extra_key, known.kv_class, service.usual)
         attach(req, report)
         self._known[req.rid] = known
@@ -168,37 +165,16 @@ class KnownRequests:
 
     def _choose(self, known: Known) -> KVClass:
         """The class of a request that leaves it to the server."""
-        key = key_of(known.req)
+        key, usual = key_of(known.req), self._service.usual
         if not self._planner.looks_for(len(key)):
             return known.kv_class
-        classes = (KVClass(), *(KVClass(bits, known.kv_class.share) for bits in BITS))
-        resident = self._resident(known, key, classes)
+        resident, share = {}, known.kv_class.share
+        for own in (KVClass(), *(KVClass(bits, share) for bits in BITS)):
+            extra_key = marked(known.extra_key, own, usual)
+            own_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
+            resident[own] = match_resident(self._cache, own_key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
         return self._planner.choose(known.namespace, tokens, resident, known.kv_class)
-
-    def _better(self, known: Known) -> KVClass:
-        """The class of a request, or one with more bits of which more is resident.
-
-        Such a prefix would otherwise be loaded beside it, and both need room.
-        """
-        least, key = known.kv_class, key_of(known.req)
-        classes = [own for own in self._classes if own.bits > least.bits and own.share == 1.0]
-        if not classes or least.share < 1.0 or not self._planner.looks_for(len(key)):
-            return least
-        resident = self._resident(known, key, (least, *classes))
-        best = max(resident, key=lambda own: (resident[own], -own.bits))
-        return best if resident[best] >= self._service.config.min_prefix_tokens else least
-
-    def _resident(
-        self, known: Known, key: RadixKey, classes: Iterable[KVClass]
-    ) -> dict[KVClass, int]:
-        """How many tokens of a request's prompt are resident in each class."""
-        found = {}
-        for own in classes:
-            extra_key = marked(known.extra_key, own, self._service.usual)
-            own_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
-            found[own] = int(match_resident(self._cache, own_key).device_prefix_len)
-        return found
 
 
 def key_of(req: Any) -> RadixKey:

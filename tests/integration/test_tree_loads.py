@@ -96,18 +96,6 @@ def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:
     assert world.run("coded again", ASKED)["approximate"]
 
 
-def test_more_bits_that_are_resident_serve_who_wants_fewer(world: TreeWorld) -> None:
-    """But not the other way round, and nobody who has as much in its own class."""
-    world.run("exact", ASKED, **EXACT)
-    told = world.run("coded", [*ASKED[:-1], 3])
-    assert told["path"] == "device" and not told["approximate"]
-    world.flush()
-    world.run("coded first", ASKED)
-    assert world.run("exact then", ASKED, **EXACT)["path"] == "ssd"
-    told = world.run("more of it", [*ASKED, *draw(6, 40)], bits=8)
-    assert told["path"] == "device" and not told["approximate"]
-
-
 @pytest.mark.parametrize("queued", [False, True], ids=["ended", "put back"])
 def test_what_is_released_unfinished_is_over_unless_it_is_queued(
     world: TreeWorld, queued: bool
