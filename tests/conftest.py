@@ -25,8 +25,8 @@ from tests.matrix import select_pairs
 settings.register_profile(
     "ci",
     derandomize=True,
-    max_examples=50,
-    stateful_step_count=25,
+    max_examples=35,
+    stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
