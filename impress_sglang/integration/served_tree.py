@@ -12,7 +12,7 @@ from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.known import KnownRequests
 from impress_sglang.integration.prefix_loads import PrefixLoads
 from impress_sglang.integration.served_cache import ServedCache
-from impress_sglang.integration.tree_nodes import Sweeps
+from impress_sglang.integration.tree_nodes import TreeSweeps
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import OFF
@@ -60,7 +60,7 @@ class ServedTree(ServedCache):
         self._planner = planner
         self._known = known
         self._sights = sights
-        self._sweeps = Sweeps(cache)
+        self._sweeps = TreeSweeps(cache)
 
     def attach(self, scheduler: Any) -> None:
         """See `ServedCache.attach`."""

@@ -20,9 +20,8 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.integration import reporting, steering
+from impress_sglang.integration import reporting, steering, sweeps
 from impress_sglang.integration.page import look
-from impress_sglang.integration.paper import pool_sweeps
 from impress_sglang.integration.reporting import add_routes
 from impress_sglang.integration.steering import Order, carry_out, obey
 from impress_sglang.management import purging
@@ -165,7 +164,7 @@ def steps_of(world: World, between: Callable[[], None], **fields: Any) -> list[i
 
 def test_a_large_pool_is_emptied_in_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile nodes are split, evicted and added."""
-    monkeypatch.setattr(pool_sweeps, "MOST_FREED", 2)
+    monkeypatch.setattr(sweeps, "MOST_FREED", 2)
     fill_pool(world, "a", 1000, *[4] * 6)
     fill_pool(world, "b", 1000, 4)
     changes = iter(
@@ -194,7 +193,7 @@ def test_a_flush_ends_what_is_left_of_a_purge(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nodes that it remembers have slots that are others' now."""
-    monkeypatch.setattr(pool_sweeps, "MOST_FREED", 1)
+    monkeypatch.setattr(sweeps, "MOST_FREED", 1)
     fill_pool(world, "a", 1000, *[4] * 6)
     assert told(world, "purge", extra_key="a")["left"]
     assert world.flush()
@@ -207,7 +206,7 @@ def test_a_flush_ends_what_is_left_of_a_purge(
 def test_who_does_not_go_on_with_a_purge_is_forgotten(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_sweeps, "MOST_LOOKS", 1)
+    monkeypatch.setattr(sweeps, "MOST_LOOKS", 1)
     fill_pool(world, "a", 1000, 4)
     fill_pool(world, "b", 1000, 4)
     for number in range(20):
@@ -637,7 +636,7 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many there are: more sweeps at once than are kept would throw each other out."""
-    monkeypatch.setattr(pool_sweeps, "MOST_LOOKS", 1)
+    monkeypatch.setattr(sweeps, "MOST_LOOKS", 1)
     for number in range(12):
         fill_pool(world, f"tenant {number}", 1000, 1)
     names = list[str]()

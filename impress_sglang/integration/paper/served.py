@@ -60,5 +60,5 @@ class PaperServedCache(ServedCache):
         return self._passes.foretell(namespace, tokens, exactly=exactly)
 
     def sweep(self, order: str, namespace: str | None, key: RadixKey | None) -> tuple[int, bool]:
-        """See `PoolSweeps.step`."""
+        """See `Sweeps.step`."""
         return self._sweeps.step(order, namespace, key)
