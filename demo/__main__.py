@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +70,11 @@ def _parse_arguments() -> argparse.Namespace:
         metavar="DIR",
         help="keep the SSD directory and the logs in this empty folder (default: a temporary one)",
     )
+    parser.add_argument(
+        "--basis",
+        metavar="FILE",
+        help="code by this basis, which `impress calibrate` has made for the demo's model",
+    )
     return parser.parse_args()
 
 
@@ -78,7 +83,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     RESULT.parent.mkdir(exist_ok=True)
     # A run that fails leaves no rows of an earlier one.
     RESULT.unlink(missing_ok=True)
-    scenario = _Scenario(console)
+    flags = (f"--impress-basis={arguments.basis}",) if arguments.basis else ()
+    scenario = _Scenario(console, flags)
     with scenario.step("Model SmolLM2-135M-Instruct (converted on first use)"):
         model = model_path()
     with servers(arguments, scenario.step) as pool:
@@ -93,8 +99,10 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
 class _Scenario:
     """The servers and requests of the demo, in the order they are made."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, flags: Sequence[str]) -> None:
+        """`flags`: more of them for servers."""
         self._console = console
+        self._flags = flags
         self._replies: list[Reply] = []
 
     def replies(self, pool: Servers, model: Path) -> tuple[list[Reply], AtOnce]:
@@ -145,7 +153,8 @@ class _Scenario:
     def _server(self, pool: Servers, model: Path, name: str) -> Iterator[Server]:
         store = f"--impress-ssd-dir={pool.folder / 'kv'}"
         # bfloat16 is very slow on CPUs without AMX.
-        with pool.running(name, model, "float32", *OPTIONS, store, preload=None) as server:
+        flags = (*OPTIONS, *self._flags)
+        with pool.running(name, model, "float32", *flags, store, preload=None) as server:
             with self.step(f"{name}: warming up, with another prefix"):
                 # In each way: first requests take longer than others.
                 for bits in (None, None, EXACT, AUTO, AUTO, AUTO):

@@ -24,6 +24,7 @@ from impress_sglang.options import (
     EXACTLY,
     OFF,
     OPTIONS,
+    USUAL_BITS,
     WHOLE_POLICIES,
     number_of_bits,
 )
@@ -49,7 +50,8 @@ class ImpressConfig:
     ttl: float = 0.0
     retention: float | str = 1.0
     min_retention: float = 0.05
-    bits: float | str = 5.0
+    bits: float | str = USUAL_BITS
+    basis: str = ""
     base_error: float = 0.33
     probe_heads: int = 3
     alpha: float = 0.6
@@ -101,6 +103,11 @@ class ImpressConfig:
             raise ConfigError(
                 f"--impress-blend {self.blend} needs --impress-policy impress, got {self.policy!r}"
             )
+        if self.basis and (self.needs_parts or self.policy not in CODED_POLICIES):
+            raise ConfigError(
+                "--impress-basis needs --impress-policy impress and whole prefixes: drop it, or "
+                "drop --impress-policy and --impress-retention"
+            )
         if self.blend != OFF and self.needs_parts:
             raise ConfigError(
                 f"--impress-blend {self.blend} needs whole prefixes: drop it, or drop "
@@ -111,6 +118,11 @@ class ImpressConfig:
     def ssd_path(self) -> Path:
         """Directory of the SSD store, with `~` resolved."""
         return Path(self.ssd_dir).expanduser()
+
+    @property
+    def basis_path(self) -> Path:
+        """File of the basis, with `~` resolved."""
+        return Path(self.basis).expanduser()
 
     @property
     def auto_retention(self) -> bool:

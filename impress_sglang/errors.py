@@ -3,6 +3,8 @@
     ImpressError
     ├── ConfigError          an option has a wrong value, or options do not fit together
     ├── UnsupportedError     model, SGLang version or another feature does not fit us
+    ├── BasisUnreadable      the file of a basis is missing, damaged or of another version
+    ├── NotCodable           KVs that have no codes: infinite, not a number, or too large
     └── StoreError
         ├── StoreInUseError  another process serves from the same SSD directory
         └── PrefixUnreadable a stored prefix cannot be had: a miss, never an answer
@@ -25,6 +27,14 @@ class ConfigError(ImpressError, ValueError):
 
 class UnsupportedError(ImpressError):
     """This model, SGLang version or SGLang option cannot be served with IMPRESS."""
+
+
+class BasisUnreadable(ImpressError):
+    """A basis cannot be read; the message says what to do."""
+
+
+class NotCodable(ImpressError, ValueError):
+    """KVs are infinite, not a number, or too large."""
 
 
 class StoreError(ImpressError):

@@ -40,7 +40,8 @@ EXACTLY = "exact"
 EXACT_BITS = 16.0
 BITS = (5.0, 6.0, 7.0, 8.0)
 BITS_TEXT = ", ".join(f"{bits:g}" for bits in BITS)
-AUTO_BITS = 5.0
+# Of a request that asks for none, and the fewest that `AUTO` gives.
+USUAL_BITS = 6.0
 ON, OFF = "on", "off"
 CLASSES, ESTIMATE, SHORTEST = "classes", "estimate", "shortest"
 SCHEDULES = (OFF, CLASSES, ESTIMATE, SHORTEST)
@@ -62,7 +63,7 @@ def is_bits(value: object) -> bool:
 def number_of_bits(bits: float | str) -> float:
     """What `EXACTLY` stands for, the least that `AUTO` gives, else the number itself."""
     if bits == AUTO:
-        return AUTO_BITS
+        return USUAL_BITS
     return EXACT_BITS if bits == EXACTLY else float(bits)
 
 
@@ -203,8 +204,16 @@ OPTIONS: tuple[Option, ...] = (
         ),
         f"Policy impress: bits per element of a stored prefix when it is loaded: {BITS_TEXT}. "
         "exact: KVs as they were computed. auto: of these, the most that take hardly longer than "
-        f"the fastest, at least {AUTO_BITS:g}. A request overrides it with custom_params "
+        f"the fastest, at least {USUAL_BITS:g}. A request overrides it with custom_params "
         "impress_bits.",
+    ),
+    Option(
+        "basis",
+        str,
+        ANYTHING,
+        "A file that `impress calibrate` has made for this model. KVs are then coded by it, in its "
+        "bits: requests for 6 bits or fewer get these, and for more, exact KVs. Without it codes "
+        "take more bytes.",
     ),
     Option(
         "base_error",

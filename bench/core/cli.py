@@ -19,7 +19,7 @@ from bench.core.session import ROOT, BenchFailed, interrupt_on_signals
 from impress_sglang.errors import ImpressError
 
 ROOMS = {
-    "policies": ("serving",),
+    "policies": ("serving", "eviction"),
     "traffic": ("beside", "pressure"),
     "quality": ("accuracy", "blend", "precision", "truncation"),
     "engine": ("engine",),

@@ -21,16 +21,18 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from bench.core.session import ROOT, BenchFailed
@@ -143,6 +145,7 @@ def main() -> None:
     # As a server does after its warm-up: garbage collections pass over all that was imported.
     gc.disable()
     _import_servers()
+    _warm_up_soon()
     _end_when_told()
     _find_names_in_a_table()
     gc.freeze()
@@ -202,8 +205,22 @@ def _become_server(order: dict[str, Any]) -> None:
         os._exit(status)
 
 
+def _warm_up_soon() -> None:
+    """SGLang sleeps for a second before it looks whether a server can be warmed up, and so on."""
+    from sglang.srt.entrypoints import http_server
+
+    soon = itertools.repeat(0.1, 10)
+
+    def sleep(seconds: float) -> None:
+        time.sleep(min(seconds, next(soon, seconds)))
+
+    http_server.time = SimpleNamespace(**{**vars(time), "sleep": sleep})
+
+
 def _end_when_told() -> None:
-    """SGLang looks every five seconds whether it was told to end; here it looks at once."""
+    """SGLang looks every five seconds whether it was told to end, and its scheduler rests once more
+    before it does; here both end at once."""
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import SignalHandler
 
     note = SignalHandler.sigterm_handler
@@ -213,7 +230,14 @@ def _end_when_told() -> None:
         looking = asyncio.get_running_loop().create_task(self.tokenizer_manager.sigterm_watchdog())
         self.tokenizer_manager.asyncio_tasks.add(looking)
 
+    shut_down = Scheduler.handle_shutdown
+
+    def stay_awake(self: Any, *received: Any) -> Any:
+        self.idle_sleeper = None
+        return shut_down(self, *received)
+
     SignalHandler.sigterm_handler = note_and_look
+    Scheduler.handle_shutdown = stay_awake
 
 
 class BoundNames:

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Result:
 
 def measure_chunks(count: int) -> dict[str, float]:
     """What the placement takes for chunks of so many segments, which are all read once."""
-    pages = cached_pages(READ, LAYERS)
+    pages = cached_pages((READ,) * LAYERS)
     whole = np.ones(len(pages) // LAYERS)
     placement = Placement(
         ImportanceScore(ImpressConfig().half_life),

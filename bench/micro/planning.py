@@ -37,6 +37,7 @@ from torch import Tensor
 
 from bench.core.options import Option, one_of
 from bench.core.report import Result, Table, plain
+from impress_sglang.codec.fit import SINK_TOKENS
 from impress_sglang.loops.types import Indices
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.memory import StoreMemory
@@ -171,7 +172,8 @@ class _Case:
         ahead = ReadAhead(self._memory.pool, READAHEAD)
         ahead.join(source)
         opened = time.perf_counter()
-        rows = torch.zeros(1, self._shape.num_kv_heads, self._shape.key_dim, dtype=torch.bfloat16)
+        shape = self._shape
+        rows = torch.zeros(SINK_TOKENS, shape.num_kv_heads, shape.key_dim, dtype=torch.bfloat16)
         places = torch.arange(len(self._tokens))
         for layer in range(self._shape.num_layers):
             ahead.top_up()
@@ -201,7 +203,7 @@ def _info(shape: KVShape, tokens: int) -> SegmentInfo:
 
 
 def _layout(shape: KVShape, tokens: int) -> Any:
-    return _info(shape, tokens).layout().codes
+    return _info(shape, tokens).layout().codes[0]
 
 
 def _cache(
@@ -268,6 +270,8 @@ class _NoFile(OpenSegment):
     def __init__(self, info: SegmentInfo) -> None:
         self.info, self.layout = info, info.layout()
         self.floors = np.zeros(info.floors_shape, np.uint8)
+        self.sinks = np.zeros(info.sinks_shape, np.uint8)
+        self.fits = np.zeros(info.fits_shape, np.float32)
 
     def check_blocks(self, *arguments: Any) -> None:
         """All is well."""

@@ -31,7 +31,7 @@ REORDERING = ("paper+itf+reorder", "paper")
 # Appended to a policy: the queue does not say what its server evicts.
 NO_LOOKAHEAD = "-off"
 # Stores differ by whether they have probe heads; each is written by a policy that reads it.
-STORED_BY = {"codes": "as", "paper": "paper"}
+STORED_BY = {"codes": "impress", "paper": "paper"}
 # Shorter than any prefix of a trace.
 MIN_PREFIX_TOKENS = 128
 

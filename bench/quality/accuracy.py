@@ -7,6 +7,7 @@ that drops tokens sees what it will be asked for, as it would not while it decod
 did not use its prefix as asked ends the run. Chunk caches are off, so bytes are those of the store.
 With --bits all of a prefix is used in so many bits; requests share it in the device pool, and the
 bytes are those of the first one of each prefix. The name of such a system ends with @ and the bits.
+With --basis there is a server with that basis besides.
 
 accuracy     share of right answers; *points* is the difference to `recompute`
 agreement    share of the answers that `recompute` gives
@@ -37,6 +38,7 @@ from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import step
 from bench.quality.asking import Answer, Asked, ask, centred_shift, chosen_option
 from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
+from impress_sglang.codec.basis import Basis
 from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, WHOLE_POLICIES
 
 Floats = NDArray[np.float64]
@@ -70,11 +72,12 @@ def _bits(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class System:
-    """A name, and the policy and other flags of its server."""
+    """A name, and the policy and other flags of its server; `rate`: of its basis, if it has one."""
 
     name: str
     policy: str
     more: tuple[str, ...] = ()
+    rate: float | None = None
 
     @property
     def exact(self) -> bool:
@@ -85,6 +88,8 @@ class System:
         """How it is asked; exact answers of a server store more than the prefixes, so come last."""
         if self.exact:
             return [Asked(self.name, None, approximate=False)]
+        if self.rate is not None:
+            return [Asked(f"{self.name}@{self.rate:g}", 1.0, approximate=True, bits=self.rate)]
         parts = [Asked(self.name, r, approximate=True) for r in sorted(retentions) if r < 1]
         coded = [
             Asked(f"{self.name}@{own:g}", 1.0, approximate=True, bits=own)
@@ -110,6 +115,7 @@ OPTIONS = (
     Option("shots", 10, "examples per prefix"),
     Option("prefix-tokens", None, "as many shots as fit into so many instead", parse=int),
     Option("passages", 10, "per prefix of squad"),
+    Option("basis", None, "file of a basis: also a server with it, in its bits", parse=Path),
     Option("concurrency", 4, "requests under way"),
     *ASKING,
 )
@@ -155,6 +161,10 @@ def run(args: argparse.Namespace) -> Result:
     """Ask all systems."""
     names = [REFERENCE, *(name for name in args.systems if name != REFERENCE)]
     systems = [SYSTEMS[name] for name in names]
+    if args.basis is not None:
+        rate = round(Basis.load(args.basis).rate, 2)
+        flag = f"--impress-basis={args.basis}"
+        systems.append(System("basis", "impress", (flag,), rate))
     model = model_folder(args.model)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TaskOptions)}
     options, tokenize = TaskOptions(**given), load_tokenize(model)

@@ -8,14 +8,17 @@ there, for each question or text by itself. Rules, and the bits of their names p
     uniform 5    the same ranges, and as many bits for every element
     question 5   4 bits, and 6 or 8 for blocks of 16 tokens of a KV head that a question attends to
     foresight 5  the same, by what the question attends to and the text that follows it
+    basis 4      by the basis with this rate among those of --basis, which `impress calibrate` made
     drop 0.25    such a share of the tokens, exactly: for each KV head those that a question attends
                  to most (H2O)
 
 `question` and `drop` know what a server knows when it loads a prefix: the prompt, not the answer.
 
+The first tokens of a prefix, which are attention sinks, stay exact under all but `drop`.
+
 bytes     of codes and ranges, over those in 16 bits
-KL        of the next tokens' distributions, of text that follows prefixes of wikitext2, in nats;
-          its first tokens are the question
+KL        of the next tokens' distributions, of text that follows prefixes of wikitext2, or of the
+          files of --text, each of one kind, in nats; its first tokens are the question
 shift     mean change of an option's log-likelihood, less the mean over the options, in nats, of
           questions about passages
 same      share of questions of which the same option is the likeliest
@@ -27,7 +30,7 @@ import argparse
 import dataclasses
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,10 @@ from bench.core.report import Column, Result, Row, Table
 from bench.core.session import BenchFailed, step
 from bench.quality.asking import centred_shift
 from bench.quality.tasks import SQUAD, Item, TaskOptions, make_task
+from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
+from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.fit import SINK_TOKENS
+from impress_sglang.codec.levels import MAX_BITS
 from impress_sglang.precision.codec import (
     CODE_BITS,
     GROUP_TOKENS,
@@ -57,9 +64,9 @@ MEASURED_QUERIES = 16
 # What is raised by itself under `question`, and its bits with no, one and two planes.
 BLOCK_TOKENS = 16
 BLOCK_BITS = (4, 6, 8)
-KINDS = ("coded", "blind", "uniform", "question", "foresight", "drop")
+KINDS = ("coded", "blind", "uniform", "basis", "question", "foresight", "drop")
 # Those that ask no question.
-ALIKE = KINDS[:3]
+ALIKE = KINDS[:4]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class Rule:
             "question": BLOCK_BITS[0] <= rule.bits <= BLOCK_BITS[-1],
             "foresight": BLOCK_BITS[0] <= rule.bits <= BLOCK_BITS[-1],
             "drop": 0 < rule.bits <= 1,
+            "basis": 0 < rule.bits <= MAX_BITS,
         }
         if not possible.get(kind, False):
             raise argparse.ArgumentTypeError(f"there is no rule {text!r}")
@@ -112,14 +120,16 @@ OPTIONS = (
         parse=Rule.parse,
     ),
     Option("prefixes", 5, "of each task", quick=1),
-    Option("prefix-tokens", 1500, "of wikitext2", quick=300),
+    Option("prefix-tokens", 1500, "of text", quick=300),
     Option("follow-tokens", 144, "of the text that follows", quick=40),
     Option("question-tokens", 24, "of these, what is the question", quick=8),
     Option("passages", 10, "per prefix of squad", quick=3),
     Option("questions", 40, "about them", quick=2),
     Option("seed", 5, "draws prefixes and questions"),
+    Option("text", (), "files of text, each of one kind, in place of wikitext2", parse=Path),
     Option("data", None, "a folder with whole data sets", parse=Path),
     Option("model", None, "folder of another model", parse=Path),
+    Option("basis", (), "files of bases for rules `basis`", parse=Path),
 )
 
 
@@ -129,7 +139,11 @@ def run(args: argparse.Namespace) -> Result:
         raise BenchFailed("--question-tokens must be fewer than --follow-tokens")
     torch.set_grad_enabled(False)
     folder = model_folder(args.model)
-    reader = Reader(folder)
+    bases = {round(own.rate, 2): own for own in map(Basis.load, args.basis)}
+    unknown = [own for own in args.rules if own.kind == "basis" and own.bits not in bases]
+    if unknown:
+        raise BenchFailed(f"no file of --basis has the rate of {', '.join(map(str, unknown))}")
+    reader = Reader(folder, bases)
     with step("text"):
         divergences = _text(args, folder, reader)
     with step("passages"):
@@ -138,7 +152,8 @@ def run(args: argparse.Namespace) -> Result:
         {
             "rule": str(rule),
             "bytes": reader.bytes_of(rule),
-            "KL": round(statistics.fmean(divergences[rule]), 5),
+            "KL": round(statistics.fmean(own[rule] for own in divergences.values()), 5),
+            "KL_of": {kind: round(own[rule], 5) for kind, own in divergences.items()},
             "shift": round(shifts[rule], 4),
             "same": round(same[rule], 4),
         }
@@ -148,6 +163,7 @@ def run(args: argparse.Namespace) -> Result:
         Column("rule", "rule"),
         Column("bytes", "bytes", "{:.3f}"),
         Column("KL", "KL", "{:.5f}"),
+        *(Column(kind, _divergence_of(kind), "{:.5f}") for kind in divergences if args.text),
         Column("shift", "shift", "{:.3f}"),
         Column("same", "same", "{:.1%}"),
     )
@@ -157,7 +173,7 @@ def run(args: argparse.Namespace) -> Result:
 class Reader:
     """A model that reads on behind prefixes whose KVs were rounded."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, bases: Mapping[float, Basis]) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -169,6 +185,7 @@ class Reader:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="noting"
         ).eval()
+        self._turner, self._bases = Prompts(self.model), bases
         self.queries: list[Tensor] = []
         """Of each layer of the last pass, [n, Hq, D]."""
         self._sizes, self._length = (0, 0, 0), 0
@@ -180,7 +197,13 @@ class Reader:
         kvs = [(own.keys[0].transpose(0, 1), own.values[0].transpose(0, 1)) for own in cache.layers]
         heads, key_dim, value_dim = *kvs[0][0].shape[1:], kvs[0][1].shape[2]
         self._sizes, self._length = (heads, key_dim, value_dim), len(tokens)
-        return Prefix(kvs, [own[-MEASURED_QUERIES:] for own in self.queries])
+        return Prefix(kvs, [own[-MEASURED_QUERIES:] for own in self.queries], self.by_basis)
+
+    def by_basis(self, kvs: KVs, rate: float) -> KVs:
+        """What KVs of a prefix are restored to by the basis with this rate; sinks are exact."""
+        turned = [(self._turner.turned(keys, back=True), values) for keys, values in kvs]
+        found = coded_kvs(self._bases[rate], turned)
+        return [(self._turner.turned(keys, back=False), values) for keys, values in found]
 
     def follow(self, kvs: Sequence[tuple[Tensor, Tensor]], tokens: Sequence[int]) -> Tensor:
         """Log-probabilities of the tokens behind each of these, [n, vocabulary]."""
@@ -191,6 +214,10 @@ class Reader:
         """Bytes of a whole group of tokens, over those in 16 bits."""
         if rule.kind == "drop":
             return rule.bits
+        if rule.kind == "basis":
+            own = self._bases[rule.bits]
+            features = sum(heads * dim for heads, dim in own.shapes) * own.num_layers
+            return round(own.token_bytes / (2 * features), 4)
         heads, key_dim, value_dim = self._sizes
         ranges = 2 * heads * (2 * key_dim + 2 * GROUP_TOKENS)
         # A byte for each channel says which bits are where.
@@ -224,9 +251,15 @@ class Reader:
 class Prefix:
     """The KVs of a prefix, [(keys, values)] of each layer, [m, G, D], and their codes."""
 
-    def __init__(self, kvs: list[tuple[Tensor, Tensor]], queries: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        kvs: KVs,
+        queries: Sequence[Tensor],
+        by_basis: Callable[[KVs, float], KVs],
+    ) -> None:
         """`queries` of each layer [n, Hq, D]: those of the last tokens."""
         self.kvs = kvs
+        self._by_basis = by_basis
         self._codes: list[tuple[Codes, Codes]] = []
         # The last rule that asks no question.
         self._rounded: tuple[Rule | None, list[tuple[Tensor, Tensor]]] = None, []
@@ -239,7 +272,12 @@ class Prefix:
         if rule.kind not in ALIKE:
             return list(self._layers(rule, questions))
         if self._rounded[0] != rule:
-            self._rounded = rule, list(self._layers(rule, questions))
+            found = (
+                self._by_basis(self.kvs, rule.bits)
+                if rule.kind == "basis"
+                else list(self._layers(rule, questions))
+            )
+            self._rounded = rule, found
         return self._rounded[1]
 
     def _layers(self, rule: Rule, questions: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -252,16 +290,28 @@ class Prefix:
                     own[1].gather(0, best.T[..., None].expand(-1, -1, own[1].shape[2])),
                 )
                 continue
-            if rule.kind in ("coded", "blind"):
-                keys = codes[0] if rule.kind == "coded" else code_keys(own[0])
-                yield restore(keys, int(rule.bits)), restore(codes[1], int(rule.bits))
-                continue
-            if rule.kind == "uniform":
-                yield _uniform(codes[0], int(rule.bits)), _uniform(codes[1], int(rule.bits))
-                continue
-            count = (rule.bits - BLOCK_BITS[0]) / (BLOCK_BITS[1] - BLOCK_BITS[0])
-            planes = _planes(_weights(questions[layer], own[0]), count)
-            yield _raised(codes[0], planes), _raised(codes[1], planes)
+            rounded = self._rounded_layer(rule, codes, own, questions, layer)
+            for found, exact in zip(rounded, own, strict=True):
+                # As the store keeps them.
+                found[:SINK_TOKENS] = exact[:SINK_TOKENS]
+            yield rounded
+
+    def _rounded_layer(
+        self,
+        rule: Rule,
+        codes: tuple[Codes, Codes],
+        own: tuple[Tensor, Tensor],
+        questions: Sequence[Tensor],
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        if rule.kind in ("coded", "blind"):
+            keys = codes[0] if rule.kind == "coded" else code_keys(own[0])
+            return restore(keys, int(rule.bits)), restore(codes[1], int(rule.bits))
+        if rule.kind == "uniform":
+            return _uniform(codes[0], int(rule.bits)), _uniform(codes[1], int(rule.bits))
+        count = (rule.bits - BLOCK_BITS[0]) / (BLOCK_BITS[1] - BLOCK_BITS[0])
+        planes = _planes(_weights(questions[layer], own[0]), count)
+        return _raised(codes[0], planes), _raised(codes[1], planes)
 
 
 def _shares(queries: Tensor, keys: Tensor) -> Tensor:
@@ -305,14 +355,26 @@ def _raised(codes: Codes, planes: Tensor) -> Tensor:
     return rows
 
 
-def _text(args: argparse.Namespace, folder: Path, reader: Reader) -> dict[Rule, list[float]]:
-    """Divergences of each rule, one for each text."""
-    tokenize, rng = load_tokenize(folder), random.Random(args.seed)
-    tokens = tokenize("\n".join(row["text"] for row in read_rows(args.data, "wikitext2")))
+def _text(args: argparse.Namespace, folder: Path, reader: Reader) -> dict[str, dict[Rule, float]]:
+    """Of each kind of text the mean divergence of each rule."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in args.text}
+    if not texts:
+        texts["wikitext2"] = "\n".join(row["text"] for row in read_rows(args.data, "wikitext2"))
+    tokenize, found = load_tokenize(folder), {}
+    for kind, text in texts.items():
+        tokens = tokenize(text)
+        if len(tokens) < args.prefix_tokens + args.follow_tokens:
+            raise BenchFailed(f"{kind} has only {len(tokens)} tokens; give more of it")
+        found[kind] = _divergences(args, tokens, reader)
+    return found
+
+
+def _divergences(
+    args: argparse.Namespace, tokens: Sequence[int], reader: Reader
+) -> dict[Rule, float]:
     length, asked = args.prefix_tokens + args.follow_tokens, args.question_tokens
-    if len(tokens) < length:
-        raise BenchFailed(f"wikitext2 has fewer than {length} tokens; give --data")
     found: dict[Rule, list[float]] = {rule: [] for rule in args.rules}
+    rng = random.Random(args.seed)
     for _ in range(args.prefixes):
         start = rng.randrange(len(tokens) - length + 1)
         prefix = reader.prefix(tokens[start:][: args.prefix_tokens])
@@ -323,7 +385,11 @@ def _text(args: argparse.Namespace, folder: Path, reader: Reader) -> dict[Rule, 
             seen = [own if rule.kind == "foresight" else own[:asked] for own in queries]
             other = reader.follow(prefix.rounded(rule, seen), text)[asked:]
             found[rule].append(float((exact.exp() * (exact - other)).sum(-1).mean()))
-    return found
+    return {rule: statistics.fmean(own) for rule, own in found.items()}
+
+
+def _divergence_of(kind: str) -> Callable[[Row], float]:
+    return lambda row: row["KL_of"][kind]
 
 
 def _passages(

@@ -21,6 +21,10 @@ class Turns:
     cos: Tensor
     sin: Tensor
 
+    def to(self, device: torch.device) -> Turns:
+        """The same on a device."""
+        return Turns(self.cos.to(device), self.sin.to(device))
+
 
 class KeyRotation:
     """Moves keys of a model that encodes positions by rotary embeddings."""
@@ -35,7 +39,8 @@ class KeyRotation:
                 on (NeoX); otherwise neighbours are paired.
         """
         self._table = table
-        self._halves = halves
+        self.halves = halves
+        """Whether an element is paired with one of the other half of those that are rotated."""
 
     def prepare(self, positions: int) -> None:
         """Have the table reach so many positions, so that other threads need not make it longer."""
@@ -53,7 +58,7 @@ class KeyRotation:
         """Move keys [n, G, D] to their new positions, in their dtype; computed in float32."""
         half = turns.cos.shape[-1]
         rotated, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :]
-        if self._halves:
+        if self.halves:
             first, second = rotated[..., :half], rotated[..., half:]
         else:
             first, second = rotated[..., ::2], rotated[..., 1::2]
@@ -61,7 +66,7 @@ class KeyRotation:
             first * turns.cos - second * turns.sin,
             second * turns.cos + first * turns.sin,
         )
-        rotated = torch.cat(moved, -1) if self._halves else torch.stack(moved, -1).flatten(-2)
+        rotated = torch.cat(moved, -1) if self.halves else torch.stack(moved, -1).flatten(-2)
         return torch.cat([rotated.to(keys.dtype), rest], -1)
 
     @staticmethod

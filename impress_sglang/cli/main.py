@@ -23,6 +23,7 @@ from impress_sglang.cli.outcome import (
 )
 from impress_sglang.cli.server import Server
 from impress_sglang.config import DEFAULT_SSD_DIR
+from impress_sglang.options import USUAL_BITS
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
@@ -79,7 +80,10 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--model", type=Path, required=True, help="its folder, or its config.json")
     sizes.add_argument("--prefixes", type=int, required=True, help="that are to be kept")
     sizes.add_argument("--tokens", type=int, required=True, help="of a prefix")
-    sizes.add_argument("--bits", type=float, default=5.0, help="of --impress-bits; default: 5")
+    sizes.add_argument(
+        "--bits", type=float, default=USUAL_BITS, help="of --impress-bits; default: 6"
+    )
+    sizes.add_argument("--basis", type=Path, help="of --impress-basis, in place of --bits")
     sizes.add_argument(
         "--drive-gbps", type=float, default=3.0, help="GB/s that the drive reads; default: 3"
     )
@@ -91,6 +95,19 @@ def parser() -> argparse.ArgumentParser:
     tried.add_argument("--clients", type=int, default=1, help="that ask at once; default: 1")
     tried.add_argument("--flush", action="store_true", help="empty SGLang's pool, also of others'")
     tried.add_argument("--api-key", help="of requests, if it is not --key")
+    fitted = add("calibrate", "fit a basis to a model", server=False, directory=False)
+    fitted.add_argument("--model", type=Path, required=True, help="its folder")
+    fitted.add_argument("--out", type=Path, required=True, metavar="FILE", help="of the basis")
+    fitted.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="one for each kind of text; default: those of the package",
+    )
+    fitted.add_argument("--rate", type=float, default=4.0, help="bits per feature; default: 4")
+    fitted.add_argument("--tokens", type=int, default=1500, help="of a text; default: 1500")
     for name, told in _ORDERS.items():
         own = add(name, told, server=True, directory=name not in _ONLY_OF_SERVERS)
         which = own.add_mutually_exclusive_group(required=name != "purge")
@@ -160,7 +177,12 @@ def _carry_out(args: argparse.Namespace) -> Any:
         from impress_sglang.cli.plan import plan
 
         sizes = args.prefixes, args.tokens, args.bits, args.drive_gbps, args.per_day
-        return plan(args.model, *sizes)
+        return plan(args.model, *sizes, args.basis)
+    if args.command == "calibrate":
+        # Only here: it imports torch.
+        from impress_sglang.cli.calibrate import calibrate
+
+        return calibrate(args.model, args.out, args.text, args.rate, args.tokens)
     if getattr(args, "dir", None) is not None:
         # Only here: it imports torch.
         from impress_sglang.cli.directory import Directory

@@ -14,17 +14,26 @@ from typing import Any
 import torch
 
 from impress_sglang.cli.outcome import Refused
+from impress_sglang.codec.basis import Basis
 from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ImpressError
 from impress_sglang.management.forecast import CodedBytes
 from impress_sglang.options import BITS
 from impress_sglang.precision.codec import DIM_GRAIN, NUM_PLANES, planes_of
 from impress_sglang.storage.layout import KVShape, SegmentLayout
+from impress_sglang.transfer.kv_codec import shape_by
 
 _GB = 1e9
 
 
 def plan(
-    model: Path, prefixes: int, tokens: int, bits: float, drive_gbps: float, per_day: int
+    model: Path,
+    prefixes: int,
+    tokens: int,
+    bits: float,
+    drive_gbps: float,
+    per_day: int,
+    basis: Path | None = None,
 ) -> dict[str, Any]:
     """Compute what prefixes of a model take, on all ranks together.
 
@@ -35,10 +44,11 @@ def plan(
         bits: per element that a request reads, one of `BITS`.
         drive_gbps: GB per second that the drive reads.
         per_day: new prefixes per day.
+        basis: by which KVs are coded, whatever `bits` are.
 
     Raises:
-        Refused: the model's configuration cannot be read, or has no KVs of the usual kind; or a
-            number is out of range.
+        Refused: the model's configuration cannot be read, has no KVs of the usual kind, or others
+            than the basis; or a number is out of range.
     """
     if min(prefixes, tokens) < 1 or per_day < 0 or not drive_gbps > 0 or bits not in BITS:
         raise Refused(
@@ -46,12 +56,17 @@ def plan(
             + ", ".join(f"{own:g}" for own in BITS)
         )
     shape = shape_of(_config_of(model))
+    if basis is not None:
+        try:
+            shape = shape_by(Basis.load(basis), shape)
+        except ImpressError as error:
+            raise Refused(str(error)) from error
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
-    codes = layout.codes
-    assert codes is not None
-    coded = CodedBytes(codes.base_bytes, (codes.planes_bytes / NUM_PLANES,) * NUM_PLANES)
-    read = shape.num_layers * coded.expected(planes_of(bits))
-    exact = tokens * shape.num_layers * sum(map(shape.row_bytes, shape.columns))
+    read = 0.0
+    for codes in layout.codes:
+        coded = CodedBytes(codes.base_bytes, (codes.planes_bytes / NUM_PLANES,) * NUM_PLANES)
+        read += coded.expected(planes_of(bits))
+    exact = tokens * shape.num_layers * shape.token_bytes
     stored = layout.file_bytes
     return {
         "kv_bytes_per_token": exact // tokens,
@@ -62,7 +77,7 @@ def plan(
         "read_share": round(read / exact, 3),
         "read_ms": round(read / drive_gbps / _GB * 1e3, 1),
         "read_exact_ms": round(exact / drive_gbps / _GB * 1e3, 1),
-        "buffer_gb": round(2 * layout.layer_bytes / _GB, 3),
+        "buffer_gb": round(2 * layout.most_layer_bytes / _GB, 3),
         "written_gb_per_day": round(per_day * stored / _GB, 1),
     }
 

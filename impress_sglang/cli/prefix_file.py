@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from impress_sglang.cli.outcome import Refused
+from impress_sglang.codec.pages import RowPages
 from impress_sglang.precision.floors import Coding, CodingRule, Floors
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
@@ -111,8 +112,13 @@ class Contents:
             rows = shape.num_layers, own.num_tokens, shape.num_kv_heads
             found[f"{number}.keys"] = shape.dtype, (*rows, shape.key_dim)
             found[f"{number}.values"] = shape.dtype, (*rows, shape.value_dim)
-        for number in range(len(self.prefixes) if shape.coded else 0):
+        for number in range(len(self.prefixes) if shape.basis else 0):
+            found[f"{number}.fits"] = torch.float32, (shape.num_layers,)
+        for number in range(len(self.prefixes) if _has_floors(shape) else 0):
             found[f"{number}.floors"] = torch.uint8, (shape.num_layers, shape.num_kv_heads)
+        for number, own in enumerate(self.prefixes if shape.basis else ()):
+            for layer, row_bytes in enumerate(shape.row_bytes_of_layers):
+                found[f"{number}.rows.{layer}"] = torch.uint8, (own.num_tokens, row_bytes)
         return found
 
     def to_json(self) -> str:
@@ -205,9 +211,20 @@ class PrefixFile:
         keys, values = (self._file.get_slice(f"{number}.{own}") for own in ("keys", "values"))
         return keys[layer, first:], values[layer, first:]
 
-    def coding(self, number: int) -> CodingRule | None:
-        """How the layers of a prefix are coded, by its floors; None without codes."""
-        if not self.contents.shape.coded:
+    def coding(self, number: int, first: int) -> CodingRule | None:
+        """How the layers of a prefix are coded from its token `first` on; None without codes.
+
+        By a basis, as they are in the file; else anew, by floors.
+        """
+        if self.contents.shape.basis:
+            fits: Tensor = self._read(f"{number}.fits")
+
+            def rows(layer: int, keys: Tensor, values: Tensor) -> Coding:
+                own = self._file.get_slice(f"{number}.rows.{layer}")[first : first + len(keys)]
+                return Coding(rows=own, fit=float(fits[layer]))
+
+            return rows
+        if not _has_floors(self.contents.shape):
             return None
         floors: Floors = self._read(f"{number}.floors").numpy()
         return lambda layer, keys, values: Coding(floors[layer])
@@ -244,6 +261,10 @@ def _contents_of(file: Any) -> Contents:
     return contents
 
 
+def _has_floors(shape: KVShape) -> bool:
+    return shape.coded and not shape.basis
+
+
 def _write_segment(
     files: FileSystem, descriptor: int, segment: OpenSegment, places: dict[str, int]
 ) -> dict[str, str]:
@@ -257,22 +278,31 @@ def _write_segment(
         states[name].update(data)
 
     put("tokens", torch.from_numpy(segment.info.tokens))
-    for keys, values in _layers(segment):
+    for layer, (keys, values, rows) in enumerate(_layers(segment)):
         put("keys", keys)
         put("values", values)
-    if segment.info.shape.coded:
+        if rows is not None:
+            put(f"rows.{layer}", rows)
+    if segment.info.shape.basis:
+        put("fits", torch.from_numpy(segment.fits))
+    if _has_floors(segment.info.shape):
         put("floors", torch.from_numpy(segment.floors))
     return {name: state.hexdigest() for name, state in states.items()}
 
 
-def _layers(segment: OpenSegment) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer in logical order, verified."""
+def _layers(segment: OpenSegment) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Keys and values of each layer in logical order, and its rows if it has some; verified."""
     layout = segment.layout
-    memory = AlignedMemory(layout.columns_bytes)
     for layer in range(layout.shape.num_layers):
+        codes = layout.codes[layer] if layout.codes else None
+        pages = codes if isinstance(codes, RowPages) else None
+        size = layout.columns_bytes if pages is None else layout.layer_bytes(layer)
+        memory = AlignedMemory(size)
         segment.fill(memory, layout.layer_offset(layer))
         mapping = None if segment.mapping is None else segment.mapping[layer]
-        yield decode_layer(layout, memory.view, mapping)
+        rows = torch.frombuffer(memory.view, dtype=torch.uint8)[layout.columns_bytes :]
+        keys, values = decode_layer(layout, memory.view, mapping)
+        yield keys, values, None if pages is None else pages.groups_in(rows)[: pages.num_tokens]
 
 
 def _header(contents: Contents, digests: Mapping[str, str]) -> bytes:

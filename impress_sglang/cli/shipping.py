@@ -112,7 +112,7 @@ def _store(store: PrefixStore, found: PrefixFile, number: int, own: Prefix, name
         min_tokens=1,
         quality=own.quality,
         available_from=own.start,
-        coding=found.coding(number),
+        coding=lambda start: found.coding(number, start - own.start),
         ttl=max(own.expires - time.time(), 1.0) if own.expires else 0.0,
         priority=own.priority,
     )

@@ -59,8 +59,8 @@ Layers = Callable[[int], tuple[Tensor, Tensor]]
 """Pools of keys and values of a layer, counted from the first."""
 
 
-def rotation_of(model: Any) -> KeyRotation:
-    """Make the rotation that moves a model's keys to other positions.
+def check_blended(model: Any) -> None:
+    """Check that blending knows a model.
 
     Raises:
         UnsupportedError: its rotation is not known, or running it layer by layer was not judged.
@@ -71,13 +71,22 @@ def rotation_of(model: Any) -> KeyRotation:
             f"IMPRESS does not know how to blend with {name}, only with "
             f"{', '.join(sorted(BLENDED))}: drop --impress-blend"
         )
+    rotation_of(model, "--impress-blend")
+
+
+def rotation_of(model: Any, option: str) -> KeyRotation:
+    """Make the rotation that moves a model's keys to other positions, as an option needs.
+
+    Raises:
+        UnsupportedError: its rotation is not known.
+    """
     found = [own for own in model.modules() if hasattr(own, "cos_sin_cache")]
     # One object serves all layers.
     if len(found) != 1 or type(found[0]) not in _KNOWN_ROTATIONS:
         kinds = ", ".join(sorted({type(own).__name__ for own in found})) or "no rotary embedding"
         raise UnsupportedError(
-            f"IMPRESS cannot blend with {name}, whose keys it cannot move to other positions "
-            f"({kinds}): drop --impress-blend"
+            f"IMPRESS cannot move keys of {type(model).__name__} to other positions ({kinds}): "
+            f"drop {option}"
         )
     (rotary,) = found
 

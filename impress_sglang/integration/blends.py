@@ -48,7 +48,7 @@ class Blends:
         self._jobs = jobs
         self._gate = gate
         runner = scheduler.tp_worker.model_runner
-        self._rotation = rotation_of(runner.model)
+        self._rotation = rotation_of(runner.model, "--impress-blend")
         self.planner = BlendPlanner(
             service.config,
             service.shape,
@@ -133,9 +133,7 @@ class Blends:
 
     def settle(self, known: Known, job: LoadJob) -> None:
         """A job for a request has ended: note what it blended, or that it goes on without."""
-        if not isinstance(job, BlendJob) or job.revoked:
-            return
-        if job.state is not JobState.LOADED:
+        if isinstance(job, BlendJob) and job.state is JobState.FAILED:
             known.blend.decline(job.why or (Reason.NOT_OPENED, ""))
 
     def too_slow(self, known: Known) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,13 @@ from impress_sglang.integration.reports import attach
 from impress_sglang.integration.tree_nodes import match_resident
 from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import BITS
 from impress_sglang.serving.blend_plan import BlendNotes
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import KVClass, marked
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.load_planner import LoadPlanner
-from impress_sglang.serving.report import new_report
+from impress_sglang.serving.report import NO_ESTIMATE, new_report
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
 
@@ -57,6 +56,8 @@ class Known:
         admitted: whether it runs.
         declined: whether something that was to be loaded could not be read now.
         not_before: the poll before which it is not admitted again.
+        raised: the class that it has else, while it uses more bits.
+        stored: how many of its first tokens are stored, as far as it was planned.
         io: seconds that reading what is stored of it takes.
         early: the job whose last layers its pass waits for.
         gated: seconds for which its pass waited for these.
@@ -80,6 +81,8 @@ class Known:
     declined: bool = False
     brought: Brought = dataclasses.field(default_factory=Brought)
     not_before: int = 0
+    raised: KVClass | None = None
+    stored: int = 0
     io: float = 0.0
     early: LoadJob | None = None
     gated: float = 0.0
@@ -90,6 +93,16 @@ class Known:
     def space(self) -> tuple[str | None, str | None]:
         """What else than its class keeps its prompt apart."""
         return self.extra_key, self.req.cache_salt
+
+    def offers(self, known: Known, count: int) -> bool:
+        """Whether its class has more bits, and its first tokens are those of another request."""
+        mine, own = self.kv_class, known.kv_class
+        if mine.bits <= own.bits or not (mine.exact or mine.share == own.share):
+            return False
+        if self.space != known.space:
+            return False
+        tokens, others = self.req.full_untruncated_fill_ids, known.req.full_untruncated_fill_ids
+        return bool(tokens[:count] == others[:count])
 
     def begins_like(self, job: LoadJob, page_size: int) -> bool:
         """Whether its prompt begins like the tokens of a job, and with some of them."""
@@ -165,16 +178,50 @@ class KnownRequests:
 
     def _choose(self, known: Known) -> KVClass:
         """The class of a request that leaves it to the server."""
-        key, usual = key_of(known.req), self._service.usual
+        key = key_of(known.req)
         if not self._planner.looks_for(len(key)):
             return known.kv_class
-        resident, share = {}, known.kv_class.share
-        for own in (KVClass(), *(KVClass(bits, share) for bits in BITS)):
-            extra_key = marked(known.extra_key, own, usual)
-            own_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
-            resident[own] = match_resident(self._cache, own_key).device_prefix_len
-        tokens = as_tokens(key.raw_token_ids())
+        tokens, share = as_tokens(key.raw_token_ids()), known.kv_class.share
+        classes = (KVClass(), *(KVClass(own, share) for own in self._service.levels))
+        resident = {own: self._resident(known, own) for own in classes}
         return self._planner.choose(known.namespace, tokens, resident, known.kv_class)
+
+    def in_use(self) -> list[Known]:
+        """Those for which a prefix is kept resident."""
+        return [own for own in self if own.admitted or own.waiter.hold is not None]
+
+    def raise_bits(self, known: Known, users: Sequence[Known]) -> bool:
+        """Let a queued request use a class with more bits, in which all is resident that is stored
+        of its prompt; returns whether there is one.
+
+        Only classes in which `users` have such a prefix are looked at: what is looked at is evicted
+        later.
+        """
+        least = self._service.config.min_prefix_tokens
+        for own in {other.kv_class for other in users if other.offers(known, least)}:
+            resident = self._resident(known, own)
+            if resident > known.stored - least:
+                known.raised, known.waiter.found = known.kv_class, resident
+                self._move(known, own)
+                return True
+        return False
+
+    def lower_bits(self, known: Known) -> None:
+        """Let a queued request use its own class again."""
+        if known.raised is not None:
+            self._move(known, known.raised)
+            known.raised = None
+
+    def _move(self, known: Known, own: KVClass) -> None:
+        known.kv_class, known.brought = own, Brought()
+        known.req.extra_key = marked(known.extra_key, own, self._service.usual)
+        known.report.update(NO_ESTIMATE)
+
+    def _resident(self, known: Known, own: KVClass) -> int:
+        """How many tokens of a prompt are resident in a class."""
+        key, extra_key = key_of(known.req), marked(known.extra_key, own, self._service.usual)
+        own_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
+        return int(match_resident(self._cache, own_key).device_prefix_len)
 
 
 def key_of(req: Any) -> RadixKey:

@@ -66,6 +66,7 @@ class PrefixLoads:
             device,
             PoolLayers(cache.token_to_kv_pool_allocator.get_kvcache()),
             TimelineWriter(trace) if trace else None,
+            service.codec,
         )
         slots = TreeSlots(
             cache, scheduler, known, provenance, service.usual, lambda job: self._late.put_back(job)
@@ -81,6 +82,8 @@ class PrefixLoads:
     def plan(self, known: Known) -> None:
         """Plan what is to be loaded for a queued request; join or begin a job for it."""
         known.planned = True
+        # What it used instead may be gone.
+        self._known.lower_bits(known)
         waiter, req = known.waiter, known.req
         key, not_served = key_of(req), known.report["not_served"]
         if self._cache.disable or waiter.tries >= MOST_TRIES or not_served is not None:
@@ -103,7 +106,7 @@ class PrefixLoads:
         self._service.store.tree.touch(plan.match)
         self._service.lookahead.wait(req.rid, plan.spans)
         waiter.patience = self._planner.computing_seconds(resident, len(tokens) - resident)
-        known.io = plan.estimate.io
+        known.stored, known.io = plan.stop, plan.estimate.io
         self.jobs.join(waiter, self._job(known, plan, tokens))
 
     def may_run(self, known: Known) -> bool:
@@ -139,6 +142,7 @@ class PrefixLoads:
         if self.jobs.active:
             # Also without jobs: what they brought may be held.
             self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
+            self._raise_bits()
             self._give_up_slow()
         if self._blends is not None and self._blends.step():
             for known in self._known:
@@ -246,6 +250,21 @@ class PrefixLoads:
         if job.state is JobState.LOADED and not job.revoked:
             self._reports.tell_loaded(known, job)
         self.plan(known)
+
+    def _raise_bits(self) -> None:
+        """Let requests whose jobs have no room use more bits that are resident.
+
+        What they ask for would be another copy of that, and wait for room.
+        """
+        blocked = [own for own in self.jobs.waiters.values() if own.is_blocked]
+        # Looked for once, however many wait: the queue may be long.
+        users = self._known.in_use() if blocked else []
+        for waiter in blocked:
+            known, job = self._known[waiter.rid], waiter.job
+            if isinstance(job, BlendJob) or known.kv_class.exact or known.req.session is not None:
+                continue
+            if self._known.raise_bits(known, users):
+                self.jobs.leave(waiter.rid)
 
     def _give_up_slow(self) -> None:
         """Let requests compute what would take longer to load, by the progress of their jobs."""

@@ -94,9 +94,14 @@ class RequestReports:
         )
         report["why"] = self._service.explainer.explain(asked)
         length = report["prefix_tokens"]
+        if not known.req.output_ids:
+            # It may have been put back, and have been of another class.
+            report["approximate"] = False
         if self._provenance.mixed and length and not known.kv_class.exact:
             path = self._cache.path_device_indices(known.req.last_node)[:length]
             report["approximate"] = self._provenance.depth(path.long()) > 0
+            if report["approximate"] and report["bits"] is None:
+                report["bits"] = known.kv_class.bits
 
     def count(self, known: Known) -> None:
         """Count a request that has ended, and learn how long computing takes."""

@@ -8,8 +8,9 @@ from typing import Any
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
+from impress_sglang.codec.basis import Basis
 from impress_sglang.config import ImpressConfig
-from impress_sglang.integration.blend_steps import rotation_of
+from impress_sglang.integration.blend_steps import check_blended, rotation_of
 from impress_sglang.integration.factory import identity_of, kv_shape
 from impress_sglang.integration.guards import check_arguments
 from impress_sglang.integration.layers import check_layers
@@ -20,6 +21,7 @@ from impress_sglang.options import OFF
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
 from impress_sglang.transfer.coded_slots import code_writer_for
+from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,18 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     attend_rectangularly(runner.attn_backend)
     if config.blend != OFF:
         # Refused here, before the store is opened.
-        rotation_of(runner.model)
+        check_blended(runner.model)
     policy = make_policy(config)
-    shape = kv_shape(runner, policy, config.probe_heads)
+    shape, codec = kv_shape(runner, policy, config.probe_heads), None
+    if config.basis:
+        codec = KVCodec(Basis.load(config.basis_path), rotation_of(runner.model, "--impress-basis"))
+        shape = codec.shape(shape)
+        codec.prepare(runner.model_config.context_len)
+    elif policy.codes:
+        logger.info(
+            "KVs are coded without a basis of the model: `impress calibrate` makes one, with which "
+            "they take two thirds of the bytes (--impress-basis)"
+        )
 
     def read_identity() -> str:
         return identity_of(context, shape)
@@ -52,11 +63,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     device = pool._get_key_buffer(pool.start_layer).device
     # Kernels first: opening the store takes much memory.
     if policy.stores:
-        warm_up(shape, None, config.chunk_tokens, device)
-        if shape.coded and device.type == "cpu":
+        warm_up(shape, None, config.chunk_tokens, device, codec=codec)
+        if shape.coded and codec is None and device.type == "cpu":
             # Imports loops, which are compiled then: after an installation that takes seconds.
             code_writer_for(device)
-    service = Service(config, shape, read_identity(), device, runner.model_config.hidden_size)
+    hidden_size = runner.model_config.hidden_size
+    service = Service(config, shape, read_identity(), device, hidden_size, codec)
     # Nodes of the other core cannot be looked at, as purging and sharing by score must.
     params.tree_core_backend = "python"
     cache = create_unified_radix_cache(context, cache_class=ImpressTreeCache)

@@ -88,6 +88,7 @@ class WriteBack:
         self._saves: dict[_Save, None] = {}
         config = self._service.config
         least, blends = config.write_after, config.blend != OFF
+        self._least_elsewhere = config.blend_min_tokens
         self._counted = Sights(max(least, 2)) if least > 1 or blends else None
         self.sights = self._counted if least > 1 else None
         """Counts how often prompts are asked for; None unless that decides what is stored."""
@@ -123,7 +124,7 @@ class WriteBack:
         """How many of the first tokens of a prompt are worth storing for the sake of its text.
 
         Some are if most of the text behind the `known` tokens was asked for often enough, wherever
-        it stood, and is stored nowhere; else 0.
+        it stood, is stored nowhere, and is long enough to be reused elsewhere; else 0.
         """
         store = self._service.store
         content = store.tree.content
@@ -132,7 +133,7 @@ class WriteBack:
         starts, often = sights.note_text(space, tokens, count=count)
         often &= starts >= known
         most = np.count_nonzero(starts >= known) // 2
-        if not store.writes.are_taken:
+        if not store.writes.are_taken or len(tokens) - known < self._least_elsewhere:
             # Otherwise it would be computed exactly in vain.
             return 0
         if np.count_nonzero(often) > most:

@@ -19,7 +19,7 @@ from impress_sglang.precision.floors import CodingMeter
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.coded_span import chunks_of
+from impress_sglang.transfer.coded_span import cached_pages
 from impress_sglang.transfer.geometry import geometry_of
 from impress_sglang.transfer.source import columns_buffer_bytes
 
@@ -122,8 +122,7 @@ class ReadForecast:
         for segment in segments.values() if in_codes else (span.segment for span in spans):
             layout = self._versions.of(segment).layout
             if in_codes:
-                assert layout.codes is not None
-                needed += self._memory.pool.size_of(layout.codes.layer_bytes)
+                needed += self._memory.pool.size_of(max(own.layer_bytes for own in layout.codes))
             else:
                 needed += self._memory.pool.size_of(columns_buffer_bytes(layout))
         return needed
@@ -139,12 +138,12 @@ class ReadForecast:
             lengths[span.segment] += len(span)
         for segment, length in lengths.items():
             version = self._versions.of(segment)
-            layout = version.layout.codes
-            assert layout is not None
-            chunks = chunks_of(layout)
+            layout = version.layout.codes[0]
             tiers = self._versions.tiers(version, codes=True)
-            on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
-            units = on_ssd[layout.num_pages :].reshape(NUM_PLANES, -1).sum(1)
+            on_ssd = np.where(tiers == Tier.SSD, cached_pages(version.layout.codes), 0)
+            on_ssd = on_ssd.reshape(self._shape.num_layers, -1).sum(0)
+            units = on_ssd[layout.num_pages :].reshape(NUM_PLANES, layout.total_units // NUM_PLANES)
+            units = units.sum(1)
             share = length / version.layout.num_tokens * BLOCK_BYTES
             base_bytes += share * float(on_ssd[: layout.num_pages].sum() + certain * units.sum())
             plane_bytes += share * (1.0 - certain) * units

@@ -9,9 +9,8 @@ import torch
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError
 from impress_sglang.management.policies import LoadOptions, make_policy
-from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
+from impress_sglang.options import EXACT_BITS, USUAL_BITS
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.tiers.slab import PageShape
@@ -42,9 +41,12 @@ class StoreMemory:
         if policy.stores:
             _check_host(config, device)
         usual = policy.bits(LoadOptions(bits=config.usual_bits))
+        if shape.basis and usual > USUAL_BITS:
+            # A basis has fewer bits: such requests get exact KVs.
+            usual = EXACT_BITS
         page = PageShape.of(shape, config.chunk_tokens)
-        dims = shape.num_kv_heads, shape.key_dim, shape.value_dim
-        most = most_pages(CodeLayout(1, *dims, BLOCK_BYTES)) if shape.coded else 1
+        layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
+        most = max(map(most_pages, layout.codes), default=1)
 
         def make(page: PageShape, max_pages: int, *, used: bool) -> ChunkCache:
             used = used and policy.stores

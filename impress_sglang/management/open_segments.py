@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 AnySource = SegmentSource | CodedSource
 
+# Segments are unlike what their basis knows if `codec.coder.fit_of` is larger than this on average
+# over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up to 4 in
+# some layer; languages that the calibration had not, 2.7 to 5 (docs/results.md).
+WORST_MEAN_FIT, WORST_FIT = 3.0, 16.0
+
 
 class OpenSegments:
     """Opens sources on segments.
@@ -86,7 +91,50 @@ class OpenSegments:
         Raises:
             PrefixUnreadable: a segment cannot be opened.
         """
+        return self._exact(spans, self._acquire_all(spans), needs, timeline)
+
+    def open_coded(self, spans: Sequence[StoredSpan], planes: int, timeline: Timeline) -> AnySource:
+        """Open a source for spans in codes, and so many planes of them.
+
+        Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
+        of all spans are read.
+
+        Raises:
+            PrefixUnreadable: a segment cannot be opened, or a layer of exact KVs fits no buffers.
+        """
         segments = self._acquire_all(spans)
+        if any(map(_is_unlike, segments)):
+            source = self._exact(spans, segments, ReadNeeds(whole=True), timeline)
+            if source.layer_bytes > self._memory.pool.limit_bytes:
+                # Found before it is read: it is no failure of the drive.
+                self.close_source(source)
+                raise PrefixUnreadable(
+                    "-",
+                    "it is unlike what its basis knows, and a layer of its exact KVs takes "
+                    f"{source.layer_bytes / 1e9:.2f} GB: raise --impress-buffer-gb",
+                )
+            return source
+        self._memory.codes.placement.advance()
+        opened = []
+        for span, segment in zip(spans, segments, strict=True):
+            base = self._versions.codes(self._versions[segment.segment_id])
+            opened.append(CodedSpan(segment, span.start, span.stop, base))
+        return CodedSource(
+            opened,
+            self._reader,
+            self._memory.pool,
+            self._memory.codes,
+            planes,
+            timeline=timeline,
+        )
+
+    def _exact(
+        self,
+        spans: Sequence[StoredSpan],
+        segments: Sequence[OpenSegment],
+        needs: ReadNeeds,
+        timeline: Timeline,
+    ) -> SegmentSource:
         self._memory.cache.placement.advance()
         opened = []
         for span, segment in zip(spans, segments, strict=True):
@@ -102,29 +150,6 @@ class OpenSegments:
             self._memory.cache,
             needs,
             learns=self._learns,
-            timeline=timeline,
-        )
-
-    def open_coded(
-        self, spans: Sequence[StoredSpan], planes: int, timeline: Timeline
-    ) -> CodedSource:
-        """Open a source for spans in codes, and so many planes of them.
-
-        Raises:
-            PrefixUnreadable: a segment cannot be opened.
-        """
-        segments = self._acquire_all(spans)
-        self._memory.codes.placement.advance()
-        opened = []
-        for span, segment in zip(spans, segments, strict=True):
-            base = self._versions.codes(self._versions[segment.segment_id])
-            opened.append(CodedSpan(segment, span.start, span.stop, base))
-        return CodedSource(
-            opened,
-            self._reader,
-            self._memory.pool,
-            self._memory.codes,
-            planes,
             timeline=timeline,
         )
 
@@ -212,3 +237,8 @@ class OpenSegments:
 def _close_late(opening: Future[OpenSegment]) -> None:
     if opening.exception() is None:
         opening.result().close()
+
+
+def _is_unlike(segment: OpenSegment) -> bool:
+    fits = segment.fits
+    return len(fits) > 0 and bool(fits.mean() > WORST_MEAN_FIT or fits.max() > WORST_FIT)

@@ -8,11 +8,12 @@ write, no lock is needed, and a failure of the disk goes no further than this: t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -47,11 +48,11 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
+from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
 
-_Source = TypeVar("_Source", bound=AnySource)
 # How many names of namespaces are cached; computing one again costs a microsecond.
 _NAMESPACES = 4096
 
@@ -71,6 +72,7 @@ class PrefixStore:
         memory: StoreMemory | None = None,
         lookahead: LookAhead | None = None,
         budget: WriteBudget | None = None,
+        codec: KVCodec | None = None,
     ) -> None:
         """Open the store, or take over the parts of it that another thread has opened.
 
@@ -85,6 +87,7 @@ class PrefixStore:
             memory: for the same configuration and shape, emptied; None to allocate it.
             lookahead: knows what requests wait for, which is evicted last; None: no request waits.
             budget: limits the bytes written to the drive; None for a new one.
+            codec: codes KVs, if the shape names a basis; else only what has codes can be stored.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
@@ -169,6 +172,7 @@ class PrefixStore:
             self.stats,
             self.losses,
             self._evict,
+            codec,
         )
         caches = self._memory.cache, self._memory.codes
         self.checks = StoreChecks(
@@ -199,8 +203,8 @@ class PrefixStore:
         """
         self._check_there(match.spans)
         self.tree.touch(match)
-        source = self._readers.open_source(match.slice(start, stop), needs, timeline)
-        return self._opened(source, match.spans)
+        with self._forgetting_removed(match.spans):
+            return self._readers.open_source(match.slice(start, stop), needs, timeline)
 
     def open_whole(
         self, spans: Sequence[StoredSpan], planes: int | None, timeline: Timeline = NO_TIMELINE
@@ -214,18 +218,20 @@ class PrefixStore:
             PrefixUnreadable: as for `open_source`.
         """
         self._check_there(spans)
-        if planes is None:
-            exact = self._readers.open_source(spans, ReadNeeds(whole=True), timeline)
-            return self._opened(exact, spans)
-        coded = self._readers.open_coded(spans, planes, timeline)
-        return self._opened(coded, spans)
+        with self._forgetting_removed(spans):
+            if planes is not None:
+                return self._readers.open_coded(spans, planes, timeline)
+            return self._readers.open_source(spans, ReadNeeds(whole=True), timeline)
 
-    def _opened(self, source: _Source, spans: Sequence[StoredSpan]) -> _Source:
-        """Return a source; if another thread has removed a segment meanwhile, it goes with it."""
-        for segment in {span.segment for span in spans}:
-            if self.tree.get(segment.segment_id) is not segment:
-                self.versions.retire(segment.segment_id)
-        return source
+    @contextlib.contextmanager
+    def _forgetting_removed(self, spans: Sequence[StoredSpan]) -> Iterator[None]:
+        """Retire versions of spans that another thread removes, even if none can be opened."""
+        try:
+            yield
+        finally:
+            for segment in {span.segment for span in spans}:
+                if self.tree.get(segment.segment_id) is not segment:
+                    self.versions.retire(segment.segment_id)
 
     def _check_there(self, spans: Sequence[StoredSpan]) -> None:
         for span in spans:
@@ -327,11 +333,7 @@ class PrefixStore:
             self.checks.check_integrity()
 
     def check_index(self) -> None:
-        """Compare the index with the tree; waits for the disk, and for pending writes.
-
-        Raises:
-            AssertionError: they differ, which is a bug.
-        """
+        """Compare the index with the tree, as above; waits for the disk, and for pending writes."""
         self.writes.drain()
         if not self.reorders.pending:
             indexed = self._keeper.indexed().result()
@@ -416,7 +418,7 @@ class PrefixStore:
         self._looks.forget(segment.segment_id)
         self.reorders.forget(segment)
         self.tree.lose(segment)
-        # Behind that: see `_opened`.
+        # Behind that: see `_forgetting_removed`.
         self.versions.retire(segment.segment_id)
 
     def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.loops.types import Floats
 from impress_sglang.management.lookahead import AwaitedRange
-from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.management.token_order import expected_shares
-from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.threads import locked
@@ -97,6 +96,8 @@ class SegmentVersions:
         version = self._versions.get(stored.segment_id)
         if version is None:
             version = Version(stored.segment_id, stored.info.layout(), stored.info.reordered)
+            # Another thread may have evicted it meanwhile, and has retired all that there was.
+            version.retired = stored.state is SegmentState.LOST
             self._versions[stored.segment_id] = version
         return version
 
@@ -122,9 +123,8 @@ class SegmentVersions:
     def codes(self, version: Version) -> int:
         """The first id of a version's chunks in codes, which are about to be read."""
         if version.codes is None:
-            layout = version.layout.codes
-            assert layout is not None, "the store has no codes"
-            version.codes = self._codes.attach(cached_pages(layout, self._shape.num_layers))
+            assert version.layout.codes, "the store has no codes"
+            version.codes = self._codes.attach(cached_pages(version.layout.codes))
             if ranges := self._awaited.get(version.segment_id):
                 self._expect_codes(version, ranges)
         return version.codes
@@ -164,10 +164,10 @@ class SegmentVersions:
         self._cache.expect(starts.reshape(-1), chunks)
 
     def _expect_codes(self, version: Version, ranges: Sequence[AwaitedRange]) -> None:
-        layout = version.layout.codes
-        if version.codes is None or layout is None:
+        if version.codes is None:
             return
-        pages = turns_of(layout.num_pages, layout.page_groups * GROUP_TOKENS, ranges)
+        layout = version.layout.codes[0]
+        pages = turns_of(layout.num_pages, layout.page_groups * layout.group_tokens, ranges)
         count = len(chunks_of(layout).count)
         layers = version.codes + count * np.arange(self._shape.num_layers)
         self._codes.expect(layers, pages)
@@ -194,8 +194,7 @@ class SegmentVersions:
             pages = self._cache.page.chunk_pages(version.layout)
             kinds.append((self._cache, self.tiers(version, codes=False), pages))
         if version is not None and version.codes is not None:
-            assert version.layout.codes is not None
-            pages = cached_pages(version.layout.codes, self._shape.num_layers)
+            pages = cached_pages(version.layout.codes)
             kinds.append((self._codes, self.tiers(version, codes=True), pages))
         for cache, tiers, pages in kinds:
             found += np.bincount(tiers, pages, len(Tier)).astype(np.int64) * cache.page.page_bytes
@@ -207,6 +206,9 @@ class SegmentVersions:
         self, stored: StoredSegment, opened: OpenSegment | None = None
     ) -> OpenSegment | None:
         """Count one more reader of a version that is open, or was just `opened`; else None."""
+        version = self._versions.get(stored.segment_id)
+        if opened is None and version is None:
+            return None
         version = self.of(stored)
         assert opened is None or version.segment is None
         version.segment = opened or version.segment
@@ -299,8 +301,8 @@ class SegmentVersions:
 
     def _num_codes(self, version: Version) -> int:
         """How many chunks in codes a version has."""
-        assert version.layout.codes is not None, "the store has no codes"
-        return self._shape.num_layers * len(chunks_of(version.layout.codes).count)
+        assert version.layout.codes, "the store has no codes"
+        return self._shape.num_layers * len(chunks_of(version.layout.codes[0]).count)
 
 
 def _check_readers(version: Version) -> None:

@@ -32,6 +32,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenInVain
+from impress_sglang.transfer.kv_codec import KVCodec
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Offer:
         num_behind: tokens between the last of `tokens` and the last token of `queries`.
         ttl: seconds after which the new KVs are removed; 0: only when room is needed.
         priority: priority of the new KVs when room is needed.
-        coding: how layers are coded, where that is known; None: it is measured.
+        coding: how layers are coded, of tokens from a position on; None: as in any other offer.
     """
 
     tokens: Tokens
@@ -116,7 +117,7 @@ class Offer:
     num_behind: int = 0
     ttl: float = 0.0
     priority: Priority = Priority.NORMAL
-    coding: CodingRule | None = None
+    coding: Callable[[int], CodingRule | None] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -146,11 +147,12 @@ class SegmentWrites:
         stats: StoreStats,
         losses: Losses,
         evict: Callable[[Sequence[StoredSegment], Cause], None],
+        codec: KVCodec | None,
     ) -> None:
         """Begin with no writes; the parameters not named here are parts of the store.
 
         `name_of` gives the stored name of a namespace; `evict` removes segments from the tree, and
-        their files.
+        their files; `codec` codes KVs if there is a basis.
         """
         self._config = config
         self._identity = identity
@@ -164,6 +166,7 @@ class SegmentWrites:
         self._stats = stats
         self._losses = losses
         self._evict = evict
+        self._codec = codec
         self._writes: collections.deque[_Write] = collections.deque()
 
     def __len__(self) -> int:
@@ -175,7 +178,7 @@ class SegmentWrites:
 
     def want_queries(self) -> bool:
         """Whether queries of another prompt are to be noted; see `CodingMeter.wants`."""
-        return self._meter.wants()
+        return self._codec is None and self._meter.wants()
 
     @property
     def are_taken(self) -> bool:
@@ -335,7 +338,12 @@ class SegmentWrites:
         self._quota.begin(segment)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
         behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
-        coding = offer.coding or self._meter.rule(offer.queries, behind)
+        if offer.coding is not None:
+            coding = offer.coding(info.prefix_len)
+        elif self._codec is not None:
+            coding = self._codec.rule(info.prefix_len)
+        else:
+            coding = self._meter.rule(offer.queries, behind)
         write = _Write(segment, offer)
         write.future = self._keeper.write(
             segment.entry, reader, coding, unremoved, lambda: write.discarded is None

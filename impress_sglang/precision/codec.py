@@ -27,6 +27,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from impress_sglang.errors import NotCodable
+
 GROUP_TOKENS = 64
 CODE_BITS = 8
 # Bits of an element that are in the base of every channel.
@@ -47,15 +49,11 @@ DIM_GRAIN = 8
 
 
 def planes_of(bits: float) -> int:
-    """How many planes every element has that has so many `bits`, one of `LEVELS`."""
-    return LEVELS.index(int(bits))
+    """How many planes every element has that has so many `bits`: of `LEVELS`, or of a basis."""
+    return max(0, int(bits) - BASE_BITS)
 
 
 _TOP = 2**CODE_BITS - 1
-
-
-class NotCodable(ValueError):
-    """KVs that fit no range in half precision: they are infinite, not a number, or too large."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

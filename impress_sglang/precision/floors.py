@@ -62,11 +62,14 @@ class Coding:
     """How a layer is coded.
 
     `floors` uint8 [G]; `energy` float32 [G, Dk], see `codec.code_keys`; None: all channels count
-    alike.
+    alike. With a basis there are no floors; `rows` uint8 [t, row_bytes] are the codes, and
+    `fit` is `codec.coder.fit_of` them.
     """
 
-    floors: Floors
+    floors: Floors = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint8))
     energy: Tensor | None = None
+    rows: Tensor | None = None
+    fit: float = 0.0
 
 
 # Returns how a layer is coded, given its number, keys [t, G, Dk] and values [t, G, Dv].

@@ -38,9 +38,7 @@ class CodedLayer:
     def put(self, layout: CodeLayout, memory: Tensor) -> None:
         """Write all codes into uint8 [layer_bytes] as laid out on disk; padding is zeros."""
         memory.zero_()
-        for page, groups in enumerate(self.groups.split(layout.page_groups)):
-            start = page * layout.page_bytes
-            memory[start : start + groups.numel()] = groups.reshape(-1)
+        layout.put_groups(self.groups, memory)
         units = memory[layout.base_bytes :].view(-1, layout.unit_stride)
         units[:, : layout.unit_bytes] = self.planes.flatten(0, 2)
 

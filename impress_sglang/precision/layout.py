@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import itertools
 
+from impress_sglang.pages import Pages
 from impress_sglang.precision.codec import (
     BASE_BITS,
     CHANNEL_BITS,
@@ -39,17 +40,16 @@ MAX_PAGE_GROUPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeLayout:
-    """Sizes, in bytes, of the codes of one layer of `num_tokens` tokens.
-
-    `block_bytes` is what a drive reads at once.
-    """
+class CodeLayout(Pages):
+    """Sizes, in bytes, of the codes of one layer of `num_tokens` tokens; its pages are the base."""
 
     num_tokens: int
     num_heads: int
     key_dim: int
     value_dim: int
     block_bytes: int
+
+    group_tokens = GROUP_TOKENS
 
     def __post_init__(self) -> None:
         assert self.num_tokens > 0
@@ -101,27 +101,10 @@ class CodeLayout:
         groups = 1
         while groups < MAX_PAGE_GROUPS:
             size = groups * self.group_bytes
-            if self._in_blocks(size) - size <= PADDING_SHARE * size:
+            if self.in_blocks(size) - size <= PADDING_SHARE * size:
                 break
             groups *= 2
         return groups
-
-    @functools.cached_property
-    def page_bytes(self) -> int:
-        """Bytes of a page of the base; the last one may be shorter."""
-        return self._in_blocks(self.page_groups * self.group_bytes)
-
-    @property
-    def num_pages(self) -> int:
-        """Number of pages of the base."""
-        return -(-self.num_groups // self.page_groups)
-
-    @property
-    def base_bytes(self) -> int:
-        """Bytes of all pages of the base."""
-        whole = self.num_pages - 1
-        rest = self.num_groups - whole * self.page_groups
-        return whole * self.page_bytes + self._in_blocks(rest * self.group_bytes)
 
     @functools.cached_property
     def token_unit_bytes(self) -> int:
@@ -142,7 +125,7 @@ class CodeLayout:
     @functools.cached_property
     def unit_stride(self) -> int:
         """Bytes from the start of one unit to the start of the next."""
-        return self._in_blocks(self.unit_bytes)
+        return self.in_blocks(self.unit_bytes)
 
     @functools.cached_property
     def num_units(self) -> int:
@@ -163,11 +146,3 @@ class CodeLayout:
     def layer_bytes(self) -> int:
         """Bytes of all codes of the layer."""
         return self.base_bytes + self.planes_bytes
-
-    def group_offset(self, group: int) -> int:
-        """Byte of the layer's codes where a group begins."""
-        page, place = divmod(group, self.page_groups)
-        return page * self.page_bytes + place * self.group_bytes
-
-    def _in_blocks(self, size: int) -> int:
-        return -(-size // self.block_bytes) * self.block_bytes

@@ -11,7 +11,7 @@ import numpy as np
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.precision.codec import GROUP_TOKENS, planes_of
+from impress_sglang.precision.codec import planes_of
 from impress_sglang.serving.estimate import Estimate, RequestLengths
 from impress_sglang.serving.why import Detail
 from impress_sglang.storage.quality import Quality
@@ -193,9 +193,8 @@ def apart(runs: Sequence[Run]) -> list[list[Run]]:
     """Split runs into few groups, none of which has a page of a segment's codes twice."""
     groups: list[tuple[list[Run], set[tuple[str, int]]]] = []
     for run in runs:
-        span, layout = run.span, run.span.segment.info.layout().codes
-        assert layout is not None, "the store has no codes"
-        size = layout.page_groups * GROUP_TOKENS
+        span, layout = run.span, run.span.segment.info.layout().codes[0]
+        size = layout.page_groups * layout.group_tokens
         last = (span.stop - 1) // size
         pages = {(span.segment.segment_id, page) for page in range(span.start // size, last + 1)}
         free = next((group for group in groups if group[1].isdisjoint(pages)), None)

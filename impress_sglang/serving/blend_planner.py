@@ -176,7 +176,8 @@ class BlendPlanner:
         prefix = runs_of(match, resident_len)
         kinds = self._kinds(resident_len, known, stop, runs)
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
-        bits = max(own.bits, LEAST_BITS)
+        # A basis has no other bits.
+        bits = own.bits if self._shape.basis else max(own.bits, LEAST_BITS)
         read = store.forecast.coded_bytes([run.span for run in (*prefix, *runs)])
         io = store.forecast.seconds_to_read(read.expected(planes_of(bits)))
         share, estimate = self._choose(work, kinds, io, blend)

@@ -36,7 +36,7 @@ class Waiter:
     """A queued request: what it waits for, and what is held for it.
 
     `patience` in seconds: what computing it takes; None if that is not known. `blocked_at`: since
-    when its job has waited for room at the head of the queue.
+    when a job has waited for room at the head of the queue, also one whose slots were taken away.
     """
 
     rid: str
@@ -46,6 +46,12 @@ class Waiter:
     blocked_at: float | None = None
     found: int = 0
     tries: int = 0
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether its job waits for room, at the head of the queue."""
+        job = self.job
+        return job is not None and job.state is JobState.WAITING and self.blocked_at is not None
 
 
 class SlotPool(Protocol):
@@ -105,7 +111,7 @@ class JobQueue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`note_end` is told of each job that has ended, first of all; `replan` of each request
-        whose job has ended, which it may give another one.
+        whose job has ended, or need not begin, which it may give another one.
 
         Fewer than `least` tokens are not worth a job.
         """
@@ -163,6 +169,7 @@ class JobQueue:
             return
         self._release(waiter)
         self._detach(waiter)
+        waiter.blocked_at = None
 
     def start_early(self, job: LoadJob) -> None:
         """Insert a loading job into the tree: passes that use it wait for its layers."""
@@ -267,11 +274,12 @@ class JobQueue:
 
         `first`: nothing is set aside for requests before it.
         """
-        lacking = self._pool.lacking(job)
-        if lacking < self._least:
-            for rid in job.waiters:
-                self.waiters[rid].found = job.stop - lacking
+        if self._pool.lacking(job) < self._least:
+            waiters = self._waiters_of(job)
             self.give_up(job)
+            for waiter in waiters:
+                # It may need more than the job would have brought.
+                self._replan(waiter, job)
             return True
         alone = first and self._pool.is_idle() and not any(self.loading) and not any(self._held)
         if need >= budget and not alone:
@@ -300,8 +308,6 @@ class JobQueue:
         if not self._pool.take(job):
             return False
         job.state = JobState.LOADING
-        for rid in job.waiters:
-            self.waiters[rid].blocked_at = None
         self._loader.begin(job)
         return True
 
@@ -310,8 +316,7 @@ class JobQueue:
             return
         self.jobs.remove(job)
         self._note_end(job)
-        # Who began it comes first, and is told of its reads.
-        waiters = [own for own in self.waiters.values() if own.job is job]
+        waiters = self._waiters_of(job)
         loaded = job.state is JobState.LOADED and not job.revoked
         if job.early and not loaded:
             self._let_go()
@@ -324,6 +329,7 @@ class JobQueue:
         for waiter in waiters:
             waiter.job = None
             if loaded:
+                waiter.blocked_at = None
                 self._release(waiter)
                 waiter.hold = self._pool.hold_for(waiter)
             else:
@@ -333,6 +339,10 @@ class JobQueue:
         job.waiters.clear()
         for waiter in waiters:
             self._replan(waiter, job)
+
+    def _waiters_of(self, job: LoadJob) -> list[Waiter]:
+        """Those who wait for a job; who began it comes first, and is told of its reads."""
+        return [own for own in self.waiters.values() if own.job is job]
 
     def _let_go(self) -> None:
         """Take away what others hold: it may be behind slots that are not right."""
@@ -371,7 +381,10 @@ def overlapping(jobs: Sequence[LoadJob], job: LoadJob, least: int) -> LoadJob | 
     """A job that brings at least the `least` first tokens of a new one, which may join it."""
     for own in jobs:
         same = own.space == job.space and own.kv_class == job.kv_class
-        if not same or own.revoked or own.start > job.start:
+        if not same or own.revoked:
+            continue
+        # One that waits will begin behind what is resident then.
+        if own.state is not JobState.WAITING and own.start > job.start:
             continue
         common = min(own.stop, job.stop)
         if common - job.start < least:

@@ -32,6 +32,7 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.threads import compute_alone
 from impress_sglang.timeline import RequestTimeline, TimelineWriter
 from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.read_planner import ReadStats
 
 logger = logging.getLogger(__name__)
@@ -254,17 +255,19 @@ class JobLoader:
         device: torch.device,
         layers: Callable[[int], tuple[Tensor, Tensor]],
         timelines: TimelineWriter | None = None,
+        codec: KVCodec | None = None,
     ) -> None:
         """`layers` gives the pools of keys and values of a layer; `device`: where these are.
 
         `timelines` keeps one of each job, by the name of a request that waited when it began.
+        `codec` restores what a basis has coded.
         """
         self.wake = threading.Event()
         """Set when a job has ended."""
         self._shape = shape
         self._layers = layers
         self._timelines = timelines
-        self._filler = SlotFiller(shape, device)
+        self._filler = SlotFiller(shape, device, codec)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
         self._measuring = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.options import BITS, EXACT_BITS
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.estimate import Estimate, RequestLengths
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.service import Service
@@ -88,7 +88,10 @@ class LoadPlanner:
         The class with the longest resident prefix, if any has one; else that with the most bits
         which take hardly longer than the fastest.
         """
-        classes = [KVClass(), *(KVClass(own, least.share) for own in reversed(BITS))]
+        classes = [
+            KVClass(),
+            *(KVClass(own, least.share) for own in reversed(self._service.levels)),
+        ]
         classes = [own for own in classes if own.bits >= least.bits]
         longest = max(classes, key=lambda own: resident.get(own, 0))
         if resident.get(longest, 0) >= self._config.min_prefix_tokens:

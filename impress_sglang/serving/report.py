@@ -11,6 +11,14 @@ from impress_sglang.serving.estimate import Estimate
 from impress_sglang.transfer.read_planner import ReadStats
 
 DECISIONS = ("none", "load", "recompute")
+# The fields of a report about a decision before there is one.
+NO_ESTIMATE: dict[str, object] = {
+    "decision": DECISIONS[0],
+    "retention": None,
+    "bits": None,
+    "estimated_load_ms": None,
+    "estimated_recompute_ms": None,
+}
 # Where tokens of a prompt come from: SGLang's pool, slots that other requests loaded, the store,
 # stored behind other text, left out where a part of a prefix is used, or computed.
 SOURCES = ("resident", "shared", "loaded", "blended", "unused", "computed")
@@ -77,11 +85,7 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
         "attention_ms": 0.0,
         "recomputed": False,
         "prefetched": False,
-        "decision": "none",
-        "retention": None,
-        "bits": None,
-        "estimated_load_ms": None,
-        "estimated_recompute_ms": None,
+        **NO_ESTIMATE,
         "not_served": None,
         "not_stored": None,
         "why": None,

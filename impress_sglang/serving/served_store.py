@@ -24,6 +24,7 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.threads import BackgroundThread
+from impress_sglang.transfer.kv_codec import KVCodec
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,13 @@ class ServedStore:
         shape: KVShape,
         device: torch.device,
         lookahead: LookAhead | None = None,
+        codec: KVCodec | None = None,
     ) -> None:
         """Open the store of these weights; `device` is where attention runs.
 
         `lookahead` knows what not to evict; None: the store does not ask. A store that takes longer
         to open than START_SECONDS is taken over later, and requests are computed until then.
+        `codec` codes KVs, if the shape names a basis.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -70,6 +73,7 @@ class ServedStore:
         # Belongs to the open store, or is kept for the next one.
         self._memory = StoreMemory.allocate(config, shape, device)
         self._lookahead = lookahead
+        self._codec = codec
         self._store: PrefixStore | None = None
         self._opener = BackgroundThread("impress-store")
         opening = self._opener.submit(StoreDisk, config, identity)
@@ -165,6 +169,7 @@ class ServedStore:
                 memory=self._memory,
                 lookahead=self._lookahead,
                 budget=self._budget,
+                codec=self._codec,
             )
         except BaseException:
             self._opener.submit(_close_logged, disk.close)

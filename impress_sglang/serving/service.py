@@ -9,11 +9,13 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
+from impress_sglang.options import BITS, EXACT_BITS, USUAL_BITS
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.serving import Serving
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import Quality
+from impress_sglang.transfer.kv_codec import KVCodec
 
 logger = logging.getLogger(__name__)
 
@@ -28,27 +30,31 @@ class Service(Serving):
         identity: str,
         device: torch.device,
         hidden_size: int,
+        codec: KVCodec | None = None,
     ) -> None:
         """Open the store; `device`: where slots are, `hidden_size`: of the model.
+
+        `codec` codes KVs, if the shape names a basis.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
             StoreInUseError: another server uses it for the same model.
         """
-        super().__init__(config, shape, identity, device, hidden_size)
-        self.usual = KVClass.of(
-            LoadOptions(
-                bits=self.policy.bits(LoadOptions(bits=config.usual_bits)),
-                blend=config.usual_blend,
-            )
-        )
+        super().__init__(config, shape, identity, device, hidden_size, codec)
+        self.levels = BITS if codec is None else (codec.bits,)
+        """The bits in which prefixes can be loaded from codes, ascending."""
+        self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.usual_blend))
         """The class of a request that asks for nothing else."""
         self.explainer = Explainer(config, self.served, self.least)
         """Says why a request got its prefix, or got none."""
 
     def class_of(self, wanted: LoadOptions) -> KVClass:
         """The class of the KVs that a request gets."""
-        return KVClass.of(dataclasses.replace(wanted, bits=self.policy.bits(wanted)))
+        bits = self.policy.bits(wanted)
+        if self.codec is not None:
+            # A basis says as much in its bits as codes without one in up to `USUAL_BITS`.
+            bits = self.codec.bits if bits <= USUAL_BITS else EXACT_BITS
+        return KVClass.of(dataclasses.replace(wanted, bits=bits))
 
     def least(self, wanted: LoadOptions) -> Quality:
         """The worst stored quality that a request takes."""

@@ -19,6 +19,7 @@ from impress_sglang.serving.recent import RecentRequests
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.kv_codec import KVCodec
 
 
 class Serving:
@@ -31,8 +32,11 @@ class Serving:
         identity: str,
         device: torch.device,
         hidden_size: int,
+        codec: KVCodec | None = None,
     ) -> None:
         """Open the store; `device`: where slots are, `hidden_size`: of the model.
+
+        `codec` codes KVs, if the shape names a basis.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -53,7 +57,9 @@ class Serving:
         self.lookahead = LookAhead(tells=self._looks_ahead)
         """What queued requests will use, and each request's turn."""
         kept = self.lookahead if self._looks_ahead else None
-        self.served = ServedStore(config, identity, shape, device, kept)
+        self.served = ServedStore(config, identity, shape, device, kept, codec)
+        self.codec = codec
+        """Codes KVs by a basis; None: there is none, and codes are those without one."""
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
 
     @property

@@ -9,9 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.codec.pages import RowPages
+from impress_sglang.loops.types import Uint8s
+from impress_sglang.precision.floors import Coding
 from impress_sglang.precision.layer import CodedLayer
 from impress_sglang.precision.layer import encode_layer as encode_codes
-from impress_sglang.storage.layout import PROBE, Column, SegmentLayout
+from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 
 # The mapping lists of one layer: for each head group and token, the row of the token.
 LayerMapping = npt.NDArray[np.unsignedinteger[Any]]
@@ -19,15 +22,14 @@ LayerMapping = npt.NDArray[np.unsignedinteger[Any]]
 
 def encode_layer(
     layout: SegmentLayout,
+    layer: int,
     keys: Tensor,
     values: Tensor,
     mapping: LayerMapping | None,
     memory: memoryview,
-    energy: Tensor | None = None,
+    coding: Coding,
 ) -> None:
-    """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes` long.
-
-    `energy` float32 [G, Dk] is that of the queries, if there are codes; see `codec.code_keys`.
+    """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes(layer)` long.
 
     Raises:
         NotCodable: the layout has codes, and no range holds these KVs.
@@ -41,10 +43,34 @@ def encode_layer(
         size = layout.column_bytes(column)
         _encode_column(layout, column, rows, memory[start : start + size])
         start += size
-    if layout.codes is not None:
-        coded = CodedLayer.empty(layout.codes)
-        encode_codes(layout.codes, keys, values, coded, energy)
-        coded.put(layout.codes, torch.frombuffer(memory[start:], dtype=torch.uint8))
+    if not layout.codes:
+        return
+    codes, rest = layout.codes[layer], torch.frombuffer(memory[start:], dtype=torch.uint8)
+    if isinstance(codes, RowPages):
+        assert coding.rows is not None, "the basis has coded nothing"
+        rest.zero_()
+        codes.put_groups(coding.rows, rest)
+    else:
+        coded = CodedLayer.empty(codes)
+        encode_codes(codes, keys, values, coded, coding.energy)
+        coded.put(codes, rest)
+
+
+def put_sinks(sinks: Uint8s, keys: Tensor, values: Tensor) -> None:
+    """Note the first tokens of keys [t, G, Dk] and values [t, G, Dv] in uint8 [sinks, bytes]."""
+    rows = [own[: len(sinks)].flatten(1) for own in (keys, values)]
+    sinks[:] = torch.cat(rows, 1).contiguous().view(torch.uint8).numpy()
+
+
+def sinks_of(shape: KVShape, sinks: Uint8s) -> tuple[Tensor, Tensor]:
+    """Keys [L, sinks, G, Dk] and values [L, sinks, G, Dv] of what `put_sinks` noted of L layers."""
+    places = *sinks.shape[:2], shape.num_kv_heads
+    keys = torch.empty(*places, shape.key_dim, dtype=shape.dtype)
+    values = torch.empty(*places, shape.value_dim, dtype=shape.dtype)
+    split = shape.num_kv_heads * shape.key_dim * shape.dtype.itemsize
+    for rows, own in ((keys, sinks[..., :split]), (values, sinks[..., split:])):
+        rows.flatten(2).view(torch.uint8).copy_(torch.from_numpy(own))
+    return keys, values
 
 
 def decode_layer(

@@ -2,7 +2,8 @@
 
 Per layer a segment has columns, each cut into chunks of `chunk_tokens` rows (a row is a token): a
 probe column, and the keys and values of each head group. Behind these come all keys and values of
-the layer again in a few bits, laid out by `precision.layout.CodeLayout`:
+the layer again in a few bits, laid out by `precision.layout.CodeLayout`, or with a basis by
+`codec.pages.RowPages`:
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
@@ -23,9 +24,12 @@ from typing import Any
 
 import torch
 
+from impress_sglang.codec.pages import RowPages, page_tokens_for
 from impress_sglang.precision.layout import CodeLayout
 
 BLOCK_BYTES = 4096
+
+AnyCodes = CodeLayout | RowPages
 
 # Number of a column within its layer, in the order on disk; see `KVShape.columns`.
 Column = int
@@ -42,7 +46,8 @@ class KVShape:
     """Shape of a model's KV on this rank, and how a layer of it is cut into columns.
 
     `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. If `coded`,
-    all keys and values follow behind the columns in codes.
+    all keys and values follow behind the columns in codes: by the basis with the digest `basis`, of
+    which `row_bytes_of_layers` are the bytes of a token in each layer, or without a basis.
     """
 
     num_layers: int
@@ -53,18 +58,24 @@ class KVShape:
     dtype: torch.dtype
     probe_kv_heads: tuple[int, ...]
     coded: bool = False
+    basis: str = ""
+    row_bytes_of_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.num_query_heads % self.num_kv_heads == 0
         assert self.probe_kv_heads == tuple(sorted(set(self.probe_kv_heads)))
         assert all(0 <= head < self.num_kv_heads for head in self.probe_kv_heads)
+        assert len(self.row_bytes_of_layers) == (self.num_layers if self.basis else 0)
+        assert self.coded or not self.basis
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
         """The shape that `to_fields` described."""
         dtype = getattr(torch, fields["dtype"])
-        probes = tuple(fields["probe_kv_heads"])
-        return cls(**{**fields, "dtype": dtype, "probe_kv_heads": probes})
+        tuples = {
+            name: tuple(fields.get(name, ())) for name in ("probe_kv_heads", "row_bytes_of_layers")
+        }
+        return cls(**{**fields, "dtype": dtype, **tuples})
 
     def to_fields(self) -> dict[str, Any]:
         """The shape as JSON-compatible values."""
@@ -123,9 +134,17 @@ class KVShape:
         """Bytes of one row in a column."""
         return len(self._heads[column]) * self.head_dim(column) * self.dtype.itemsize
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of all keys and values of a token in a layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
     @functools.cached_property
     def _fields(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+        fields = {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+        if not self.basis:
+            del fields["basis"], fields["row_bytes_of_layers"]
+        return fields
 
     @functools.cached_property
     def _heads(self) -> tuple[tuple[int, ...], ...]:
@@ -177,23 +196,39 @@ class SegmentLayout:
         return sum(self._column_sizes)
 
     @functools.cached_property
-    def codes(self) -> CodeLayout | None:
-        """Layout of the codes of one layer; None if there are none."""
+    def codes(self) -> tuple[AnyCodes, ...]:
+        """Layout of the codes of each layer, with as many tokens in each page; () without codes."""
         shape = self.shape
+        if shape.basis:
+            rows = shape.row_bytes_of_layers
+            page = page_tokens_for(rows, BLOCK_BYTES)
+            return tuple(RowPages(self.num_tokens, own, page, BLOCK_BYTES) for own in rows)
         if not shape.coded:
-            return None
+            return ()
         dims = shape.num_kv_heads, shape.key_dim, shape.value_dim
-        return CodeLayout(self.num_tokens, *dims, BLOCK_BYTES)
+        return (CodeLayout(self.num_tokens, *dims, BLOCK_BYTES),) * shape.num_layers
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of a layer: its columns and its codes."""
+        return self._layer_starts[layer + 1] - self._layer_starts[layer]
+
+    @property
+    def most_layer_bytes(self) -> int:
+        """Bytes of the largest layer."""
+        return max(map(self.layer_bytes, range(self.shape.num_layers)))
 
     @functools.cached_property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer: its columns and its codes."""
-        return self.columns_bytes + (0 if self.codes is None else self.codes.layer_bytes)
+    def _layer_starts(self) -> tuple[int, ...]:
+        """Where each layer begins, counted from the end of the header, and where the last ends."""
+        sizes = [self.columns_bytes] * self.shape.num_layers
+        for layer, codes in enumerate(self.codes):
+            sizes[layer] += codes.layer_bytes
+        return tuple(itertools.accumulate(sizes, initial=0))
 
-    @functools.cached_property
+    @property
     def file_bytes(self) -> int:
         """Size of the segment file."""
-        return self.header_bytes + self.shape.num_layers * self.layer_bytes
+        return self.header_bytes + self._layer_starts[-1]
 
     def chunk_rows(self, chunk: int) -> int:
         """Rows of a chunk; only the last one may have fewer than `chunk_tokens`."""
@@ -213,7 +248,7 @@ class SegmentLayout:
 
     def layer_offset(self, layer: int) -> int:
         """Offset of a layer in the file."""
-        return self.header_bytes + layer * self.layer_bytes
+        return self.header_bytes + self._layer_starts[layer]
 
     def codes_offset(self, layer: int) -> int:
         """Offset of the codes of a layer in the file."""
@@ -240,4 +275,4 @@ class SegmentLayout:
     @property
     def num_blocks(self) -> int:
         """Blocks of `BLOCK_BYTES` after the header: entries of the checksum table."""
-        return self.shape.num_layers * self.layer_bytes // BLOCK_BYTES
+        return self._layer_starts[-1] // BLOCK_BYTES

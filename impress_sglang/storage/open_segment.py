@@ -42,6 +42,8 @@ class OpenSegment:
         self.checksums: Checksums = header.checksums
         self.mapping: MappingLists | None = header.mapping
         self.floors = header.floors
+        self.sinks = header.sinks
+        self.fits = header.fits
         self.layout: SegmentLayout = self.info.layout()
         with reading(self.segment_id):
             self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
@@ -83,8 +85,8 @@ class OpenSegment:
     def check_all(self, note: Callable[[], None] = lambda: None) -> None:
         """Read and verify all layers, see `fill`; `note` is called after each of them."""
         layout = self.layout
-        memory = AlignedMemory(layout.layer_bytes)
         for layer in range(layout.shape.num_layers):
+            memory = AlignedMemory(layout.layer_bytes(layer))
             self.fill(memory, layout.layer_offset(layer))
             note()
 

@@ -2,9 +2,9 @@
 
 The header holds what is needed to find the segment again without the index: the identity of the
 model, the namespace, the digest and length of the tokens before it, its own tokens, the mapping
-lists if the segment is reordered, how many planes belong to the base of each head, and the checksum
-of every block. It is written last, so a file without a valid header was never finished. See
-docs/format.md for the bytes.
+lists if the segment is reordered, how many planes belong to the base of each head, the KVs of
+attention sinks, and the checksum of every block. It is written last, so a file without a valid
+header was never finished. See docs/format.md for the bytes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from impress_sglang.codec.fit import SINK_TOKENS
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.loops.types import Float32s, Uint8s
 from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 from impress_sglang.storage.quality import EXACT, Quality
 
-MAGIC = b"IMPRSEG\x09"
-FORMAT_VERSION = 9
+MAGIC = b"IMPRSEG\x0a"
+FORMAT_VERSION = 10
 # The version of blended segments: software that does not know about blending takes them for
 # damaged, and not for better than they are.
-BLENDED_VERSION = 10
+BLENDED_VERSION = 11
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -116,7 +118,8 @@ class SegmentInfo:
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
         size = _PREAMBLE.size + len(self._description()) + self.tokens.nbytes
         size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
-        size += math.prod(self.floors_shape)
+        size += math.prod(self.floors_shape) + 4 * math.prod(self.fits_shape)
+        size += math.prod(self.sinks_shape)
         header = round_up(size + draft.num_blocks * 8, BLOCK_BYTES)
         return dataclasses.replace(draft, header_bytes=header)
 
@@ -130,9 +133,26 @@ class SegmentInfo:
 
     @property
     def floors_shape(self) -> tuple[int, int]:
-        """Shape of the floors: layers, KV heads; (0, 0) if there are no codes."""
+        """Shape of the floors: layers, KV heads; (0, 0) without codes, and with a basis."""
         shape = self.shape
-        return (shape.num_layers, shape.num_kv_heads) if shape.coded else (0, 0)
+        return (shape.num_layers, shape.num_kv_heads) if shape.coded and not shape.basis else (0, 0)
+
+    @property
+    def fits_shape(self) -> tuple[int]:
+        """Shape of the fits: layers; (0,) without a basis."""
+        return (self.shape.num_layers if self.shape.basis else 0,)
+
+    @property
+    def sinks_shape(self) -> tuple[int, int, int]:
+        """Shape of the sinks: layers, sinks among its tokens, bytes of a token; the first may be 0.
+
+        (0, 0, 0) if there are no codes.
+        """
+        shape = self.shape
+        if not shape.coded:
+            return (0, 0, 0)
+        count = min(max(SINK_TOKENS - self.prefix_len, 0), self.num_tokens)
+        return (shape.num_layers, count, shape.token_bytes)
 
     def _description(self) -> bytes:
         fields = {
@@ -163,19 +183,25 @@ class SegmentHeader:
     """The contents of a header.
 
     `checksums` uint64 [blocks]; `floors` uint8 [L, G], how many planes belong to the base of each
-    KV head, [0, 0] if there are no codes; `mapping` unsigned [L, head groups, t], each row a
-    permutation, or None when the tokens are in logical order.
+    KV head, [0, 0] if there are no codes; `sinks` uint8 [L, sinks, bytes], of each its keys and
+    then its values, see `SegmentInfo.sinks_shape`; `mapping` unsigned [L, head groups, t], each row
+    a permutation, or None when the tokens are in logical order; `fits` float32 [L], with a basis
+    `codec.coder.fit_of` each layer.
     """
 
     info: SegmentInfo
     checksums: Checksums
     floors: Floors
+    sinks: Uint8s
     mapping: MappingLists | None = None
+    fits: Float32s = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
         info = self.info
         assert self.checksums.shape == (info.layout().num_blocks,)
         assert self.floors.shape == info.floors_shape
+        assert self.sinks.shape == info.sinks_shape
+        assert self.fits.shape == info.fits_shape
         assert (self.mapping is not None) == info.reordered
         assert self.mapping is None or self.mapping.shape == info.mapping_shape
 
@@ -199,6 +225,8 @@ def encode_header(header: SegmentHeader) -> bytes:
     if header.mapping is not None:
         parts.append(header.mapping.astype(info.mapping_dtype, copy=False).tobytes())
     parts.append(header.floors.astype(np.uint8, copy=False).tobytes())
+    parts.append(header.fits.astype("<f4", copy=False).tobytes())
+    parts.append(header.sinks.tobytes())
     parts.append(header.checksums.astype("<u8", copy=False).tobytes())
     body = b"".join(parts).ljust(layout.header_bytes - _PREAMBLE.size, b"\0")
     digest = _header_checksum(layout.header_bytes, len(description), body)
@@ -309,8 +337,11 @@ def _decode_body(body: bytes, description_bytes: int) -> SegmentHeader:
     offset = description_bytes + tokens.nbytes
     mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
     floors, offset = _read_array(body, offset, np.dtype("u1"), info.floors_shape)
+    fits, offset = _read_array(body, offset, np.dtype("<f4"), info.fits_shape)
+    sinks, offset = _read_array(body, offset, np.dtype("u1"), info.sinks_shape)
     checksums, _ = _read_array(body, offset, np.dtype("<u8"), (info.layout().num_blocks,))
-    return SegmentHeader(info, checksums, floors, mapping if info.reordered else None)
+    mapping_or_none = mapping if info.reordered else None
+    return SegmentHeader(info, checksums, floors, sinks, mapping_or_none, fits)
 
 
 def _read_array(

@@ -17,10 +17,10 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from impress_sglang.precision.floors import CodingRule
+from impress_sglang.precision.floors import Coding, CodingRule
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layer_codec import encode_layer
+from impress_sglang.storage.layer_codec import encode_layer, put_sinks
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import (
     MappingLists,
@@ -126,20 +126,27 @@ def _write_contents(
 ) -> None:
     layout, shape = info.layout(), info.shape
     checksums = np.zeros(layout.num_blocks, np.uint64)
-    floors = np.zeros(info.floors_shape, np.uint8)
-    blocks = layout.layer_bytes // BLOCK_BYTES
-    memory = buffer.view(max(layout.layer_bytes, layout.header_bytes))
+    floors, sinks = np.zeros(info.floors_shape, np.uint8), np.zeros(info.sinks_shape, np.uint8)
+    fits = np.zeros(info.fits_shape, np.float32)
+    memory, first = buffer.view(max(layout.most_layer_bytes, layout.header_bytes)), 0
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
-        energy = None
+        coding = Coding()
         if rule is not None and shape.coded:
             coding = rule(layer, keys, values)
-            floors[layer], energy = coding.floors, coding.energy
+        if info.floors_shape[0] and len(coding.floors):
+            floors[layer] = coding.floors
+        if len(fits):
+            fits[layer] = coding.fit
+        if shape.coded:
+            put_sinks(sinks[layer], keys, values)
         own_mapping = None if mapping is None else mapping[layer]
-        body = memory[: layout.layer_bytes]
-        encode_layer(layout, keys, values, own_mapping, body, energy)
-        checksums[layer * blocks : (layer + 1) * blocks] = block_checksums(body, range(blocks))
+        body = memory[: layout.layer_bytes(layer)]
+        encode_layer(layout, layer, keys, values, own_mapping, body, coding)
+        blocks = len(body) // BLOCK_BYTES
+        checksums[first : first + blocks] = block_checksums(body, range(blocks))
+        first += blocks
         files.write(descriptor, layout.layer_offset(layer), body)
     header = memory[: layout.header_bytes]
-    header[:] = encode_header(SegmentHeader(info, checksums, floors, mapping))
+    header[:] = encode_header(SegmentHeader(info, checksums, floors, sinks, mapping, fits))
     files.write(descriptor, 0, header)

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.attention.rotation import Turns
 from impress_sglang.loops import areas
 from impress_sglang.loops.types import Flags, Indices, Uint8s
+from impress_sglang.storage.layer_codec import sinks_of
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
@@ -37,11 +39,13 @@ class LayerCodes:
 
     `groups` uint8 [groups, group_bytes] is its base. `raised` int64 [n, 3] on the CPU are its units
     (plane, head and unit), and `planes` uint8 [n, unit_stride] their bytes, None if there are none.
+    `sinks` are the exact keys [n, G, Dk] and values [n, G, Dv] of its first n tokens.
     """
 
     groups: Tensor
     raised: Tensor
     planes: Tensor | None
+    sinks: tuple[Tensor, Tensor]
 
 
 class CodedSource(StoredSource):
@@ -70,15 +74,26 @@ class CodedSource(StoredSource):
         assert spans
         self.spans = tuple(spans)
         self.planes = planes
+        self.below: Tensor | None = None
+        """What the last layer was restored to, by a basis; see `transfer.kv_codec`."""
+        self.turns: Turns | None = None
+        """How its keys are turned to their positions; None before the first layer."""
         self.num_tokens = sum(map(len, spans))
         # Spans of one segment are read into one layer buffer, that of the first of them.
         segments = [span.segment for span in spans]
         self._buffer_of = [segments.index(segment) for segment in segments]
         own_buffers = (spans[number] for number in set(self._buffer_of))
-        layer_bytes = sum(pool.size_of(span.layout.layer_bytes) for span in own_buffers)
+        layer_bytes = sum(
+            pool.size_of(max(own.layer_bytes for own in span.segment.layout.codes))
+            for span in own_buffers
+        )
         super().__init__(segments, layer_bytes, reader, ReadStats(), timeline)
         self._pool = pool
         self._cache = cache
+        self._sinks = [
+            tuple(own.to(cache.device) for own in sinks_of(self._shape, span.sinks))
+            for span in self.spans
+        ]
 
     def read(self, layer: int) -> list[LayerCodes]:
         """Read a layer of each span; valid until any source is read from again.
@@ -94,10 +109,11 @@ class CodedSource(StoredSource):
             if len(own):
                 wanted.append((number, span.unit_chunks(own)))
         blocks, found = iter(self._read(layer, wanted)), []
-        for span, own in zip(self.spans, units, strict=True):
-            base = _groups(span, next(blocks))
-            planes = next(blocks).view(-1, span.layout.unit_stride) if len(own) else None
-            found.append(LayerCodes(base, torch.from_numpy(own), planes))
+        for span, own, (keys, values) in zip(self.spans, units, self._sinks, strict=True):
+            base = _groups(span, layer, next(blocks))
+            planes = next(blocks).view(len(own), -1) if len(own) else None
+            sinks = keys[layer], values[layer]
+            found.append(LayerCodes(base, torch.from_numpy(own), planes, sinks))
             self.stats.selected_chunks += len(own)
         return found
 
@@ -109,14 +125,14 @@ class CodedSource(StoredSource):
         whole = self._cache.placement.enabled
         of_buffer: dict[int, list[Indices]] = {}
         for number, span in enumerate(self.spans):
-            chunks, first = span.chunks, self._first_id(layer, span)
+            chunks, first = span.chunks(layer), self._first_id(layer, span)
             tiers = self._cache.placement.tiers(first, len(chunks.first))
             wanted = areas.uncached_blocks(
                 span.wanted_chunks(layer, self.planes),
                 chunks.first,
                 chunks.count,
                 tiers,
-                span.no_blocks if whole else span.spared_blocks,
+                span.no_blocks(layer) if whole else span.spared_blocks(layer),
             )
             if len(wanted):
                 of_buffer.setdefault(self._buffer_of[number], []).append(wanted)
@@ -130,12 +146,13 @@ class CodedSource(StoredSource):
         offset = span.segment.layout.codes_offset(layer)
 
         def make(tenant: Tenant) -> LayerBuffer:
-            return LayerBuffer(span.segment, offset, span.layout.layer_bytes, self._pool, tenant)
+            size = span.layout_of(layer).layer_bytes
+            return LayerBuffer(span.segment, offset, size, self._pool, tenant)
 
         return self._open_buffer(layer, number, make)
 
     def _first_id(self, layer: int, span: CodedSpan) -> int:
-        return span.base + layer * len(span.chunks.first)
+        return span.base + layer * len(span.chunks(layer).first)
 
     def _read(self, layer: int, wanted: Sequence[tuple[int, Indices]]) -> list[Tensor]:
         """Read the blocks of chunks of some spans, uint8 [blocks, BLOCK_BYTES] for each.
@@ -148,7 +165,9 @@ class CodedSource(StoredSource):
             parts, start = [], 0
             for (number, chunks), own in zip(wanted, ids, strict=True):
                 place = slice(start, start := start + len(chunks))
-                parts.append(_Part.of(number, self.spans[number], chunks, own, place, access))
+                parts.append(
+                    _Part.of(layer, number, self.spans[number], chunks, own, place, access)
+                )
         try:
             with self.timeline.span(SSD_READ, layer):
                 self._fetch(layer, parts)
@@ -236,6 +255,7 @@ class _Part:
     @classmethod
     def of(
         cls,
+        layer: int,
         number: int,
         span: CodedSpan,
         chunks: Indices,
@@ -243,8 +263,8 @@ class _Part:
         place: slice,
         access: Access,
     ) -> _Part:
-        """The part of an access at `place` in it, for chunks of the span with this number."""
-        own, kept = span.chunks, access.kept[place]
+        """The part of a layer's access at `place`, for chunks of the span with this number."""
+        own, kept = span.chunks(layer), access.kept[place]
         tiers, frames, wanted, sums = areas.find_blocks(
             chunks,
             own.first,
@@ -252,7 +272,7 @@ class _Part:
             access.tiers[place],
             kept,
             access.pages[place],
-            span.spared_blocks,
+            span.spared_blocks(layer),
         )
         on_ssd, on_host, _ = sums.tolist()
         starts = own.first[chunks]
@@ -264,16 +284,8 @@ def _joined(wanted: Sequence[Indices]) -> Indices:
     return wanted[0] if len(wanted) == 1 else np.unique(np.concatenate(wanted))
 
 
-def _groups(span: CodedSpan, blocks: Tensor) -> Tensor:
+def _groups(span: CodedSpan, layer: int, blocks: Tensor) -> Tensor:
     """The span's groups [groups, group_bytes], from the blocks of `span.pages`."""
-    layout, flat = span.layout, blocks.reshape(-1)
-    size = layout.page_groups * layout.group_bytes
-    if size == layout.page_bytes:
-        joined = flat[: len(flat) // layout.group_bytes * layout.group_bytes]
-    else:
-        pages = flat.split(layout.page_bytes)
-        whole = (min(size, len(page) // layout.group_bytes * layout.group_bytes) for page in pages)
-        joined = torch.cat([page[:end] for page, end in zip(pages, whole, strict=True)])
-    groups = joined.view(-1, layout.group_bytes)
+    layout = span.layout_of(layer)
     first = span.groups[0] - int(span.pages[0]) * layout.page_groups
-    return groups[first : first + len(span.groups)]
+    return layout.groups_in(blocks.reshape(-1))[first : first + len(span.groups)]

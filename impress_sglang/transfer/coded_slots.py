@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.tiers.staging import Staging
 from impress_sglang.transfer.coded import CodedSource, LayerCodes
@@ -61,10 +62,20 @@ def put_codes(
     """
     parts: Sequence[Tensor] = rows.split([len(span) for span in source.spans])
     for span, codes, own in zip(source.spans, found, parts, strict=True):
-        tokens = CodedTokens(span.layout, codes.groups, span.start, own)
+        layout = span.layout
+        assert isinstance(layout, CodeLayout)
+        tokens = CodedTokens(layout, codes.groups, span.start, own)
         writer.restore_base(tokens, keys, values)
         if codes.planes is not None:
             writer.raise_units(tokens, codes.raised, codes.planes, keys, values)
+        put_sinks(codes.sinks, own, keys, values)
+
+
+def put_sinks(sinks: tuple[Tensor, Tensor], rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Put the exact KVs of the first tokens where what was restored of them is."""
+    for pool, exact in zip((keys, values), sinks, strict=True):
+        if len(exact):
+            pool[rows[: len(exact)]] = exact.to(pool.dtype)
 
 
 class KernelCodeWriter:

@@ -18,6 +18,7 @@ from impress_sglang.precision.codec import BASE_BITS, PLANE_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
+from impress_sglang.transfer.kv_codec import KVCodec, RowRestorer, layer_restorer_for
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
 
@@ -42,10 +43,13 @@ class FillStats:
 class SlotFiller:
     """Fills layers of slots, one source after the other; one thread."""
 
-    def __init__(self, shape: KVShape, device: torch.device) -> None:
-        """`device`: where the pools are."""
+    def __init__(self, shape: KVShape, device: torch.device, codec: KVCodec | None = None) -> None:
+        """`device`: where the pools are; `codec`: of a store with a basis."""
         self._shape = shape
         self._device = device
+        self._rows: RowRestorer | None = None
+        if codec is not None:
+            self._rows = RowRestorer(codec, device, layer_restorer_for(codec, device))
         self._writer: CodeWriter | None = None
 
     def fill(
@@ -99,9 +103,15 @@ class SlotFiller:
         slots: Tensor,
         stats: FillStats,
     ) -> None:
+        found = source.read(layer)
+        if self._rows is not None:
+            with source.writing():
+                self._rows.put(layer, source, found, keys, values, slots)
+            stats.bits += source.num_tokens * self._rows.codec.bits
+            stats.elements += source.num_tokens
+            return
         if self._writer is None:
             self._writer = code_writer_for(self._device)
-        found = source.read(layer)
         with source.writing():
             put_codes(self._writer, source, found, keys, values, slots)
         for span in source.spans:

@@ -47,6 +47,7 @@ from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pag
 from impress_sglang.transfer.expectation import BlockHistory
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.geometry import SourceSpan
+from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec, RowRestorer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
@@ -70,6 +71,7 @@ def warm_up(
     device: torch.device,
     *,
     in_slots: bool = True,
+    codec: KVCodec | None = None,
 ) -> float:
     """Compile all kernels with which requests load their prefixes; on a CPU there are none.
 
@@ -79,6 +81,7 @@ def warm_up(
         chunk_tokens: tokens per chunk of the store.
         device: where attention runs.
         in_slots: whether layers are loaded into given rows of a pool, not into its first rows.
+        codec: codes KVs, if the shape names a basis.
 
     Returns:
         Seconds that it took.
@@ -89,7 +92,7 @@ def warm_up(
     if device.type != "cuda":
         return 0.0
     began = time.perf_counter()
-    run_stages(shape, rule, chunk_tokens, device, in_slots=in_slots)
+    run_stages(shape, rule, chunk_tokens, device, in_slots=in_slots, codec=codec)
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
     logger.info("kernels that load prefixes are compiled (%.1f s)", seconds)
@@ -103,6 +106,7 @@ def run_stages(
     device: torch.device,
     *,
     in_slots: bool = True,
+    codec: KVCodec | None = None,
 ) -> None:
     """Launch all kernels in all their variants, also in Triton's interpreter; see `warm_up`."""
     if rule is not None:
@@ -110,8 +114,13 @@ def run_stages(
         with _fitting(shape, "choosing tokens", "--impress-policy as, which loads whole prefixes"):
             _choose(shape, rule, device)
     with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
-        _load(replace(shape, num_layers=1), rule, chunk_tokens, device, in_slots=in_slots)
-    if shape.coded:
+        # Without a basis, of which all layers are needed.
+        plain = replace(shape, num_layers=1, basis="", row_bytes_of_layers=())
+        _load(plain, rule, chunk_tokens, device, in_slots=in_slots)
+    if codec is not None:
+        with _fitting(shape, "loading codes", "no --impress-basis"):
+            _load_codes(shape, chunk_tokens, device, codec)
+    elif shape.coded:
         with _fitting(shape, "loading codes", "--impress-policy paper, which has none"):
             _load_codes(replace(shape, num_layers=1), chunk_tokens, device)
 
@@ -226,23 +235,29 @@ def _load(
                 loader.load(0, source, _inputs(shape, device), slots, LoadStats())
 
 
-def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None:
-    """Move blocks, and load a layer in all bits that there are."""
+def _load_codes(
+    shape: KVShape, chunk_tokens: int, device: torch.device, codec: KVCodec | None = None
+) -> None:
+    """Move blocks, and load a layer in all bits that there are; with a basis, all layers."""
     with contextlib.ExitStack() as at_end:
         segment = _Zeros(shape, chunk_tokens)
         at_end.callback(segment.close)
-        layout = segment.layout.codes
-        assert layout is not None
-        cache = _cache(CODE_PAGE, most_pages(layout), device, at_end)
+        layouts = segment.layout.codes
+        cache = _cache(CODE_PAGE, max(map(most_pages, layouts)), device, at_end)
         reader, pool = _reading(cache, at_end)
-        base = cache.attach(cached_pages(layout, shape.num_layers))
+        base = cache.attach(cached_pages(layouts))
         span = CodedSpan(segment, 0, SEGMENT_TOKENS, base)
         source = CodedSource([span], reader, pool, cache, NUM_PLANES)
         at_end.callback(source.close)
         slots = _slots(shape, SEGMENT_TOKENS, device, in_slots=True)
         assert slots.keys.rows is not None
-        writer, pools = KernelCodeWriter(device), (slots.keys.pool, slots.values.pool)
-        put_codes(writer, source, source.read(0), *pools, slots.keys.rows)
+        pools, rows = (slots.keys.pool, slots.values.pool), slots.keys.rows
+        if codec is None:
+            put_codes(KernelCodeWriter(device), source, source.read(0), *pools, rows)
+            return
+        restorer = RowRestorer(codec, device, KernelRestorer(codec, device))
+        for layer in range(shape.num_layers):
+            restorer.put(layer, source, source.read(layer), *pools, rows)
 
 
 def _cache(
@@ -336,6 +351,8 @@ class _Zeros(OpenSegment):
         self.checksums = np.empty(0, np.uint64)
         self.mapping = None
         self.floors = np.zeros(self.info.floors_shape, np.uint8)
+        self.sinks = np.zeros(self.info.sinks_shape, np.uint8)
+        self.fits = np.zeros(self.info.fits_shape, np.float32)
         self.files = FileSystem()
         self.descriptor = os.open("/dev/zero", os.O_RDONLY)
 

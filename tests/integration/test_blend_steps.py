@@ -24,6 +24,7 @@ from impress_sglang.integration.blend_steps import (
     BlendSteps,
     BlockAttention,
     BlockSize,
+    check_blended,
     rotation_of,
 )
 from impress_sglang.integration.judged_models import ARCHITECTURES, ROPE_TYPES
@@ -278,14 +279,14 @@ def test_which_models_cannot_be_blended(model: Callable[[], torch.nn.Module], wo
     """Though some are served."""
     assert OPTForCausalLM.__name__ in ARCHITECTURES and "dynamic" in ROPE_TYPES
     with pytest.raises(UnsupportedError, match=f"{words}.*drop --impress-blend"):
-        rotation_of(model())
+        check_blended(model())
 
 
 @pytest.mark.usefixtures("_on_a_cpu")
 def test_keys_move_as_sglang_rotates() -> None:
     """Beyond the table that is there at first, too."""
     rotary = rotary_of(RotaryEmbedding)
-    rotation = rotation_of(LlamaForCausalLM(rotary))
+    rotation = rotation_of(LlamaForCausalLM(rotary), "--impress-blend")
     keys = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1))
 
     def at(positions: Tensor) -> Tensor:

@@ -125,6 +125,22 @@ def test_a_block_is_computed_between_two_passes(
 
 
 @one_page_size
+@pytest.mark.parametrize("length, exact", [(90, False), (200, True)])
+def test_text_is_computed_exactly_for_others_if_it_is_long_enough(
+    world: TreeWorld, length: int, exact: bool
+) -> None:
+    """Text that others had, behind a stored prefix and stored nowhere."""
+    classes = []
+    for number in range(8):
+        text = document(60 + number)[:length]
+        go_away(world, world.request(f"once-{number}", text, bits=6.0))
+        req = world.request(f"again-{number}", [*shuffled(1, 2, 3), *text], bits=6.0)
+        classes.append(world.cache._known[req.rid].kv_class.exact)
+        go_away(world, req)
+    assert any(classes) == exact
+
+
+@one_page_size
 def test_nothing_is_learnt_of_passes_beside_a_blend(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,4 +276,4 @@ class TreeWorld:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model here turns keys as it does."""
-    monkeypatch.setattr(blends, "rotation_of", lambda model: tiny_model.ROTATION)
+    monkeypatch.setattr(blends, "rotation_of", lambda model, option: tiny_model.ROTATION)

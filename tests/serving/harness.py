@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 STOCK = "bench.core.stock_server"
 BENCH = "bench.core.server"
 FAULTY = "tests.serving.faulty_server"
+PLAIN_ATTENTION = "tests.serving.plain_attention_server"
 SLOW_BLENDS = "tests.serving.slow_blend_server"
 RETRACTING = "tests.serving.retracting_server"
 # Runs the Python file that the variable names, in place of a server, and says how it ended.
@@ -291,19 +292,18 @@ def launch(
     bench: bool = False,
     faults: FaultControl | None = None,
     retracts: bool = False,
-    slow_blends: bool = False,
+    preload: str | None = None,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
     `stock` is the one to compare with, `bench` one that can be slowed down and commanded, one that
-    `retracts` takes requests out and puts them back all the time, one with `slow_blends` can be
-    commanded, too, and takes long to blend; all of these are forked.
+    `retracts` takes requests out and puts them back all the time, `preload` a module that makes
+    another one; all of these are forked.
     """
     assert not (stock and faults), "stock has no store"
     port = ReservedPort()
     argv = [f"--model-path={model}", f"--port={port.number}", *USUAL_FLAGS, *place_flags(), *flags]
-    preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else None
-    preload = SLOW_BLENDS if slow_blends else preload
+    preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else preload
     own = dict(RETRACT) if retracts else {}
     if faults is not None:
         preload = FAULTY

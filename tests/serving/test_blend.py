@@ -16,7 +16,7 @@ import requests
 from tests.serving.compare import Answer, assert_same, logprob_distance, paths, report
 from tests.serving.conftest import CRAMPED, Serve
 from tests.serving.damage import flip_code, segment_of
-from tests.serving.harness import Server
+from tests.serving.harness import SLOW_BLENDS, Server
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
@@ -233,7 +233,7 @@ def test_several_samples(stock: Server, blending: Server) -> None:
 def slow(serve: Serve) -> Iterator[Server]:
     """Its blocks have 32 tokens and sleep for 50 ms each; the drive can be slowed down as well."""
     flags = ("--impress-blend=0.15", "--impress-blend-seconds=60", "--impress-blend-min-tokens=128")
-    with serve("blend-slow", *flags, slow_blends=True) as server:
+    with serve("blend-slow", *flags, preload=SLOW_BLENDS) as server:
         yield server
         server.assert_whole()
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.serving.compare import Answer, assert_same, paths
 from tests.serving.conftest import CRAMPED, Serve
-from tests.serving.harness import Server
+from tests.serving.harness import PLAIN_ATTENTION, Server
 from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
@@ -57,6 +57,20 @@ def test_prompts_computed_from_ssd_and_resident(
         resident = exact.generate_together(batch, 24, return_logprob=True)
         assert_same(expected, resident, TOLERANCE)
     assert exact.is_calm != ("Testing retraction." in exact.log_text())
+
+
+def test_passes_of_torch_native_are_its_own(serve: Serve, stock: Server) -> None:
+    """Nothing that is loaded needs our attention on a CPU, which is there to be quick."""
+    flags = ("--impress-bits=exact", "--attention-backend=torch_native")
+    with serve("plain-attention", *flags, preload=PLAIN_ATTENTION) as server:
+        assert "TorchNativeAttnBackend is left alone" in server.log_text()
+        prefix = server.store(600, seed=31)
+        prompts = [[*prefix, *random_tokens(30, seed=32 + number)] for number in range(3)]
+        expected = stock.generate_together(prompts, 12, return_logprob=True)
+        answers = server.generate_together(prompts, 12, return_logprob=True)
+        assert_same(expected, answers, TOLERANCE)
+        assert sorted(paths(answers)) == ["device", "device", "ssd"]
+        server.assert_whole()
 
 
 TRUNK = random_tokens(900, seed=21)

@@ -16,12 +16,21 @@ import pytest
 from demo.model import model_path
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.precision.codec import BASE_BITS, PLANE_BITS, planes_of
+from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import SegmentHeader, read_header
 from impress_sglang.transfer.coded_span import levels_of
 from tests.serving.compare import report
-from tests.serving.harness import ROOT, Server, Zygote, running, tail
+from tests.serving.harness import (
+    ROOT,
+    Server,
+    Zygote,
+    launch,
+    running,
+    tail,
+    wait_until_ready,
+)
 
 EXAMPLES = ROOT / "examples"
 EXAMPLE_TIMEOUT_S = 300
@@ -46,14 +55,21 @@ def smollm_flags(store: Path) -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(scope="module")
-def server(smollm: Path, workdir: Path) -> Iterator[Server]:
-    """Started by the command that users type."""
+@pytest.fixture(scope="module", autouse=True)
+def starting(smollm: Path, workdir: Path) -> Iterator[Server]:
+    """Started by the command that users type, which takes as long as the first tests."""
     blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
     flags = (*smollm_flags(workdir / "store-smollm"), *blends)
-    with running(smollm, workdir / "smollm.log", *flags, zygote=None) as running_server:
-        yield running_server
-        running_server.assert_quiet()
+    server = launch(smollm, workdir / "smollm.log", *flags, zygote=None)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(starting: Server) -> Iterator[Server]:
+    """The same, ready."""
+    yield wait_until_ready(starting)
+    starting.assert_quiet()
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +101,8 @@ def test_bytes_of_a_part_of_a_prefix(parts: Server, workdir: Path) -> None:
     assert said["loaded_tokens"] == retained_tokens(TOKENS, 0.25) == 375, said
     assert said["layers_by_probe"] == 30
     header = _header_of(workdir / "store-smollm-parts", prefix)
-    codes = header.info.layout().codes
-    assert codes is not None and codes.num_tokens == TOKENS
+    (codes, *_) = header.info.layout().codes
+    assert isinstance(codes, CodeLayout) and codes.num_tokens == TOKENS
     assert said["base_bytes"] == 30 * codes.num_groups * codes.group_bytes
     assert 0 < said["selected_chunks"] * BLOCK_BYTES == sum(said["plane_bytes"])
     assert said["bits_mean"] == pytest.approx(_bits_of(header, 6), abs=0.001)
@@ -114,6 +130,30 @@ def _header_of(store: Path, prefix: list[int]) -> SegmentHeader:
 def _bits_of(header: SegmentHeader, bits: float) -> float:
     """Per element, with the planes that belong to the base of some heads."""
     return BASE_BITS + PLANE_BITS * float(levels_of(header.floors, planes_of(bits)).mean())
+
+
+def test_answer_with_a_quarter_of_the_prefix_makes_sense(parts: Server) -> None:
+    """A pattern that the whole prefix repeats is still continued when a part of it is loaded."""
+    pattern = " ".join(_COLOURS)
+    text = ". ".join([pattern] * 80) + ". " + " ".join(_COLOURS[:3])
+    body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
+    computed = parts.post("/generate", **body).json()
+    parts.flush()
+    stored = parts.post("/generate", **body).json()
+    assert report(stored)["path"] == "ssd"
+    assert report(stored)["used_tokens"] < report(stored)["prefix_tokens"] / 3
+    following = " ".join(_COLOURS[3:5])
+    assert computed["text"].strip().startswith(following)
+    assert stored["text"].strip().startswith(following)
+
+
+def test_offline_engine_example(smollm: Path, workdir: Path, zygote: Zygote) -> None:
+    """`sglang.Engine` has no command line; the example starts its own, where SGLang is imported."""
+    options = [f"--model-path={smollm}", "--device=cpu", "--dtype=float32"]
+    log = workdir / "offline-engine.log"
+    told = zygote.run(EXAMPLES / "offline_engine.py", log, *options)
+    first, _, second = told.partition("after emptying the device pool\n")
+    assert "path computed" in first and "path ssd" in second, tail(told)
 
 
 def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
@@ -146,21 +186,6 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
         assert with_header <= from_device <= 1.02 * with_header
 
 
-def test_answer_with_a_quarter_of_the_prefix_makes_sense(parts: Server) -> None:
-    """A pattern that the whole prefix repeats is still continued when a part of it is loaded."""
-    pattern = " ".join(_COLOURS)
-    text = ". ".join([pattern] * 80) + ". " + " ".join(_COLOURS[:3])
-    body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
-    computed = parts.post("/generate", **body).json()
-    parts.flush()
-    stored = parts.post("/generate", **body).json()
-    assert report(stored)["path"] == "ssd"
-    assert report(stored)["used_tokens"] < report(stored)["prefix_tokens"] / 3
-    following = " ".join(_COLOURS[3:5])
-    assert computed["text"].strip().startswith(following)
-    assert stored["text"].strip().startswith(following)
-
-
 def test_frontend_language_example(server: Server, workdir: Path, zygote: Zygote) -> None:
     script, log = EXAMPLES / "frontend_language.py", workdir / "frontend-language.log"
     told = zygote.run(script, log, f"--url={server.url}")
@@ -180,15 +205,6 @@ def test_passages_example(server: Server) -> None:
     # On a busy machine blending may take too long for others to wait.
     assert len(cached) == 4 and sum(own > 300 for own in cached) >= 2, told
     server.assert_quiet()
-
-
-def test_offline_engine_example(smollm: Path, workdir: Path, zygote: Zygote) -> None:
-    """`sglang.Engine` has no command line; the example starts its own, where SGLang is imported."""
-    options = [f"--model-path={smollm}", "--device=cpu", "--dtype=float32"]
-    log = workdir / "offline-engine.log"
-    told = zygote.run(EXAMPLES / "offline_engine.py", log, *options)
-    first, _, second = told.partition("after emptying the device pool\n")
-    assert "path computed" in first and "path ssd" in second, tail(told)
 
 
 def test_generated_shared_prefix_benchmark(

@@ -78,7 +78,9 @@ class Desk:
             bench.put(self.store, texts(*numbers))
         served: Any = SimpleNamespace(store=self.store, in_use=True)
         self.policy = make_policy(self.config)
-        self.blending = BlendPlanner(self.config, SHAPE, served, self.estimator, page_size, block)
+        self.blending = BlendPlanner(
+            self.config, bench.shape, served, self.estimator, page_size, block
+        )
 
     def plan(
         self,

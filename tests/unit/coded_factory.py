@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from impress_sglang.codec.fit import SINK_TOKENS
 from impress_sglang.precision.codec import (
     GROUP_TOKENS,
     LEVELS,
@@ -58,6 +59,12 @@ def restored(codes: Codes, planes: Tensor, part: slice = slice(None)) -> Tensor:
     for count in range(1, NUM_PLANES + 1):
         rows = torch.where(planes >= count, restore(codes, LEVELS[count])[part], rows)
     return rows
+
+
+def with_sinks(rows: Tensor, exact: Tensor, span: CodedSpan) -> Tensor:
+    """Rows of a span, [m, G, D], with the exact ones [t, G, D] of sinks among its tokens."""
+    kept = exact[span.start : min(span.stop, SINK_TOKENS)]
+    return torch.cat([kept.float(), rows[len(kept) :]])
 
 
 def gained_of(codes: Codes, plane: int) -> Tensor:
@@ -110,6 +117,7 @@ class CodedCase:
         self.pool = BufferPool(64 << 20)
         self.paths, self.spans = [], []
         keys, values, self._codes = [], [], []
+        self.exact = []
         self.cache: ChunkCache | None = None
         for number, part in enumerate(parts):
             stop = part.num_tokens if part.stop is None else part.stop
@@ -117,19 +125,19 @@ class CodedCase:
             own = random_kvs(shape, part.num_tokens, seed=number)
             self.paths.append(write_kvs(directory, info, *own, floors=floors))
             segment = OpenSegment(self.paths[-1], FileSystem(), direct=False)
-            layout = segment.layout.codes
-            assert layout is not None
+            layouts = segment.layout.codes
             if self.cache is None:
                 self.cache = ChunkCache(
                     CODE_PAGE,
-                    most_pages(layout),
+                    most_pages(layouts[0]),
                     rule or LeastRecentlyUsed(),
                     device=torch.device("cpu"),
                     device_bytes=device_pages * BLOCK,
                     host_bytes=host_pages * BLOCK,
                 )
-            base = self.cache.attach(cached_pages(layout, shape.num_layers))
+            base = self.cache.attach(cached_pages(layouts))
             self.spans.append(CodedSpan(segment, part.start, stop, base))
+            self.exact.append(own)
             keys.append(own[0][:, part.start : stop])
             values.append(own[1][:, part.start : stop])
             for layer in range(shape.num_layers):
@@ -191,8 +199,8 @@ class CodedCase:
             tokens = torch.arange(part.start, part.stop) // span.layout.unit_tokens
             levels = planes[:, tokens - span.units[0] + first].T[..., None]
             first += len(span.units)
-            for rows, own in zip(found, codes, strict=True):
-                rows.append(restored(own, levels, part))
+            for rows, own, exact in zip(found, codes, self.exact[number], strict=True):
+                rows.append(with_sinks(restored(own, levels, part), exact[layer], span))
         return [torch.cat(rows) for rows in found]
 
     def check(self, layer: int) -> None:

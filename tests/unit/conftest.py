@@ -14,6 +14,7 @@ from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
 from tests.unit.coded_factory import CodedCase, CodedPart
+from tests.unit.job_desk import Desk
 from tests.unit.source_factory import BLOCK, Case, opened
 from tests.unit.step_engine import Step, reading, stepping
 
@@ -26,6 +27,12 @@ def reader() -> Iterator[BlockReader]:
     """Of any files; it keeps nothing of one test for another but what reads take on average."""
     with reading() as reader:
         yield reader
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """A queue of requests, whose jobs have 20 slots."""
+    return Desk()
 
 
 @pytest.fixture

@@ -439,7 +439,7 @@ def poison(case: Case) -> None:
     layouts = [span.segment.layout for span in case.spans]
     taken = [
         case.pool.take(
-            own.layer_bytes + max(map(own.chunk_stride, kv.columns_of(case.shape))),
+            own.most_layer_bytes + max(map(own.chunk_stride, kv.columns_of(case.shape))),
             Tenant("poison", lambda: None),
         )
         for own in layouts

@@ -25,6 +25,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
@@ -64,9 +65,10 @@ def prompt(number: int, length: int = 8) -> tuple[int, ...]:
 class Workbench:
     """Stores on one directory, and the short way to offer and look up."""
 
-    def __init__(self, root: Path, shape: KVShape) -> None:
+    def __init__(self, root: Path, shape: KVShape, codec: KVCodec | None = None) -> None:
         self.root = root
         self.shape = shape
+        self.codec = codec
         # Up to 8 tokens: one header, and one disk block for each column of 2 layers.
         self.one = (
             1 + 2 * sum(bool(kv.heads_of(shape, own)) for own in kv.columns_of(shape))
@@ -84,7 +86,9 @@ class Workbench:
         **options: Any,
     ) -> PrefixStore:
         config = ImpressConfig(ssd_dir=str(self.root), **(DEFAULTS | options))
-        store = PrefixStore(config, identity, self.shape, files=files, lookahead=lookahead)
+        store = PrefixStore(
+            config, identity, self.shape, files=files, lookahead=lookahead, codec=self.codec
+        )
         self._open.append(store)
         return store
 

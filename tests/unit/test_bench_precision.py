@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from bench.core.session import BenchFailed
+from bench.quality import precision
 from bench.quality.precision import Prefix, Reader, Rule
+from impress_sglang.cli.calibrate import Prompts, calibrated
+from impress_sglang.codec.basis import Basis
 from tests.serving.tiny_models import make_model, random_tokens
 
 RULES = (
@@ -18,6 +23,7 @@ RULES = (
     "blind 5",
     "uniform 5",
     "uniform 8",
+    "basis 4",
     "question 5",
     "drop 0.25",
     "drop 1",
@@ -29,7 +35,14 @@ PREFIX, TEXT = random_tokens(200, seed=1), random_tokens(30, seed=2)
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     folder = Path(tmp_path_factory.mktemp("model"))
     with torch.no_grad():
-        return Reader(make_model("llama", folder))
+        return Reader(make_model("llama", folder), {4.0: fitted_to(folder)})
+
+
+def fitted_to(folder: Path) -> Basis:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = {str(seed): random_tokens(400, seed=seed) for seed in range(30, 34)}
+    with torch.enable_grad():
+        return calibrated(Prompts(model), texts, 4.0)
 
 
 def read(reader: Reader, rule: str) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
@@ -62,6 +75,7 @@ def test_more_bits_are_nearer(reader: Reader) -> None:
     found = {rule: divergence(reader, rule) for rule in RULES}
     assert 0 <= found["coded 8"] < found["coded 5"] and found["uniform 8"] < found["uniform 5"]
     assert found["uniform 8"] < found["question 5"] < found["drop 0.25"]
+    assert 0 < found["basis 4"] < found["uniform 5"]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -89,7 +103,7 @@ def test_what_stays_is_what_the_question_attends_to_most(reader: Reader) -> None
 def test_the_last_queries_say_which_channels_count(reader: Reader) -> None:
     with torch.no_grad():
         prefix = reader.prefix(PREFIX)
-    others = Prefix(prefix.kvs, [torch.ones_like(own) for own in reader.queries])
+    others = Prefix(prefix.kvs, [torch.ones_like(own) for own in reader.queries], reader.by_basis)
     mine, other = (one._codes[0][0].sections for one in (prefix, others))
     assert mine is not None and other is not None and not torch.equal(mine, other)
 
@@ -110,5 +124,27 @@ def test_bytes_are_those_of_a_group(reader: Reader) -> None:
     ranges = heads * 4 * (key_dim / 64 + 1) / elements / 2
     assert reader.bytes_of(Rule.parse("uniform 6")) == pytest.approx(6 / 16 + ranges, abs=1e-4)
     sections = heads * key_dim / 64 / elements / 2
+    assert 4 / 16 < reader.bytes_of(Rule.parse("basis 4")) < 4.6 / 16
     coded = reader.bytes_of(Rule.parse("coded 6"))
     assert coded == pytest.approx(6 / 16 + ranges + sections, abs=1e-4)
+
+
+def test_each_kind_of_text_is_judged_by_itself(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        precision, "load_tokenize", lambda folder: lambda text: list(map(ord, text))
+    )
+    paths = tmp_path / "letters.txt", tmp_path / "digits.txt"
+    for path, first in zip(paths, "a0", strict=True):
+        path.write_text("".join(chr(ord(first) + i * i % 10) for i in range(200)))
+    rules = [Rule.parse("coded 5"), Rule.parse("coded 8")]
+    sizes = {"prefix_tokens": 100, "follow_tokens": 30, "question_tokens": 8, "prefixes": 1}
+    args = argparse.Namespace(text=paths, rules=rules, seed=1, data=None, **sizes)
+    with torch.no_grad():
+        found = precision._text(args, tmp_path, reader)
+    assert list(found) == ["letters", "digits"] and found["letters"] != found["digits"]
+    assert all(0 < own[rules[1]] < own[rules[0]] for own in found.values())
+    paths[0].write_text("too short")
+    with pytest.raises(BenchFailed, match="letters has only 9 tokens"):
+        precision._text(args, tmp_path, reader)

@@ -13,7 +13,7 @@ import torch
 
 from bench.core.report import Row, Table
 from bench.core.session import BenchFailed
-from bench.quality.accuracy import COLUMNS, REFERENCE, SYSTEMS, Measured, make_rows
+from bench.quality.accuracy import COLUMNS, REFERENCE, SYSTEMS, Measured, System, make_rows
 from bench.quality.asking import (
     Answer,
     Asked,
@@ -49,6 +49,8 @@ def report(**changed: Any) -> Row:
         "loaded_tokens": 25,
         "approximate": True,
         "recomputed": False,
+        "bits": 5.0,
+        "resident_tokens": 0,
         "bits_mean": 5.0,
         "ssd_bytes": 4000,
         "ssd_needed_bytes": 2500,
@@ -115,6 +117,9 @@ def test_systems_are_asked_from_few_tokens_to_all() -> None:
     assert len(SYSTEMS["h2o"].ways([0.25], [5.0])) == 1, "it has no codes"
     assert coded.custom == {"impress_retention": 1.0, "impress_bits": 5.0}
     assert exact.custom == {"impress_retention": 1.0, "impress_bits": "exact"}
+    (basis,) = System("basis", "impress", rate=4.0).ways([0.25, 1], [5.0])
+    assert (basis.system, basis.bits) == ("basis@4", 4.0)
+    assert basis.custom == {"impress_retention": 1.0}
 
 
 def test_an_options_loglik_is_that_of_its_own_tokens() -> None:
@@ -138,6 +143,21 @@ def test_an_options_loglik_is_that_of_its_own_tokens() -> None:
         (EXACT, {"approximate": False, "path": "device", "loaded_tokens": 0}, True),
         (EXACT, {}, False),
         (Asked("a@5", 1.0, approximate=True, bits=5.0), {"loaded_tokens": 100}, True),
+        (
+            Asked("a@5", 1.0, approximate=True, bits=5.0),
+            {"path": "device", "stored_tokens": 0, "resident_tokens": 100, "bits_mean": None},
+            True,
+        ),
+        (
+            Asked("a@5", 1.0, approximate=True, bits=5.0),
+            {"stored_tokens": 90, "loaded_tokens": 90, "resident_tokens": 10},
+            True,
+        ),
+        (
+            Asked("a@5", 1.0, approximate=True, bits=5.0),
+            {"stored_tokens": 90, "loaded_tokens": 90},
+            False,
+        ),
         (Asked("a@6", 1.0, approximate=True, bits=6.0), {}, False),
     ],
 )

@@ -101,6 +101,10 @@ class Stub:
 
     def __init__(self, how: dict[int, Any]) -> None:
         self.how = how
+        self.exact = set[int]()
+        """Lengths of prompts whose prefixes are exact."""
+        self.made: list[tuple[int, bool]] = []
+        """Lengths of the prompts so far, and whether they asked for exact KVs."""
         self.aborted: list[str] = []
         self.again = False
         self.let_go = threading.Event()
@@ -111,7 +115,9 @@ class Stub:
             self.let_go.set()
         if path != "/generate":
             return None
-        answer = self.how[len(how["json"]["input_ids"])]
+        length = len(how["json"]["input_ids"])
+        answer = self.how[length]
+        self.made.append((length, "custom_params" in how["json"]["sampling_params"]))
         if isinstance(answer, Exception):
             raise BenchFailed("no") from answer
         if answer == "abort":
@@ -119,7 +125,9 @@ class Stub:
         response = requests.Response()
         output = [7] * (answer + self.again) if isinstance(answer, int) else []
         reason = "length" if isinstance(answer, int) else answer
-        body = {"output_ids": output, "meta_info": {"finish_reason": {"type": reason}}}
+        told = {"approximate": length not in self.exact}
+        meta = {"finish_reason": {"type": reason}, "impress": told}
+        body = {"output_ids": output, "meta_info": meta}
         response.json = lambda **_: body  # type: ignore[method-assign]
         return response
 
@@ -166,15 +174,19 @@ def test_nothing_is_asked_of_a_server_that_is_lost(error: Exception, state: str)
 
 
 def test_answers_are_compared_with_those_of_requests_alone() -> None:
+    """And of the same class: the third had exact KVs without asking for them."""
     stub = Stub({1: 1, 2: 2, 3: 3})
+    stub.exact = {2, 3}
     traffic = [asked(1), asked(2, exact=True), asked(3)]
-    clients = clients_of(stub, "--sample=2")
+    clients = clients_of(stub, "--sample=3")
     ended, _ = clients.ask_all(traffic)
     pairs = list(zip(traffic, ended, strict=True))
+    stub.made.clear()
     assert clients.compare(pairs)["differ"] == 0
+    assert stub.made == [(1, False), (2, True), (3, True)]
     stub.again = True
     row = clients.compare(pairs)
-    assert (row["differ"], row["differ_exact"], row["compared"]) == (2, 1, 2)
+    assert (row["differ"], row["differ_exact"], row["compared"]) == (3, 1, 3)
 
 
 def row_of(checkout: str, seed: int, seconds: float, **more: Any) -> Row:

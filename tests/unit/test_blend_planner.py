@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from impress_sglang.serving.estimate import Estimate
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
 from tests.unit import blending_desk
+from tests.unit.basis_factory import codec_for
 from tests.unit.blending_desk import APPROXIMATE, Desk, texts
 from tests.unit.store_factory import Workbench, lose
 
@@ -331,3 +333,12 @@ def test_the_same_blend(bench: Workbench) -> None:
     third = desk.plan([*texts(1, 0)[:-1], 5])
     assert one is not None and other is not None and third is not None
     assert one.same_tokens(other) and not one.same_tokens(third)
+
+
+def test_a_basis_has_no_other_bits(tmp_path: Path) -> None:
+    codec = codec_for(blending_desk.SHAPE)
+    bench = Workbench(tmp_path / "kv", codec.shape(blending_desk.SHAPE), codec)
+    desk = Desk(bench, (0, 1), (2,))
+    plan = desk.planned([9, *texts(2, 0, 1)], wanted=LoadOptions(bits=codec.bits, blend=0.0))
+    assert plan.estimate.bits == plan.quality.bits == codec.bits == 4.0
+    bench.close_all()

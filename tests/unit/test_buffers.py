@@ -78,8 +78,8 @@ class Stored:
         self.segment = OpenSegment(self.path, FileSystem(), direct=False)
         layout = self.segment.layout
         self.offset = layout.layer_offset(1)
-        self.content = self.path.read_bytes()[self.offset :][: layout.layer_bytes]
-        self.blocks = layout.layer_bytes // BLOCK
+        self.content = self.path.read_bytes()[self.offset :][: layout.layer_bytes(0)]
+        self.blocks = layout.layer_bytes(0) // BLOCK
         self.pool = BufferPool(32 * MIB)
 
     def buffer(self) -> LayerBuffer:

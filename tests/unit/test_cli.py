@@ -18,7 +18,8 @@ from impress_sglang.management.digests import namespace_text
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.storage.files import FileSystem
 from tests.unit import store_factory
-from tests.unit.kv_factory import IDENTITY, flip_byte
+from tests.unit.basis_factory import codec_for
+from tests.unit.kv_factory import IDENTITY, flip_byte, make_shape
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, length, look_up, prompt, use
 from tests.unit.stub_server import StubServer
 
@@ -301,6 +302,24 @@ def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
     assert few["file_mb"] == pytest.approx(exact_mb * (1 + many["read_share"]), rel=1e-3)
     assert few["read_exact_ms"] == pytest.approx(exact_mb / 3, rel=1e-3)
     assert few["written_gb_per_day"] == pytest.approx(0.01 * few["file_mb"], abs=0.1)
+
+
+def test_what_prefixes_take_by_a_basis(tmp_path: Path, capsys: Said) -> None:
+    small = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LLAMA | small | {"head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = make_shape(layers=3, query_heads=4, kv_heads=2, key_dim=16, value_dim=16, probe=())
+    codec_for(shape).basis.save(tmp_path / "own.basis")
+    asked = ["plan", "--prefixes=100", "--tokens=50000", "--json", f"--basis={tmp_path}/own.basis"]
+    assert main([*asked, f"--model={tmp_path}"]) == DONE
+    said = json.loads(capsys.readouterr().out)
+    # Of a row of this small model a sixteenth are gains.
+    assert 4 / 16 < said["read_share"] < 5.2 / 16
+    assert main([*asked, f"--model={tmp_path}", "--basis=none"]) == REFUSED
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    capsys.readouterr()
+    assert main([*asked, f"--model={tmp_path}"]) == REFUSED
+    assert "impress calibrate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

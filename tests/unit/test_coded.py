@@ -125,7 +125,7 @@ def test_all_that_is_wanted_is_read_ahead(planes: int, floors: Floors | None, co
     case.source.close()
     stats = case.source.stats
     base = sum(
-        span.layout.base_bytes - int(span.spared_blocks.sum()) * BLOCK for span in case.spans
+        span.layout.base_bytes - int(span.spared_blocks(0).sum()) * BLOCK for span in case.spans
     )
     units = sum(int(own.sum()) for own in levels)
     assert stats.ahead_used_bytes == stats.ahead_bytes == SHAPE.num_layers * base + units * BLOCK
@@ -136,7 +136,7 @@ def test_all_that_is_wanted_is_read_ahead(planes: int, floors: Floors | None, co
 def test_what_enters_a_cache_is_read_ahead_as_a_whole(planes: int, coded: Coded) -> None:
     """Else each layer would wait for the rest of its pages."""
     case = coded(PREFIXES["several"], host_pages=4000)
-    assert any(span.spared_blocks.any() for span in case.spans)
+    assert any(span.spared_blocks(0).any() for span in case.spans)
     case.request(planes)
     case.read_ahead(0.5)
     load_all(case, planes)

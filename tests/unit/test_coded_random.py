@@ -21,7 +21,7 @@ from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
 from impress_sglang.transfer.coded_span import CodedSpan
-from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart, restored
+from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart, restored, with_sinks
 from tests.unit.test_coded import FLOORS
 from tests.unit.waiting import wait_until
 
@@ -47,8 +47,9 @@ def check(case: CodedCase, source: CodedSource, layer: int, pools: Sequence[torc
         levels = torch.from_numpy(span.levels(layer, source.planes)).long()
         wanted = levels[None, :, None].expand(len(span), -1, 1)
         rows = slice(first, first := first + len(span))
-        for pool, own in zip(pools, codes, strict=True):
-            expected = restored(own, wanted, slice(span.start, span.stop))
+        exact = case.exact[number]
+        for pool, own, whole in zip(pools, codes, (own[layer] for own in exact), strict=True):
+            expected = with_sinks(restored(own, wanted, slice(span.start, span.stop)), whole, span)
             assert (pool[rows] - expected).abs().max() <= 1e-4
     assert first == source.num_tokens
 

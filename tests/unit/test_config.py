@@ -15,7 +15,6 @@ from impress_sglang.config import CONFIG_VARIABLE, ImpressConfig, enable_for_eng
 from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     AUTO,
-    AUTO_BITS,
     AUTO_FLOOR,
     BITS,
     BLEND_SELECTORS,
@@ -30,13 +29,14 @@ from impress_sglang.options import (
     POLICIES,
     REORDER_KEYS,
     SCHEDULES,
+    USUAL_BITS,
 )
 
 FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
 FLAG_OF = {option.field: option.flag for option in OPTIONS}
 
 # Of what is written for people; empty for nothing.
-DIRECTORIES = ("trace_dir",)
+DIRECTORIES = ("trace_dir", "basis")
 
 NO_NUMBER = float("nan")
 NO_SIZE = (-0.001, NO_NUMBER, float("inf"))
@@ -173,7 +173,7 @@ FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     ({"retention": 0.1}, "part_retention", 0.1),
     *(({"bits": own}, "usual_bits", float(own)) for own in (6, 6.0, 8.0)),
     ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
-    ({"bits": AUTO}, "usual_bits", AUTO_BITS),
+    ({"bits": AUTO}, "usual_bits", USUAL_BITS),
     ({"retention": AUTO}, "auto_retention", True),
     ({}, "auto_retention", False),
 )

@@ -239,7 +239,7 @@ def test_chances_begin_with_what_is_expected_of_the_chunks(shape: KVShape) -> No
     history = BlockHistory(layout, shares)
 
     assert history.codes.dtype == np.uint8
-    assert history.codes.shape == (shape.num_layers, layout.layer_bytes // BLOCK)
+    assert history.codes.shape == (shape.num_layers, layout.layer_bytes(0) // BLOCK)
     for layer, own in enumerate(shares.reshape(shape.num_layers, -1)):
         expected: list[float] = []
         for column, by_chunk in split(shape, own).items():

@@ -5,100 +5,11 @@ from __future__ import annotations
 import pytest
 
 from impress_sglang.serving import job_queue
-from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
+from impress_sglang.serving.job_queue import overlapping
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from tests.unit.job_world import Path, Pool, StepLoader, Tree, check_queue, new_job
-from tests.unit.waiting import Clock
-
-LEAST = 2
-
-
-class Desk:
-    """A queue of requests before a pool of 20 slots, and what their jobs came to."""
-
-    def __init__(self, num_slots: int = 20) -> None:
-        self.clock = Clock()
-        self.tree = Tree(num_slots)
-        self.pool = Pool(self.tree)
-        self.loader = StepLoader(self.tree, self._tick)
-        self.ended: list[LoadJob] = []
-        self.replanned: list[tuple[str, LoadJob]] = []
-        self.again: dict[str, LoadJob] = {}
-        """Jobs that requests get when theirs has ended."""
-        self.waiters: dict[str, Waiter] = {}
-        self.queue: list[str] = []
-        self.jobs = JobQueue(
-            self.pool, self.loader, self.ended.append, self._replan, LEAST, self.clock
-        )
-
-    def _tick(self) -> None:
-        self.clock.now += 0.01
-
-    def _replan(self, waiter: Waiter, job: LoadJob) -> None:
-        assert self.ended[-1] is job, "the end of a job is told first"
-        assert waiter.job is None
-        self.replanned.append((waiter.rid, job))
-        if (new := self.again.pop(waiter.rid, None)) is not None:
-            self.jobs.join(waiter, new)
-
-    def ask(
-        self,
-        rid: str,
-        prompt: Path,
-        job: LoadJob | None = None,
-        *,
-        new: int = 0,
-        patience: float | None = None,
-    ) -> Waiter:
-        """A request is queued, with a job or none."""
-        self.pool.prompts[rid], self.pool.new_tokens[rid] = prompt, new
-        self.waiters[rid] = waiter = Waiter(rid, patience)
-        self.queue.append(rid)
-        if job is not None:
-            self.jobs.join(waiter, job)
-        return waiter
-
-    def leave(self, rid: str) -> None:
-        """It is admitted, or gone."""
-        self.queue.remove(rid)
-        self.jobs.leave(rid)
-
-    def poll(self) -> None:
-        self.jobs.poll(self.queue)
-        check_queue(self.jobs, self.tree)
-
-    def load(self) -> None:
-        """Let the loader do all it was asked to, and take that in."""
-        self.loader.run()
-        self.poll()
-
-    @property
-    def waiting(self) -> list[str]:
-        return [rid for rid in self.queue if self.jobs.waits(rid)]
-
-    def check_nothing_is_left(self) -> None:
-        assert not self.jobs and not self.jobs.waiters and not self.tree.holds
-        assert len(self.tree.free) + len(self.tree.nodes) == self.tree.num_slots
-        assert self.jobs.loading_tokens == 0
-
-
-@pytest.fixture
-def desk() -> Desk:
-    return Desk()
-
-
-def prompt(number: int, length: int = 6) -> Path:
-    """Tokens that no other prompt begins with."""
-    return tuple(100 * number + position for position in range(length))
-
-
-def resident(desk: Desk, path: Path) -> None:
-    slots = desk.tree.take(len(path))
-    assert slots is not None
-    for stop, slot in enumerate(slots, 1):
-        desk.tree.contents[slot] = [path[:stop]] * 2
-    desk.tree.insert(path, 0, slots)
+from tests.unit.job_desk import Desk, prompt, resident
+from tests.unit.job_world import new_job
 
 
 def test_a_job_is_begun_and_what_it_brought_is_held_until_its_request_is_admitted(
@@ -266,6 +177,21 @@ def test_what_became_resident_meanwhile_is_not_loaded(desk: Desk) -> None:
     assert job.state is JobState.DROPPED and not desk.jobs and not desk.waiting
 
 
+def test_who_needs_more_than_what_became_resident_gets_another_job(desk: Desk) -> None:
+    """Also if it had joined the job of a shorter request."""
+    job, more = new_job(prompt(1, 8)), new_job(prompt(1, 12), 8)
+    desk.ask("a", prompt(1, 9), job)
+    desk.ask("b", prompt(1, 13), job)
+    desk.again["b"] = more
+    resident(desk, prompt(1, 8))
+    desk.poll()
+    assert desk.replanned == [("a", job), ("b", job)] and not desk.ended
+    assert desk.waiting == ["b"]
+    desk.poll()
+    desk.load()
+    assert more.state is JobState.LOADED and desk.tree.written(prompt(1, 12))
+
+
 def test_what_was_computed_while_it_was_loaded_stays(desk: Desk) -> None:
     job = new_job(prompt(1, 8))
     desk.ask("a", prompt(1, 9), job)
@@ -411,17 +337,44 @@ class TestPassing:
         desk.poll()
         assert not desk.tree.holds, "SGLang wants room for more than it needs"
 
-    def test_patience_begins_again_with_another_job(self, desk: Desk) -> None:
+    def begun(self, desk: Desk) -> LoadJob:
+        """The job that waited is loading, and somebody needs all room there is."""
         job = self.busy(desk)
         desk.pool.promised = 0
-        desk.loader.corrupt.add(prompt(1, 6))
-        again = desk.again["a"] = new_job(prompt(1, 5))
         desk.poll()
         assert job.state is JobState.LOADING
         desk.clock.now += 5.0
         desk.pool.promised = 17
+        return job
+
+    def test_patience_begins_again_when_something_was_brought(self, desk: Desk) -> None:
+        more = desk.again["a"] = new_job(prompt(1, 10), 6)
+        desk.pool.prompts["a"] = prompt(1, 11)
+        self.begun(desk)
         desk.load()
-        assert again.state is JobState.WAITING and desk.waiting == ["a"], "b may pass"
+        assert more.state is JobState.WAITING and desk.waiting == ["a"], "b may pass"
+
+    def test_and_when_its_request_was_admitted(self, desk: Desk) -> None:
+        """Which may be before all was brought; later it is put back."""
+        job = self.begun(desk)
+        waiter = desk.waiters["a"]
+        desk.jobs.start_early(job)
+        desk.leave("a")
+        desk.load()
+        desk.tree.evict(20)
+        desk.queue.insert(0, "a")
+        desk.jobs.join(waiter, new_job(prompt(1, 6)))
+        desk.poll()
+        assert desk.waiting == ["a"], "b may pass"
+
+    def test_but_not_when_slots_were_taken_away(self, desk: Desk) -> None:
+        """Otherwise it might wait for its patience again and again."""
+        again = desk.again["a"] = new_job(prompt(1, 6))
+        job = self.begun(desk)
+        desk.jobs.make_room(lambda: 15 - len(desk.tree.free))
+        assert job.revoked
+        desk.load()
+        assert again.state is JobState.WAITING and desk.waiting == ["a", "b"], "b may not"
 
     def test_nobody_is_barred_for_a_request_that_has_gone(self, desk: Desk) -> None:
         """Nobody polls while there is no job."""
@@ -493,197 +446,6 @@ class TestAlone:
         desk.check_nothing_is_left()
 
 
-class TestPressure:
-    """Whoever needs room that was promised gets it."""
-
-    def test_first_what_is_held_is_released(self, desk: Desk) -> None:
-        first, second = new_job(prompt(1, 6)), new_job(prompt(2, 6))
-        held = desk.ask("a", prompt(1, 7), first)
-        desk.poll()
-        desk.load()
-        desk.ask("b", prompt(2, 7), second)
-        desk.poll()
-
-        def missing() -> int:
-            lacking = 10 - len(desk.tree.free)
-            desk.tree.evict(lacking)
-            return 10 - len(desk.tree.free)
-
-        desk.jobs.make_room(missing)
-
-        assert held.hold is None and second.slots is not None and not second.revoked
-
-    def test_then_jobs_lose_their_slots_the_latest_first(self, desk: Desk) -> None:
-        jobs = [new_job(prompt(number, 4)) for number in range(3)]
-        waiters = [desk.ask(str(n), prompt(n, 5), job) for n, job in enumerate(jobs)]
-        desk.poll()
-        assert [job.state for job in jobs] == [JobState.LOADING] * 3
-        desk.loader.step()
-        desk.loader.stalls = True
-
-        desk.jobs.make_room(lambda: 14 - len(desk.tree.free))
-
-        assert [job.revoked for job in jobs] == [False, True, True]
-        assert all(waiter.job is job for waiter, job in zip(waiters, jobs, strict=True))
-        assert len(desk.tree.free) == 16 and not desk.replanned
-        desk.loader.stalls = False
-        desk.load()
-        assert [job.state.value for job in jobs] == ["loaded", "dropped", "dropped"]
-        assert [rid for rid, _ in desk.replanned] == ["0", "1", "2"] and not desk.waiting
-        assert [waiter.tries for waiter in waiters] == [0, 1, 1]
-        assert desk.tree.written(prompt(0, 4)) and len(desk.tree.nodes) == 4
-
-    def test_nothing_is_lost_if_nothing_is_missing(self, desk: Desk) -> None:
-        job = new_job(prompt(1, 5))
-        desk.ask("a", prompt(1), job)
-        desk.poll()
-        desk.jobs.make_room(lambda: 0)
-        assert not job.revoked
-
-    def test_what_is_loaded_already_is_lost_as_well(self, desk: Desk) -> None:
-        """The loader is done, and nobody has taken that in."""
-        job = new_job(prompt(1, 5))
-        waiter = desk.ask("a", prompt(1), job)
-        desk.poll()
-        desk.loader.run()
-        assert job.state is JobState.LOADED
-        desk.jobs.make_room(lambda: 20 - len(desk.tree.free))
-        assert len(desk.tree.free) == 20
-        desk.poll()
-        assert not desk.tree.nodes and waiter.hold is None and waiter.tries == 1
-
-
-class TestGivingUp:
-    @pytest.mark.parametrize("begun", [False, True])
-    def test_all_go_on_without_it(self, desk: Desk, begun: bool) -> None:
-        job = new_job(prompt(1, 5))
-        for name in "ab":
-            desk.ask(name, prompt(1), job)
-        if begun:
-            desk.poll()
-            desk.loader.step()
-        desk.jobs.give_up(job)
-        assert not desk.waiting and len(desk.tree.free) == 20
-        desk.load()
-        assert not desk.replanned, "who has given up plans nothing"
-        for name in "ab":
-            desk.leave(name)
-        desk.check_nothing_is_left()
-
-    def test_slots_are_free_before_the_loader_has_let_go(self, desk: Desk) -> None:
-        jobs = [new_job(prompt(number, 8)) for number in range(3)]
-        for number, job in enumerate(jobs):
-            desk.ask(str(number), prompt(number, 9), job)
-        desk.poll()
-        desk.loader.step()
-        desk.jobs.drop_all()
-        assert not desk.jobs.filling and len(desk.tree.free) == 20, "SGLang may flush at once"
-        assert desk.jobs.wait_for_loader(1.0)
-        assert not desk.replanned and not desk.waiting
-        assert {job.state for job in jobs} == {JobState.DROPPED}
-        desk.check_nothing_is_left()
-
-    def test_but_not_for_ever(self, desk: Desk) -> None:
-        job = new_job(prompt(1, 8))
-        desk.ask("a", prompt(1, 9), job)
-        desk.poll()
-        desk.loader.stalls = True
-        before = desk.clock.now
-        desk.jobs.drop_all()
-        assert not desk.jobs.wait_for_loader(1.0)
-        assert 1.0 <= desk.clock.now - before < 1.1
-        assert desk.jobs and len(desk.tree.free) == 20 and not desk.waiting
-        desk.loader.stalls = False
-        desk.load()
-        desk.check_nothing_is_left()
-
-    def test_what_is_held_is_dropped_as_well(self, desk: Desk) -> None:
-        desk.ask("a", prompt(1), new_job(prompt(1, 5)))
-        desk.poll()
-        desk.load()
-        desk.jobs.drop_all()
-        assert not desk.tree.holds
-        desk.check_nothing_is_left()
-
-
-class TestEarly:
-    """A job whose slots are in the tree before they are filled."""
-
-    def start(self, desk: Desk) -> LoadJob:
-        job = new_job(prompt(1, 5))
-        desk.ask("a", prompt(1), job)
-        desk.poll()
-        desk.loader.step()
-        desk.jobs.start_early(job)
-        assert job.early and job.slots is None and desk.jobs.loading_tokens == 0
-        return job
-
-    def test_goes_on_when_its_request_is_admitted(self, desk: Desk) -> None:
-        job = self.start(desk)
-        desk.leave("a")
-        assert not job.revoked and desk.tree.evict(20) == 0, "the job holds it"
-        desk.load()
-        assert job.state is JobState.LOADED and desk.tree.written(prompt(1, 5))
-        desk.check_nothing_is_left()
-
-    def test_others_who_waited_get_what_it_brings(self, desk: Desk) -> None:
-        job = new_job(prompt(1, 5))
-        desk.ask("a", prompt(1), job)
-        waiter = desk.ask("b", prompt(1), job)
-        desk.poll()
-        desk.jobs.start_early(job)
-        desk.leave("a")
-        assert desk.waiting == ["b"]
-        desk.load()
-        assert not desk.waiting and waiter.hold.path == prompt(1, 5)
-        assert len(desk.tree.holds) == 1
-
-    def test_is_not_under_pressure(self, desk: Desk) -> None:
-        """A pass uses its slots."""
-        job = self.start(desk)
-        desk.leave("a")
-        desk.jobs.make_room(lambda: 20 - len(desk.tree.free))
-        assert not job.revoked and len(desk.tree.free) == 15
-
-    @pytest.mark.parametrize("fault", ["corrupt", "revoked"])
-    def test_one_that_fails_is_discarded(self, desk: Desk, fault: str) -> None:
-        job, put_back = self.start(desk), []
-        desk.pool.put_back = put_back.append
-        desk.leave("a")
-        if fault == "corrupt":
-            desk.loader.corrupt.add(prompt(1, 4))
-        else:
-            # By a pass that has waited long enough.
-            job.revoke()
-        desk.load()
-        assert put_back == [job] and desk.ended == [job] and not desk.tree.nodes
-        desk.check_nothing_is_left()
-
-    def test_what_others_hold_below_one_that_fails_is_released(self, desk: Desk) -> None:
-        """A job for tokens behind it may have begun, or ended."""
-        self.start(desk)
-        desk.leave("a")
-        behind, loading = new_job(prompt(1, 7), 5), new_job((*prompt(1, 5), 77, 78, 79), 5)
-        desk.ask("b", prompt(1, 8), behind)
-        desk.ask("c", (*prompt(1, 5), 77, 78, 79, 80), loading)
-        desk.poll()
-        assert behind.start == loading.start == 5
-        # The drive brings what is behind first: only an order for this test.
-        desk.loader.begun.rotate(-1)
-        desk.loader.step()
-        desk.loader.step()
-        desk.loader.begun.rotate(1)
-        desk.poll()
-        assert behind.state is JobState.LOADED and desk.waiters["b"].hold is not None
-        desk.loader.corrupt.add(prompt(1, 4))
-        desk.load()
-        assert not desk.tree.nodes and loading.revoked and not desk.tree.holds
-        assert not desk.waiting and desk.waiters["c"].tries == 1
-        for name in "bc":
-            desk.leave(name)
-        desk.check_nothing_is_left()
-
-
 class TestOverlapping:
     def test_who_needs_the_same_tokens_joins(self) -> None:
         own = new_job(prompt(1, 8))
@@ -700,8 +462,15 @@ class TestOverlapping:
         assert overlapping([own], new_job((100, 101, *prompt(2, 5))), 2) is own
         assert overlapping([own], new_job((5, *prompt(1, 8)[1:])), 2) is None
 
+    def test_who_needs_earlier_tokens_joins_a_job_that_waits(self) -> None:
+        """It will begin behind what is resident then."""
+        own = new_job(prompt(1, 8), 4)
+        assert overlapping([own], new_job(prompt(1, 8)), 2) is own
+
     def test_a_job_that_begins_later_lacks_the_first(self) -> None:
-        assert overlapping([new_job(prompt(1, 8), 3)], new_job(prompt(1, 8)), 2) is None
+        own = new_job(prompt(1, 8), 3)
+        own.state = JobState.LOADING
+        assert overlapping([own], new_job(prompt(1, 8)), 2) is None
 
     def test_neither_does_one_of_others(self) -> None:
         new = new_job(prompt(1, 8))

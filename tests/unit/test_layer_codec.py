@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impress_sglang.precision.codec import NotCodable
+from impress_sglang.precision.floors import Coding
 from impress_sglang.precision.layer import CodedLayer
 from impress_sglang.precision.layer import encode_layer as encode_codes
+from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit import kv_factory as kv
@@ -41,7 +43,7 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
 
 def dirty(layout: SegmentLayout) -> memoryview:
     """Memory of a layer with bytes of something else."""
-    return memoryview(bytearray(b"\xa5" * layout.layer_bytes))
+    return memoryview(bytearray(b"\xa5" * layout.layer_bytes(0)))
 
 
 def mapping_lists(layout: SegmentLayout, seed: int | None, dtype: str) -> np.ndarray | None:
@@ -65,7 +67,7 @@ def test_a_layer_is_read_back_in_logical_order(
     mapping, memory = mapping_lists(layout, seed, dtype), dirty(layout)
     given = keys.clone(), values.clone(), None if mapping is None else mapping.copy()
 
-    encode_layer(layout, given[0], given[1], given[2], memory)
+    encode_layer(layout, 0, given[0], given[1], given[2], memory, Coding())
     found_keys, found_values = decode_layer(layout, memory, mapping)
     memory[:] = bytes(len(memory))
 
@@ -101,7 +103,7 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
     expected += codes_in_logical_order(layout, keys, values, energy)
 
     memory = dirty(layout)
-    encode_layer(layout, keys, values, mapping, memory, energy)
+    encode_layer(layout, 0, keys, values, mapping, memory, Coding(energy=energy))
 
     assert bytes(memory) == bytes(expected)
 
@@ -109,11 +111,13 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
 def codes_in_logical_order(
     layout: SegmentLayout, keys: Tensor, values: Tensor, energy: Tensor
 ) -> bytes:
-    if layout.codes is None:
+    if not layout.codes:
         return b""
-    coded, memory = CodedLayer.empty(layout.codes), torch.empty(layout.codes.layer_bytes).byte()
-    encode_codes(layout.codes, keys, values, coded, energy)
-    coded.put(layout.codes, memory)
+    (codes,) = layout.codes
+    assert isinstance(codes, CodeLayout)
+    coded, memory = CodedLayer.empty(codes), torch.empty(codes.layer_bytes).byte()
+    encode_codes(codes, keys, values, coded, energy)
+    coded.put(codes, memory)
     return memory.numpy().tobytes()
 
 
@@ -123,4 +127,4 @@ def test_what_cannot_be_coded_is_not_encoded() -> None:
     values[7] = torch.inf
 
     with pytest.raises(NotCodable):
-        encode_layer(layout, keys, values, None, dirty(layout))
+        encode_layer(layout, 0, keys, values, None, dirty(layout), Coding())

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.transfer.geometry import ColumnGroup, LayerGeometry, geometry_of
 from tests.unit import kv_factory as kv
@@ -62,8 +63,8 @@ def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
             if layout.column_bytes(column)
             for chunk, size in enumerate(chunks_of(layout, column))
         ]
-        if layout.codes is not None:
-            extents.append((layout.codes_offset(layer), layout.codes.layer_bytes))
+        if layout.codes:
+            extents.append((layout.codes_offset(layer), layout.codes[layer].layer_bytes))
     return extents
 
 
@@ -110,17 +111,18 @@ def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout)
     shape, codes = layout.shape, layout.codes
     plain = dataclasses.replace(layout, shape=dataclasses.replace(shape, coded=False))
 
-    assert plain.codes is None
-    assert plain.layer_bytes == plain.columns_bytes == layout.columns_bytes
-    assert (codes is not None) == shape.coded
+    assert plain.codes == ()
+    assert plain.layer_bytes(0) == plain.columns_bytes == layout.columns_bytes
+    assert len(codes) == shape.num_layers * shape.coded
     assert list(shape.columns) == list(plain.shape.columns)
     assert layout.total_chunks == plain.total_chunks
     for layer in range(shape.num_layers):
         assert layout.codes_offset(layer) == layout.layer_offset(layer) + layout.columns_bytes
-    if codes is not None:
-        assert (codes.num_tokens, codes.num_heads) == (layout.num_tokens, shape.num_kv_heads)
-        assert (codes.key_dim, codes.value_dim) == (shape.key_dim, shape.value_dim)
-        assert codes.block_bytes == BLOCK
+    for own in codes:
+        assert isinstance(own, CodeLayout)
+        assert (own.num_tokens, own.num_heads) == (layout.num_tokens, shape.num_kv_heads)
+        assert (own.key_dim, own.value_dim) == (shape.key_dim, shape.value_dim)
+        assert own.block_bytes == BLOCK
 
 
 @given(shapes())
@@ -155,9 +157,9 @@ def test_sizes_of_a_known_model_with_codes() -> None:
     """The same model: 16 groups of tokens in the base, and a unit has 128 tokens of a head."""
     shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True)
     layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
-    codes = layout.codes
+    (codes, *_) = layout.codes
 
-    assert codes is not None
+    assert isinstance(codes, CodeLayout)
     # Two halves for each channel of keys and for each value, and a byte for each channel of keys;
     # then 5 bits of each element.
     assert codes.group_bytes == 2 * 2 * 8 * (128 + 64) + 8 * 128 + 64 * 8 * 256 * 5 // 8

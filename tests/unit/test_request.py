@@ -11,7 +11,7 @@ import pytest
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, BITS, EXACT_BITS, EXACTLY, OFF
+from impress_sglang.options import AUTO, AUTO_FLOOR, BITS, EXACT_BITS, EXACTLY, OFF, USUAL_BITS
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     BLEND_KEY,
@@ -145,7 +145,7 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
             LoadOptions(0.3, EXACT_BITS),
         ),
         (ImpressConfig(retention=AUTO, bits=8), LoadOptions(AUTO_FLOOR, 8.0)),
-        (ImpressConfig(bits=AUTO), LoadOptions(1.0, AUTO_BITS, auto_bits=True)),
+        (ImpressConfig(bits=AUTO), LoadOptions(1.0, USUAL_BITS, auto_bits=True)),
     ):
         for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):
             assert load_options_of(params, config) == usual
@@ -174,7 +174,7 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
 
 @pytest.mark.parametrize(
     ("asked", "given"),
-    [(6, 6.0), (8.0, 8.0), (EXACTLY, EXACT_BITS), (AUTO, AUTO_BITS)],
+    [(6, 6.0), (8.0, 8.0), (EXACTLY, EXACT_BITS), (AUTO, USUAL_BITS)],
 )
 def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: float) -> None:
     params = SimpleNamespace(custom_params={BITS_KEY: asked})

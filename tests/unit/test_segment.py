@@ -19,6 +19,7 @@ from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layer_codec import sinks_of
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentHeader, SegmentInfo, encode_header, read_header
@@ -43,7 +44,8 @@ def some_header(info: SegmentInfo) -> SegmentHeader:
     checksums = generator.integers(0, 2**63, info.layout().num_blocks, np.uint64)
     mapping = random_mapping(info, 2) if info.reordered else None
     floors = generator.integers(0, NUM_PLANES + 1, info.floors_shape, np.uint8)
-    return SegmentHeader(info, checksums, floors, mapping)
+    sinks = generator.integers(0, 256, info.sinks_shape, np.uint8)
+    return SegmentHeader(info, checksums, floors, sinks, mapping)
 
 
 def header_file(directory: Path, info: SegmentInfo) -> Path:
@@ -183,7 +185,8 @@ def resealed(header: bytes, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("quality", "own", "other"), [(EXACT, 9, 7), (EXACT, 9, 10), (Quality(1, 1.0, 6.0, 0.5), 10, 9)]
+    ("quality", "own", "other"),
+    [(EXACT, 10, 9), (EXACT, 10, 11), (Quality(1, 1.0, 6.0, 0.5), 11, 10)],
 )
 def test_another_format_version_is_unreadable_and_says_so(
     tmp_path: Path, quality: Quality, own: int, other: int
@@ -295,3 +298,24 @@ def test_read_and_write_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             read_exactly(descriptor, 51, memoryview(target))
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("before", "length", "count"), [(0, 20, 4), (0, 3, 3), (3, 20, 1), (4, 20, 0), (900, 20, 0)]
+)
+def test_sinks_are_the_first_tokens_of_a_prompt(
+    tmp_path: Path, before: int, length: int, count: int
+) -> None:
+    """Whatever bits are asked for, they are there as they were computed."""
+    shape = make_shape(key_dim=64, value_dim=32, probe=(), coded=True)
+    info = make_info(shape, range(length), prefix_len=before)
+    keys, values = random_kvs(shape, length, seed=3)
+    header = read_header(write_kvs(tmp_path, info, keys, values), FILES)
+    found = sinks_of(shape, header.sinks)
+    assert torch.equal(found[0], keys[:, :count]) and torch.equal(found[1], values[:, :count])
+
+
+def test_without_codes_there_are_no_sinks(tmp_path: Path) -> None:
+    keys, values = random_kvs(HEAD_GROUPS, 20, seed=3)
+    path = write_kvs(tmp_path, make_info(HEAD_GROUPS, range(20)), keys, values)
+    assert read_header(path, FILES).sinks.size == 0

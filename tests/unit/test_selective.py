@@ -12,6 +12,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.codec import LEVELS, NUM_PLANES
 from impress_sglang.precision.floors import Floors
+from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.serving.paper.loading import SelectiveLoading
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.selective import SelectiveLoader
@@ -146,12 +147,13 @@ def test_a_damaged_block_is_said(what: str, coded: Coded) -> None:
     request.load(0, inputs(case))
     segment = case.spans[2].segment
     layout = segment.layout
-    assert layout.codes is not None
+    (codes, *_) = layout.codes
+    assert isinstance(codes, CodeLayout)
     offset = layout.codes_offset(1)
     if what == "planes":
-        offset += layout.codes.base_bytes
-        for unit in range(layout.codes.total_units):
-            flip_byte(case.paths[2], offset + unit * layout.codes.unit_stride)
+        offset += codes.base_bytes
+        for unit in range(codes.total_units):
+            flip_byte(case.paths[2], offset + unit * codes.unit_stride)
     else:
         flip_byte(case.paths[2], offset)
     with pytest.raises(PrefixUnreadable) as caught:

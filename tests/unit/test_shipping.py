@@ -24,6 +24,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import Priority, read_header
+from tests.unit.basis_factory import codec_for
 from tests.unit.kv_factory import (
     IDENTITY,
     SequenceKVs,
@@ -42,6 +43,8 @@ SHAPES = {
     "codes bfloat16": make_shape(dtype=torch.bfloat16, probe=(), coded=True),
     "codes float16": make_shape(dtype=torch.float16, probe=(), value_dim=16, coded=True),
 }
+CODEC = codec_for(SHAPES["codes bfloat16"])
+SHAPES["basis bfloat16"] = CODEC.shape(SHAPES["codes bfloat16"])
 LONG = prompt(1, 200)
 EARLY, APPROXIMATE = (*LONG[:150], 7, 8, 9), (*LONG, *prompt(3, 30))
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
@@ -57,7 +60,7 @@ def shape(request: pytest.FixtureRequest) -> KVShape:
 @pytest.fixture
 def source(tmp_path: Path, shape: KVShape) -> Workbench:
     """A conversation, a prompt that leaves it early, what approximates it, and another tenant's."""
-    bench = Workbench(tmp_path / "source", shape)
+    bench = Workbench(tmp_path / "source", shape, CODEC if shape.basis else None)
     store = bench.open(**OPTIONS)
     store._disk.meter.note(np.array([[0, 1], [2, 1]], np.uint8))
     bench.put(store, LONG[:100], namespace=NONE)
@@ -177,11 +180,13 @@ def test_what_is_no_export(file: Path, target: Workbench, capsys: Said, tmp_path
         digests = json.loads(opened.metadata()["digests"])
     data = file.read_bytes()[len(_header(whole, digests)) :]
     first, second, *rest = whole.prefixes
+    rows = whole.shape.row_bytes_of_layers[:1]
+    one_layer = dataclasses.replace(whole.shape, num_layers=1, row_bytes_of_layers=rows)
     for changes in (
         {"identity": "../../elsewhere"},
         {"prefixes": (first, dataclasses.replace(second, above=3), *rest)},
         {"prefixes": (first, dataclasses.replace(second, start=101), *rest)},
-        {"shape": dataclasses.replace(whole.shape, num_layers=1)},
+        {"shape": one_layer},
     ):
         made_up: Any = dataclasses.replace(whole, **changes)
         other.write_bytes(_header(made_up, digests) + data)
@@ -259,6 +264,25 @@ def test_anybody_reads_it(file: Path, shape: KVShape) -> None:
         assert torch.equal(tensors["0.keys"][layer], kvs.keys(layer)[:100])
         assert torch.equal(tensors["0.values"][layer], kvs.values(layer)[:100])
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_end_of_what_a_basis_has_coded(tmp_path: Path, capsys: Said) -> None:
+    """Of a segment whose first tokens are there already, the codes of the others arrive."""
+    shape = SHAPES["basis bfloat16"]
+    benches = [Workbench(tmp_path / name, shape, CODEC) for name in ("all", "some")]
+    for bench, parts in zip(benches, ((LONG,), (LONG[:70], LONG)), strict=True):
+        store = bench.open(**OPTIONS)
+        for tokens in parts:
+            bench.put(store, tokens, namespace=NONE)
+        bench.close(store)
+    whole, some = benches
+    run(capsys, "export", tmp_path / "file", whole)
+    third = Workbench(tmp_path / "third", shape)
+    run(capsys, "export", tmp_path / "beginning", some, "--ids", ",".join(map(str, LONG[:70])))
+    assert run(capsys, "import", tmp_path / "beginning", third)["segments"] == 1
+    assert run(capsys, "import", tmp_path / "file", third)["segments"] == 1
+    # The check at write time is that of the whole segment; all else is as if it was computed.
+    assert contents(third) == contents(some)
 
 
 def test_an_order_that_was_learnt_stays_behind(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import page_copies
 from impress_sglang.tiers import staging as staging_module
 from impress_sglang.tiers.staging import Staging
+from impress_sglang.transfer import coded_slots
 from impress_sglang.transfer import gather as gather_module
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
@@ -147,6 +148,7 @@ def fake(kernels: None, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         (page_kernels, "copy_pages"),
         (code_kernels, "restore_base"),
         (code_kernels, "raise_units"),
+        (coded_slots, "put_sinks"),
     ):
         monkeypatch.setattr(module, name, launched(getattr(module, name)))
     monkeypatch.setattr(torch, "empty", kept)
@@ -251,13 +253,13 @@ def test_each_layer_has_its_codes(fake: Device, tmp_path: Path, reader: BlockRea
     """Blocks that are taken are in slots later; meanwhile they move, and buffers are used again."""
     parts = [CodedPart(100, 17), CodedPart(64)]
     # In its pages there is no padding, for the copy without it would be made at once.
-    shape = dataclasses.replace(SHAPE, value_dim=24)
+    shape = dataclasses.replace(SHAPE, num_layers=2, value_dim=24)
     case = CodedCase(tmp_path, parts, reader, shape=shape, device_pages=9, host_pages=13)
     layout = case.spans[0].layout
     assert layout.page_groups * layout.group_bytes == layout.page_bytes
     writer = KernelCodeWriter(torch.device("cpu"))
     found = []
-    for planes in (0, 1, NUM_PLANES):
+    for planes in (1, NUM_PLANES):
         case.request(planes)
         case.pools = [torch.full_like(pool, -77.0) for pool in case.pools]
         found.append((case.pools, planes))

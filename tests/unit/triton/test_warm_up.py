@@ -27,6 +27,7 @@ from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.kv_codec import KernelRestorer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.scoring import kernel_scorer
@@ -38,15 +39,19 @@ from impress_sglang.triton import chunk_rows as chunk_kernels
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import pages as page_kernels
+from impress_sglang.triton import rows as row_kernels
 from impress_sglang.triton import score_kernels
 from impress_sglang.triton import selection as selection_kernels
+from tests.unit.basis_factory import codec_for
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape, random_kvs
 from tests.unit.reading import load_layer
+from tests.unit.row_factory import random_rows
 from tests.unit.source_factory import SEVERAL, CacheKind, Case, Part, open_case
 
 CPU = torch.device("cpu")
 CHUNK = 8
+
 # As they were decorated, before the interpreter takes their place.
 COMPILED = {
     (value.fn.__module__, name): value
@@ -55,6 +60,7 @@ COMPILED = {
         code_kernels,
         gather_kernels,
         page_kernels,
+        row_kernels,
         score_kernels,
         selection_kernels,
     )
@@ -285,6 +291,30 @@ def test_a_prefix_that_is_computed_again_launches_nothing_new(
     seen = launches.take()
     assert {variant[0] for variant in seen} >= {"row_sums", "weight_sums", "top_kernel"}
     assert sorted(seen - warm) == []
+
+
+def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
+    """Whatever the number of tokens; the first layer is restored otherwise than others."""
+    codec = codec_for(dataclasses.replace(CODED, num_layers=3))
+    shape = codec.shape(dataclasses.replace(CODED, num_layers=3, dtype=torch.bfloat16))
+    run_stages(shape, None, CHUNK, CPU, codec=codec)
+    warm = launches.take()
+
+    restorer, heads = KernelRestorer(codec, CPU), shape.num_kv_heads
+    for tokens in (1, 30, 700):
+        places, below = torch.arange(tokens), None
+        turns = codec.rotation.turns(torch.zeros_like(places), places)
+        pools = [
+            torch.zeros(tokens, heads, dim, dtype=shape.dtype)
+            for dim in (shape.key_dim, shape.value_dim)
+        ]
+        for layer in range(3):
+            rows = random_rows(codec.basis, layer, tokens)
+            below = restorer.put(layer, rows, below, turns, places, *pools)
+
+    seen = launches.take()
+    assert {variant[0] for variant in seen} == {"_unpack_kernel", "_restore_kernel"}
+    assert len(seen) == 3 and sorted(seen - warm) == []
 
 
 @pytest.mark.parametrize("name", ["h2o-float32", "paper-gqa-float16", "h2o-mha-bfloat16"])

@@ -1,0 +1,317 @@
+"""Fits a basis to a model, by KVs and gradients of diverse texts. Needs transformers, no server.
+
+Each text is cut into two prompts. The basis is fitted to all; what is said of its quality is that
+of a basis that was fitted to the first prompts and is judged on the second ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.cli.outcome import Refused
+from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.coder import encode_layer, kvs_of
+from impress_sglang.codec.fit import SINK_TOKENS, Moments, fit
+from impress_sglang.management.identity import weights_digest
+
+# Of a prompt, so much is followed by the rest, by whose predictions errors are judged.
+_JUDGED_SHARE = 0.25
+_LEAST_TOKENS = 64
+_SEED = 1
+# Gradients of a prompt: each is of other tokens that the model draws.
+_DRAWS = 4
+# Keys of one token in the first layer differ by less, as a share of the largest, once turned back.
+_TURNED_ERROR = 1e-2
+_BITS = 16
+# Of each layer keys, turned back to position 0, and values: [t, G, D].
+KVs = list[tuple[Tensor, Tensor]]
+
+
+def calibrate(
+    model: Path, out: Path, texts: Sequence[Path], rate: float, tokens: int
+) -> dict[str, Any]:
+    """Fit a basis and write it.
+
+    Args:
+        model: a folder of Hugging Face's kind.
+        out: the basis is written there.
+        texts: files, each of one kind of text; without any, those of the package.
+        rate: mean bits per feature.
+        tokens: that each text has at most.
+
+    Raises:
+        Refused: model or texts cannot be read, a text is too short, or the model is of a kind that
+            is not supported.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not 1 <= rate <= 8:
+        raise Refused("the rate must be from 1 to 8 bits")
+    if not out.parent.is_dir():
+        raise Refused(f"there is no directory {out.parent}")
+    contents = _read(texts)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, local_files_only=True, dtype=torch.float32
+        )
+    except (OSError, ValueError) as error:
+        raise Refused(f"{model} cannot be loaded: {error}") from error
+    ids = {
+        kind: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
+        for kind, text in contents.items()
+    }
+    begin = time.monotonic()
+    basis = calibrated(Prompts(loaded.to(device).eval()), ids, rate)
+    basis.save(out)
+    exact = sum(heads * dim for heads, dim in basis.shapes) * basis.num_layers * _BITS / 8
+    return {
+        "basis": str(out),
+        "digest": basis.digest,
+        "rate": round(basis.rate, 3),
+        "token_bytes": basis.token_bytes,
+        "share": round(basis.token_bytes / exact, 4),
+        "kl": basis.notes["kl"],
+        "seconds": round(time.monotonic() - begin),
+    }
+
+
+def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]], rate: float) -> Basis:
+    """Fit a basis to a model by tokens of each kind of text.
+
+    Raises:
+        Refused: a text is too short, there are too few, or the model is of a kind that is not
+            supported.
+    """
+    short = [kind for kind, own in ids.items() if len(own) < 2 * _LEAST_TOKENS]
+    if short:
+        raise Refused(f"texts with fewer than {2 * _LEAST_TOKENS} tokens: {', '.join(short)}")
+    first = {kind: own[: len(own) // 2] for kind, own in ids.items()}
+    second = {kind: own[len(own) // 2 :] for kind, own in ids.items()}
+    moments, gradients, model = Moments(), Gradients(), prompts.name()
+    _count(prompts, first, moments, gradients)
+    features = sum(heads * dim for heads, dim in moments.shapes)
+    if moments.count < features:
+        # All else of what is to come would be unlike these.
+        raise Refused(
+            f"a basis for this model needs texts with more than {2 * features} tokens in all: "
+            "give more of them, or raise --tokens"
+        )
+    checked = fit(moments, gradients.metric(), rate)
+    _count(prompts, second, moments, gradients)
+    lost = {}
+    for kind, own in second.items():
+        _tell(f"judging {kind}")
+        lost[kind] = round(prompts.divergence(own, checked), 6)
+    notes = {
+        "texts": hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16],
+        "metric": "fish",
+        "tokens": moments.count,
+        "kl": lost,
+    }
+    return fit(moments, gradients.metric(), rate, model=model, notes=notes)
+
+
+class Gradients:
+    """Mean products of gradients by each head's keys and values: Fisher's information of these.
+
+    A few tokens of a few prompts have by far the largest gradients. So each prompt counts alike,
+    whatever its size: the geometric mean over streams.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[list[Tensor]] = []
+
+    def add(self, draws: Sequence[KVs]) -> None:
+        """Count gradients by the KVs of a prompt, but for its first tokens."""
+        layers = range(len(draws[0]))
+        found = [[_products([draw[i][j] for draw in draws]) for j in range(2)] for i in layers]
+        sizes = [own.diagonal(dim1=1, dim2=2).sum() for layer in found for own in layer]
+        size = torch.stack(sizes).log2().mean().exp2()
+        if not self._sums:
+            self._sums = [[torch.zeros_like(own) for own in layer] for layer in found]
+        for sums, layer in zip(self._sums, found, strict=True):
+            for to, own in zip(sums, layer, strict=True):
+                to += own / size
+
+    def metric(self) -> list[list[Tensor]]:
+        """Of each layer and stream float64 [G, D, D]; their common scale means nothing."""
+        return [[own.clone() for own in layer] for layer in self._sums]
+
+
+class Prompts:
+    """What a transformers model computes of prompts, in float32."""
+
+    def __init__(self, model: Any) -> None:
+        """Take a causal model.
+
+        Raises:
+            Refused: its positions are not those of rotary embeddings that are known.
+        """
+        self._model = model
+        self._generator = torch.Generator(model.device).manual_seed(_SEED)
+        found = [own for name, own in model.named_modules() if name.endswith("rotary_emb")]
+        if not found:
+            raise Refused(f"{type(model).__name__} has no rotary embeddings")
+        self._rotation = KeyRotation(self._table(found[0]), halves=True)
+
+    def name(self) -> str:
+        """The model: its class and a digest of its weights."""
+        weights = weights_digest(self._model.named_parameters())
+        return f"{type(self._model).__name__} {weights[:16]}"
+
+    def gradients(self, ids: Sequence[int]) -> tuple[KVs, list[KVs]]:
+        """KVs of a prompt [t, G, D], and gradients by those that come before its last part.
+
+        They are of the log-probability of tokens that the model itself draws in that part; there
+        are several draws.
+        """
+        held = _held(ids)
+        keys, values = self._prefix(ids[:held])
+        leaves = [own.requires_grad_() for own in (*keys, *values)]
+        with torch.enable_grad():
+            logits, after = self._follow(keys, values, ids[held:])
+            logp = logits.log_softmax(-1)
+            slopes = []
+            for draw in range(_DRAWS):
+                drawn = torch.multinomial(logp.detach().exp(), 1, generator=self._generator)
+                told, more = logp.gather(1, drawn).sum(), draw < _DRAWS - 1
+                slopes.append(torch.autograd.grad(told, leaves, retain_graph=more))
+        layers = len(keys)
+        kvs = [(own.keys.detach(), own.values.detach()) for own in after.layers]
+        return self._unturned(kvs, ids), [
+            self._unturned(zip(own[:layers], own[layers:], strict=True)) for own in slopes
+        ]
+
+    @torch.no_grad()
+    def divergence(self, ids: Sequence[int], basis: Basis) -> float:
+        """The mean KL of predictions in the last part of a prompt if what is before it is coded."""
+        held = _held(ids)
+        keys, values = self._prefix(ids[:held])
+        exact = self._follow(keys, values, ids[held:])[0].log_softmax(-1)
+        coded = coded_kvs(basis, self._unturned(zip(keys, values, strict=True)))
+        turned = [self.turned(k, back=False).transpose(0, 1)[None] for k, _ in coded]
+        plain = [v.transpose(0, 1)[None] for _, v in coded]
+        found = self._follow(turned, plain, ids[held:])[0].log_softmax(-1)
+        return float((exact.exp() * (exact - found)).sum(-1).mean())
+
+    @torch.no_grad()
+    def _prefix(self, ids: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        self._model(self._batch(ids), past_key_values=cache, logits_to_keep=1)
+        return [own.keys for own in cache.layers], [own.values for own in cache.layers]
+
+    def _follow(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], ids: Sequence[int]
+    ) -> tuple[Tensor, Any]:
+        """Logits float32 [n, vocabulary] of tokens behind KVs [1, G, t, D], and the cache then."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
+            cache.update(own_keys, own_values, layer)
+        return self._model(self._batch(ids), past_key_values=cache).logits[0].float(), cache
+
+    def _batch(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([list(ids)], device=self._model.device)
+
+    def _unturned(self, layers: Any, ids: Sequence[int] | None = None) -> KVs:
+        """Of keys, or gradients by them, and values [1, G, t, D]; with `ids`, also check it."""
+        found = [
+            (self.turned(k[0].transpose(0, 1), back=True), v[0].transpose(0, 1)) for k, v in layers
+        ]
+        if ids is not None:
+            keys = found[0][0]
+            same = torch.tensor([ids.index(own) for own in ids], device=keys.device)
+            if (keys - keys[same]).abs().max() > _TURNED_ERROR * keys.abs().max():
+                raise Refused(f"{type(self._model).__name__} rotates keys in an unknown way")
+        return found
+
+    def turned(self, keys: Tensor, *, back: bool) -> Tensor:
+        """Keys [t, G, D] of tokens 0, 1, ... turned back to position 0, or from there."""
+        place, none = torch.arange(len(keys)), torch.zeros(len(keys), dtype=torch.int64)
+        turns = self._rotation.turns(*((place, none) if back else (none, place)))
+        return self._rotation.move(keys, turns)
+
+    def _table(self, module: Any) -> Any:
+        def table(positions: int) -> Tensor:
+            place = torch.arange(positions, device=self._model.device)[None]
+            with torch.no_grad():
+                cos, sin = module(torch.zeros(1, device=self._model.device), place)
+            half = cos.shape[-1] // 2
+            return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1)
+
+        return table
+
+
+def coded_kvs(basis: Basis, layers: KVs) -> KVs:
+    """What KVs of a prompt are restored to, where they are; its first tokens are exact."""
+    below, found = None, []
+    on_cpu = basis.to("cpu")
+    for layer, exact in enumerate(layers):
+        # The coder's loops are for a CPU.
+        _, below = encode_layer(on_cpu, layer, below, [own.cpu() for own in exact])
+        keys, values = (
+            torch.cat([x[:SINK_TOKENS], own[SINK_TOKENS:].to(x.device)])
+            for own, x in zip(kvs_of(on_cpu, layer, below), exact, strict=True)
+        )
+        found.append((keys, values))
+    return found
+
+
+def _products(draws: Sequence[Tensor]) -> Tensor:
+    """Sums over tokens, but for the first of each, of products in each head: float64 [G, D, D]."""
+    heads = torch.cat([own[SINK_TOKENS:] for own in draws]).transpose(0, 1)
+    return (heads.mT @ heads).double()
+
+
+def _count(
+    prompts: Prompts, ids: Mapping[str, Sequence[int]], moments: Moments, gradients: Gradients
+) -> None:
+    for kind, own in ids.items():
+        _tell(f"reading {kind}")
+        kvs, slopes = prompts.gradients(own)
+        moments.add(kvs)
+        gradients.add(slopes)
+
+
+def _held(ids: Sequence[int]) -> int:
+    """How many tokens of a prompt come before those by which errors are judged."""
+    return len(ids) - int(len(ids) * _JUDGED_SHARE)
+
+
+def _read(texts: Sequence[Path]) -> dict[str, str]:
+    """Texts by their kinds, the stems of their names."""
+    found: dict[str, str] = {}
+    for path in texts or sorted(_bundled(), key=lambda own: own.name):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise Refused(f"{path} cannot be read: {error}") from error
+        kind = path.name.partition(".")[0]
+        if kind in found:
+            raise Refused(f"there are two texts named {kind}")
+        found[kind] = text
+    return found
+
+
+def _bundled() -> Iterator[Any]:
+    folder = resources.files("impress_sglang.codec") / "texts"
+    return (own for own in folder.iterdir() if own.name.endswith(".txt"))
+
+
+def _tell(what: str) -> None:
+    print(f"impress: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,312 @@
+"""Codes KVs by a basis when they are stored, and puts what is restored into slots of a pool.
+
+Stages: write back, load. Keys are coded as at position 0, because rotation would mix what the basis
+keeps apart; they are turned to where they stood before they enter slots. `LayerRestorer` is the
+contract of what restores layers: compiled loops on a CPU, kernels on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from impress_sglang.attention.rotation import KeyRotation, Turns
+from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.coder import (
+    GAIN_TABLE,
+    encode_layer,
+    fit_of,
+    group_bounds,
+    product_matrix,
+    product_of,
+)
+from impress_sglang.codec.fit import SINK_TOKENS
+from impress_sglang.codec.levels import CURVES, LEVEL_TABLE
+from impress_sglang.errors import ConfigError
+from impress_sglang.precision.floors import Coding, CodingRule
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.coded import CodedSource, LayerCodes
+from impress_sglang.transfer.coded_slots import put_sinks
+
+# Tokens that a CPU restores at once: what is between its loops stays in a cache.
+TILE_TOKENS = 512
+# Pools that loops fill, and what their numbers are to them.
+_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
+
+
+def shape_by(basis: Basis, shape: KVShape) -> KVShape:
+    """The shape of a model's KVs if they are coded by a basis.
+
+    Raises:
+        ConfigError: the basis is for KVs of another shape.
+    """
+    heads = shape.num_kv_heads
+    own = shape.num_layers, ((heads, shape.key_dim), (heads, shape.value_dim))
+    if own != (basis.num_layers, basis.shapes):
+        raise ConfigError(
+            f"the basis is for {basis.num_layers} layers with (heads, dimensions) {basis.shapes} "
+            f"of keys and values, and the model has {own[0]} with {own[1]}: make one for this "
+            "model with `impress calibrate`"
+        )
+    rows = tuple(layout.row_bytes for layout in basis.layouts)
+    return dataclasses.replace(shape, coded=True, basis=basis.digest, row_bytes_of_layers=rows)
+
+
+class KVCodec:
+    """A basis, and how the model that it was fitted to rotates its keys."""
+
+    def __init__(self, basis: Basis, rotation: KeyRotation) -> None:
+        """`basis` is on the CPU."""
+        self.basis = basis
+        self.rotation = rotation
+        self.bits = round(basis.rate, 2)
+        """Bits of an element, on average, as classes and reports name them."""
+
+    def shape(self, shape: KVShape) -> KVShape:
+        """See `shape_by`."""
+        return shape_by(self.basis, shape)
+
+    def rule(self, first: int) -> CodingRule:
+        """How the layers of a segment are coded whose tokens begin at position `first`.
+
+        It is for one segment, layers in ascending order. It raises `NotCodable`.
+        """
+        return _SegmentCoder(self, first)
+
+    def prepare(self, positions: int) -> None:
+        """Have rotations for so many positions, so that other threads need not make them."""
+        self.rotation.prepare(positions)
+
+
+class _SegmentCoder:
+    """Codes one segment, layer by layer."""
+
+    def __init__(self, codec: KVCodec, first: int) -> None:
+        self._codec = codec
+        self._first = first
+        self._below: Tensor | None = None
+        self._turns: Turns | None = None
+
+    def __call__(self, layer: int, keys: Tensor, values: Tensor) -> Coding:
+        """See `precision.floors.CodingRule`."""
+        basis, rotation = self._codec.basis, self._codec.rotation
+        if self._turns is None:
+            # Of all layers.
+            places = torch.arange(self._first, self._first + len(keys))
+            self._turns = rotation.turns(places, torch.zeros_like(places)).to(keys.device)
+        kvs = rotation.move(keys.float(), self._turns), values
+        rows, self._below = encode_layer(basis, layer, self._below, kvs)
+        # Sinks are unlike everything, but what is loaded of them is exact.
+        judged = rows[max(SINK_TOKENS - self._first, 0) :]
+        return Coding(rows=rows, fit=fit_of(basis, layer, judged))
+
+
+class RowRestorer:
+    """Restores layers of sources, and puts them into slots; one thread."""
+
+    def __init__(self, codec: KVCodec, device: torch.device, layers: LayerRestorer) -> None:
+        """`device`: where the pools are; `layers` fits it."""
+        self.codec = codec
+        self._device = device
+        self._layers = layers
+
+    def put(
+        self,
+        layer: int,
+        source: CodedSource,
+        found: Sequence[LayerCodes],
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Put what was read of a layer of a source into rows of pools.
+
+        Args:
+            layer: from 0; ascending for each source.
+            source: was read.
+            found: what `source.read` has returned.
+            keys: pool [slots, G, Dk].
+            values: pool [slots, G, Dv].
+            slots: int64 [source.num_tokens] on the device of the pools, distinct.
+        """
+        rows = torch.cat([own.groups for own in found]) if len(found) > 1 else found[0].groups
+        if source.turns is None:
+            source.turns = self._turns_of(source)
+        below = source.below if layer else None
+        source.below = self._layers.put(layer, rows, below, source.turns, slots, keys, values)
+        parts: Sequence[Tensor] = slots.split([len(span) for span in source.spans])
+        for codes, own in zip(found, parts, strict=True):
+            put_sinks(codes.sinks, own, keys, values)
+
+    def _turns_of(self, source: CodedSource) -> Turns:
+        """Turns of the keys of a source's tokens to where they stood when they were stored."""
+        places = torch.cat([torch.arange(own.start, own.stop) + own.first for own in source.spans])
+        turns = self.codec.rotation.turns(torch.zeros_like(places), places)
+        return turns.to(self._device)
+
+
+class LayerRestorer(Protocol):
+    """The contract; `codec.coder.decode_layer` defines the numbers."""
+
+    def put(
+        self,
+        layer: int,
+        rows: Tensor,
+        below: Tensor | None,
+        turns: Turns,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """Put a layer of tokens into slots; all tensors are where the pools are.
+
+        Args:
+            layer: from 0.
+            rows: uint8 [t, row_bytes].
+            below: what this returned for the layer below, and may overwrite; None in layer 0.
+            turns: of the keys.
+            slots: int64 [t], distinct.
+            keys: pool [slots, G, Dk].
+            values: pool [slots, G, Dv].
+
+        Returns:
+            What the layer was restored to, less its mean: bfloat16 [t, X].
+        """
+        ...
+
+
+def layer_restorer_for(codec: KVCodec, device: torch.device) -> LayerRestorer:
+    """What fits the device of the pools."""
+    if device.type == "cuda":
+        return KernelRestorer(codec, device)
+    return LoopRestorer(codec)
+
+
+class LoopRestorer:
+    """Restores layers with compiled loops and products of torch."""
+
+    def __init__(self, codec: KVCodec) -> None:
+        # Imported only where it is used: Numba is not needed on a GPU.
+        from impress_sglang.loops import rows
+
+        self._loops = rows
+        self._basis = codec.basis
+        self._halves = codec.rotation.halves
+        self._tables: dict[int, _LayerTables] = {}
+
+    def put(
+        self,
+        layer: int,
+        rows: Tensor,
+        below: Tensor | None,
+        turns: Turns,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """See `LayerRestorer`."""
+        count, tables = len(rows), self._tables_of(layer)
+        restored = torch.empty(count, len(tables.mean), dtype=torch.bfloat16)
+        cos, sin = turns.cos.flatten(1).numpy(), turns.sin.flatten(1).numpy()
+        heads, dim = self._basis.shapes[0]
+        in_place = keys.dtype == values.dtype and keys.dtype in _WORDS
+        in_place = in_place and keys.is_contiguous() and values.is_contiguous()
+        for at in range(0, count, TILE_TOKENS):
+            own = slice(at, min(at + TILE_TOKENS, count))
+            under = None if below is None else below[own]
+            product = self._product(tables, rows[own], under, restored[own])
+            pools, into = (keys, values), slots[own]
+            if not in_place:
+                pools = tuple(torch.empty(len(into), *pool.shape[1:]) for pool in pools)
+                into = torch.arange(len(into))
+            words = [pool.flatten(1).view(_WORDS[pool.dtype]).numpy() for pool in pools]
+            self._loops.fill(
+                product.view(torch.uint16).numpy(),
+                tables.mean.numpy(),
+                cos[own],
+                sin[own],
+                self._halves,
+                into.numpy(),
+                heads,
+                dim,
+                words[0],
+                words[1],
+            )
+            if not in_place:
+                for pool, part in zip((keys, values), pools, strict=True):
+                    pool[slots[own]] = part.to(pool.dtype)
+        return restored
+
+    def _product(
+        self, tables: _LayerTables, rows: Tensor, below: Tensor | None, out: Tensor
+    ) -> Tensor:
+        """What rows are restored to, less the mean: bfloat16 [t, X]."""
+        codes, count = tables.codes, len(rows)
+        # Its end has zeros, which no loop changes.
+        parts = torch.zeros(count, codes.parts, dtype=torch.uint8)
+        width = len(tables.matrix) - (0 if below is None else below.shape[1])
+        components = torch.empty(count, width)
+        arrays = codes.areas, codes.runs, codes.bounds, CURVES, GAIN_TABLE
+        self._loops.unpack(rows.contiguous().numpy(), *arrays, parts.numpy(), components.numpy())
+        factors = torch.empty(count, len(tables.matrix), dtype=torch.bfloat16)
+        factors[:, :width] = components
+        if below is not None:
+            factors[:, width:] = below
+        return product_of(factors, tables.matrix, out)
+
+    def _tables_of(self, layer: int) -> _LayerTables:
+        if layer not in self._tables:
+            own, layout = self._basis.layers[layer], self._basis.layouts[layer]
+            bounds = group_bounds(len(own.bits))
+            codes = self._loops.RowTables.of(own.bits, layout.parts(), bounds)
+            self._tables[layer] = _LayerTables(codes, product_matrix(own), own.mean)
+        return self._tables[layer]
+
+
+class KernelRestorer:
+    """Restores layers with two kernels each, and waits for nothing."""
+
+    def __init__(self, codec: KVCodec, device: torch.device) -> None:
+        # Imported only where it is used: Triton is not needed on a CPU.
+        from impress_sglang.triton import rows
+
+        self._kernels = rows
+        self._halves = codec.rotation.halves
+        levels, gains = (torch.from_numpy(own).to(device) for own in (LEVEL_TABLE, GAIN_TABLE))
+        self._layers = []
+        for own, layout in zip(codec.basis.layers, codec.basis.layouts, strict=True):
+            places = rows.places_of(own.bits, layout.parts(), group_bounds(len(own.bits)))
+            matrix = product_matrix(own).to(device, torch.bfloat16)
+            self._layers.append(
+                rows.LayerTables(places.to(device), levels, gains, matrix, own.mean.to(device))
+            )
+
+    def put(
+        self,
+        layer: int,
+        rows: Tensor,
+        below: Tensor | None,
+        turns: Turns,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """See `LayerRestorer`."""
+        tables, angles = self._layers[layer], (turns.cos.flatten(1), turns.sin.flatten(1))
+        components = self._kernels.unpack(rows, tables)
+        return self._kernels.restore(
+            components, below, tables, angles, slots, keys, values, halves=self._halves
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LayerTables:
+    """`loops.rows.RowTables`, the matrix of the product, and the mean."""
+
+    codes: Any
+    matrix: Tensor
+    mean: Tensor

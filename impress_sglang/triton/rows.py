@@ -1,0 +1,408 @@
+"""Restores rows of coded keys and values into slots of a pool.
+
+Stage: load. `impress_sglang.codec.coder.decode_layer` defines the numbers, and loops do the same on
+a CPU. One kernel takes codes apart and scales their levels; the other multiplies them by the basis,
+adds what is predicted from the layer below, turns keys, and puts keys and values into slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from impress_sglang.triton.sizes import power_of_two
+
+# Tokens and factors that one program multiplies at a time; fewer columns cannot be multiplied.
+TILE_TOKENS, TILE_FACTORS, LEAST_COLUMNS = 64, 64, 16
+# Tokens and components that one program takes apart.
+UNPACK_TOKENS, UNPACK_COMPONENTS = 16, 128
+# Rows of components begin where vectors of memory do.
+ALIGNED = 16
+# Of a component: byte and lowest bit of each of its four parts, first level, and where its gain is.
+_FIELDS = tl.constexpr(10)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerTables:
+    """What kernels know of a layer, on the device.
+
+    Attributes:
+        places: int32 [C, 10]; see `places_of`.
+        levels: float32 [511], of 0 to 8 bits; those of b bits begin at 2**b - 1.
+        gains: float32 [32].
+        matrix: bfloat16 [C + X, X], or [C, X] in layer 0.
+        mean: float32 [X].
+    """
+
+    places: Tensor
+    levels: Tensor
+    gains: Tensor
+    matrix: Tensor
+    mean: Tensor
+
+
+def places_of(bits: Sequence[int], parts: NDArray[np.int32], bounds: Sequence[int]) -> Tensor:
+    """The places of components, on the CPU; see `LayerTables`.
+
+    Args:
+        bits: of each component.
+        parts: `codec.rows.RowLayout.parts`.
+        bounds: where groups that share a gain begin, and where the last one ends.
+    """
+    places = np.empty((len(bits), _FIELDS.value), np.int32)
+    places[:, :8] = parts.reshape(len(bits), 8)
+    places[:, 8] = [2**own - 1 for own in bits]
+    places[:, 9] = 5 * np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    return torch.from_numpy(places)
+
+
+def unpack(rows: Tensor, tables: LayerTables) -> Tensor:
+    """Restore components, in one launch that is not waited for.
+
+    Args:
+        rows: uint8 [t, row_bytes]; the last stride is 1.
+        tables: of the layer.
+
+    Returns:
+        Bfloat16 [t, C and zeros], a multiple of `ALIGNED` numbers for each token.
+    """
+    assert rows.dtype == torch.uint8 and rows.stride(1) == 1
+    count, components = len(rows), len(tables.places)
+    width = -(-components // ALIGNED) * ALIGNED
+    found = torch.empty(count, width, dtype=torch.bfloat16, device=rows.device)
+    if count and components:
+        tiles = -(-count // UNPACK_TOKENS), -(-components // UNPACK_COMPONENTS)
+        _unpack_kernel[tiles](
+            rows,
+            rows.stride(0),
+            count,
+            components,
+            tables.places,
+            tables.levels,
+            tables.gains,
+            found,
+            width,
+            TOKENS=UNPACK_TOKENS,
+            COMPONENTS=UNPACK_COMPONENTS,
+            num_warps=4,
+        )
+    return found
+
+
+def restore(
+    components: Tensor,
+    below: Tensor | None,
+    tables: LayerTables,
+    turns: tuple[Tensor, Tensor],
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    halves: bool,
+) -> Tensor:
+    """Put a layer into slots, in one launch that is not waited for.
+
+    Args:
+        components: what `unpack` returned.
+        below: what this returned for the layer below, which is not changed; None in layer 0.
+        tables: of the layer.
+        turns: by which keys are turned, cosines and sines: float32 [t, rotated dimensions / 2].
+        slots: int64 [t] on the device, distinct.
+        keys: pool [slots, G, Dk]; the last stride is 1.
+        values: pool [slots, G, Dv] of the same dtype.
+        halves: see `attention.rotation.KeyRotation`.
+
+    Returns:
+        What the layer was restored to, less the mean: bfloat16 [t, X].
+    """
+    assert keys.stride(2) == values.stride(2) == 1 and keys.dtype == values.dtype
+    assert keys.shape[1] == values.shape[1] and slots.is_contiguous()
+    cos, sin = turns
+    assert cos.is_contiguous() and sin.is_contiguous()
+    heads, key_dim, value_dim = keys.shape[1], keys.shape[2], values.shape[2]
+    features = len(tables.mean)
+    assert features == heads * (key_dim + value_dim)
+    count = len(components)
+    restored = torch.empty(count, features, dtype=torch.bfloat16, device=components.device)
+    if not count:
+        return restored
+    assert below is None or below.is_contiguous()
+    pairs = (max(key_dim, value_dim) + 1) // 2
+    constants: dict[str, Any] = {
+        "FEATURES": features,
+        "HEADS": heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "PREDICTED": below is not None,
+        "TURNED": cos.shape[1],
+        "HALVES": halves,
+        "PAIRS": max(power_of_two(pairs), LEAST_COLUMNS),
+        "TOKENS": TILE_TOKENS,
+        "FACTORS": TILE_FACTORS,
+        # The interpreter takes the bits of bfloat16 numbers for integers when it multiplies.
+        "WIDEN": not isinstance(_restore_kernel, triton.JITFunction),
+        "num_warps": 4,
+    }
+    _restore_kernel[(-(-count // TILE_TOKENS), heads, 2)](
+        components,
+        components.shape[1],
+        len(tables.places),
+        restored if below is None else below,
+        tables.matrix,
+        tables.mean,
+        cos,
+        sin,
+        slots,
+        count,
+        restored,
+        keys,
+        values,
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        **constants,
+    )
+    return restored
+
+
+# Numbers of tokens differ between launches, those of components between layers.
+@triton.jit(
+    do_not_specialize=["row_stride", "count", "components"],
+    do_not_specialize_on_alignment=["rows"],
+)
+def _unpack_kernel(
+    rows: tl.tensor,
+    row_stride: tl.tensor,
+    count: tl.tensor,
+    components: tl.tensor,
+    places: tl.tensor,
+    levels: tl.tensor,
+    gains: tl.tensor,
+    found: tl.tensor,
+    width: tl.tensor,
+    TOKENS: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+) -> None:
+    """One program per tile of tokens and of components."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    component = tl.program_id(1) * COMPONENTS + tl.arange(0, COMPONENTS)
+    is_token, is_component = token < count, component < components
+    mask = is_token[:, None] & is_component[None, :]
+    own = rows + token * row_stride
+    fields = places + component * _FIELDS
+    code = tl.zeros([TOKENS, COMPONENTS], tl.int32)
+    for kind in tl.static_range(4):
+        # Of two nibbles, a crumb and a bit.
+        bits = 4 if kind < 2 else 4 - kind
+        byte = tl.load(fields + 2 * kind, mask=is_component, other=-1)
+        shift = tl.load(fields + 2 * kind + 1, mask=is_component, other=0)
+        has = mask & (byte >= 0)[None, :]
+        part = tl.load(own[:, None] + byte[None, :], mask=has, other=0).to(tl.int32)
+        part = (part >> tl.maximum(shift, 0)[None, :]) & ((1 << bits) - 1)
+        code = tl.where(has, (code << bits) | part, code)
+    first = tl.load(fields + 8, mask=is_component, other=0)
+    place = tl.load(fields + 9, mask=is_component, other=0)
+    word = tl.zeros([TOKENS], tl.int32)
+    for byte in tl.static_range(4):
+        word |= tl.load(own + byte, mask=is_token, other=0).to(tl.int32) << (8 * byte)
+    gain = tl.load(gains + ((word[:, None] >> place[None, :]) & 31), mask=mask, other=0.0)
+    level = tl.load(levels + first[None, :] + code, mask=mask, other=0.0)
+    target = found + token[:, None] * width + component[None, :]
+    scaled = (level * gain).to(tl.bfloat16)
+    tl.store(target, scaled, mask=is_token[:, None] & (component < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["components", "count"])
+def _restore_kernel(
+    factors: tl.tensor,
+    width: tl.tensor,
+    components: tl.tensor,
+    below: tl.tensor,
+    matrix: tl.tensor,
+    mean: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slots: tl.tensor,
+    count: tl.tensor,
+    restored: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    FEATURES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PREDICTED: tl.constexpr,
+    TURNED: tl.constexpr,
+    HALVES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One program per tile of tokens and head; for keys where program id 2 is 0, else values."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + token, mask=token < count, other=0)
+    if tl.program_id(2) == 0:
+        target = keys + slot * key_stride + head * key_head_stride
+        SPLIT: tl.constexpr = TURNED if HALVES else 0
+        first, second = _restored(
+            factors, width, components, below, matrix, mean, restored, token, count,
+            head * KEY_DIM, SPLIT, KEY_DIM, PREDICTED, FEATURES, PAIRS, TOKENS, FACTORS, WIDEN,
+        )  # fmt: skip
+        pair = tl.arange(0, PAIRS)
+        turned = (token < count)[:, None] & (pair < TURNED)[None, :]
+        place = token[:, None] * TURNED + pair[None, :]
+        c = tl.load(cos + place, mask=turned, other=1.0)
+        s = tl.load(sin + place, mask=turned, other=0.0)
+        one, other = first * c - second * s, second * c + first * s
+        _store(target, one, other, token, count, SPLIT, KEY_DIM, PAIRS)
+    else:
+        target = values + slot * value_stride + head * value_head_stride
+        HALF: tl.constexpr = (VALUE_DIM + 1) // 2
+        first, second = _restored(
+            factors, width, components, below, matrix, mean, restored, token, count,
+            HEADS * KEY_DIM + head * VALUE_DIM, HALF, VALUE_DIM, PREDICTED, FEATURES, PAIRS, TOKENS,
+            FACTORS, WIDEN,
+        )  # fmt: skip
+        _store(target, first, second, token, count, HALF, VALUE_DIM, PAIRS)
+
+
+@triton.jit
+def _restored(
+    factors: tl.tensor,
+    width: tl.tensor,
+    components: tl.tensor,
+    below: tl.tensor,
+    matrix: tl.tensor,
+    mean: tl.tensor,
+    restored: tl.tensor,
+    token: tl.tensor,
+    count: tl.tensor,
+    own: tl.tensor,
+    SPLIT: tl.constexpr,
+    DIM: tl.constexpr,
+    PREDICTED: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both elements of each pair of a head, whose features begin at `own`; kept without mean."""
+    one, other = _columns(SPLIT, DIM, PAIRS)
+    first = tl.zeros([TOKENS, PAIRS], tl.float32)
+    second = tl.zeros([TOKENS, PAIRS], tl.float32)
+    head = matrix + own
+    first, second = _add_products(
+        first, second, factors, width, components, head, token, count, SPLIT, DIM, FEATURES, PAIRS,
+        FACTORS, WIDEN,
+    )  # fmt: skip
+    if PREDICTED:
+        head += components.to(tl.int64) * FEATURES
+        first, second = _add_products(
+            first, second, below, FEATURES, FEATURES, head, token, count, SPLIT, DIM, FEATURES,
+            PAIRS, FACTORS, WIDEN,
+        )  # fmt: skip
+    first, second = first.to(tl.bfloat16), second.to(tl.bfloat16)
+    _store(restored + token * FEATURES + own, first, second, token, count, SPLIT, DIM, PAIRS)
+    first_mean = tl.load(mean + own + one, mask=one < DIM, other=0.0)
+    second_mean = tl.load(mean + own + other, mask=other < DIM, other=0.0)
+    return first.to(tl.float32) + first_mean[None, :], second.to(tl.float32) + second_mean[None, :]
+
+
+@triton.jit
+def _add_products(
+    first: tl.tensor,
+    second: tl.tensor,
+    factors: tl.tensor,
+    width: tl.tensor,
+    size: tl.tensor,
+    matrix: tl.tensor,
+    token: tl.tensor,
+    count: tl.tensor,
+    SPLIT: tl.constexpr,
+    DIM: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Add products of factors [t, size], in rows of this width, and some columns of a matrix."""
+    one, other = _columns(SPLIT, DIM, PAIRS)
+    for begin in range(0, width, FACTORS):
+        place = begin + tl.arange(0, FACTORS)
+        mask = (token < count)[:, None] & (place < width)[None, :]
+        tile = tl.load(factors + token[:, None] * width + place[None, :], mask=mask, other=0.0)
+        row = matrix + place[:, None].to(tl.int64) * FEATURES
+        known = (place < size)[:, None]
+        own = tl.load(row + one[None, :], mask=known & (one < DIM)[None, :], other=0.0)
+        first = _add_product(first, tile, own, WIDEN)
+        own = tl.load(row + other[None, :], mask=known & (other < DIM)[None, :], other=0.0)
+        second = _add_product(second, tile, own, WIDEN)
+    return first, second
+
+
+@triton.jit
+def _add_product(
+    sums: tl.tensor, tile: tl.tensor, columns: tl.tensor, WIDEN: tl.constexpr
+) -> tl.tensor:
+    """Add a product to float32 [tokens, PAIRS]."""
+    if WIDEN:
+        wide = columns.to(tl.float32)
+        return tl.dot(tile.to(tl.float32), wide, sums, input_precision="ieee")
+    else:
+        return tl.dot(tile, columns, sums)
+
+
+@triton.jit
+def _columns(
+    SPLIT: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both columns of each pair: the first `SPLIT` pair with the next ones, others neighbours."""
+    pair = tl.arange(0, PAIRS)
+    if 2 * SPLIT >= DIM:
+        # Behind them are no others, and neighbours are loaded at once.
+        return tl.where(pair < SPLIT, pair, DIM) if PAIRS > SPLIT else pair, pair + SPLIT
+    else:
+        joined = pair < SPLIT
+        return tl.where(joined, pair, 2 * pair), tl.where(joined, pair + SPLIT, 2 * pair + 1)
+
+
+@triton.jit
+def _store(
+    target: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    token: tl.tensor,
+    count: tl.tensor,
+    SPLIT: tl.constexpr,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Put both elements of each pair into rows that begin at `target`."""
+    one, other = _columns(SPLIT, DIM, PAIRS)
+    inside = (token < count)[:, None]
+    tl.store(
+        target[:, None] + one[None, :],
+        first.to(target.dtype.element_ty),
+        mask=inside & (one < DIM)[None, :],
+    )
+    tl.store(
+        target[:, None] + other[None, :],
+        second.to(target.dtype.element_ty),
+        mask=inside & (other < DIM)[None, :],
+    )

@@ -1,0 +1,100 @@
+"""A real server with a basis: its codes, and exact KVs beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from impress_sglang.cli.calibrate import Prompts, calibrated
+from tests.serving.compare import assert_same, report
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
+from tests.serving.test_bits import EXACT, logprob
+from tests.serving.tiny_models import random_tokens
+
+STAYS_WHOLE = "impress"
+RATE = 4.0
+
+
+@pytest.fixture(scope="module")
+def basis(workdir: Path, tiny_llama: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    path = workdir / "tiny.basis"
+    texts = {str(seed): random_tokens(500, seed=seed) for seed in range(600, 606)}
+    calibrated(Prompts(model), texts, RATE).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def impress(serve: Serve, basis: Path) -> Iterator[Server]:
+    flags = ("--max-total-tokens=9000", "--impress-host-gb=0", "--impress-device-gb=0")
+    with serve("basis", f"--impress-basis={basis}", *flags) as server:
+        yield server
+
+
+def test_a_prefix_comes_in_the_bits_of_the_basis(impress: Server, stock: Server) -> None:
+    """In fewer bytes than exact KVs, and answers hardly differ."""
+    prefix = impress.store(1200, seed=3)
+    question = [*prefix, *random_tokens(25, seed=4)]
+    right = logprob(stock.generate(question, 1, return_logprob=True))
+    found = impress.generate(question, 1, return_logprob=True)
+    few = report(found)
+    assert few["path"] == "ssd" and few["bits_mean"] == few["bits"] == RATE
+    assert few["approximate"] is True and few["loaded_tokens"] == 1200
+    assert abs(logprob(found) - right) < 0.3
+    exact = report(impress.generate(question, 1, **EXACT))
+    assert exact["bits_mean"] == 16.0 and 5 < exact["ssd_bytes"] / few["ssd_bytes"] < 8
+
+
+@pytest.mark.parametrize(("bits", "got"), [(5, RATE), (6, RATE), (7, 16.0), (8, 16.0)])
+def test_who_asks_for_more_bits_than_it_is_worth_gets_exact_kvs(
+    impress: Server, bits: int, got: float
+) -> None:
+    prefix = impress.store(300, seed=5)
+    question = [*prefix, *random_tokens(9, seed=40 + bits)]
+    said = report(impress.generate(question, 1, impress_bits=bits))
+    assert said["path"] == "ssd" and said["bits_mean"] == got
+
+
+def test_exact_answers_are_exact(impress: Server) -> None:
+    question = [*random_tokens(700, seed=81), *random_tokens(20, seed=82)]
+    computed = impress.generate(question, 12, return_logprob=True)
+    impress.flush()
+    impress.generate(question, 2)
+    exact = impress.generate(question, 12, return_logprob=True, **EXACT)
+    assert_same([computed], [exact], 1e-4)
+    assert report(exact)["path"] == "ssd"
+
+
+def test_a_conversation_is_read_back_over_turns(impress: Server) -> None:
+    """What is computed behind coded KVs is stored, and coded in its turn."""
+    text = random_tokens(400, seed=7)
+    for turn in range(4):
+        impress.flush()
+        said = report(impress.generate(text, 1))
+        assert said["path"] == ("ssd" if turn else "computed")
+        assert said["loaded_tokens"] == (len(text) - 200 if turn else 0)
+        text = [*text, *random_tokens(200, seed=70 + turn)]
+
+
+def test_eight_at_once_load_it_once(impress: Server) -> None:
+    prefix = impress.store(1500, seed=8)
+    questions = [[*prefix, *random_tokens(20, seed=20 + number)] for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(impress.generate, own, 4) for own in questions]
+        said = [report(own.result()) for own in asked]
+    assert sum(own["loaded_tokens"] for own in said) == 1500
+    assert all(own["prefix_tokens"] == 1500 for own in said)
+
+
+def test_it_is_there_after_a_restart(serve: Serve, basis: Path) -> None:
+    for started in range(2):
+        with serve("basis-again", f"--impress-basis={basis}") as server:
+            prefix = server.store(400, seed=9) if not started else random_tokens(400, seed=9)
+            said = report(server.generate([*prefix, *random_tokens(9, seed=started)], 1))
+            assert said["path"] == "ssd" and said["bits_mean"] == RATE

@@ -1,0 +1,42 @@
+"""Codecs with a basis for made-up KVs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.fit import Moments, fit
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.kv_codec import KVCodec
+from tests.unit import kv_factory as kv
+
+# Tokens of the text that bases are fitted to.
+FITTED = tuple(range(7000, 8700))
+
+
+def rotation(dim: int, *, halves: bool = True) -> KeyRotation:
+    """Of keys whose first half of dimensions is rotated."""
+
+    def table(positions: int) -> Tensor:
+        angles = torch.arange(positions)[:, None] / 100.0 ** torch.linspace(0, 1, dim // 4)
+        return torch.cat([angles.cos(), angles.sin()], 1)
+
+    return KeyRotation(table, halves=halves)
+
+
+def fitted(shape: KVShape, rate: float, turning: KeyRotation, model: str = "made up") -> Basis:
+    """A basis for KVs as `kv.SequenceKVs` makes them."""
+    kvs, moments = kv.SequenceKVs(shape, "", FITTED), Moments()
+    places, none = torch.arange(len(FITTED)), torch.zeros(len(FITTED), dtype=torch.int64)
+    turns = turning.turns(places, none)
+    layers = range(shape.num_layers)
+    moments.add([(turning.move(kvs.keys(own).float(), turns), kvs.values(own)) for own in layers])
+    return fit(moments, None, rate, model=model)
+
+
+def codec_for(shape: KVShape, rate: float = 4.0, *, halves: bool = True) -> KVCodec:
+    """A codec for KVs of a shape."""
+    turning = rotation(shape.key_dim, halves=halves)
+    return KVCodec(fitted(shape, rate, turning), turning)

@@ -1,0 +1,71 @@
+"""A basis of random numbers, and rows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from impress_sglang.attention.rotation import KeyRotation, Turns
+from impress_sglang.codec.basis import Basis, LayerBasis
+from impress_sglang.codec.coder import spread
+from impress_sglang.codec.levels import LEVEL_TABLE
+from impress_sglang.codec.rows import GAINS
+
+# Bits of the components of each layer.
+ALL_BITS = tuple(bits for bits in range(8, 0, -1) for _ in range(5))
+LAYERS = (ALL_BITS, (), (8, 8, 8, 1), (7,) * 20 + (6,) * 33 + (3,) * 18 + (2,) * 17 + (1,) * 9)
+
+
+def random_basis(
+    keys: tuple[int, int], values: tuple[int, int], layers: Sequence[tuple[int, ...]] = LAYERS
+) -> Basis:
+    """A basis for heads and dimensions of keys and of values."""
+    size = keys[0] * keys[1] + values[0] * values[1]
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    own = []
+    for layer, bits in enumerate(layers):
+        predict = (drawn(size, size) / 2 / size**0.5).bfloat16() if layer else None
+        count = len(bits)
+        forward, inverse = drawn(size, count), drawn(count, size).bfloat16()
+        own.append(LayerBasis(bits, 5 * drawn(size), predict, forward, inverse))
+    return Basis("random", (keys, values), tuple(own))
+
+
+def random_rows(basis: Basis, layer: int, tokens: int, seed: int = 0) -> Tensor:
+    """Rows of any codes; gains are from a quarter to 4."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.tensor(basis.layers[layer].bits, dtype=torch.int64)
+    codes = torch.randint(0, 256, (tokens, len(bits)), generator=generator) % 2**bits
+    gains = torch.randint(4, 21, (tokens, GAINS), generator=generator)
+    return basis.layouts[layer].pack(codes.byte(), gains.byte())
+
+
+def components_of(basis: Basis, layer: int, rows: Tensor) -> Tensor:
+    """Float32 [t, C], of the coder's parts."""
+    codes, gains = basis.layouts[layer].unpack(rows)
+    bits = torch.tensor(basis.layers[layer].bits, dtype=torch.int64)
+    return torch.from_numpy(LEVEL_TABLE)[codes + 2**bits - 1] * spread(gains, len(bits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotated:
+    """A rotation, and how it turns keys of some tokens from position 0."""
+
+    rotation: KeyRotation
+    turns: Turns
+
+
+def random_turns(rotated: int, tokens: int, *, halves: bool) -> Rotated:
+    """Of so many dimensions."""
+    angles = torch.rand(tokens + 9, rotated // 2, generator=torch.Generator().manual_seed(2)) * 6
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+    rotation = KeyRotation(lambda _: table, halves=halves)
+    places = torch.arange(tokens) + 9
+    return Rotated(rotation, rotation.turns(torch.zeros_like(places), places))

@@ -1,0 +1,191 @@
+"""Fitting a basis to a model: what is read of it, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from impress_sglang.cli.calibrate import Gradients, Prompts, calibrated, coded_kvs
+from impress_sglang.cli.main import main
+from impress_sglang.cli.outcome import DONE, REFUSED, Refused
+from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.fit import SINK_TOKENS
+
+VOCABULARY = 256
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+KINDS = ("Llama", "Qwen2")
+
+
+def make_model(kind: str = "Llama", seed: int = 1, **more: Any) -> Any:
+    """Weights that are large enough for predictions to differ, and biases of keys and values."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, initializer_range=0.3, **more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=3.0)
+    return model
+
+
+def ids(tokens: int, seed: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(VOCABULARY // 4) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_are_what_they_were_before_rotation(kind: str) -> None:
+    model, seen = make_model(kind), []
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.register_forward_hook(lambda _, __, out: seen.append(out[0]))
+    kvs, slopes = Prompts(model).gradients(ids(40, 1))
+    assert [keys.shape for keys, _ in kvs] == [(40, 2, 8)] * 3
+    assert [keys.shape for keys, _ in slopes[0]] == [(30, 2, 8)] * 3
+    for layer, (keys, _) in enumerate(kvs):
+        # The prompt was computed in two parts.
+        exact = torch.cat([seen[layer], seen[layer + 3]])
+        torch.testing.assert_close(keys.flatten(1), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_tell_what_errors_cost(kind: str) -> None:
+    """The KL of small errors is half their product with Fisher's information."""
+    prompts, prompt = Prompts(make_model(kind)), ids(60, 2)
+    cost = torch.zeros(2)
+    draws = [draw for _ in range(5) for draw in prompts.gradients(prompt)[1]]
+    for layer in itertools.chain(*draws):
+        for stream, own in enumerate(layer):
+            cost[stream] += float(own.square().sum()) / len(draws)
+    held, size, generator = 45, 0.003, torch.Generator().manual_seed(1)
+    keys, values = prompts._prefix(prompt[:held])
+
+    def logp(noisy: int | None) -> torch.Tensor:
+        parts = [[own.clone() for own in stream] for stream in (keys, values)]
+        for own in parts[noisy] if noisy is not None else ():
+            own += size * torch.randn(own.shape, generator=generator)
+        with torch.no_grad():
+            return prompts._follow(parts[0], parts[1], prompt[held:])[0].double().log_softmax(-1)
+
+    exact = logp(None)
+    for stream in range(2):
+        runs = [(exact.exp() * (exact - logp(stream))).sum() for _ in range(20)]
+        found = float(torch.stack(runs).mean())
+        assert found == pytest.approx(float(cost[stream]) * size**2 / 2, rel=0.35)
+
+
+def test_metrics_are_mean_products_and_prompts_count_alike() -> None:
+    generator, gradients = torch.Generator().manual_seed(1), Gradients()
+    drawn = [[(torch.randn(9, 2, 3, generator=generator),) * 2] for _ in range(2)]
+    gradients.add(drawn)
+    used = torch.cat([draw[0][0][SINK_TOKENS:] for draw in drawn])
+    products = torch.einsum("tgd,tge->gde", used, used).double()
+    found = gradients.metric()[0][1]
+    torch.testing.assert_close(found, products / used.square().sum(), rtol=1e-5, atol=1e-6)
+    gradients.add([[(1000 * own, 1000 * own) for own, _ in draw] for draw in drawn])
+    torch.testing.assert_close(gradients.metric()[0][1], 2 * found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_bits_change_predictions_less(kind: str) -> None:
+    prompts = Prompts(make_model(kind))
+    texts = {"one": ids(300, 1), "two": ids(300, 2)}
+    few, many = (calibrated(prompts, texts, rate) for rate in (2.0, 5.0))
+    assert set(few.notes["kl"]) == set(texts)
+    for text in texts:
+        assert many.notes["kl"][text] < few.notes["kl"][text] / 8
+    assert calibrated(Prompts(make_model(kind)), texts, 2.0).digest == few.digest
+    assert few.model.startswith(f"{kind}ForCausalLM ")
+    other = calibrated(Prompts(make_model(kind, seed=2)), texts, 2.0)
+    assert other.model != few.model
+
+
+def test_first_tokens_are_exact() -> None:
+    prompts = Prompts(make_model())
+    basis = calibrated(prompts, {"one": ids(300, 1)}, 2.0)
+    kvs, _ = prompts.gradients(ids(40, 3))
+    for coded, exact in zip(coded_kvs(basis, kvs), kvs, strict=True):
+        for one, other in zip(coded, exact, strict=True):
+            assert torch.equal(one[:SINK_TOKENS], other[:SINK_TOKENS])
+            assert not torch.equal(one[SINK_TOKENS:], other[SINK_TOKENS:])
+
+
+def test_models_that_are_not_understood_are_refused() -> None:
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    with pytest.raises(Refused, match="no rotary"):
+        Prompts(plain)
+    # It pairs neighbours.
+    with pytest.raises(Refused, match="unknown way"):
+        Prompts(make_model("Cohere")).gradients(ids(40, 1))
+    with pytest.raises(Refused, match="short"):
+        calibrated(Prompts(make_model()), {"long": ids(128, 1), "short": ids(127, 1)}, 4.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are bytes."""
+    found = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({own: i for i, own in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(found)
+    make_model("Qwen2").save_pretrained(found)
+    return found
+
+
+def test_command_with_texts_of_the_package(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "own.basis"
+    order = ["calibrate", "--model", str(folder), "--out", str(out), "--rate", "3", "--json"]
+    assert main([*order, "--tokens", "200"]) == DONE
+    told = json.loads(capsys.readouterr().out)
+    basis = Basis.load(out)
+    assert told["digest"] == basis.digest and told["kl"] == basis.notes["kl"]
+    assert {"prose", "german", "python", "chinese", "json"} <= set(told["kl"])
+    assert told["rate"] == pytest.approx(3, abs=0.02) and told["share"] < 0.3
+
+
+def test_command_with_own_texts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "mine.txt", tmp_path / "own.basis"
+    text.write_text("So it goes, and so it went on. " * 9)
+    order = ["calibrate", "--model", str(folder), "--out", str(out), "--text", str(text)]
+    assert main(order) == DONE
+    assert "kl: mine " in capsys.readouterr().out
+    for wrong, why in (
+        (["--rate", "0.5"], "rate"),
+        (["--text", str(tmp_path / "none")], "cannot be read"),
+        (["--text", str(text), str(text)], "two texts"),
+        (["--out", str(tmp_path / "none" / "b")], "no directory"),
+        (["--model", str(tmp_path)], "cannot be loaded"),
+        (["--tokens", "60"], "fewer than"),
+    ):
+        out.unlink(missing_ok=True)
+        assert main([*order, *wrong]) == REFUSED
+        assert why in capsys.readouterr().err
+        assert not out.exists()
+
+
+def test_too_few_tokens_for_a_model_are_refused() -> None:
+    """With fewer than a token has features, all other text is unlike them."""
+    prompts = Prompts(make_model(head_dim=64))
+    with pytest.raises(Refused, match="more than 512 tokens"):
+        calibrated(prompts, {"one": ids(300, 1), "other": ids(150, 2)}, 3.0)
+    assert calibrated(prompts, {"one": ids(300, 1), "other": ids(260, 2)}, 3.0).rate > 2.9

@@ -1,0 +1,320 @@
+"""A basis: fitted, saved, and what is coded with it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.coder import (
+    GAIN_TABLE,
+    decode_layer,
+    encode_layer,
+    fit_of,
+    group_bounds,
+    kvs_of,
+)
+from impress_sglang.codec.fit import SINK_TOKENS, Moments, fit
+from impress_sglang.codec.levels import LEVELS
+from impress_sglang.codec.rows import GAINS
+from impress_sglang.errors import BasisUnreadable, NotCodable
+
+LAYERS, HEADS, DIM = 3, 2, 6
+FEATURES = HEADS * DIM
+Prompt = list[list[Tensor]]
+
+
+def prompt(tokens: int, seed: int) -> Prompt:
+    """Keys and values that are partly linear maps of the layer below, far from 0; [t, G, D]."""
+    fixed, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
+    layers: Prompt = []
+    for layer in range(LAYERS):
+        layers.append([])
+        for stream in range(2):
+            mix = torch.randn(FEATURES, FEATURES, generator=fixed) / 3
+            mean = 50 * torch.randn(FEATURES, generator=fixed)
+            x = torch.randn(tokens, FEATURES, generator=own) @ mix
+            if layer:
+                x = 0.3 * x + layers[layer - 1][stream].flatten(1) @ mix.roll(1, 0)
+            layers[layer].append((x + mean).unflatten(1, (HEADS, DIM)))
+    return layers
+
+
+def metric(seed: int = 3) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    roots = torch.randn(LAYERS, 2, HEADS, DIM, DIM, generator=generator)
+    return [list(layer @ layer.mT) for layer in roots]
+
+
+def moments(count: int = 3) -> Moments:
+    found = Moments()
+    for seed in range(count):
+        found.add(prompt(150, seed))
+    return found
+
+
+@pytest.fixture(scope="module")
+def basis() -> Basis:
+    return fit(moments(), metric(), 4.0, model="m", notes={"kl": {"prose": 0.5}})
+
+
+def coded(basis: Basis, layers: Prompt) -> tuple[list[Tensor], Prompt]:
+    """Rows, and restored keys and values, of all layers."""
+    below, rows, found = None, [], []
+    for layer, kvs in enumerate(layers):
+        own, below = encode_layer(basis, layer, below, kvs)
+        rows.append(own)
+        found.append(list(kvs_of(basis, layer, below)))
+    return rows, found
+
+
+def error(basis: Basis, layers: Prompt, weights: list[list[Tensor]]) -> float:
+    """Mean cost of all errors."""
+    total = 0.0
+    for restored, exact, own in zip(coded(basis, layers)[1], layers, weights, strict=True):
+        for x, y, m in zip(restored, exact, own, strict=True):
+            e = x - y
+            total += float(torch.einsum("tgd,gde,tge->", e, m, e))
+    return total / len(layers[0][0])
+
+
+def joined(layer: list[Tensor]) -> Tensor:
+    """Features [t, X] of keys and values [t, G, D]."""
+    return torch.cat([own.flatten(1) for own in layer], 1)
+
+
+def test_moments_are_those_of_all_tokens_but_the_first() -> None:
+    found, prompts = moments(2), [prompt(150, seed) for seed in range(2)]
+    for layer in range(LAYERS):
+        x, y = (
+            torch.cat([joined(own[at])[SINK_TOKENS:] for own in prompts]).double()
+            for at in (layer, layer - 1)
+        )
+        torch.testing.assert_close(found.mean(layer), x.mean(0), rtol=1e-6, atol=1e-5)
+        cov = found.covariance(layer)
+        torch.testing.assert_close(cov, x.T.cov(correction=0), rtol=1e-4, atol=1e-4)
+        if layer:
+            want = (y - y.mean(0)).T @ (x - x.mean(0)) / len(x)
+            torch.testing.assert_close(found.with_below(layer), want, rtol=1e-4, atol=1e-4)
+
+
+def test_components_of_what_was_fitted_are_uncorrelated_and_sorted() -> None:
+    basis, prompts = fit(moments(), metric(), 7.5), [prompt(150, seed) for seed in range(3)]
+    for layer, own in enumerate(basis.layers):
+        x, y = (
+            torch.cat([joined(one[at])[SINK_TOKENS:] for one in prompts])
+            for at in (layer, layer - 1)
+        )
+        p = own.mean
+        if own.predict is not None:
+            p = p + (y - basis.layers[layer - 1].mean) @ own.predict.float()
+        z = (x - p) @ own.forward
+        assert (z.T.cov() - torch.eye(z.shape[1])).abs().max() < 0.15
+        weighed = torch.zeros(len(own.bits))
+        for unit, weights in zip(
+            own.inverse.float().split(FEATURES, 1), metric()[layer], strict=True
+        ):
+            heads = unit.unflatten(1, (HEADS, DIM))
+            weighed += torch.einsum("cgd,gde,cge->c", heads, weights, heads)
+        # The least are sorted by a metric with a floor.
+        assert (weighed.diff() <= 0.15 * weighed[:-1] + 2e-3 * weighed[0]).all()
+
+
+@pytest.mark.parametrize("weights", [None, metric()], ids=["rel", "metric"])
+def test_error_falls_by_four_with_each_bit(weights: list[list[Tensor]] | None) -> None:
+    judged = [[torch.eye(DIM).expand(HEADS, -1, -1)] * 2] * LAYERS if weights is None else weights
+    errors = [error(fit(moments(), weights, rate), prompt(60, 9), judged) for rate in (2, 3, 4, 5)]
+    for high, low in itertools.pairwise(errors):
+        assert 2.7 < high / low < 5.5
+
+
+def test_a_metric_makes_its_own_errors_smaller() -> None:
+    weighed, plain = fit(moments(), metric(), 4.0), fit(moments(), None, 4.0)
+    test = prompt(60, 9)
+    assert error(weighed, test, metric()) < 0.8 * error(plain, test, metric())
+
+
+def test_layers_below_predict() -> None:
+    """Layers that depend on the one below get fewer bits than the first."""
+    basis = fit(moments(), None, 4.0)
+    first, *others = (sum(own.bits) for own in basis.layers)
+    assert max(others) < 0.9 * first
+
+
+@pytest.mark.parametrize("rate", [4.0, 6.0, 8.0])
+@pytest.mark.parametrize("weights", [None, metric()], ids=["rel", "metric"])
+def test_what_never_varies_gets_no_bits(weights: list[list[Tensor]] | None, rate: float) -> None:
+    """Such as a channel that the model does not use."""
+
+    def still(seed: int) -> Prompt:
+        layers = prompt(150, seed)
+        for keys, values in layers:
+            keys[:, 0, :3], values[:, 1] = 0.0, 7.0
+        return layers
+
+    found = Moments()
+    for seed in range(3):
+        found.add(still(seed))
+    basis = fit(found, weights, rate)
+    assert all(0 < len(own.bits) <= FEATURES * 2 - 9 for own in basis.layers)
+    assert all(
+        bool(own.isfinite().all()) for layer in basis.layers for own in layer.arrays().values()
+    )
+    rows, restored = coded(basis, still(8))
+    assert all(fit_of(basis, layer, own) < 1.5 for layer, own in enumerate(rows))
+    for own, exact in zip(restored, still(8), strict=True):
+        assert (joined(own) - joined(exact))[:, :3].abs().max() < 0.1
+
+
+def test_the_rate_is_met(basis: Basis) -> None:
+    for rate in (1.0, 3.0, 4.0, 7.0):
+        assert fit(moments(1), metric(), rate).rate == pytest.approx(rate, abs=0.02)
+    assert basis.token_bytes == sum(own.row_bytes for own in basis.layouts)
+
+
+def test_decoder_restores_what_the_encoder_returns(basis: Basis) -> None:
+    rows, _ = coded(basis, prompt(40, 5))
+    below_encoded = below_decoded = None
+    for layer, kvs in enumerate(prompt(40, 5)):
+        _, below_encoded = encode_layer(basis, layer, below_encoded, kvs)
+        below_decoded = decode_layer(basis, layer, below_decoded, rows[layer])
+        assert torch.equal(below_encoded, below_decoded)
+
+
+def test_a_token_is_restored_as_its_row_says(basis: Basis) -> None:
+    """Component by component, in Python."""
+    rows, restored = coded(basis, prompt(2, 5))
+    codes, gains = basis.layouts[0].unpack(rows[0])
+    own, count = basis.layers[0], len(basis.layers[0].bits)
+    x = own.mean.double()
+    for i, bits in enumerate(own.bits):
+        gain = 2 ** ((int(gains[1, i * GAINS // count]) - 12) / 4)
+        x = x + gain * float(LEVELS[bits][codes[1, i]]) * own.inverse[i].double()
+    found = joined(restored[0])[1]
+    torch.testing.assert_close(found.double(), x, rtol=1e-2, atol=2e-2)
+
+
+def test_each_code_is_the_nearest_level(basis: Basis) -> None:
+    layers = prompt(20, 6)
+    codes, gains = basis.layouts[0].unpack(encode_layer(basis, 0, None, layers[0])[0])
+    own, count = basis.layers[0], len(basis.layers[0].bits)
+    z = (joined(layers[0]) - own.mean) @ own.forward
+    for i, bits in enumerate(own.bits):
+        scaled = z[:, i] / torch.from_numpy(GAIN_TABLE)[gains[:, i * GAINS // count].int()]
+        far = (scaled[:, None] - torch.from_numpy(LEVELS[bits])).abs()
+        chosen = far.gather(1, codes[:, i : i + 1].long())[:, 0]
+        assert (chosen <= far.min(1).values + 1e-5).all()
+
+
+@given(st.integers(0, 50))
+def test_groups_share_a_gain(components: int) -> None:
+    bounds = group_bounds(components)
+    groups = [group for group in range(GAINS) for _ in range(bounds[group], bounds[group + 1])]
+    assert groups == [i * GAINS // components for i in range(components)]
+
+
+def test_rows_do_not_depend_on_other_tokens(basis: Basis) -> None:
+    layers = prompt(30, 5)
+    whole, _ = coded(basis, layers)
+    part, _ = coded(basis, [[own[7:12] for own in layer] for layer in layers])
+    for one, other in zip(whole, part, strict=True):
+        # Products of other shapes may round differently, and a code then be the next one.
+        assert (one[7:12] != other).float().mean() < 0.01
+
+
+def test_a_layer_without_bits_is_its_prediction() -> None:
+    small = metric()
+    small[1] = [own * 1e-12 for own in small[1]]
+    basis = fit(moments(), small, 3.0)
+    assert basis.layers[1].bits == ()
+    rows, _ = coded(basis, prompt(5, 1))
+    assert rows[1].shape == (5, basis.layouts[1].row_bytes)
+    assert fit_of(basis, 1, rows[1]) == 0.0
+
+
+def test_fit_tells_what_is_unlike_the_calibration(basis: Basis) -> None:
+    for factor, least, most in ((1.0, 0.7, 1.3), (10.0, 30.0, 300.0)):
+        strange = [[own.mean(0) + factor * (own - own.mean(0)) for own in prompt(80, 5)[0]]]
+        found = fit_of(basis, 0, encode_layer(basis, 0, None, strange[0])[0])
+        assert least < found < most
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused(basis: Basis, bad: float) -> None:
+    layers = prompt(5, 1)
+    layers[0][1][3, 1, 2] = bad
+    with pytest.raises(NotCodable, match="layer 0"):
+        encode_layer(basis, 0, None, layers[0])
+
+
+@pytest.mark.parametrize("size", [1e10, 1e14, 1e18, 1e20, 3e38])
+def test_what_is_too_large_is_refused_or_told(basis: Basis, size: float) -> None:
+    """Its row is never what happened to be in memory."""
+    layers = prompt(5, 1)
+    layers[0][0][3] = size
+    try:
+        rows, restored = encode_layer(basis, 0, None, layers[0])
+    except NotCodable:
+        assert size > 1e14
+        return
+    assert torch.equal(restored, decode_layer(basis, 0, None, rows))
+    assert fit_of(basis, 0, rows) > 100
+
+
+def test_a_fit_is_the_same_each_time(basis: Basis) -> None:
+    assert fit(moments(), metric(), 4.0, model="m").digest == basis.digest
+    assert fit(moments(), metric(), 3.0, model="m").digest != basis.digest
+    assert fit(moments(), metric(), 4.0, model="n").digest != basis.digest
+
+
+def test_a_file_restores_all_of_a_basis(basis: Basis, tmp_path: Path) -> None:
+    path = tmp_path / "own.basis"
+    path.write_text("older")
+    basis.save(path)
+    found = Basis.load(path)
+    assert (found.digest, found.model, found.shapes) == (basis.digest, "m", basis.shapes)
+    assert found.notes == basis.notes and found.layouts == basis.layouts
+    one, other = coded(basis, prompt(9, 4)), coded(found, prompt(9, 4))
+    assert all(map(torch.equal, one[0], other[0]))
+    assert [own.name for own in tmp_path.iterdir()] == ["own.basis"]
+
+
+def test_what_was_loaded_does_not_change_with_its_file(basis: Basis, tmp_path: Path) -> None:
+    """As with `cp`, which writes into the file that there is."""
+    path = tmp_path / "own.basis"
+    basis.save(path)
+    found = Basis.load(path)
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    for own, right in zip(found.layers, basis.layers, strict=True):
+        for name, array in right.arrays().items():
+            assert torch.equal(own.arrays()[name], array)
+
+
+def test_a_damaged_file_is_never_used(basis: Basis, tmp_path: Path) -> None:
+    path = tmp_path / "own.basis"
+    basis.save(path)
+    sound = path.read_bytes()
+    generator = torch.Generator().manual_seed(1)
+    places = torch.randint(0, len(sound), (60,), generator=generator).tolist()
+    for place in [*range(0, 400, 23), *places]:
+        damaged = bytearray(sound)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        try:
+            # Names of arrays that nobody asks for may change.
+            assert Basis.load(path).digest == basis.digest
+        except BasisUnreadable as error:
+            assert "impress calibrate" in str(error)
+    for content in (b"", sound[:100], sound[:-1], b"{}" * 50):
+        path.write_bytes(content)
+        with pytest.raises(BasisUnreadable):
+            Basis.load(path)
+    with pytest.raises(BasisUnreadable):
+        Basis.load(tmp_path / "none")

@@ -1,0 +1,112 @@
+"""The quantiser of a normal law, and the bytes of a row."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.codec.levels import BOUNDS, LEVEL_TABLE, LEVELS
+from impress_sglang.codec.rows import GAINS, RowLayout
+
+# Mean square errors of the best quantisers of 1 to 5 bits (Max 1960, table 1).
+LEAST_ERRORS = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
+# The parts of a code of each number of bits, high ones first: kind and width.
+PARTS = {
+    8: [(0, 4), (1, 4)],
+    7: [(0, 4), (2, 2), (3, 1)],
+    6: [(0, 4), (2, 2)],
+    5: [(0, 4), (3, 1)],
+    4: [(0, 4)],
+    3: [(2, 2), (3, 1)],
+    2: [(2, 2)],
+    1: [(3, 1)],
+}
+
+
+def test_errors_are_the_least_and_fall_by_four_with_each_bit() -> None:
+    x = np.linspace(-8, 8, 400_001)
+    weight = np.exp(-x * x / 2) / np.exp(-x * x / 2).sum()
+    errors = [
+        float((weight * (x - levels[np.searchsorted(bounds, x)]) ** 2).sum())
+        for levels, bounds in zip(LEVELS, BOUNDS, strict=True)
+    ]
+    for bits, least in LEAST_ERRORS.items():
+        assert errors[bits] == pytest.approx(least, rel=0.01)
+    ratios = [high / low for high, low in itertools.pairwise(errors[4:])]
+    assert ratios == pytest.approx([4] * len(ratios), rel=0.07)
+
+
+def test_levels_are_symmetric_and_stand_in_one_table() -> None:
+    assert len(LEVEL_TABLE) == 511
+    for bits, levels in enumerate(LEVELS):
+        assert (np.diff(levels) > 0).all() and (levels == -levels[::-1]).all()
+        assert (LEVEL_TABLE[2**bits - 1 : 2 ** (bits + 1) - 1] == levels).all()
+
+
+def descending(most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    own = st.lists(st.integers(1, 8), max_size=most)
+    return own.map(lambda bits: tuple(sorted(bits, reverse=True)))
+
+
+def drawn(layout: RowLayout, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (tokens, len(layout.bits)), generator=generator)
+    gains = torch.randint(0, 32, (tokens, GAINS), generator=generator)
+    return (codes % 2 ** torch.tensor(layout.bits).long()).byte(), gains.byte()
+
+
+@given(descending(40), st.integers(0, 5), st.integers(0, 99))
+def test_what_is_packed_is_unpacked(bits: tuple[int, ...], tokens: int, seed: int) -> None:
+    layout = RowLayout(bits)
+    codes, gains = drawn(layout, tokens, seed)
+    rows = layout.pack(codes, gains)
+    assert rows.shape == (tokens, layout.row_bytes) and rows.dtype == torch.uint8
+    found = layout.unpack(rows)
+    assert torch.equal(found[0], codes) and torch.equal(found[1], gains)
+    assert layout.row_bytes <= -(-sum(bits) // 8) + 4 + 2
+
+
+@given(descending(40), st.integers(0, 99))
+def test_a_row_is_what_its_description_says(bits: tuple[int, ...], seed: int) -> None:
+    """Byte by byte, in Python."""
+    layout = RowLayout(bits)
+    codes, gains = drawn(layout, 1, seed)
+    word = sum(gain << 5 * i for i, gain in enumerate(gains[0].tolist()))
+    row = bytearray(word.to_bytes(4, "little"))
+    areas: dict[int, list[int]] = {4: [], 2: [], 1: []}
+    for code, own in zip(codes[0].tolist(), bits, strict=True):
+        left = own
+        for _, width in PARTS[own]:
+            left -= width
+            areas[width].append(code >> left & (1 << width) - 1)
+    for width, elements in areas.items():
+        area = [0] * (-(-len(elements) * width // 8))
+        for e, value in enumerate(elements):
+            area[e % len(area)] |= value << (e // len(area)) * width
+        row += bytes(area)
+    assert bytes(layout.pack(codes, gains)[0].numpy()) == bytes(row)
+
+
+def test_parts_find_each_code_in_a_row() -> None:
+    layout = RowLayout((8, 8, 7, 7, 6, 6, 5, 5, 4, 3, 3, 3, 2, 1, 1, 1))
+    codes, gains = drawn(layout, 3, 1)
+    rows, parts = layout.pack(codes, gains).int(), layout.parts()
+    assert parts.dtype == np.int32 and parts.shape == (16, 4, 2)
+    for component, bits in enumerate(layout.bits):
+        code = torch.zeros(3, dtype=torch.int32)
+        kinds = [kind for kind in range(4) if parts[component, kind, 0] >= 0]
+        assert kinds == [kind for kind, _ in PARTS[bits]]
+        for kind, width in PARTS[bits]:
+            at, shift = parts[component, kind].tolist()
+            code = code << width | rows[:, at] >> shift & (1 << width) - 1
+        assert torch.equal(code.byte(), codes[:, component])
+
+
+def test_bits_that_do_not_descend_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        RowLayout((3, 4))

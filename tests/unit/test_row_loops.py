@@ -1,0 +1,128 @@
+"""Compiled loops restore rows as the coder says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.attention.rotation import Turns
+from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.coder import (
+    GAIN_TABLE,
+    decode_layer,
+    encode_layer,
+    group_bounds,
+    kvs_of,
+    spread,
+)
+from impress_sglang.codec.levels import CURVES, LEVEL_TABLE
+from impress_sglang.loops import rows as loops
+from impress_sglang.transfer import kv_codec
+from impress_sglang.transfer.kv_codec import KVCodec, LoopRestorer
+from tests.unit.row_factory import random_basis, random_rows, random_turns
+
+HEADS, KEY_DIM, VALUE_DIM, ROTATED = 3, 10, 7, 6
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(scope="module")
+def basis() -> Basis:
+    return random_basis((HEADS, KEY_DIM), (HEADS, VALUE_DIM))
+
+
+def components(basis: Basis, rows: Tensor) -> Tensor:
+    codes, gains = basis.layouts[0].unpack(rows)
+    bits = torch.tensor(basis.layers[0].bits, dtype=torch.int64)
+    return torch.from_numpy(LEVEL_TABLE)[codes + 2**bits - 1] * spread(gains, len(bits))
+
+
+@given(st.lists(st.integers(1, 8), max_size=150), st.integers(0, 4))
+def test_components_are_those_of_the_coder(bits: list[int], tokens: int) -> None:
+    basis = random_basis((1, 1), (1, 1), [tuple(sorted(bits, reverse=True))])
+    rows = random_rows(basis, 0, tokens)
+    own, count = basis.layers[0].bits, len(bits)
+    tables = loops.RowTables.of(own, basis.layouts[0].parts(), group_bounds(count))
+    parts, found = torch.zeros(tokens, tables.parts).byte(), torch.full((tokens, count), 9.0)
+    arrays = tables.areas, tables.runs, tables.bounds, CURVES, GAIN_TABLE
+    loops.unpack(rows.numpy(), *arrays, parts.numpy(), found.numpy())
+    torch.testing.assert_close(found, components(basis, rows), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_pairs_of_a_rotation_are_known(halves: bool) -> None:
+    rotation = random_turns(ROTATED, 3, halves=halves).rotation
+    key, ones = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]]), torch.ones(1, 1, 2)
+    quarter = rotation.move(key, Turns(ones * 0, ones))
+    assert bool(quarter[0, 0, 2]) == rotation.halves == halves
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("rotated", [ROTATED, KEY_DIM])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_slots_hold_what_the_coder_restores(
+    basis: Basis, dtype: torch.dtype, halves: bool, rotated: int, contiguous: bool
+) -> None:
+    check(basis, 21, dtype, rotated, halves=halves, contiguous=contiguous)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 200])
+def test_tiles_join(basis: Basis, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_codec, "TILE_TOKENS", 32)
+    check(basis, tokens, torch.bfloat16, ROTATED, halves=True, contiguous=True)
+
+
+def check(
+    basis: Basis,
+    tokens: int,
+    dtype: torch.dtype,
+    rotated: int,
+    *,
+    halves: bool,
+    contiguous: bool,
+) -> None:
+    """Restore all layers into slots here and there; everything else stays as it was."""
+    own = random_turns(rotated, tokens, halves=halves)
+    restorer = LoopRestorer(KVCodec(basis, own.rotation))
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.randperm(tokens + 5, generator=generator)[:tokens]
+    below = wanted = None
+    for layer in range(basis.num_layers):
+        rows = random_rows(basis, layer, tokens)
+        pools = [
+            torch.randn(tokens + 5, HEADS, dim + (not contiguous), generator=generator).to(dtype)
+            for dim in (KEY_DIM, VALUE_DIM)
+        ]
+        expected = [pool.clone() for pool in pools]
+        views = [
+            [pool[..., :dim] for pool, dim in zip(some, (KEY_DIM, VALUE_DIM), strict=True)]
+            for some in (pools, expected)
+        ]
+        below = restorer.put(layer, rows, below, own.turns, slots, *views[0])
+        wanted = decode_layer(basis, layer, wanted, rows)
+        assert below.dtype == torch.bfloat16
+        torch.testing.assert_close(below, wanted)
+        keys, values = kvs_of(basis, layer, wanted)
+        views[1][0][slots] = own.rotation.move(keys, own.turns).to(dtype)
+        views[1][1][slots] = values.to(dtype)
+        for found, one in zip(pools, expected, strict=True):
+            # A product and a sum may be rounded once.
+            torch.testing.assert_close(found, one, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
+    """Bit by bit, also where tokens are restored among others."""
+    generator = torch.Generator().manual_seed(3)
+    rotation = random_turns(ROTATED, 20, halves=True)
+    restorer = LoopRestorer(KVCodec(basis, rotation.rotation))
+    encoded = decoded = None
+    for layer in range(basis.num_layers):
+        kvs = [5 * torch.randn(40, HEADS, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM)]
+        rows, encoded = encode_layer(basis, layer, encoded, kvs)
+        pools = [torch.zeros(20, HEADS, dim) for dim in (KEY_DIM, VALUE_DIM)]
+        slots = torch.arange(20)
+        decoded = restorer.put(layer, rows[7:27], decoded, rotation.turns, slots, *pools)
+        torch.testing.assert_close(decoded, encoded[7:27])

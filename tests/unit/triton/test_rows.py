@@ -1,0 +1,128 @@
+"""Kernels restore rows as the coder says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from impress_sglang.codec.coder import decode_layer, kvs_of
+from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
+from impress_sglang.triton import rows as kernels
+from impress_sglang.triton.sizes import power_of_two
+from tests.unit.row_factory import LAYERS, components_of, random_basis, random_rows, random_turns
+from tests.unit.triton.conftest import compiled
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Heads, dimensions of keys and of values, rotated dimensions.
+SHAPES = [(2, 10, 7, 6), (1, 32, 16, 32), (3, 9, 12, 8)]
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*((dtype, SHAPES[0]) for dtype in DTYPES), *((torch.float32, own) for own in SHAPES[1:])],
+    ids=str,
+)
+def test_slots_hold_what_the_oracle_restores(
+    device: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    tokens: int,
+    halves: bool,
+) -> None:
+    heads, key_dim, value_dim, rotated = shape
+    basis = random_basis((heads, key_dim), (heads, value_dim))
+    own = random_turns(rotated, tokens, halves=halves)
+    restorer = KernelRestorer(KVCodec(basis, own.rotation), torch.device(device))
+    turns = own.turns.to(torch.device(device))
+    slots = torch.randperm(tokens + 5)[:tokens]
+    below = None
+    for layer in range(basis.num_layers):
+        rows = random_rows(basis, layer, tokens)
+        # Rows, pools and heads with gaps.
+        memory = torch.nn.functional.pad(rows, (3, 2)).to(device)[:, 3:-2]
+        pools = [
+            torch.randn(tokens + 5, heads + 1, dim + 3).to(dtype) for dim in (key_dim, value_dim)
+        ]
+        on_device = [pool.to(device) for pool in pools]
+        views = [
+            [pool[:, :heads, :dim] for pool, dim in zip(some, (key_dim, value_dim), strict=True)]
+            for some in (on_device, pools)
+        ]
+        wanted = decode_layer(basis, layer, None if below is None else below.cpu(), rows)
+        below = restorer.put(layer, memory, below, turns, slots.to(device), *views[0])
+        # The interpreter cuts off, and rounds not.
+        slack = 2**-6 * float(wanted.abs().max())
+        assert below.dtype == torch.bfloat16
+        torch.testing.assert_close(below.cpu(), wanted, rtol=0, atol=slack)
+        keys, values = kvs_of(basis, layer, below.cpu())
+        views[1][0][slots] = own.rotation.move(keys, own.turns).to(dtype)
+        views[1][1][slots] = values.to(dtype)
+        for found, expected in zip(on_device, pools, strict=True):
+            step = 2 * torch.finfo(dtype).eps * float(expected.abs().max())
+            torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=step)
+
+
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
+    """And zeros are behind them."""
+    basis = random_basis((1, 4), (1, 3), LAYERS)
+    count = len(LAYERS[layer])
+    own = random_turns(2, 35, halves=True)
+    tables = KernelRestorer(KVCodec(basis, own.rotation), torch.device(device))._layers[layer]
+    rows = random_rows(basis, layer, 35)
+    found = kernels.unpack(rows.to(device), tables)
+    assert not found.shape[1] % kernels.ALIGNED and not found[:, count:].any()
+    wanted = components_of(basis, layer, rows).bfloat16()
+    torch.testing.assert_close(found[:, :count].cpu(), wanted, rtol=2**-7, atol=0)
+
+
+def test_nothing_to_do_is_done(device: str) -> None:
+    basis = random_basis((1, 4), (1, 4))
+    own = random_turns(4, 1, halves=True)
+    restorer = KernelRestorer(KVCodec(basis, own.rotation), torch.device(device))
+    pools = [torch.zeros(3, 1, 4, device=device) for _ in range(2)]
+    rows = random_rows(basis, 0, 0).to(device)
+    slots = torch.zeros(0, dtype=torch.int64, device=device)
+    assert restorer.put(0, rows, None, own.turns, slots, *pools).shape == (0, 8)
+    assert not any(pool.any() for pool in pools)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 128)])
+@pytest.mark.parametrize("kernel", [kernels._unpack_kernel, kernels._restore_kernel])
+def test_kernels_compile_for_an_h100(
+    kernel: triton.runtime.JITFunction, heads: int, dim: int
+) -> None:
+    constants = {
+        "FEATURES": 2 * heads * dim,
+        "HEADS": heads,
+        "KEY_DIM": dim,
+        "VALUE_DIM": dim,
+        "TURNED": dim // 2,
+        "HALVES": True,
+        "PAIRS": power_of_two(dim // 2),
+        "TOKENS": kernels.TILE_TOKENS,
+        "FACTORS": kernels.TILE_FACTORS,
+        "PREDICTED": True,
+        "WIDEN": False,
+        "COMPONENTS": kernels.UNPACK_COMPONENTS,
+    }
+    kinds = dict.fromkeys(kernel.arg_names, "*fp32") | {
+        **dict.fromkeys(("found", "factors", "below", "restored"), "*bf16"),
+        "rows": "*u8",
+        "places": "*i32",
+        "matrix": "*bf16",
+        "slots": "*i64",
+        "keys": "*bf16",
+        "values": "*bf16",
+        **dict.fromkeys(("row_stride", "count", "components", "width"), "i32"),
+        **{name: "i32" for name in kernel.arg_names if name.endswith("stride")},
+    }
+    kinds = {name: kind for name, kind in kinds.items() if name not in constants}
+    aligned = kinds.keys() - {"rows", "row_stride", "count", "components"}
+    ptx = compiled(kernel, kinds, constants, aligned).asm["ptx"]
+    assert "st.global" in ptx
+    if kernel is kernels._restore_kernel:
+        assert "mma" in ptx
