@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 
-from tests.serving.traffic import Ask, Talk, TalkFailed, have_talk
+from tests.serving.traffic import MIXED, Ask, Talk, TalkFailed, have_talk
 from tests.serving.world import KILL, World
 
 PART = 0.25
@@ -102,7 +102,10 @@ class Client(threading.Thread):
         if kind == "talk":
             self._talk(self._chance.choice(self._world.catalogue.talks), rid)
             return
-        ask = self._chance.choice(self._world.catalogue.of_kind(kind))
+        asks = self._world.catalogue.of_kind(kind)
+        if kind == "plain" and way == "blend":
+            asks = [ask for ask in asks if ask.name.startswith(MIXED)]
+        ask = self._chance.choice(asks)
         self._world.note(f"{rid} {way} {ask.name}")
         if way == "hang up" and ask.may_be_partial:
             self._hang_up(ask, rid)

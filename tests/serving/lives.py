@@ -25,6 +25,11 @@ from tests.serving.watch import Arrivals, Watch, segment_sizes
 from tests.serving.world import KILL, MIXED, World
 
 CLIENTS = 8
+# A slow machine takes longer for as much.
+LEAST_ANSWERS = 60
+MOST_SECONDS = 90
+# Of a fault that has not struck.
+MOST_FAULT_SECONDS = 5
 LEAST_BLEND = "--impress-blend-min-tokens=128"
 # Caches of these servers are far smaller; the rest is what allocators keep.
 MOST_GROWTH_BYTES = 300 << 20
@@ -210,7 +215,7 @@ class Life:
         for client in clients:
             client.start()
         try:
-            self._disturb_until(time.monotonic() + seconds)
+            self._disturb_for(seconds)
             if self._setting.is_killed:
                 self._kill(clients)
         finally:
@@ -224,7 +229,10 @@ class Life:
 
     # Events
 
-    def _disturb_until(self, end: float) -> None:
+    def _disturb_for(self, seconds: float) -> None:
+        """Events for so long, and until enough is answered between them."""
+        world, began = self._world, time.monotonic()
+        before = world.counts["answers"]
         events: dict[Callable[[], None], int] = {
             self._flush: 4,
             self._reorder: 1,
@@ -238,14 +246,18 @@ class Life:
         # Each at least once, then as drawn.
         first = [event for event in events if event != self._reorder]
         self._chance.shuffle(first)
-        while (left := end - time.monotonic()) > 0 and not self._world.problems:
+        while not world.problems:
+            passed = time.monotonic() - began
+            enough = not first and world.counts["answers"] - before >= LEAST_ANSWERS
+            if passed >= (seconds if enough else max(seconds, MOST_SECONDS)):
+                break
             event = (
                 first.pop()
                 if first
                 else self._chance.choices(*zip(*events.items(), strict=True))[0]
             )
-            time.sleep(min(self._chance.uniform(0.3, 2.0), left))
-            self._world.note(f"event {event.__name__}")
+            time.sleep(self._chance.uniform(0.3, 2.0))
+            world.note(f"event {event.__name__}")
             event()
 
     def _flush(self) -> None:
@@ -349,11 +361,14 @@ class Life:
         rules = [dataclasses.replace(rule, name=f"{name}: {rule.name}") for rule in FAULTS[name]]
         self._raised_on_purpose |= any(rule.fault == "raise" for rule in rules)
         self._wrote_short_files |= any(rule.fault == "torn-silent" for rule in rules)
-        before = self._lives.control.hits()
-        self._lives.control.set(*rules)
+        control = self._lives.control
+        before, end = control.hits(), time.monotonic() + MOST_FAULT_SECONDS
+        control.set(*rules)
         time.sleep(seconds)
-        self._lives.control.set()
-        hits = self._lives.control.hits() - before
+        while control.hits() == before and time.monotonic() < end:
+            time.sleep(0.1)
+        control.set()
+        hits = control.hits() - before
         self._world.count(f"fault {name}", hits.total())
 
     def _probe(self) -> None:

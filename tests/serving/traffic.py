@@ -26,6 +26,8 @@ TOLERANCE = 2e-3
 # Choices that are closer than this are no test of anything: another order of sums decides them.
 LEAST_MARGIN = 5e-3
 PLACEHOLDER = 7
+# Names of prompts that can be blended begin so.
+MIXED = "mixed"
 LABELS = [11, 12, 13, 500]
 
 _SCHEMAS = (
@@ -149,8 +151,9 @@ def make_catalogue(seed: int) -> Catalogue:
     alone = [fresh(300, 900) for _ in range(3)] + [fresh(1200, 1500) for _ in range(2)]
     short = [fresh(5, 60) for _ in range(8)]
     mixed = [_mixed(chance, [*systems, *alone], fresh(10, 60)) for _ in range(8)]
-    prompts = [*systems, *branches, *turns, *later, *alone, *short, *mixed]
+    prompts = [*systems, *branches, *turns, *later, *alone, *short]
     asks = [_generate(f"plain-{i}", "plain", prompt) for i, prompt in enumerate(prompts)]
+    asks += [_generate(f"{MIXED}-{i}", "plain", prompt) for i, prompt in enumerate(mixed)]
     asks += _variants(chance, [*branches, *turns, *later])
     asks += _scores(chance, systems)
     talks = [
