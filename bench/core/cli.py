@@ -20,7 +20,7 @@ from impress_sglang.errors import ImpressError
 
 ROOMS = {
     "policies": ("serving", "eviction"),
-    "traffic": ("beside", "pressure"),
+    "traffic": ("beside", "pressure", "trace"),
     "quality": ("accuracy", "blend", "precision", "truncation"),
     "engine": ("engine",),
     "micro": ("overhead", "memory", "planning", "content", "passes", "kernels", "index"),

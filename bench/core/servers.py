@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from bench.core.ports import ReservedPort
 from bench.core.session import ROOT, BenchFailed, step, work_folder
 from bench.core.zygote import ForkedProcess, Zygote
 
-# What is imported before a server starts: our file system and routes, or rectangular attention.
+# What is imported before a server starts: our file system and routes, rectangular attention, or
+# that and what HiCache needs on a CPU.
 OURS = "bench.core.server"
 STOCK = "bench.core.stock_server"
+HICACHE = "bench.core.hicache_server"
 
 START_SECONDS = 300
 STOP_SECONDS = 30
@@ -158,26 +160,30 @@ class Server:
         new_tokens: int,
         *,
         custom: dict[str, Any] | None = None,
-    ) -> Iterator[tuple[float, int]]:
+    ) -> Generator[tuple[float, int], None, dict[str, Any]]:
         """Greedy generation; yields when a piece arrived (perf_counter), and tokens up to it.
+
+        Returns:
+            `meta_info` of the last piece.
 
         Raises:
             BenchFailed: the request failed.
         """
         body = _body(tokens, new_tokens, custom) | {"stream": True}
-        count = 0
+        count, meta = 0, {}
         with self.request("POST", "/generate", json=body, stream=True) as response:
             try:
                 for line in response.iter_lines():
                     now = time.perf_counter()
                     if line.startswith(b"data: {"):
-                        piece = json.loads(line.removeprefix(b"data: "))
-                        count = piece.get("meta_info", {}).get("completion_tokens", 0)
+                        meta = json.loads(line.removeprefix(b"data: ")).get("meta_info", {})
+                        count = meta.get("completion_tokens", 0)
                         yield now, count
             except requests.RequestException as error:
                 raise BenchFailed(f"a stream broke off: {error}{self._log_end()}") from error
         if count != new_tokens:
             raise BenchFailed(f"a stream ended after {count} of {new_tokens} tokens")
+        return meta
 
     def generate_together(
         self, prompts: Sequence[Sequence[int]], new_tokens: int = 1, *, at_once: int | None = None

@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from bench.core.options import SEED, Option
 from bench.core.report import Result, Table, plain
+from bench.traffic.sessions import read_sessions
 from impress_sglang.integration.paper.eviction import ScoreEviction
 from impress_sglang.management.stored import StoredMatch
 
@@ -131,13 +132,9 @@ def read_trace(path: Path, seed: int) -> list[Blocks]:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [tuple(json.loads(line)["hash_ids"]) for line in lines]
     chance, timed = random.Random(f"{seed} sessions"), []
-    for number, file in enumerate(sorted(path.glob("*.json"))):
-        session, begins = json.loads(file.read_text(encoding="utf-8")), chance.random()
-        for request in session["requests"]:
-            if blocks := request.get("hash_ids"):
-                # Ids of blocks are those of their session.
-                own = tuple(number * 10**9 + block for block in blocks)
-                timed.append((begins * SESSION_SECONDS + request["t"], own))
+    for session in read_sessions(path):
+        begins = chance.random() * SESSION_SECONDS
+        timed += [(begins + turn.at, turn.blocks) for turn in session]
     return [blocks for _, blocks in sorted(timed)]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import psutil
 
 from bench.core.servers import Server
@@ -34,12 +38,19 @@ class Counts:
 
 def drive_bytes(pid: int) -> int:
     """What the processes of a server have read from drives so far, as the kernel counts it."""
+    return sum(own.read_bytes for own in _counters(pid))
+
+
+def file_bytes(pid: int) -> tuple[int, int]:
+    """What they have read from files and written to them, be it to and from the page cache."""
+    found = list(_counters(pid))
+    read = sum(max(own.read_bytes, own.read_chars) for own in found)
+    return read, sum(max(own.write_bytes, own.write_chars) for own in found)
+
+
+def _counters(pid: int) -> Iterator[Any]:
     main = psutil.Process(pid)
-    count = 0
     for process in (main, *main.children(recursive=True)):
-        try:
-            count += process.io_counters().read_bytes
-        except (psutil.Error, NotImplementedError):
-            # It has ended, or the kernel does not say.
-            continue
-    return count
+        # It has ended, or the kernel does not say.
+        with contextlib.suppress(psutil.Error, NotImplementedError):
+            yield process.io_counters()

@@ -46,9 +46,10 @@ def test_few_shot_prefixes_have_questions_of_their_own() -> None:
 
 def test_sessions_take_turns_and_share_no_blocks(tmp_path: Path) -> None:
     for number in (1, 2):
-        requests = [{"t": t, "hash_ids": [1, 2, *range(3, 3 + t)]} for t in (0, 1)]
-        requests.append({"t": 2})
-        (tmp_path / f"{number}.json").write_text(json.dumps({"requests": requests}))
+        blocks = ([1, 2], [1, 2, 3])
+        requests = [{"t": len(own), "in": 9, "out": 1, "hash_ids": own} for own in blocks]
+        session = {"block_size": 4, "requests": [*requests, {"t": 2}]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(session))
     trace = read_trace(tmp_path, 1)
     assert sorted(map(len, trace)) == [2, 2, 3, 3]
     assert len({blocks[0] for blocks in trace}) == 2

@@ -1,0 +1,243 @@
+"""Published traces of agents and chats, replayed against stock SGLang, HiCache and IMPRESS.
+
+So many sessions are under way at once; each asks, reads the answer, thinks and asks again, and when
+one ends the next begins. All lengths are those of the trace divided by --divide, blocks stay
+blocks, and their text is WikiText's (`traffic/sessions.py`). The device pool has room for
+--pool-share of the working set, all blocks of the sessions that are played, and memory on the host
+(HiCache's pool, our cache) is as large, or 1.05 times as large where HiCache asks for that.
+
+  stock    SGLang's own radix cache
+  hicache  with host memory and the `file` backend, pages of 64, what is in files waited for
+  impress  few bits, as a server has them that is told nothing
+  exact    --impress-bits=exact
+  basis    --impress-basis=FILE, by --basis FILE
+
+Columns: TTFT in ms over all requests; prompt and answer tokens per second; gaps in ms between
+pieces of answers, so what the loads and prefills of others cost; the share of prompt tokens that
+was cached, and where; MB read from files and written to them in all. --mbps slows reads of the
+store or of HiCache's files down to a drive's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.core.data import EXCERPTS, kv_bytes_per_token, load_tokenize, model_folder, read_rows
+from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
+from bench.core.report import Result, Row, Table, plain, ratio
+from bench.core.servers import HICACHE, OURS, STOCK, Server, servers_in
+from bench.core.session import BenchFailed, step, work_folder
+from bench.traffic.reading import file_bytes
+from bench.traffic.sessions import Scale, Session, Turn, read_sessions
+from bench.traffic.streams import gaps_of
+
+SYSTEMS = ("stock", "hicache", "impress", "exact", "basis")
+TRACE = "a file or a folder, see `traffic/sessions.py` (two sessions of agents)"
+OPTIONS = (
+    Option("trace", EXCERPTS / "agents" / "sessions.jsonl", TRACE, parse=Path),
+    Option("systems", SYSTEMS[:4], f"of {', '.join(SYSTEMS)}", parse=one_of(SYSTEMS)),
+    Option("basis", None, "of the model, for the system basis", parse=Path),
+    Option("divide", 32, "lengths by this", quick=128),
+    Option("sessions", 12, "the first ones", quick=2),
+    Option("turns", 12, "of each, the first ones", quick=3),
+    Option("at-once", 4, "sessions under way", quick=2),
+    Option("hurry", 20.0, "think times are divided by this"),
+    Option("longest-pause", 3.0, "in seconds"),
+    Option("pool-share", 0.1, "room of the device pool, and as much on the host"),
+    Option("mbps", (0.0,), "of the drive; 0: as it is"),
+    SERVER_FLAG,
+    DATA,
+    MODEL,
+    DTYPE,
+    SEED,
+    KEEP,
+)
+# A pass may have more than one prompt, and answers need room, too.
+LEAST_ROOM = 1.3
+SPARE_TOKENS = 256
+CHUNK_TOKENS = 512
+# One file per page. Of its policies for reading ahead this one finds all that is in files; the
+# others let go of what has not come in time.
+PAGE_TOKENS = 64
+HICACHE_FLAGS = (
+    "--enable-hierarchical-cache",
+    f"--page-size={PAGE_TOKENS}",
+    "--hicache-io-backend=direct",
+    "--hicache-mem-layout=layer_first",
+    "--hicache-write-policy=write_through",
+    "--hicache-storage-backend=file",
+    "--hicache-storage-prefetch-policy=wait_complete",
+)
+HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+# Of `core/hicache_server.py`, which is imported in servers only.
+HICACHE_MBPS = "BENCH_HICACHE_SSD_MBPS"
+# HiCache refuses a pool on the host that is not larger than the device's.
+HOST_RATIO = 1.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """Of the device pool in tokens, and of host memory in bytes."""
+
+    tokens: int
+    host_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was answered."""
+
+    began: float
+    came: Sequence[tuple[float, int]]
+    prompt_tokens: int
+    cached: dict[str, int]
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Replay the trace on all systems, at all rates."""
+    if ("basis" in args.systems) != (args.basis is not None):
+        raise BenchFailed("the system basis needs --basis FILE, and the other way round")
+    model = model_folder(args.model)
+    text = "\n".join(row["text"] for row in read_rows(args.data, "wikitext2"))
+    scale = Scale(
+        load_tokenize(model)(text),
+        divide=args.divide,
+        hurry=args.hurry,
+        longest=args.longest_pause,
+        seed=args.seed,
+    )
+    sessions = [own[: args.turns] for own in choose(read_sessions(args.trace), args.sessions)]
+    working_set = scale.working_set(sessions)
+    longest = max(len(scale.ask(turn).tokens) for own in sessions for turn in own)
+    tokens = int(max(args.pool_share * working_set, LEAST_ROOM * longest)) + SPARE_TOKENS
+    tokens -= tokens % PAGE_TOKENS
+    room = Room(tokens, HOST_RATIO * tokens * kv_bytes_per_token(model, args.dtype))
+    rows = []
+    with work_folder(args.keep) as folder:
+        for mbps, system in itertools.product(args.mbps, args.systems):
+            own = folder / f"{system}-{mbps:g}"
+            own.mkdir()
+            with running(args, system, mbps, room, model, own) as server:
+                with step(f"{system}, {mbps:g} MB/s: {len(sessions)} sessions"):
+                    row = replay(server, sessions, scale, args.at_once)
+                server.check_log()
+            rows.append({"system": system, "mbps": mbps, **row})
+    figures = {
+        "model": model.name,
+        "trace": args.trace.stem,
+        "requests": sum(map(len, sessions)),
+        "working_set_tokens": working_set,
+        "longest_prompt": longest,
+        "pool_tokens": room.tokens,
+        "host_bytes": int(room.host_bytes),
+        "rows": rows,
+    }
+    shown = plain(*(name for name in rows[0] if name != "cached_tokens"))
+    told = ", ".join(f"{name} {figures[name]}" for name in list(figures)[1:6])
+    return Result(figures, [Table(shown, rows, told)])
+
+
+def choose(sessions: Sequence[Session], count: int) -> list[Session]:
+    """The first sessions in which somebody asks again."""
+    several = [own for own in sessions if len(own) > 1]
+    return sorted(several, key=lambda own: own[0].at)[:count]
+
+
+@contextlib.contextmanager
+def running(
+    args: argparse.Namespace, system: str, mbps: float, room: Room, model: Path, folder: Path
+) -> Iterator[Server]:
+    """A server of a system, on a drive of that rate, which has answered something already."""
+    flags = [f"--max-total-tokens={room.tokens}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
+    preload, variables = STOCK, {}
+    if system == "hicache":
+        preload = HICACHE
+        variables = {HICACHE_FOLDER: str(folder / "kv"), HICACHE_MBPS: str(mbps)}
+        flags += [*HICACHE_FLAGS, f"--hicache-ratio={HOST_RATIO}"]
+    elif system != "stock":
+        preload = OURS
+        flags += [
+            "--enable-impress",
+            f"--impress-ssd-dir={folder / 'kv'}",
+            "--impress-min-free-gb=0",
+            "--impress-device-gb=0",
+            f"--impress-host-gb={room.host_bytes / 1e9:.4f}",
+            *({"exact": ["--impress-bits=exact"]}.get(system, [])),
+            *([f"--impress-basis={args.basis}"] if system == "basis" else []),
+            *args.server_flag,
+        ]
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(servers_in(folder, environment=variables))
+        server = stack.enter_context(
+            pool.running(system, model, args.dtype, *flags, preload=preload)
+        )
+        if preload == OURS:
+            server.emulate_ssd(mbps)
+        server.generate(list(range(100, 140)), 4)
+        server.flush()
+        yield server
+
+
+def replay(server: Server, sessions: Sequence[Session], scale: Scale, at_once: int) -> Row:
+    """Play all sessions; the figures of it."""
+    before, began = file_bytes(server.pid), time.perf_counter()
+    with ThreadPoolExecutor(at_once) as pool:
+        played = list(pool.map(lambda own: play(server, own, scale), sessions))
+    ended, after = time.perf_counter(), file_bytes(server.pid)
+    read, written = ((b - a) / 1e6 for a, b in zip(before, after, strict=True))
+    return describe([asked for own in played for asked in own], ended - began) | {
+        "read_mb": round(read, 1),
+        "written_mb": round(written, 1),
+    }
+
+
+def play(server: Server, session: Sequence[Turn], scale: Scale) -> list[Asked]:
+    """Ask what a session asks, one after the other."""
+    found = []
+    for turn in session:
+        ask = scale.ask(turn)
+        time.sleep(ask.pause_seconds if found else 0.0)
+        began, came = time.perf_counter(), []
+        pieces = server.stream(ask.tokens, ask.answer_tokens)
+        while True:
+            try:
+                came.append(next(pieces))
+            except StopIteration as end:
+                meta: dict[str, Any] = end.value
+                break
+        details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}
+        cached = {name: own for name, own in details.items() if isinstance(own, int)}
+        found.append(Asked(began, came, len(ask.tokens), cached))
+    return found
+
+
+def describe(asked: Sequence[Asked], seconds: float) -> Row:
+    """The figures of requests."""
+    first = [(own.came[0][0] - own.began) * 1e3 for own in asked]
+    gaps = [gap * 1e3 for own in asked for gap in gaps_of(own.came)] or [0.0]
+    prompts = sum(own.prompt_tokens for own in asked)
+    cached: Counter[str] = sum((Counter(own.cached) for own in asked), Counter())
+    tokens = prompts + sum(own.came[-1][1] for own in asked)
+    ttft = {
+        f"ttft_p{percent}": round(float(np.percentile(first, percent)), 1)
+        for percent in (50, 95, 99)
+    }
+    return ttft | {
+        "tokens_per_s": round(tokens / seconds, 1),
+        "gap_p99": round(float(np.percentile(gaps, 99)), 1),
+        "gap_max": round(max(gaps), 1),
+        "cached": ratio(sum(cached.values()), prompts),
+        "cached_tokens": dict(cached),
+        "seconds": round(seconds, 1),
+    }
