@@ -34,7 +34,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Before the engine is made, which reads it once.
         impress_sglang.enable_for_engine(
-            ssd_dir=args.impress_ssd_dir or folder, bits=args.impress_bits
+            ssd_dir=args.impress_ssd_dir or folder,
+            bits=args.impress_bits,
+            # Here to show it: as a rule, a prefix is computed where that is faster.
+            load="always",
         )
         with sglang.Engine(
             model_path=args.model_path,
