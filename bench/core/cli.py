@@ -23,7 +23,7 @@ ROOMS = {
     "traffic": ("beside", "pressure", "trace"),
     "quality": ("accuracy", "blend", "precision", "truncation"),
     "engine": ("engine",),
-    "micro": ("overhead", "memory", "planning", "content", "passes", "kernels", "index"),
+    "micro": ("overhead", "memory", "planning", "content", "passes", "kernels", "index", "gpu"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}
 

@@ -7,7 +7,9 @@ Measures the card first (reading its memory, copying from pinned host memory), t
   * gathering keys and values of the chosen tokens from pinned host memory, against a plain copy of
     as many bytes, and from the device;
   * of a prefix in codes restoring the base and raising half of all units by all planes, against
-    moving as many bytes in device memory.
+    moving as many bytes in device memory;
+  * restoring a layer by a basis of 4 bits, against moving as many bytes and against the product of
+    matrices alone.
 
 Times are medians of CUDA events; before each run a buffer larger than the L2 cache is written, so
 that nothing is found there, and what is measured is queued before it begins. `host_us` is what the
@@ -17,11 +19,12 @@ host takes to queue it. Results are compared with the reference before anything 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +33,10 @@ from torch import Tensor
 from bench.core.options import Option
 from bench.core.report import Result, Table, plain
 from bench.core.session import BenchFailed
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.codec.basis import Basis, LayerBasis
+from impress_sglang.codec.coder import decode_layer, product_matrix
+from impress_sglang.codec.rows import GAINS
 from impress_sglang.importance import scores as reference
 from impress_sglang.importance.selection import per_head_tokens, similarity_threshold
 from impress_sglang.importance.selectors import probe_kv_heads
@@ -39,6 +46,7 @@ from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded_slots import code_writer_for
+from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
 from impress_sglang.triton import codes, gather, scores, selection
 
 # Writing it takes longer than queueing what is measured.
@@ -74,6 +82,7 @@ def run(args: argparse.Namespace) -> Result:
         "identification": _identification(args, watch, card),
         "gather": _gather(args, watch, card),
         "codes": _codes(args, watch, card),
+        "basis": by_a_basis(args, watch, card, torch.device("cuda")),
     }
     rows = [
         {"of": name, "figure": key, "value": value}
@@ -82,6 +91,16 @@ def run(args: argparse.Namespace) -> Result:
         if not isinstance(value, dict)
     ]
     return Result(figures, [Table(plain("of", "figure", "value"), rows)])
+
+
+class Watch(Protocol):
+    """Times work."""
+
+    def microseconds(self, work: Callable[[], Any]) -> float:
+        """On the device."""
+
+    def host_microseconds(self, work: Callable[[], Any]) -> float:
+        """Of the host, to queue it."""
 
 
 class _Watch:
@@ -267,6 +286,64 @@ def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> d
         figures[f"{name}_gbps"] = round(gbps, 2)
         figures[f"{name}_share_of_card"] = round(gbps / card["memory_gbps"], 3)
     return figures
+
+
+def by_a_basis(
+    args: argparse.Namespace, watch: Watch, card: dict[str, float], device: torch.device
+) -> dict[str, Any]:
+    """A layer of a prefix, predicted from the one below, into slots."""
+    m, heads, dim = args.tokens, args.kv_heads, args.dim
+    size = 2 * heads * dim
+    # As many components of each number of bits, and as many of none.
+    bits = tuple(own for own in range(8, 0, -1) for _ in range(size // 9))
+    own = LayerBasis(
+        bits,
+        torch.randn(size),
+        torch.randn(size, size).div(2 * size**0.5).bfloat16(),
+        torch.zeros(size, len(bits)),
+        torch.randn(len(bits), size).bfloat16(),
+    )
+    basis = Basis("random", ((heads, dim),) * 2, (dataclasses.replace(own, predict=None), own))
+    angles = torch.rand(m, dim // 2)
+    rotation = KeyRotation(lambda _: torch.cat([angles.cos(), angles.sin()], 1), halves=True)
+    restorer = KernelRestorer(KVCodec(basis, rotation), device)
+    places = torch.arange(m)
+    turns = rotation.turns(torch.zeros_like(places), places).to(device)
+    codes_of_rows = torch.randint(0, 256, (m, len(bits))) % 2 ** torch.tensor(bits)
+    gains = torch.randint(4, 21, (m, GAINS))
+    rows = basis.layouts[1].pack(codes_of_rows.byte(), gains.byte()).to(device)
+    below = torch.randn(m, size).bfloat16()
+    slots = (torch.randperm(m) + 1).to(device)
+    pools = [torch.zeros(m + 1, heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    layer_below = below.to(device)
+
+    def restore() -> Tensor:
+        return restorer.put(1, rows, layer_below, turns, slots, *pools)
+
+    few = min(m, 256)
+    wanted = decode_layer(basis, 1, below[:few], rows[:few].cpu())
+    slack = 2**-6 * float(wanted.abs().max())
+    torch.testing.assert_close(restore()[:few].cpu(), wanted, rtol=0, atol=slack)
+    matrix = product_matrix(own).to(device, torch.bfloat16)
+    factors = torch.randn(m, len(matrix)).to(device, torch.bfloat16)
+    microseconds, product = (
+        watch.microseconds(restore),
+        watch.microseconds(lambda: factors @ matrix),
+    )
+    # Components are written and read between the two kernels; the layer, below and of its own, is
+    # read and written, and slots are written.
+    moved = rows.numel() + 2 * m * (2 * len(bits) + 3 * size)
+    gbps = moved / microseconds / 1e3
+    return {
+        "shape": {"m": m, "kv_heads": heads, "dim": dim, "components": len(bits)},
+        "microseconds": round(microseconds, 1),
+        "host_us": round(watch.host_microseconds(restore), 1),
+        "product_us": round(product, 1),
+        "over_product": round(microseconds / product, 2),
+        "tflops": round(2e-6 * factors.numel() * size / microseconds, 2),
+        "gbps": round(gbps, 2),
+        "share_of_card": round(gbps / card["memory_gbps"], 3),
+    }
 
 
 def _targets(
