@@ -109,17 +109,21 @@ class RequestReports:
         times, report = req.time_stats, known.report
         service.count(report)
         prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
+        computing = prefill - known.gated
+        # It is loaded while it waits, and perhaps while its pass waits for the last layers.
+        before_pass = times.queue_duration_s + known.gated
+        loading = min(report["load_ms"] / 1e3, before_pass)
         store = service.served.opened
         service.recent.note(
             req.rid,
             "" if store is None else store.namespace(known.namespace),
             req.origin_input_ids,
             report,
-            waited=times.queue_duration_s,
-            prefill=prefill,
+            waited=before_pass - loading,
+            loading=loading,
+            computing=max(computing, 0.0),
         )
         before = report["prefix_tokens"]
         new = len(req.origin_input_ids) - before
-        computing = prefill - known.gated
         if new > 0 and computing > 0 and not (known.disturbed or req.retraction_count):
             service.estimator.note_request(before, new, computing)

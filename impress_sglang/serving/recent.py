@@ -63,7 +63,8 @@ class RecentRequests:
         report: Mapping[str, Any],
         *,
         waited: float,
-        prefill: float,
+        loading: float,
+        computing: float,
     ) -> None:
         """Note a request that has ended.
 
@@ -72,11 +73,11 @@ class RecentRequests:
             namespace: its namespace, as the store names it.
             tokens: the tokens of its prompt.
             report: its report.
-            waited: seconds in the queue.
-            prefill: seconds from there to its first token.
+            waited: seconds that it waited for others.
+            loading: seconds for which its prefix was loaded, in the queue or in the pass.
+            computing: seconds of the rest, until its first token.
         """
         first = np.array(tokens[:BLOCK_TOKENS], np.int32)
-        loading = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
         self._count += 1
         self._rows.append(
             {
@@ -88,7 +89,7 @@ class RecentRequests:
                 "tokens": report["tokens"],
                 "waited_ms": round(waited * 1e3, 1),
                 "loading_ms": round(loading * 1e3, 1),
-                "computing_ms": round((prefill - loading) * 1e3, 1),
+                "computing_ms": round(computing * 1e3, 1),
                 **{name: report[name] for name in _FIELDS},
             }
         )

@@ -13,6 +13,8 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 
 from impress_sglang.integration import reports
 from impress_sglang.integration.reports import attach, pack, report_of, reports_to_send
+from impress_sglang.integration.request_reports import RequestReports
+from impress_sglang.serving.recent import RecentRequests
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.why import Reason
 from tests.integration.worlds import STORED, World
@@ -171,3 +173,39 @@ def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) 
     ((report,),) = build(SimpleNamespace(tree_cache=world.cache), [req]).values()
     assert_unused(report)
     assert build(SimpleNamespace(tree_cache=None), [req]) == {}
+
+
+@pytest.mark.parametrize(
+    ("queued", "load_ms", "gated", "split"),
+    [
+        (0.5, 200.0, 0.0, (300, 200, 100)),
+        # A pass that has begun waits for the last layers.
+        (0.5, 540.0, 0.04, (0, 540, 60)),
+        # Threads load at the same time as others, for longer than anybody waits.
+        (0.5, 900.0, 0.04, (0, 540, 60)),
+        (0.0, 0.0, 0.0, (0, 0, 100)),
+    ],
+)
+def test_times_of_a_request_add_up_where_its_prefix_is_loaded_while_it_waits(
+    queued: float, load_ms: float, gated: float, split: tuple[int, int, int]
+) -> None:
+    times = SimpleNamespace(
+        queue_duration_s=queued, forward_entry_time=7.0, prefill_finished_time=7.1
+    )
+    req = SimpleNamespace(
+        rid="r", time_stats=times, origin_input_ids=[*range(20)], retraction_count=0
+    )
+    learnt: list[tuple[int, int, float]] = []
+    service: Any = SimpleNamespace(
+        count=lambda _: None,
+        recent=RecentRequests(),
+        served=SimpleNamespace(opened=None),
+        estimator=SimpleNamespace(note_request=lambda *own: learnt.append(own)),
+    )
+    report = new_report("impress", 0, 20) | {"load_ms": load_ms}
+    known: Any = SimpleNamespace(req=req, report=report, namespace="", gated=gated, disturbed=False)
+    nothing: Any = None
+    RequestReports(nothing, service, nothing, counts=False).count(known)
+    (row,) = service.recent.after(0)
+    assert (row["waited_ms"], row["loading_ms"], row["computing_ms"]) == split
+    assert learnt == [(0, 20, pytest.approx(0.1 - gated))]

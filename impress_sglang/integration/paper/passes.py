@@ -134,6 +134,8 @@ class Passes:
         runtime.count(report)
         if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             return
+        prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
+        loading = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
         store = runtime.served.opened
         runtime.recent.note(
             req.rid,
@@ -141,7 +143,8 @@ class Passes:
             req.origin_input_ids,
             report,
             waited=times.queue_duration_s,
-            prefill=max(times.prefill_finished_time - times.forward_entry_time, 0.0),
+            loading=loading,
+            computing=prefill - loading,
         )
 
     def abort(self, rid: str, reason: str) -> None:
