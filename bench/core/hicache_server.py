@@ -2,8 +2,8 @@
 
 HiCache's tree, controller, policies, host pool and files are SGLang's own. Replaced is what only a
 GPU has: streams and events (copies are made at once), pinned memory, the kernel that copies between
-pools, and 10 GB that it leaves free in the host. SSD_MBPS in the environment slows reads of its
-files down, which the kernel's page cache would otherwise serve.
+pools, and 10 GB that it leaves free in the host. `HICACHE_MBPS` slows reads of its files down,
+which the kernel's page cache would otherwise serve.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 
 import bench.core.stock_server
 from bench.core.emulation import Drive
-
-SSD_MBPS = "BENCH_HICACHE_SSD_MBPS"
+from bench.core.servers import HICACHE_MBPS
 
 assert bench.core.stock_server
 
@@ -106,5 +105,5 @@ def _slow_down(mbps: float) -> None:
 
 
 _on_a_cpu()
-if mbps := float(os.environ.get(SSD_MBPS, "0")):
+if mbps := float(os.environ.get(HICACHE_MBPS, "0")):
     _slow_down(mbps)

@@ -26,6 +26,8 @@ from bench.core.zygote import ForkedProcess, Zygote
 OURS = "bench.core.server"
 STOCK = "bench.core.stock_server"
 HICACHE = "bench.core.hicache_server"
+# MB/s of the drive under HiCache's files, in the environment; 0: as it is.
+HICACHE_MBPS = "BENCH_HICACHE_SSD_MBPS"
 
 START_SECONDS = 300
 STOP_SECONDS = 30

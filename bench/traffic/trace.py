@@ -36,7 +36,7 @@ import numpy as np
 from bench.core.data import EXCERPTS, kv_bytes_per_token, load_tokenize, model_folder, read_rows
 from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Result, Row, Table, plain, ratio
-from bench.core.servers import HICACHE, OURS, STOCK, Server, servers_in
+from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Server, servers_in
 from bench.core.session import BenchFailed, step, work_folder
 from bench.traffic.reading import file_bytes
 from bench.traffic.sessions import Scale, Session, Turn, read_sessions
@@ -80,8 +80,6 @@ HICACHE_FLAGS = (
     "--hicache-storage-prefetch-policy=wait_complete",
 )
 HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
-# Of `core/hicache_server.py`, which is imported in servers only.
-HICACHE_MBPS = "BENCH_HICACHE_SSD_MBPS"
 # HiCache refuses a pool on the host that is not larger than the device's.
 HOST_RATIO = 1.05
 

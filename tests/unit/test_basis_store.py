@@ -26,6 +26,7 @@ from impress_sglang.transfer.kv_codec import KVCodec
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for, fitted
+from tests.unit.made import made_in
 from tests.unit.store_factory import Workbench, look_up, prompt
 from tests.unit.waiting import wait_until
 
@@ -92,15 +93,7 @@ class Desk:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        made.append(Desk(tmp_path / f"kv{len(made)}", **options))
-        return made[-1]
-
-    yield make
-    for desk in made:
-        desk.close()
+    yield from made_in(tmp_path, Desk)
 
 
 def exact(tokens: Sequence[int], shape: KVShape = SHAPE) -> list[tuple[Tensor, Tensor]]:

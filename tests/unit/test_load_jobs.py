@@ -27,6 +27,7 @@ from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
 from tests.faults import Faults, FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
+from tests.unit.made import made_in
 from tests.unit.store_factory import Workbench, look_up, prompt
 from tests.unit.waiting import wait_until
 
@@ -182,15 +183,7 @@ def compiled() -> None:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(**options: Any) -> Desk:
-        made.append(Desk(tmp_path / f"kv{len(made)}", **options))
-        return made[-1]
-
-    yield make
-    for desk in made:
-        desk.close()
+    yield from made_in(tmp_path, Desk)
 
 
 FIRST = prompt(1, 70)
