@@ -68,7 +68,7 @@ def test_a_hit_and_what_it_lacks(world: World) -> None:
     why = admitted(world, [*STORED, *range(3000, 3064)], new=1)
     assert (why["reason"], why["rest"]) == (Reason.LOADED, Reason.NEVER_STORED)
     assert why["text"].endswith(
-        "Of its other 64 tokens: Nothing that begins like it is stored, or was until lately."
+        "Of its other 64 tokens: Nothing that begins like it is stored, or was recently."
     )
 
 
