@@ -211,9 +211,9 @@ OPTIONS: tuple[Option, ...] = (
         "basis",
         str,
         ANYTHING,
-        "A file that `impress calibrate` has made for this model. KVs are then coded by it, in its "
-        "bits: requests for 6 bits or fewer get these, and for more, exact KVs. Without it codes "
-        "take more bytes.",
+        "A file that `impress calibrate` has made for this model. KVs are then coded by it, in "
+        "fewer bytes: as well as in 6 bits without it, or as in 5 with --impress-bits 5. Requests "
+        "for more get exact KVs.",
     ),
     Option(
         "base_error",

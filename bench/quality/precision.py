@@ -8,7 +8,7 @@ there, for each question or text by itself. Rules, and the bits of their names p
     uniform 5    the same ranges, and as many bits for every element
     question 5   4 bits, and 6 or 8 for blocks of 16 tokens of a KV head that a question attends to
     foresight 5  the same, by what the question attends to and the text that follows it
-    basis 4      by the basis with this rate among those of --basis, which `impress calibrate` made
+    basis 4      by the basis of --basis at this rate, which `impress calibrate` made
     drop 0.25    such a share of the tokens, exactly: for each KV head those that a question attends
                  to most (H2O)
 
@@ -46,7 +46,7 @@ from bench.core.session import BenchFailed, step
 from bench.quality.asking import centred_shift
 from bench.quality.tasks import SQUAD, Item, TaskOptions, make_task
 from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
-from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.basis import RATES, Basis
 from impress_sglang.codec.fit import SINK_TOKENS
 from impress_sglang.codec.levels import MAX_BITS
 from impress_sglang.precision.codec import (
@@ -139,7 +139,8 @@ def run(args: argparse.Namespace) -> Result:
         raise BenchFailed("--question-tokens must be fewer than --follow-tokens")
     torch.set_grad_enabled(False)
     folder = model_folder(args.model)
-    bases = {round(own.rate, 2): own for own in map(Basis.load, args.basis)}
+    rates = (own.keeping(bits) for own in map(Basis.load, args.basis) for bits in RATES)
+    bases = {round(own.rate, 2): own for own in rates}
     unknown = [own for own in args.rules if own.kind == "basis" and own.bits not in bases]
     if unknown:
         raise BenchFailed(f"no file of --basis has the rate of {', '.join(map(str, unknown))}")

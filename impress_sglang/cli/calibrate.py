@@ -19,7 +19,7 @@ from torch import Tensor
 
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.cli.outcome import Refused
-from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.basis import RATES, Basis
 from impress_sglang.codec.coder import encode_layer, kvs_of
 from impress_sglang.codec.fit import SINK_TOKENS, Moments, fit
 from impress_sglang.management.identity import weights_digest
@@ -37,16 +37,13 @@ _BITS = 16
 KVs = list[tuple[Tensor, Tensor]]
 
 
-def calibrate(
-    model: Path, out: Path, texts: Sequence[Path], rate: float, tokens: int
-) -> dict[str, Any]:
+def calibrate(model: Path, out: Path, texts: Sequence[Path], tokens: int) -> dict[str, Any]:
     """Fit a basis and write it.
 
     Args:
         model: a folder of Hugging Face's kind.
         out: the basis is written there.
         texts: files, each of one kind of text; without any, those of the package.
-        rate: mean bits per feature.
         tokens: that each text has at most.
 
     Raises:
@@ -55,8 +52,6 @@ def calibrate(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not 1 <= rate <= 8:
-        raise Refused("the rate must be from 1 to 8 bits")
     if not out.parent.is_dir():
         raise Refused(f"there is no directory {out.parent}")
     contents = _read(texts)
@@ -73,22 +68,27 @@ def calibrate(
         for kind, text in contents.items()
     }
     begin = time.monotonic()
-    basis = calibrated(Prompts(loaded.to(device).eval()), ids, rate)
+    basis = calibrated(Prompts(loaded.to(device).eval()), ids)
     basis.save(out)
     exact = sum(heads * dim for heads, dim in basis.shapes) * basis.num_layers * _BITS / 8
     return {
         "basis": str(out),
-        "digest": basis.digest,
-        "rate": round(basis.rate, 3),
-        "token_bytes": basis.token_bytes,
-        "share": round(basis.token_bytes / exact, 4),
-        "kl": basis.notes["kl"],
+        **{
+            f"bits_{keeps:g}": {
+                "digest": own.digest,
+                "rate": round(own.rate, 3),
+                "token_bytes": own.token_bytes,
+                "share": round(own.token_bytes / exact, 4),
+                "kl": basis.notes["kl"][f"{keeps:g}"],
+            }
+            for keeps, own in ((keeps, basis.keeping(keeps)) for keeps in RATES)
+        },
         "seconds": round(time.monotonic() - begin),
     }
 
 
-def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]], rate: float) -> Basis:
-    """Fit a basis to a model by tokens of each kind of text.
+def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]]) -> Basis:
+    """Fit a basis of all `RATES` to a model by tokens of each kind of text.
 
     Raises:
         Refused: a text is too short, there are too few, or the model is of a kind that is not
@@ -108,19 +108,23 @@ def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]], rate: float) 
             f"a basis for this model needs texts with more than {2 * features} tokens in all: "
             "give more of them, or raise --tokens"
         )
-    checked = fit(moments, gradients.metric(), rate)
+    keeps = max(RATES)
+    fewer = {own: rate for own, rate in RATES.items() if own != keeps}
+    checked = fit(moments, gradients.metric(), RATES[keeps], fewer=fewer)
     _count(prompts, second, moments, gradients)
-    lost = {}
-    for kind, own in second.items():
-        _tell(f"judging {kind}")
-        lost[kind] = round(prompts.divergence(own, checked), 6)
+    lost: dict[str, dict[str, float]] = {f"{own:g}": {} for own in RATES}
+    for kind, tokens in second.items():
+        for own in RATES:
+            _tell(f"judging {kind} in the place of {own:g} bits")
+            found = prompts.divergence(tokens, checked.keeping(own))
+            lost[f"{own:g}"][kind] = round(found, 6)
     notes = {
         "texts": hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16],
         "metric": "fish",
         "tokens": moments.count,
         "kl": lost,
     }
-    return fit(moments, gradients.metric(), rate, model=model, notes=notes)
+    return fit(moments, gradients.metric(), RATES[keeps], fewer=fewer, model=model, notes=notes)
 
 
 class Gradients:

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument(
         "--bits", type=float, default=USUAL_BITS, help="of --impress-bits; default: 6"
     )
-    sizes.add_argument("--basis", type=Path, help="of --impress-basis, in place of --bits")
+    sizes.add_argument("--basis", type=Path, help="of --impress-basis")
     sizes.add_argument(
         "--drive-gbps", type=float, default=3.0, help="GB/s that the drive reads; default: 3"
     )
@@ -106,7 +106,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="one for each kind of text; default: those of the package",
     )
-    fitted.add_argument("--rate", type=float, default=4.0, help="bits per feature; default: 4")
     fitted.add_argument("--tokens", type=int, default=1500, help="of a text; default: 1500")
     for name, told in _ORDERS.items():
         own = add(name, told, server=True, directory=name not in _ONLY_OF_SERVERS)
@@ -182,7 +181,7 @@ def _carry_out(args: argparse.Namespace) -> Any:
         # Only here: it imports torch.
         from impress_sglang.cli.calibrate import calibrate
 
-        return calibrate(args.model, args.out, args.text, args.rate, args.tokens)
+        return calibrate(args.model, args.out, args.text, args.tokens)
     if getattr(args, "dir", None) is not None:
         # Only here: it imports torch.
         from impress_sglang.cli.directory import Directory

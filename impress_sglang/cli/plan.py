@@ -18,7 +18,7 @@ from impress_sglang.codec.basis import Basis
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
 from impress_sglang.management.forecast import CodedBytes
-from impress_sglang.options import BITS
+from impress_sglang.options import BITS, USUAL_BITS
 from impress_sglang.precision.codec import DIM_GRAIN, NUM_PLANES, planes_of
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.transfer.kv_codec import shape_by
@@ -44,7 +44,7 @@ def plan(
         bits: per element that a request reads, one of `BITS`.
         drive_gbps: GB per second that the drive reads.
         per_day: new prefixes per day.
-        basis: by which KVs are coded, whatever `bits` are.
+        basis: by which KVs are coded, as well as in 6 bits if `bits` are more.
 
     Raises:
         Refused: the model's configuration cannot be read, has no KVs of the usual kind, or others
@@ -58,7 +58,7 @@ def plan(
     shape = shape_of(_config_of(model))
     if basis is not None:
         try:
-            shape = shape_by(Basis.load(basis), shape)
+            shape = shape_by(Basis.load(basis).keeping(min(bits, USUAL_BITS)), shape)
         except ImpressError as error:
             raise Refused(str(error)) from error
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)

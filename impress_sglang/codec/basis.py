@@ -1,6 +1,7 @@
 """What a model's KVs are coded with: means, predictions and transforms of all layers; and its file.
 
 A file is a safetensors file. Its metadata hold everything but arrays, with a digest of their own.
+It has two rates, of the same arrays: components that get no bits at the lower one are its last.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from torch import Tensor
 from impress_sglang.codec.rows import RowLayout
 from impress_sglang.errors import BasisUnreadable
 
-_KIND = "impress-sglang basis 1"
+_KIND = "impress-sglang basis 2"
+# Mean bits per feature, by the bits that codes without a basis need to be no better
+# (docs/results.md, "By a basis").
+RATES = {5.0: 3.0, 6.0: 4.0}
 _ARRAYS = ("mean", "predict", "forward", "inverse")
 # Exceptions that a damaged file raises.
 _DAMAGE = (
@@ -68,6 +72,16 @@ class LayerBasis:
         assert self.inverse.shape == (components, features)
         assert self.predict is None or self.predict.shape[1] == features
 
+    def cut(self, bits: tuple[int, ...]) -> LayerBasis:
+        """The same with fewer bits for each component, and none for the last ones."""
+        kept = len(bits)
+        return dataclasses.replace(
+            self,
+            bits=bits,
+            forward=self.forward[:, :kept].contiguous(),
+            inverse=self.inverse[:kept].contiguous(),
+        )
+
     def arrays(self) -> dict[str, Tensor]:
         """All arrays by their names."""
         found = {name: getattr(self, name) for name in _ARRAYS}
@@ -88,12 +102,17 @@ class Basis:
         model: which model it was fitted for.
         shapes: heads and dimensions of a head, (G, D), of keys and of values.
         layers: of each layer.
+        keeps: its codes are at least as good as those of so many bits without a basis.
+        fewer: bits of each layer's components at the lower rates, by what these keep; not a part of
+            its digest.
         notes: what is known about it, as JSON can hold it; not a part of its digest.
     """
 
     model: str
     shapes: tuple[tuple[int, int], ...]
     layers: tuple[LayerBasis, ...]
+    keeps: float = max(RATES)
+    fewer: Mapping[float, tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=dict)
     notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -128,6 +147,15 @@ class Basis:
             state.update(json.dumps(layer.bits).encode())
         return state.hexdigest()[:16]
 
+    def keeping(self, bits: float) -> Basis:
+        """The one of its rates whose codes are as good as those of so many bits without a basis."""
+        if bits == self.keeps:
+            return self
+        cut = tuple(
+            layer.cut(own) for layer, own in zip(self.layers, self.fewer[bits], strict=True)
+        )
+        return dataclasses.replace(self, layers=cut, keeps=bits, fewer={})
+
     def to(self, device: torch.device | str) -> Basis:
         """The same on a device."""
         return dataclasses.replace(self, layers=tuple(own.to(device) for own in self.layers))
@@ -138,7 +166,9 @@ class Basis:
             "digest": self.digest,
             "model": self.model,
             "shapes": self.shapes,
+            "keeps": self.keeps,
             "bits": [layer.bits for layer in self.layers],
+            "fewer": list(self.fewer.items()),
             "notes": self.notes,
         }
         text = json.dumps(fields)
@@ -187,7 +217,8 @@ class Basis:
 
         layers = tuple(layer(i, bits) for i, bits in enumerate(fields["bits"]))
         shapes = tuple((heads, dim) for heads, dim in fields["shapes"])
-        found = cls(fields["model"], shapes, layers, fields["notes"])
+        fewer = {keeps: tuple(map(tuple, bits)) for keeps, bits in fields["fewer"]}
+        found = cls(fields["model"], shapes, layers, fields["keeps"], fewer, fields["notes"])
         if found.digest != fields["digest"]:
             raise ValueError("its arrays do not match their digest")
         return found

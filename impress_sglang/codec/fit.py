@@ -104,6 +104,7 @@ def fit(
     metric: Metric | None,
     rate: float,
     *,
+    fewer: Mapping[float, float] | None = None,
     model: str = "",
     notes: Mapping[str, Any] | None = None,
 ) -> Basis:
@@ -112,6 +113,7 @@ def fit(
     Args:
         metric: what errors cost; None: keys and values of each layer count by their own variance.
         rate: mean bits per feature.
+        fewer: lower rates, by the bits that their codes keep; see `Basis.fewer`.
         model: which model it is for.
         notes: of the basis.
     """
@@ -120,9 +122,11 @@ def fit(
         _solve(moments, layer, None if metric is None else metric[layer])
         for layer in range(moments.num_layers)
     ]
-    bits = _share_bits([own.variances for own in solved], rate)
+    variances = [own.variances for own in solved]
+    bits = _share_bits(variances, rate)
     layers = tuple(own.basis(given) for own, given in zip(solved, bits, strict=True))
-    return Basis(model, moments.shapes, layers, notes or {})
+    lower = {keeps: tuple(_share_bits(variances, own)) for keeps, own in (fewer or {}).items()}
+    return Basis(model, moments.shapes, layers, fewer=lower, notes=notes or {})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.torch_native import attend_rectangularly
 from impress_sglang.integration.tree_cache import ImpressTreeCache
 from impress_sglang.management.policies import make_policy
-from impress_sglang.options import OFF
+from impress_sglang.options import OFF, USUAL_BITS
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
 from impress_sglang.transfer.coded_slots import code_writer_for
@@ -47,7 +47,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     policy = make_policy(config)
     shape, codec = kv_shape(runner, policy, config.probe_heads), None
     if config.basis:
-        codec = KVCodec(Basis.load(config.basis_path), rotation_of(runner.model, "--impress-basis"))
+        basis = Basis.load(config.basis_path).keeping(min(config.usual_bits, USUAL_BITS))
+        codec = KVCodec(basis, rotation_of(runner.model, "--impress-basis"))
         shape = codec.shape(shape)
         codec.prepare(runner.model_config.context_len)
     elif policy.codes:

@@ -9,7 +9,7 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import BITS, EXACT_BITS, USUAL_BITS
+from impress_sglang.options import BITS, EXACT_BITS
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.serving import Serving
 from impress_sglang.serving.why import Explainer
@@ -52,8 +52,8 @@ class Service(Serving):
         """The class of the KVs that a request gets."""
         bits = self.policy.bits(wanted)
         if self.codec is not None:
-            # A basis says as much in its bits as codes without one in up to `USUAL_BITS`.
-            bits = self.codec.bits if bits <= USUAL_BITS else EXACT_BITS
+            # Named by its own bits; a request names those without a basis that keep as much.
+            bits = self.codec.bits if bits <= self.codec.basis.keeps else EXACT_BITS
         return KVClass.of(dataclasses.replace(wanted, bits=bits))
 
     def least(self, wanted: LoadOptions) -> Quality:

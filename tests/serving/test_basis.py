@@ -18,7 +18,7 @@ from tests.serving.test_bits import EXACT, logprob
 from tests.serving.tiny_models import random_tokens
 
 STAYS_WHOLE = "impress"
-RATE = 4.0
+RATE, LOWER_RATE = 4.0, 3.0
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def basis(workdir: Path, tiny_llama: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
     path = workdir / "tiny.basis"
     texts = {str(seed): random_tokens(500, seed=seed) for seed in range(600, 606)}
-    calibrated(Prompts(model), texts, RATE).save(path)
+    calibrated(Prompts(model), texts).save(path)
     return path
 
 
@@ -90,6 +90,15 @@ def test_eight_at_once_load_it_once(impress: Server) -> None:
         said = [report(own.result()) for own in asked]
     assert sum(own["loaded_tokens"] for own in said) == 1500
     assert all(own["prefix_tokens"] == 1500 for own in said)
+
+
+def test_a_server_with_fewer_bits_takes_the_lower_rate(serve: Serve, basis: Path) -> None:
+    with serve("basis-5", f"--impress-basis={basis}", "--impress-bits=5") as server:
+        prefix = server.store(400, seed=9)
+        for number, (bits, got) in enumerate([(5, LOWER_RATE), (6, 16.0)]):
+            question = [*prefix, *random_tokens(9, seed=number)]
+            said = report(server.generate(question, 1, impress_bits=bits))
+            assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(got, abs=0.02)
 
 
 def test_it_is_there_after_a_restart(serve: Serve, basis: Path) -> None:

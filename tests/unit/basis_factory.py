@@ -33,7 +33,7 @@ def fitted(shape: KVShape, rate: float, turning: KeyRotation, model: str = "made
     turns = turning.turns(places, none)
     layers = range(shape.num_layers)
     moments.add([(turning.move(kvs.keys(own).float(), turns), kvs.values(own)) for own in layers])
-    return fit(moments, None, rate, model=model)
+    return fit(moments, None, rate, fewer={5.0: rate - 1}, model=model)
 
 
 def codec_for(shape: KVShape, rate: float = 4.0, *, halves: bool = True) -> KVCodec:

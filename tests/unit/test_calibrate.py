@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from impress_sglang.cli.calibrate import Gradients, Prompts, calibrated, coded_kvs
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, REFUSED, Refused
-from impress_sglang.codec.basis import Basis
+from impress_sglang.codec.basis import RATES, Basis
 from impress_sglang.codec.fit import SINK_TOKENS
 
 VOCABULARY = 256
@@ -104,19 +104,20 @@ def test_metrics_are_mean_products_and_prompts_count_alike() -> None:
 def test_more_bits_change_predictions_less(kind: str) -> None:
     prompts = Prompts(make_model(kind))
     texts = {"one": ids(300, 1), "two": ids(300, 2)}
-    few, many = (calibrated(prompts, texts, rate) for rate in (2.0, 5.0))
-    assert set(few.notes["kl"]) == set(texts)
+    basis = calibrated(prompts, texts)
+    few, many = (basis.notes["kl"][own] for own in ("5", "6"))
+    assert set(few) == set(many) == set(texts)
     for text in texts:
-        assert many.notes["kl"][text] < few.notes["kl"][text] / 8
-    assert calibrated(Prompts(make_model(kind)), texts, 2.0).digest == few.digest
-    assert few.model.startswith(f"{kind}ForCausalLM ")
-    other = calibrated(Prompts(make_model(kind, seed=2)), texts, 2.0)
-    assert other.model != few.model
+        assert many[text] < few[text] / 2.5
+    assert calibrated(Prompts(make_model(kind)), texts).digest == basis.digest
+    assert basis.model.startswith(f"{kind}ForCausalLM ")
+    other = calibrated(Prompts(make_model(kind, seed=2)), texts)
+    assert other.model != basis.model
 
 
 def test_first_tokens_are_exact() -> None:
     prompts = Prompts(make_model())
-    basis = calibrated(prompts, {"one": ids(300, 1)}, 2.0)
+    basis = calibrated(prompts, {"one": ids(300, 1)}).keeping(5.0)
     kvs, _ = prompts.gradients(ids(40, 3))
     for coded, exact in zip(coded_kvs(basis, kvs), kvs, strict=True):
         for one, other in zip(coded, exact, strict=True):
@@ -133,7 +134,7 @@ def test_models_that_are_not_understood_are_refused() -> None:
     with pytest.raises(Refused, match="unknown way"):
         Prompts(make_model("Cohere")).gradients(ids(40, 1))
     with pytest.raises(Refused, match="short"):
-        calibrated(Prompts(make_model()), {"long": ids(128, 1), "short": ids(127, 1)}, 4.0)
+        calibrated(Prompts(make_model()), {"long": ids(128, 1), "short": ids(127, 1)})
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +153,16 @@ def test_command_with_texts_of_the_package(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "own.basis"
-    order = ["calibrate", "--model", str(folder), "--out", str(out), "--rate", "3", "--json"]
+    order = ["calibrate", "--model", str(folder), "--out", str(out), "--json"]
     assert main([*order, "--tokens", "200"]) == DONE
     told = json.loads(capsys.readouterr().out)
     basis = Basis.load(out)
-    assert told["digest"] == basis.digest and told["kl"] == basis.notes["kl"]
-    assert {"prose", "german", "python", "chinese", "json"} <= set(told["kl"])
-    assert told["rate"] == pytest.approx(3, abs=0.02) and told["share"] < 0.3
+    for keeps, rate in RATES.items():
+        own, said = basis.keeping(keeps), told[f"bits_{keeps:g}"]
+        assert said["digest"] == own.digest and said["kl"] == basis.notes["kl"][f"{keeps:g}"]
+        assert {"prose", "german", "python", "chinese", "json"} <= set(said["kl"])
+        assert said["rate"] == pytest.approx(rate, abs=0.02)
+        assert rate / 16 < said["share"] < rate / 10
 
 
 def test_command_with_own_texts(
@@ -168,9 +172,8 @@ def test_command_with_own_texts(
     text.write_text("So it goes, and so it went on. " * 9)
     order = ["calibrate", "--model", str(folder), "--out", str(out), "--text", str(text)]
     assert main(order) == DONE
-    assert "kl: mine " in capsys.readouterr().out
+    assert "mine " in capsys.readouterr().out
     for wrong, why in (
-        (["--rate", "0.5"], "rate"),
         (["--text", str(tmp_path / "none")], "cannot be read"),
         (["--text", str(text), str(text)], "two texts"),
         (["--out", str(tmp_path / "none" / "b")], "no directory"),
@@ -187,5 +190,5 @@ def test_too_few_tokens_for_a_model_are_refused() -> None:
     """With fewer than a token has features, all other text is unlike them."""
     prompts = Prompts(make_model(head_dim=64))
     with pytest.raises(Refused, match="more than 512 tokens"):
-        calibrated(prompts, {"one": ids(300, 1), "other": ids(150, 2)}, 3.0)
-    assert calibrated(prompts, {"one": ids(300, 1), "other": ids(260, 2)}, 3.0).rate > 2.9
+        calibrated(prompts, {"one": ids(300, 1), "other": ids(150, 2)})
+    assert calibrated(prompts, {"one": ids(300, 1), "other": ids(260, 2)}).rate > 3.9

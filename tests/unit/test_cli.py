@@ -315,6 +315,9 @@ def test_what_prefixes_take_by_a_basis(tmp_path: Path, capsys: Said) -> None:
     said = json.loads(capsys.readouterr().out)
     # Of a row of this small model a sixteenth are gains.
     assert 4 / 16 < said["read_share"] < 5.2 / 16
+    assert main([*asked, f"--model={tmp_path}", "--bits=5"]) == DONE
+    fewer = json.loads(capsys.readouterr().out)["read_share"]
+    assert fewer == pytest.approx(said["read_share"] - 1 / 16, abs=0.02)
     assert main([*asked, f"--model={tmp_path}", "--basis=none"]) == REFUSED
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     capsys.readouterr()

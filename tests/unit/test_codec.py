@@ -61,7 +61,8 @@ def moments(count: int = 3) -> Moments:
 
 @pytest.fixture(scope="module")
 def basis() -> Basis:
-    return fit(moments(), metric(), 4.0, model="m", notes={"kl": {"prose": 0.5}})
+    notes = {"kl": {"6": {"prose": 0.5}}}
+    return fit(moments(), metric(), 4.0, fewer={5.0: 3.0}, model="m", notes=notes)
 
 
 def coded(basis: Basis, layers: Prompt) -> tuple[list[Tensor], Prompt]:
@@ -283,6 +284,18 @@ def test_a_file_restores_all_of_a_basis(basis: Basis, tmp_path: Path) -> None:
     one, other = coded(basis, prompt(9, 4)), coded(found, prompt(9, 4))
     assert all(map(torch.equal, one[0], other[0]))
     assert [own.name for own in tmp_path.iterdir()] == ["own.basis"]
+
+
+def test_a_lower_rate_is_what_would_be_fitted_for_it(basis: Basis, tmp_path: Path) -> None:
+    path = tmp_path / "own.basis"
+    basis.save(path)
+    fewer, wanted = Basis.load(path).keeping(5.0), fit(moments(), metric(), 3.0, model="m")
+    assert fewer.digest == wanted.digest == basis.keeping(5.0).digest != basis.digest
+    assert fewer.keeps == 5.0 and basis.keeping(6.0) is basis
+    for rows, own in zip(*(coded(each, prompt(60, 9))[0] for each in (fewer, wanted)), strict=True):
+        assert torch.equal(rows, own)
+    with pytest.raises(KeyError):
+        basis.keeping(7.0)
 
 
 def test_what_was_loaded_does_not_change_with_its_file(basis: Basis, tmp_path: Path) -> None:
