@@ -210,7 +210,7 @@ def test_passages_example(server: Server) -> None:
 def test_generated_shared_prefix_benchmark(
     server: Server, smollm: Path, workdir: Path, zygote: Zygote
 ) -> None:
-    """The command that `docs/results.md` shows, at a small size."""
+    """SGLang's own benchmark client, whose prompts share prefixes."""
     sglang = importlib.util.find_spec("sglang")
     assert sglang is not None and sglang.origin is not None
     told = zygote.run(
