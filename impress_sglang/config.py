@@ -79,7 +79,6 @@ class ImpressConfig:
     reorder_interval: float = 60.0
     reorder_key: str = "selected"
     show_prompts: str = "off"
-    trace_dir: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -172,11 +171,6 @@ class ImpressConfig:
         """Whether the server needs parts of prefixes, for its usual retention or its policy."""
         compared = self.policy not in (*WHOLE_POLICIES, *CODED_POLICIES)
         return compared or self.uses_part(self.usual_retention)
-
-    @property
-    def trace_path(self) -> Path | None:
-        """Directory for the timelines of requests; None if none are wanted."""
-        return Path(self.trace_dir).expanduser() if self.trace_dir.strip() else None
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ImpressConfig:

@@ -408,11 +408,4 @@ OPTIONS: tuple[Option, ...] = (
         "Whether GET /impress shows the first words of stored prefixes and recent requests instead "
         "of digests.",
     ),
-    Option(
-        "trace_dir",
-        str,
-        ANYTHING,
-        "Directory for a timeline of each request that loads a prefix, to be opened in "
-        "ui.perfetto.dev. Empty: none is written.",
-    ),
 )

@@ -24,7 +24,7 @@ GROUPS = {
     "Text that is no prefix": "blend blend_select blend_min_tokens blend_seconds truncate",
     "Memory": "device_gb host_gb buffer_gb recompute_gb half_life",
     "Queue": "lookahead schedule",
-    "Disk": "readahead io_engine io_depth io_timeout trace_dir show_prompts",
+    "Disk": "readahead io_engine io_depth io_timeout show_prompts",
     "Comparison": "policy probe_heads alpha reorder_interval reorder_key",
 }
 

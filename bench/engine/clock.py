@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.timeline import REQUEST_TRACK, RequestTimeline
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
 
-# Projections, norms and the feed-forward network: a stage beside those of `timeline`.
-MODEL = "model"
+# Projections, norms and the feed-forward network; attention; what fills its rows; all else.
+MODEL, ATTENTION, LOAD, REST = STAGES = ("model", "attention", "load", "rest")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,44 +34,49 @@ class Served:
     estimated_ms: float | None = None
 
 
-class EventTimeline(RequestTimeline):
-    """Stages of a request by the time at which an accelerator passes their bounds.
+class StageClock:
+    """Times the stages of one request, which begins now; the device is idle then, and at the end.
 
-    On the host's clock a stage ends when it is queued, and whoever waits next gets its time. Here a
-    stage lasts from when the device has done all before it until it has done the stage, waiting for
-    the host included: of a read it is what is not hidden behind earlier computing. The device must
-    be idle when a timeline begins, and when it ends.
+    On an accelerator's clock a stage lasts from when the device has done all before it until it has
+    done the stage, waiting for the host included: of a read it is what is not hidden behind earlier
+    computing. (On the host's clock a stage would end when it is queued.)
     """
 
-    def __init__(self, rid: str, record: Callable[[], Any]) -> None:
-        """`record` puts an event with a time on the stream on which the model runs."""
-        super().__init__(rid)
-        self._record = record
-        self._marks: list[tuple[str, int, Any, Any]] = []
-        self._origin = record()
+    def __init__(self, mark: Callable[[], Any], between: Callable[[Any, Any], float]) -> None:
+        """`mark` takes a moment of the device's clock, `between` gives the ms between two."""
+        self._mark = mark
+        self._between = between
+        self._marks: list[tuple[str, Any, Any]] = []
+        self._began = time.perf_counter()
+        self.duration_ms = 0.0
+        """Set by `finish`."""
 
     @contextmanager
-    def span(self, stage: str, layer: int) -> Iterator[None]:
-        """See `Timeline.span`."""
-        start = self._record()
+    def span(self, stage: str) -> Iterator[None]:
+        """Count the block for a stage; spans are not nested."""
+        start = self._mark()
         try:
             yield
         finally:
-            self._marks.append((stage, layer, start, self._record()))
+            self._marks.append((stage, start, self._mark()))
 
-    def finish(self) -> None:
-        """See `RequestTimeline.finish`."""
-        super().finish()
-        for stage, layer, *marks in self._marks:
-            start, stop = (self._began + self._origin.elapsed_time(mark) / 1e3 for mark in marks)
-            self.add(REQUEST_TRACK, stage, start, stop, layer)
-        self._marks.clear()
+    def finish(self) -> dict[str, float]:
+        """End the request; milliseconds by stage, which sum to its duration."""
+        self.duration_ms = (time.perf_counter() - self._began) * 1e3
+        found = dict.fromkeys(STAGES, 0.0)
+        for stage, start, stop in self._marks:
+            found[stage] += self._between(start, stop)
+        found[REST] = self.duration_ms - sum(found.values())
+        return found
 
 
-def stage_clock(rid: str, device: torch.device) -> RequestTimeline:
-    """The clock for requests on a device: of its own where it works by itself."""
+def stage_clock(device: torch.device) -> StageClock:
+    """The clock for a request on a device: of its own where it works by itself."""
     if device.type != "cuda":
-        return RequestTimeline(rid)
+        return StageClock(time.perf_counter, lambda start, stop: (stop - start) * 1e3)
     # What is copied beside computing, on another stream, is a part of no stage.
     stream = torch.cuda.current_stream(device)
-    return EventTimeline(rid, lambda: stream.record_event(torch.cuda.Event(enable_timing=True)))
+    return StageClock(
+        lambda: stream.record_event(torch.cuda.Event(enable_timing=True)),
+        lambda start, stop: start.elapsed_time(stop),
+    )

@@ -38,7 +38,7 @@ from bench.core.charts import Bars
 from bench.core.options import SEED, Option, bounds, one_of
 from bench.core.report import Column, Result, Row, Table, ratio
 from bench.core.session import BenchFailed, step, work_folder
-from bench.engine.clock import MODEL, Served
+from bench.engine.clock import STAGES, Served
 from bench.engine.model import Engine, Model
 from bench.engine.stored import IDENTITY, StoredEngine, store_planted
 from bench.engine.workload import MODELS, PROBE_HEADS, Planter, make_workload
@@ -49,7 +49,6 @@ from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.management.policies import LoadOptions, Policy, make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.timeline import PROBE_COMPUTE, PROBE_READ, REST, SELECT, SSD_READ, STAGES
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.warm_up import warm_up
@@ -242,34 +241,25 @@ class CellRun:
 def make_row(policy: str, served: Sequence[Served]) -> Row:
     """The figures of a system; times in ms per request, bytes and chunks of all, None: of nothing.
 
-    `io_ms` is waiting for the drive, `probe_ms` reading and scoring what important tokens are found
-    from.
+    `probe_ms` is scoring keys and choosing tokens, `load_ms` what else loading took, as the host
+    sees them; stages are by the device's clock.
     """
     reads, loads = ReadStats(), LoadStats()
     for request in served:
         if request.reads is not None:
             reads.add(request.reads)
         if request.loads is not None:
-            loads.layers_by_probe += request.loads.layers_by_probe
-            loads.layers_by_fallback += request.loads.layers_by_fallback
-    layers = {name: getattr(loads, name) for name in ("layers_by_probe", "layers_by_fallback")}
-    row = compared.make_row(
-        policy, [request.ttft_ms for request in served], {**reads.as_dict(), **layers}
-    )
-    names = dict.fromkeys(name for request in served for name in request.stage_ms)
-    stages = {
-        name: statistics.fmean(request.stage_ms.get(name, 0.0) for request in served)
-        for name in names
-    }
+            for name in LOAD_COUNTERS:
+                setattr(loads, name, getattr(loads, name) + getattr(request.loads, name))
+    ttft_ms = [request.ttft_ms for request in served]
+    counters = {name: getattr(loads, name) for name in LOAD_COUNTERS}
+    row = compared.make_row(policy, ttft_ms, {**reads.as_dict(), **counters})
     estimates = [request.estimated_ms for request in served if request.estimated_ms is not None]
-    for what, chosen in (
-        ("io", (PROBE_READ, SSD_READ)),
-        ("probe", (PROBE_READ, PROBE_COMPUTE, SELECT)),
-    ):
-        milliseconds = sum(stages.get(name, 0.0) for name in chosen)
-        row[f"{what}_ms"] = round(milliseconds, 2)
-        row[f"{what}_share"] = ratio(milliseconds, row["ttft_ms_mean"])
-    row["stage_ms"] = {name: round(value, 2) for name, value in stages.items()}
+    row["probe_share"] = ratio(loads.probe_ms, sum(ttft_ms))
+    row["stage_ms"] = {
+        name: round(statistics.fmean(request.stage_ms[name] for request in served), 2)
+        for name in STAGES
+    }
     row["estimated_ms"] = round(statistics.fmean(estimates), 2) if estimates else None
     return row
 
@@ -285,13 +275,13 @@ def _caption(found: dict[str, Any]) -> str:
 
 
 def _stage(name: str) -> Any:
-    return lambda row: row["stage_ms"].get(name, 0.0)
+    return lambda row: row["stage_ms"][name]
 
 
-SHOWN_STAGES = (*STAGES, MODEL, REST)
+LOAD_COUNTERS = ("layers_by_probe", "layers_by_fallback", "probe_ms", "load_ms")
 TIMES = (
     *compared.TIMES,
     Column("probing", "probe_share", "{:.0%}"),
-    *(Column(name, _stage(name), "{:,.1f}") for name in SHOWN_STAGES),
+    *(Column(name, _stage(name), "{:,.1f}") for name in STAGES),
 )
 BYTES = (compared.TIMES[0], *compared.LOADED)

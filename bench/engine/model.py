@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.engine.clock import MODEL, Served, stage_clock
+from bench.engine.clock import ATTENTION, LOAD, MODEL, Served, StageClock, stage_clock
 from bench.engine.workload import ModelShape, Planter, Question, Request, Workload
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.serving.estimate import pairs_of
-from impress_sglang.timeline import ATTENTION, COPY, RequestTimeline
 
 # Fills the pool of a layer from its queries, keys and values; the length that attention sees.
 Place = Callable[[int, Tensor, Tensor, Tensor], int]
@@ -210,20 +209,20 @@ class Engine:
         """
         self.plant(request.prefix)
         asked, length = self.prepare(request), self.workload.lengths[request.prefix]
-        clock = stage_clock(str(request.question), self.model.device)
+        clock = stage_clock(self.model.device)
 
         def place(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> int:
-            with clock.span(COPY, layer):
+            with clock.span(LOAD):
                 for spare, computed in zip(self._spare, (keys, values), strict=True):
                     spare[:length] = computed[:length]
                 queries[length:] = asked.question.queries[layer]
                 return self.add_new(layer, length, asked.question, values[length:])
 
         logits = self.forward(asked.tokens, clock, place)
-        clock.finish()
+        stages = clock.finish()
         new = len(asked.tokens)
         self.passes.append((new, pairs_of(0, new), clock.duration_ms / 1e3))
-        return Served(clock.duration_ms, clock.totals(), logits)
+        return Served(clock.duration_ms, stages, logits)
 
     def add_new(self, layer: int, before: int, question: Question, values: Tensor) -> int:
         """Write the new tokens' planted keys and computed values [n, G, D] after `before` rows."""
@@ -232,7 +231,7 @@ class Engine:
         self.values[layer][before:stop] = values
         return stop
 
-    def forward(self, tokens: Tensor, timeline: RequestTimeline, place: Place) -> Tensor:
+    def forward(self, tokens: Tensor, clock: StageClock, place: Place) -> Tensor:
         """Run the model over tokens [n]; logits of the token after them, computed when it returns.
 
         `place` may overwrite the queries that it is given.
@@ -240,14 +239,14 @@ class Engine:
         model = self.model
         hidden = model.embed(tokens)
         for layer in range(model.shape.layers):
-            with timeline.span(MODEL, layer):
+            with clock.span(MODEL):
                 queries, keys, values = model.project(layer, hidden)
             count = place(layer, queries, keys, values)
-            with timeline.span(ATTENTION, layer):
+            with clock.span(ATTENTION):
                 attended = attention(queries, self.keys[layer][:count], self.values[layer][:count])
-            with timeline.span(MODEL, layer):
+            with clock.span(MODEL):
                 hidden = model.finish(layer, hidden, attended)
-        with timeline.span(MODEL, model.shape.layers):
+        with clock.span(MODEL):
             token, logits = model.first_token(hidden)
         int(token)
         self.synchronize()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.core.emulation import SlowFileSystem
 from bench.core.session import BenchFailed
-from bench.engine.clock import Served, stage_clock
+from bench.engine.clock import LOAD, Served, stage_clock
 from bench.engine.model import Asked, Engine
 from bench.engine.workload import Request
 from impress_sglang.config import ImpressConfig
@@ -25,7 +25,6 @@ from impress_sglang.serving.report import new_report
 from impress_sglang.storage.files import install
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, STAGES, Timeline
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 
@@ -75,15 +74,7 @@ class StoredEngine:
         install(self._files)
         device = engine.model.device
         hidden = engine.model.shape.hidden
-        self._timeline: Timeline = NO_TIMELINE
-        self._runtime = ServingRuntime(
-            config,
-            shape,
-            IDENTITY,
-            device,
-            hidden,
-            timeline_for=lambda rid: self._timeline,
-        )
+        self._runtime = ServingRuntime(config, shape, IDENTITY, device, hidden)
         self._load_options = LoadOptions(config.usual_retention, config.usual_bits)
         self._clock = clock_for(device)
         for seen in engine.passes:
@@ -102,20 +93,19 @@ class StoredEngine:
             PrefixUnreadable: a chunk is missing, short or corrupt.
         """
         engine, asked = self._engine, self._engine.prepare(request)
-        clock = stage_clock(str(request.question), engine.model.device)
-        stored, estimated = self._open(request, asked, clock)
+        clock = stage_clock(engine.model.device)
+        with clock.span(LOAD):
+            stored, estimated = self._open(request, asked)
 
         def place(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> int:
-            self._load(stored, asked, layer)
-            with clock.span(COPY, layer):
+            with clock.span(LOAD):
+                self._load(stored, asked, layer)
                 queries[:] = asked.question.queries[layer]
                 return engine.add_new(layer, stored.k, asked.question, values)
 
         logits = engine.forward(asked.tokens[-request.new_tokens :], clock, place)
-        clock.finish()
-        stages = clock.totals()
-        loading = sum(stages.get(stage, 0.0) for stage in STAGES if stage != ATTENTION)
-        seconds = max(clock.duration_ms - loading, 0.0) / 1e3
+        stages = clock.finish()
+        seconds = max(clock.duration_ms - stages[LOAD], 0.0) / 1e3
         pairs = pairs_of(stored.k, request.new_tokens)
         self._runtime.estimator.note_forward(request.new_tokens, pairs, seconds)
         self._close(stored)
@@ -125,7 +115,7 @@ class StoredEngine:
     def warm(self, request: Request) -> None:
         """Load what a request needs, without running the model; see `serve`."""
         asked = self._engine.prepare(request)
-        stored, _ = self._open(request, asked, NO_TIMELINE)
+        stored, _ = self._open(request, asked)
         for layer in range(self._engine.model.shape.layers):
             self._load(stored, asked, layer)
         self._close(stored)
@@ -147,12 +137,9 @@ class StoredEngine:
         """Close the store."""
         self._runtime.close()
 
-    def _open(
-        self, request: Request, asked: Asked, timeline: Timeline
-    ) -> tuple[StoredRequest, float | None]:
+    def _open(self, request: Request, asked: Asked) -> tuple[StoredRequest, float | None]:
         """Match, plan and open; the request, and the seconds that loading is estimated to take."""
         runtime, length = self._runtime, self._engine.workload.lengths[request.prefix]
-        self._timeline = timeline
         device = self._engine.model.device
         tokens = asked.prompt[:-1]
         match = runtime.admission.find(NAMESPACE, tokens, self._load_options)

@@ -29,7 +29,6 @@ from impress_sglang.serving.report import estimate_fields
 from impress_sglang.serving.scheduling import CacheState, QueueOrder
 from impress_sglang.serving.service import Service
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.timeline import TimelineWriter
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +59,10 @@ class PrefixLoads:
         self._planner = planner
         self._known = known
         self._reports = reports
-        trace = service.config.trace_path
         self._loader = JobLoader(
             service.shape,
             device,
             PoolLayers(cache.token_to_kv_pool_allocator.get_kvcache()),
-            TimelineWriter(trace) if trace else None,
             service.codec,
         )
         slots = TreeSlots(

@@ -79,6 +79,18 @@ class RequestReports:
             layers_whole=self._service.shape.num_layers,
             prefetched=True,
         )
+        # With `--enable-trace` it becomes a part of the span of waiting; otherwise this is nothing.
+        known.req.time_stats.trace_ctx.trace_event(
+            "impress.load",
+            1,
+            attrs={
+                "tokens": len(job),
+                "queued_ms": round((job.began_at - job.planned_at) * 1e3, 3),
+                "read_ms": round(job.reads.wait_ms, 3),
+                "restored_ms": round(job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
+                "ssd_bytes": job.reads.ssd_bytes,
+            },
+        )
 
     def explain(self, known: Known) -> None:
         """Say why a request that is admitted has its prefix, or lacks one."""

@@ -22,7 +22,6 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.threads import BackgroundThread, locked
-from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.geometry import SourceSpan
@@ -83,17 +82,15 @@ class OpenSegments:
         self._meter = meter
         self._learns = learns
 
-    def open_source(
-        self, spans: Sequence[StoredSpan], needs: ReadNeeds, timeline: Timeline
-    ) -> SegmentSource:
+    def open_source(self, spans: Sequence[StoredSpan], needs: ReadNeeds) -> SegmentSource:
         """Open a source for consecutive spans; `close_source` closes it.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
         """
-        return self._exact(spans, self._acquire_all(spans), needs, timeline)
+        return self._exact(spans, self._acquire_all(spans), needs)
 
-    def open_coded(self, spans: Sequence[StoredSpan], planes: int, timeline: Timeline) -> AnySource:
+    def open_coded(self, spans: Sequence[StoredSpan], planes: int) -> AnySource:
         """Open a source for spans in codes, and so many planes of them.
 
         Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
@@ -104,7 +101,7 @@ class OpenSegments:
         """
         segments = self._acquire_all(spans)
         if any(map(_is_unlike, segments)):
-            source = self._exact(spans, segments, ReadNeeds(whole=True), timeline)
+            source = self._exact(spans, segments, ReadNeeds(whole=True))
             if source.layer_bytes > self._memory.pool.limit_bytes:
                 # Found before it is read: it is no failure of the drive.
                 self.close_source(source)
@@ -119,21 +116,13 @@ class OpenSegments:
         for span, segment in zip(spans, segments, strict=True):
             base = self._versions.codes(self._versions[segment.segment_id])
             opened.append(CodedSpan(segment, span.start, span.stop, base))
-        return CodedSource(
-            opened,
-            self._reader,
-            self._memory.pool,
-            self._memory.codes,
-            planes,
-            timeline=timeline,
-        )
+        return CodedSource(opened, self._reader, self._memory.pool, self._memory.codes, planes)
 
     def _exact(
         self,
         spans: Sequence[StoredSpan],
         segments: Sequence[OpenSegment],
         needs: ReadNeeds,
-        timeline: Timeline,
     ) -> SegmentSource:
         self._memory.cache.placement.advance()
         opened = []
@@ -150,7 +139,6 @@ class OpenSegments:
             self._memory.cache,
             needs,
             learns=self._learns,
-            timeline=timeline,
         )
 
     def _acquire_all(self, spans: Sequence[StoredSpan]) -> list[OpenSegment]:

@@ -46,7 +46,6 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
@@ -192,7 +191,6 @@ class PrefixStore:
         start: int,
         stop: int,
         needs: ReadNeeds,
-        timeline: Timeline = NO_TIMELINE,
     ) -> SegmentSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
 
@@ -204,11 +202,9 @@ class PrefixStore:
         self._check_there(match.spans)
         self.tree.touch(match)
         with self._forgetting_removed(match.spans):
-            return self._readers.open_source(match.slice(start, stop), needs, timeline)
+            return self._readers.open_source(match.slice(start, stop), needs)
 
-    def open_whole(
-        self, spans: Sequence[StoredSpan], planes: int | None, timeline: Timeline = NO_TIMELINE
-    ) -> AnySource:
+    def open_whole(self, spans: Sequence[StoredSpan], planes: int | None) -> AnySource:
         """Open a source for all of some spans, which `tree.touch` has counted as used.
 
         `planes`: how many are wanted of codes, besides the floors of heads; None: exact KVs. May be
@@ -220,8 +216,8 @@ class PrefixStore:
         self._check_there(spans)
         with self._forgetting_removed(spans):
             if planes is not None:
-                return self._readers.open_coded(spans, planes, timeline)
-            return self._readers.open_source(spans, ReadNeeds(whole=True), timeline)
+                return self._readers.open_coded(spans, planes)
+            return self._readers.open_source(spans, ReadNeeds(whole=True))
 
     @contextlib.contextmanager
     def _forgetting_removed(self, spans: Sequence[StoredSpan]) -> Iterator[None]:

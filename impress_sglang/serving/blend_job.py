@@ -162,10 +162,7 @@ class BlendJob(LoadJob):
 
     def _open(self, number: int) -> AnySource:
         spans = [run.span for run in self._groups[number]]
-        source = self.store.open_whole(spans, self.plan.planes)
-        if self.timeline is not None:
-            source.timeline = self.timeline
-        return source
+        return self.store.open_whole(spans, self.plan.planes)
 
     def _close(self, opened: dict[int, AnySource], number: int) -> None:
         source = opened.pop(number)

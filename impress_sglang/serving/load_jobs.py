@@ -30,7 +30,6 @@ from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.threads import compute_alone
-from impress_sglang.timeline import RequestTimeline, TimelineWriter
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.read_planner import ReadStats
@@ -116,8 +115,6 @@ class LoadJob:
     fills: FillStats = dataclasses.field(default_factory=FillStats)
     events: list[Any] = dataclasses.field(default_factory=list)
     """On an accelerator, an event after each layer."""
-    timeline: RequestTimeline | None = None
-    """Where its time goes; None unless that is written down."""
     computes: ClassVar[bool] = False
     """Whether the scheduler's thread has something to compute when all was read."""
 
@@ -254,19 +251,16 @@ class JobLoader:
         shape: KVShape,
         device: torch.device,
         layers: Callable[[int], tuple[Tensor, Tensor]],
-        timelines: TimelineWriter | None = None,
         codec: KVCodec | None = None,
     ) -> None:
         """`layers` gives the pools of keys and values of a layer; `device`: where these are.
 
-        `timelines` keeps one of each job, by the name of a request that waited when it began.
         `codec` restores what a basis has coded.
         """
         self.wake = threading.Event()
         """Set when a job has ended."""
         self._shape = shape
         self._layers = layers
-        self._timelines = timelines
         self._filler = SlotFiller(shape, device, codec)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
@@ -278,8 +272,6 @@ class JobLoader:
 
     def begin(self, job: LoadJob) -> None:
         """Load a job, whose state is LOADING, after those that were begun before it."""
-        if self._timelines is not None:
-            job.timeline = RequestTimeline(min(job.waiters))
         self._asked.put(job)
 
     def measure(self, store: PrefixStore, spans: Sequence[StoredSpan], planes: int | None) -> None:
@@ -328,8 +320,6 @@ class JobLoader:
             try:
                 job.began_at = time.monotonic()
                 source = job.open()
-                if job.timeline is not None:
-                    source.timeline = job.timeline
                 job.store.ahead.wait(source, source.num_layers)
             except PrefixUnreadable as error:
                 self._end(job, JobState.FAILED, error)
@@ -391,9 +381,6 @@ class JobLoader:
 
     def _end(self, job: LoadJob, state: JobState, error: BaseException | None) -> None:
         job.end(state, error)
-        if self._timelines is not None and job.timeline is not None:
-            job.timeline.finish()
-            self._timelines.write(job.timeline)
         self._ended.put(job)
         self.wake.set()
 

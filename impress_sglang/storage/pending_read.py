@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -49,16 +48,12 @@ class BlockRuns:
 
 
 class PendingRead:
-    """Runs that are being read, in pieces; made by `BlockReader.submit`.
-
-    `began` and `ended` are `time.perf_counter()` of the first start and the last end, 0.0 before.
-    """
+    """Runs that are being read, in pieces; made by `BlockReader.submit`."""
 
     def __init__(self, runs: BlockRuns, has_stopped: Callable[[], bool], *, ahead: bool) -> None:
         self._has_stopped = has_stopped
         self.runs = runs.split(PIECE_BYTES)
         self.ahead = ahead
-        self.began = self.ended = 0.0
         self._sizes = self.runs.stops - self.runs.starts
         # Single numbers are read faster from a list.
         self._size_of: list[int] = self._sizes.tolist()
@@ -143,7 +138,6 @@ class PendingRead:
     def settle(self) -> None:
         """Note the end, if nothing is in flight or to begin."""
         if not self.in_flight and self.next == self.last:
-            self.ended = time.perf_counter()
             self._done.set()
 
 

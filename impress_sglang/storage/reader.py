@@ -281,8 +281,6 @@ class BlockReader:
         num_bytes = int(columns[-1].sum())
         self._watch.began(len(columns[-1]), num_bytes)
         self._flying_bytes += num_bytes
-        if not read.began:
-            read.began = time.perf_counter()
         numbers = self._engine.start(*columns).tolist()
         for place, number in enumerate(numbers):
             self._flying[number] = (read, first + place)

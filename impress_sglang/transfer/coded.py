@@ -23,7 +23,6 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
-from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, SSD_READ, Timeline
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.frames import take_frames
@@ -58,8 +57,6 @@ class CodedSource(StoredSource):
         pool: BufferPool,
         cache: ChunkCache,
         planes: int,
-        *,
-        timeline: Timeline = NO_TIMELINE,
     ) -> None:
         """Begin with nothing read.
 
@@ -69,7 +66,6 @@ class CodedSource(StoredSource):
             pool: gives the layer buffers that blocks are read into.
             cache: the cache of codes.
             planes: how many are wanted of all units, besides the floors of heads.
-            timeline: the timeline of the request that opens the source.
         """
         assert spans
         self.spans = tuple(spans)
@@ -87,7 +83,7 @@ class CodedSource(StoredSource):
             pool.size_of(max(own.layer_bytes for own in span.segment.layout.codes))
             for span in own_buffers
         )
-        super().__init__(segments, layer_bytes, reader, ReadStats(), timeline)
+        super().__init__(segments, layer_bytes, reader, ReadStats())
         self._pool = pool
         self._cache = cache
         self._sinks = [
@@ -159,21 +155,16 @@ class CodedSource(StoredSource):
 
         Blocks are taken from where chunks stood before the read; then the chunks move.
         """
-        with self.timeline.span(PLAN, layer):
-            ids = [own + self._first_id(layer, self.spans[number]) for number, own in wanted]
-            access = self._cache.access(np.concatenate(ids), np.ones(sum(map(len, ids))))
-            parts, start = [], 0
-            for (number, chunks), own in zip(wanted, ids, strict=True):
-                place = slice(start, start := start + len(chunks))
-                parts.append(
-                    _Part.of(layer, number, self.spans[number], chunks, own, place, access)
-                )
+        ids = [own + self._first_id(layer, self.spans[number]) for number, own in wanted]
+        access = self._cache.access(np.concatenate(ids), np.ones(sum(map(len, ids))))
+        parts, start = [], 0
+        for (number, chunks), own in zip(wanted, ids, strict=True):
+            place = slice(start, start := start + len(chunks))
+            parts.append(_Part.of(layer, number, self.spans[number], chunks, own, place, access))
         try:
-            with self.timeline.span(SSD_READ, layer):
-                self._fetch(layer, parts)
-            with self.timeline.span(COPY, layer):
-                found = [self._take(part) for part in parts]
-                self._settle(parts, access)
+            self._fetch(layer, parts)
+            found = [self._take(part) for part in parts]
+            self._settle(parts, access)
         except BaseException:
             # The placement assumes bytes that were not copied.
             self._cache.abandon(access)

@@ -21,7 +21,6 @@ from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.fence import to_device
-from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.memory import rows_of_head_groups
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots, Slots, head_index
@@ -123,8 +122,7 @@ class PrefixLoader:
             self._scorer = scorer_for(inputs.queries.device)
         evidence = LayerEvidence(self._shape, layer, source, inputs, stats, self._scorer)
         began, loading = time.perf_counter(), stats.load_ms
-        with source.timeline.span(SELECT, layer):
-            tokens = self._rule.select(evidence, k)
+        tokens = self._rule.select(evidence, k)
         # Time that the rule spent reading is counted as loading.
         stats.probe_ms += (time.perf_counter() - began) * 1e3 - (stats.load_ms - loading)
         if evidence.all_keys is None:
@@ -163,9 +161,8 @@ class PrefixLoader:
         selected = sets.unique()[None]
         union = LayerSlots.fresh(selected.shape[1], shape, slots.values.pool.device)
         self._fill(layer, source, selected, evidence, union)
-        with source.timeline.span(COPY, layer):
-            for own, found in ((slots.keys, union.keys), (slots.values, union.values)):
-                own.put(_pick(found.pool, sets, selected[0]))
+        for own, found in ((slots.keys, union.keys), (slots.values, union.values)):
+            own.put(_pick(found.pool, sets, selected[0]))
         return selected
 
     def _fill(
@@ -180,12 +177,11 @@ class PrefixLoader:
         shape, everything = self._shape, evidence.all_keys
         others = slots.keys.only(shape.other_kv_heads) if everything is None else None
         source.read(layer, selected, keys=others, values=slots.values)
-        with source.timeline.span(COPY, layer):
-            if everything is not None:
-                slots.keys.put(rows_of_head_groups(everything, selected))
-            elif shape.probe_kv_heads:
-                probe = rows_of_head_groups(evidence.probe_keys, selected)
-                slots.keys.only(shape.probe_kv_heads).put(probe)
+        if everything is not None:
+            slots.keys.put(rows_of_head_groups(everything, selected))
+        elif shape.probe_kv_heads:
+            probe = rows_of_head_groups(evidence.probe_keys, selected)
+            slots.keys.only(shape.probe_kv_heads).put(probe)
 
 
 class LayerEvidence:
@@ -263,16 +259,15 @@ class LayerEvidence:
         queries = inputs.queries
         if len(heads) < self._shape.num_kv_heads:
             queries = queries[:, self._query_heads(heads)]
-        with self._source.timeline.span(PROBE_COMPUTE, self.layer):
-            return self._scorer.column_sums(
-                queries,
-                keys,
-                inputs.resident_keys,
-                inputs.new_keys,
-                heads,
-                inputs.scaling,
-                resident_rows=inputs.resident_rows,
-            )
+        return self._scorer.column_sums(
+            queries,
+            keys,
+            inputs.resident_keys,
+            inputs.new_keys,
+            heads,
+            inputs.scaling,
+            resident_rows=inputs.resident_rows,
+        )
 
     def _query_heads(self, kv_heads: Sequence[int]) -> Tensor:
         """Query heads that share the given KV heads, grouped by KV head, on the queries' device."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.tiers.fence import to_device
-from impress_sglang.timeline import NO_TIMELINE
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.slots import Slots
 
@@ -33,7 +32,6 @@ class MemorySource:
         self._keys, self._values = list(keys), list(values)
         self.num_tokens = next(len(own) for own in self._keys if own is not None)
         self.stats = ReadStats()
-        self.timeline = NO_TIMELINE
         self._shape = shape
 
     @property

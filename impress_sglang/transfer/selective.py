@@ -12,7 +12,6 @@ from torch import Tensor
 
 from impress_sglang.importance.selection import own_tokens
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -73,7 +72,6 @@ class SelectiveLoader:
         Raises:
             PrefixUnreadable: a block could not be read; what is in the slots is undefined.
         """
-        timeline = source.timeline
         if len(slots) == source.num_tokens:
             stats.layers_whole += 1
             self._restore(layer, source, slots, stats)
@@ -82,11 +80,9 @@ class SelectiveLoader:
         scratch = self._scratch_for(source, slots)
         self._restore(layer, source, scratch, stats)
         with stats.timed("probe_ms"):
-            with timeline.span(PROBE_COMPUTE, layer):
-                scores = self._scores(inputs, scratch.keys.pool)
-            with timeline.span(SELECT, layer):
-                selected = own_tokens(scores, self._shape.group_size, len(slots))
-        with stats.timed("load_ms"), timeline.span(COPY, layer):
+            scores = self._scores(inputs, scratch.keys.pool)
+            selected = own_tokens(scores, self._shape.group_size, len(slots))
+        with stats.timed("load_ms"):
             slots.keys.put(rows_of_head_groups(scratch.keys.pool, selected))
             slots.values.put(rows_of_head_groups(scratch.values.pool, selected))
         return selected
@@ -101,8 +97,7 @@ class SelectiveLoader:
         writer = self._writer = self._writer or code_writer_for(keys.device)
         with stats.timed("load_ms"):
             found = source.read(layer)
-            with source.timeline.span(COPY, layer):
-                put_codes(writer, source, found, keys, values, rows)
+            put_codes(writer, source, found, keys, values, rows)
         for span, codes in zip(source.spans, found, strict=True):
             stats.base_bytes += codes.groups.numel()
             stats.note_planes(span.levels(layer, source.planes), len(span.units))

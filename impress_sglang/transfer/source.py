@@ -23,7 +23,6 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
-from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.expectation import likely_blocks
 from impress_sglang.transfer.gather import make_gatherer
@@ -62,11 +61,6 @@ class PrefixSource(Protocol):
     @property
     def stats(self) -> ReadStats:
         """Counters of what was read so far."""
-        ...
-
-    @property
-    def timeline(self) -> Timeline:
-        """Records where the time goes."""
         ...
 
     def read_probe(self, layer: int) -> Tensor:
@@ -125,7 +119,6 @@ class SegmentSource(StoredSource):
         needs: ReadNeeds,
         *,
         learns: bool = False,
-        timeline: Timeline = NO_TIMELINE,
     ) -> None:
         """Begin with nothing read.
 
@@ -143,7 +136,7 @@ class SegmentSource(StoredSource):
             learns=learns and not needs.whole,
         )
         segments = [span.segment for span in spans]
-        super().__init__(segments, layer_bytes, reader, self._planner.stats, timeline)
+        super().__init__(segments, layer_bytes, reader, self._planner.stats)
         self._pool = pool
         self._cache = cache
         self._gatherer = make_gatherer(cache)
@@ -174,14 +167,13 @@ class SegmentSource(StoredSource):
     def read_probe(self, layer: int) -> Tensor:
         """See `PrefixSource.read_probe`."""
         self._begin(layer)
-        with self.timeline.span(PLAN, layer):
-            plan = self._planner.plan_probe(layer)
+        plan = self._planner.plan_probe(layer)
 
         def take() -> Tensor:
             found = [self._probe_keys(layer, own) for own in plan.spans]
             return found[0] if len(found) == 1 else torch.cat(found)
 
-        return self._carry_out(plan, PROBE_READ, take)
+        return self._carry_out(plan, take)
 
     def read(
         self,
@@ -193,27 +185,22 @@ class SegmentSource(StoredSource):
     ) -> None:
         """See `PrefixSource.read`."""
         self._begin(layer)
-        with self.timeline.span(PLAN, layer):
-            wanted = None if tokens is None else tokens.numpy()
-            plan = self._planner.plan(
-                layer, wanted, keys=keys is not None, values=values is not None
-            )
+        wanted = None if tokens is None else tokens.numpy()
+        plan = self._planner.plan(layer, wanted, keys=keys is not None, values=values is not None)
 
         def take() -> None:
             reads = [(own, self._memory_of(layer, own)) for own in plan.spans]
             self._gatherer.gather(reads, keys, values)
 
-        self._carry_out(plan, SSD_READ, take)
+        self._carry_out(plan, take)
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
         """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
-        with self.timeline.span(PLAN, layer):
-            self._planner.note_selection(layer, selected.numpy(), importance)
+        self._planner.note_selection(layer, selected.numpy(), importance)
 
     def note_whole(self, layer: int) -> None:
         """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
-        with self.timeline.span(PLAN, layer):
-            self._planner.note_whole(layer)
+        self._planner.note_whole(layer)
 
     def expect(self, layer: int, span: SourceSpan, waste_budget: float) -> list[Flags]:
         """Predict which blocks the layers from this one on will want from SSD.
@@ -244,20 +231,18 @@ class SegmentSource(StoredSource):
         spare = columns_buffer_bytes(layout) - size
         return LayerBuffer(segment, offset, size, self._pool, tenant, spare_bytes=spare)
 
-    def _carry_out(self, plan: PlannedRead, stage: str, take: Callable[[], _T]) -> _T:
+    def _carry_out(self, plan: PlannedRead, take: Callable[[], _T]) -> _T:
         """Fetch blocks, take rows from where chunks stood before the read, then move the chunks."""
         try:
-            with self.timeline.span(stage, plan.layer):
-                self._fetch(plan)
-            with self.writing(), self.timeline.span(COPY, plan.layer):
+            self._fetch(plan)
+            with self.writing():
                 rows = take()
                 self._settle(plan)
         except BaseException:
             # The placement assumes bytes that were not copied.
             self._cache.abandon(plan.access)
             raise
-        with self.timeline.span(PLAN, plan.layer):
-            self._planner.count(plan)
+        self._planner.count(plan)
         return rows
 
     def _fetch(self, plan: PlannedRead) -> None:

@@ -9,19 +9,14 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import PendingRead
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.buffers import LayerBuffer, Tenant
 from impress_sglang.transfer.read_planner import ReadStats
-
-# The track of reads on a timeline.
-SSD_TRACK = "SSD"
 
 
 class StoredSource(abc.ABC):
@@ -33,7 +28,6 @@ class StoredSource(abc.ABC):
         layer_bytes: int,
         reader: BlockReader,
         stats: ReadStats,
-        timeline: Timeline,
     ) -> None:
         """`layer_bytes` is how much of the pool the buffers of a layer take."""
         self.segment_ids = [segment.segment_id for segment in segments]
@@ -41,7 +35,6 @@ class StoredSource(abc.ABC):
         self.num_layers = self._shape.num_layers
         self.layer_bytes = layer_bytes
         self.stats = stats
-        self.timeline = timeline
         self.layer = -1
         """The layer that was asked for last; -1 before the first."""
         self.next_ahead = 0
@@ -53,8 +46,8 @@ class StoredSource(abc.ABC):
         self._layers_there = 0
         self._reader = reader
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
-        # Evicted buffers with their layers; counted when buffers are given back.
-        self._evicted: list[tuple[int, LayerBuffer]] = []
+        # Counted when buffers are given back.
+        self._evicted: list[LayerBuffer] = []
         self._ending: list[PendingRead] = []
 
     @abc.abstractmethod
@@ -129,7 +122,7 @@ class StoredSource(abc.ABC):
     def _evict(self, layer: int, number: int) -> None:
         buffer = self._buffers[layer].pop(number)
         self._close_buffer(buffer)
-        self._evicted.append((layer, buffer))
+        self._evicted.append(buffer)
 
     def _give_back(self, below: int | None = None) -> None:
         """Give back the buffers of layers below `below`, or all; counts what was read ahead."""
@@ -137,21 +130,12 @@ class StoredSource(abc.ABC):
         for layer in [own for own in self._buffers if below is None or own < below]:
             for buffer in self._buffers.pop(layer).values():
                 self._close_buffer(buffer)
-                closed.append((layer, buffer))
-        for layer, buffer in closed:
+                closed.append(buffer)
+        for buffer in closed:
             self.stats.ssd_bytes += buffer.ahead_bytes
             self.stats.ahead_bytes += buffer.ahead_bytes
             self.stats.ahead_used_bytes += buffer.ahead_used_bytes
-            if self.timeline.enabled:
-                _note_reads(buffer, layer, self.timeline)
 
     def _close_buffer(self, buffer: LayerBuffer) -> None:
         buffer.close(self._reader)
         self._ending = [read for read in (*self._ending, *buffer.reads) if not read.done]
-
-
-def _note_reads(buffer: LayerBuffer, layer: int, timeline: Timeline) -> None:
-    for read in buffer.reads:
-        if read.began:
-            name = "ahead" if read.ahead else "needs"
-            timeline.add(SSD_TRACK, name, read.began, read.ended or time.perf_counter(), layer)

@@ -33,7 +33,6 @@ from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.timeline import NO_TIMELINE
 from tests.integration.tiny_model import HIDDEN, Model, Pool, layer_of, tokens_of
 from tests.integration.worlds import make_runtime
 from tests.unit.kv_factory import make_shape
@@ -181,7 +180,6 @@ def token_bytes(shape: KVShape) -> int:
 class Unreadable:
     """A source that breaks at a layer."""
 
-    timeline = NO_TIMELINE
     held_bytes = 0
 
     def __init__(self, num_tokens: int, layer: int, values: float) -> None:

@@ -1,16 +1,13 @@
-"""Reading ahead, the choice between loading and computing, metrics, timelines."""
+"""Reading ahead, the choice between loading and computing, metrics."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from impress_sglang import timeline
 from impress_sglang.options import BITS
 from impress_sglang.serving.metrics import COUNTERS, GAUGES
 from tests.serving.compare import assert_same, report
@@ -91,15 +88,14 @@ def test_auto_is_exact_where_reading_hides_behind_computing(
 
 
 @pytest.fixture(scope="module")
-def narrow(workdir: Path, serve: Serve) -> Iterator[Server]:
-    """A server that serves one request at a time, always loads, and writes timelines."""
+def narrow(serve: Serve) -> Iterator[Server]:
+    """A server that serves one request at a time, and always loads."""
     own = (
         *FLAGS,
         "--impress-host-gb=0.02",
         "--impress-approximation-depth=0",
         "--impress-schedule=classes",
         "--enable-metrics",
-        f"--impress-trace-dir={workdir / 'traces'}",
     )
     with serve("narrow", *own, bench=True) as server:
         yield server
@@ -210,11 +206,3 @@ def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
             pool.submit(ask, name, *asked)
             time.sleep(0.05)
     assert ends == ["runs", "resident", "unknown", "stored"]
-
-
-def test_a_timeline_is_written_for_a_loaded_prefix(narrow: Server, workdir: Path) -> None:
-    (prefix,) = store_prefixes(narrow, 1, seed=700)
-    assert report(narrow.generate([*prefix, 5, 6, 7], 1))["path"] == "ssd"
-    file = sorted((workdir / "traces").glob("*.json"))[-1]
-    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
-    assert {timeline.PLAN, timeline.COPY, timeline.SSD_READ} <= names

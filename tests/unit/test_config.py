@@ -35,8 +35,6 @@ from impress_sglang.options import (
 FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
 FLAG_OF = {option.field: option.flag for option in OPTIONS}
 
-# Of what is written for people; empty for nothing.
-DIRECTORIES = ("trace_dir", "basis")
 
 NO_NUMBER = float("nan")
 NO_SIZE = (-0.001, NO_NUMBER, float("inf"))
@@ -112,7 +110,7 @@ EDGE_VALUES: dict[str, Sequence[object]] = {
     "readahead": (0, 7.5),
     "reorder_interval": (0, 0.001),
     "reorder_key": REORDER_KEYS,
-    **dict.fromkeys(DIRECTORIES, ("",)),
+    "basis": ("",),
 }
 
 
@@ -149,7 +147,7 @@ def test_a_retention_below_the_floor_needs_a_lower_floor() -> None:
 
 
 def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
-    assert WRONG_VALUES.keys() == FIELDS - set(DIRECTORIES)
+    assert WRONG_VALUES.keys() == FIELDS - {"basis"}
 
 
 def test_every_field_has_an_option_with_its_name_as_the_flag() -> None:
@@ -207,8 +205,6 @@ def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert ImpressConfig(ssd_dir="~/kv").ssd_path == Path("/home/somebody/kv")
     assert ImpressConfig(ssd_dir="/nvme/kv").ssd_path == Path("/nvme/kv")
-    assert ImpressConfig(trace_dir="~/traces").trace_path == Path("/home/somebody/traces")
-    assert ImpressConfig().trace_path is None
 
 
 def test_from_options_names_unknown_fields_and_the_known_ones() -> None:

@@ -21,7 +21,7 @@ import torch
 from bench.core.options import parse
 from bench.core.session import BenchFailed
 from bench.engine import model as engine_model
-from bench.engine.clock import MODEL, EventTimeline, Served
+from bench.engine.clock import ATTENTION, LOAD, MODEL, REST, STAGES, Served, StageClock
 from bench.engine.engine import OPTIONS, make_row, run
 from bench.engine.model import Engine, Model
 from bench.engine.stored import IDENTITY, StoredEngine, store_planted
@@ -41,7 +41,6 @@ from impress_sglang.importance.selection import mean_jaccard, per_head_tokens, t
 from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.timeline import ATTENTION, COPY, PROBE_READ, REST, SSD_READ, STAGES
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
 
@@ -159,44 +158,42 @@ def test_stages_on_an_accelerator_last_until_it_has_passed_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, device = iter([100.0, 101.0]), FakeDevice()
-    monkeypatch.setattr("impress_sglang.timeline.perf_counter", lambda: next(clock))
-    timeline = EventTimeline("a", device.record)
-    with timeline.span(ATTENTION, 0):
+    monkeypatch.setattr("bench.engine.clock.time.perf_counter", lambda: next(clock))
+    stages = StageClock(device.record, FakeDevice.Event.elapsed_time)
+    with stages.span(ATTENTION):
         # Queued at once; the device is busy with it until 0.5 s.
         device.lag = 0.5
-    with timeline.span(COPY, 0):
-        # The host reads for 0.3 s meanwhile, all of which is hidden, and copies for 0.1 s.
-        with timeline.span(SSD_READ, 0):
-            device.now, device.lag = 0.3, 0.2
+    with stages.span(LOAD):
+        # The host reads for 0.3 s meanwhile, all of which is hidden, and copies until 0.6 s.
         device.now, device.lag = 0.6, 0.0
-    timeline.finish()
 
-    totals = timeline.totals()
+    found = stages.finish()
 
-    assert timeline.duration_ms == pytest.approx(1000)
-    found = [totals[stage] for stage in (ATTENTION, SSD_READ, COPY, REST)]
-    assert found == pytest.approx([500, 0, 100, 400])
+    assert stages.duration_ms == pytest.approx(1000)
+    assert found == pytest.approx({MODEL: 0, ATTENTION: 500, LOAD: 100, REST: 400})
 
 
 def test_a_row_sums_counters_and_takes_means_of_times() -> None:
     counters = {"ssd_bytes": 30, "ssd_needed_bytes": 10, "ssd_chunks": 1, "device_chunks": 3}
+    none = dict.fromkeys(STAGES, 0.0)
 
     def served(ttft: float) -> Served:
-        stages = {SSD_READ: ttft / 2, PROBE_READ: ttft / 10, COPY: ttft / 10, REST: 3 * ttft / 10}
-        loads = LoadStats(layers_by_probe=3, layers_by_fallback=1)
-        return Served(ttft, stages, torch.zeros(1), ReadStats(**counters), loads, 7.0)
+        reads = ReadStats(**counters, wait_ms=0.6 * ttft)
+        loads = LoadStats(layers_by_probe=3, layers_by_fallback=1, probe_ms=ttft / 10)
+        return Served(ttft, none | {LOAD: ttft / 2}, torch.zeros(1), reads, loads, 7.0)
 
     row = make_row("paper", [served(100.0), served(300.0)])
 
     assert row["requests"] == 2 and row["ttft_ms"] == [100.0, 300.0]
     assert row["ttft_ms_mean"] == row["ttft_ms_p50"] == 200.0
     assert row["ttft_ms_p99"] == pytest.approx(298.0)
-    assert (row["io_ms"], row["io_share"]) == (120.0, 0.6)
-    assert (row["probe_ms"], row["probe_share"]) == (20.0, 0.1)
+    assert (row["wait_ms"], row["io_share"]) == (240.0, 0.6)
+    assert (row["probe_ms"], row["probe_share"]) == (40.0, 0.1)
+    assert row["stage_ms"] == none | {LOAD: 100.0}
     assert (row["ssd_bytes"], row["read_amplification"]) == (60, 3.0)
     assert (row["device_hit_ratio"], row["ssd_ratio"]) == (0.75, 0.25)
     assert (row["fallback_share"], row["estimated_ms"]) == (0.25, 7.0)
-    computed = make_row("recompute", [Served(10.0, {}, torch.zeros(1))])
+    computed = make_row("recompute", [Served(10.0, none, torch.zeros(1))])
     assert computed["device_hit_ratio"] is None and computed["estimated_ms"] is None
 
 
@@ -301,9 +298,9 @@ def test_with_all_tokens_every_policy_answers_like_recompute(
         torch.testing.assert_close(one.logits, logits, rtol=1e-3, atol=1e-3)
         assert one.loads is not None and one.loads.layers_whole == SMALL.layers
         assert one.reads is not None and one.reads.chunks_accessed > 0
-        assert set(STAGES) < set(one.stage_ms)
+        assert list(one.stage_ms) == list(STAGES)
         assert sum(one.stage_ms.values()) == pytest.approx(one.ttft_ms)
-        assert one.stage_ms[ATTENTION] > 0 and one.stage_ms[MODEL] > 0
+        assert min(one.stage_ms[stage] for stage in (MODEL, ATTENTION, LOAD)) > 0
     # Not all prefixes fit in the caches.
     assert sum(one.reads.ssd_bytes for one in found if one.reads) > 0
 

@@ -26,7 +26,6 @@ LEVELS = {
     "errors": 0,
     "loops": 0,
     "threads": 0,
-    "timeline": 0,
     "options": 0,
     "pages": 0,
     "config": 1,

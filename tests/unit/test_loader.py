@@ -75,7 +75,6 @@ class CountingSource:
         self._source = source
         self.num_tokens = source.num_tokens
         self.stats = source.stats
-        self.timeline = source.timeline
         self._shape = shape
         self.selections: list[tuple[int, list[list[int]], Tensor | None]] = []
         self.whole_layers: list[int] = []

@@ -96,7 +96,6 @@ def test_runs_are_filled_and_nothing_else(
     read.wait()
 
     assert read.done and read.num_bytes == sum(stop - first for first, stop in runs) * BLOCK
-    assert 0.0 < read.began <= read.ended <= time.perf_counter()
     stored.check(*runs)
     stored.close()
 

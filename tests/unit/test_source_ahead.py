@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.timeline import RequestTimeline
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
-from impress_sglang.transfer.stored_source import SSD_TRACK
 from tests.unit.kv_factory import make_cache, make_shape
-from tests.unit.reading import read_rows, wait_for_reads
+from tests.unit.reading import wait_for_reads
 from tests.unit.source_factory import (
     BLOCK,
     DEMANDS,
@@ -251,31 +249,3 @@ def test_layers_that_were_skipped_are_not_kept(tmp_path: Path) -> None:
         source.close()
         assert case.pool.used_bytes == 0
         case.close()
-
-
-@pytest.mark.usefixtures("single_blocks", "no_gaps")
-def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
-    """Only those that began, each from its start to its end."""
-    with stepping(4) as (reader, engine):
-        case = open_case(tmp_path, SHAPES["cut-rows-float32"], [Part(77, 8, 0, 77)], reader)
-        timeline = RequestTimeline("r")
-        source = case.make_source(ReadNeeds(whole=True), timeline=timeline)
-        began = time.perf_counter()
-        source.read_ahead(0.0)
-        engine.wait_started(2)
-        source.read_ahead(0.0)
-        engine.allow()
-        source.read_probe(0)
-        read_rows(source, 0, random_tokens(case, 3, 1))
-        engine.stop()
-        source.close()
-        engine.allow()
-        timeline.finish()
-        case.source = case.make_source()
-        case.close()
-
-    heard = [event for event in timeline._events if event[0] == SSD_TRACK]
-    assert heard
-    for _, name, start, stop, layer in heard:
-        assert name in ("ahead", "needs")
-        assert began <= start <= stop, (name, layer)

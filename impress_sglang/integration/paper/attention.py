@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import pkgutil
 import time
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save
-from impress_sglang.timeline import ATTENTION
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 
@@ -223,10 +221,7 @@ class PrefixAttention(AttentionBackend):
         """
         rows = () if self.times_each else self._rows
         began = time.perf_counter()
-        with ExitStack() as spans:
-            for row in rows:
-                spans.enter_context(row.request.timeline.span(ATTENTION, self._layer))
-            output: Tensor = super().forward(*arguments, **keywords)
+        output: Tensor = super().forward(*arguments, **keywords)
         for row in rows:
             row.request.stats.attention_ms += (time.perf_counter() - began) * 1e3
         return output

@@ -217,8 +217,6 @@ class ImpressRadixCache(RadixCache):
         request = self.runtime.live.get(req.rid)
         if request is not None:
             assert request.layers_loaded == self.runtime.shape.num_layers
-            # A timeline ends where the prompt does.
-            request.timeline.finish()
             if request.failed:
                 return
             if request.approximate:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.integration.paper.attention import PrefixAttention
-from impress_sglang.timeline import ATTENTION, NO_TIMELINE
 
 
 class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
@@ -51,17 +50,15 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
         for index, (row, kv_len, new_len) in enumerate(lengths):
             began = time.perf_counter()
             request = requests.get(index)
-            timeline = NO_TIMELINE if request is None else request.timeline
             slots = req_to_token[row, starts[index] : kv_len]
-            with timeline.span(ATTENTION, self._layer):
-                output[first : first + new_len] = rectangular_attention(
-                    query[first : first + new_len],
-                    k_cache[slots],
-                    v_cache[slots],
-                    scaling=scaling,
-                    causal=causal,
-                    window=sliding_window_size,
-                )
+            output[first : first + new_len] = rectangular_attention(
+                query[first : first + new_len],
+                k_cache[slots],
+                v_cache[slots],
+                scaling=scaling,
+                causal=causal,
+                window=sliding_window_size,
+            )
             if request is not None:
                 request.stats.attention_ms += (time.perf_counter() - began) * 1e3
             first += new_len

@@ -28,7 +28,6 @@ from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.source import ReadNeeds
 
 
@@ -88,15 +87,15 @@ class AdmissionPlan:
             and self.estimate.bits == other.estimate.bits
         )
 
-    def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
+    def open_source(self, store: PrefixStore) -> AnySource:
         """Open a source for the tokens; `PrefixStore.close_source` takes it back.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
         """
         if self.in_codes:
-            return store.open_whole(self.spans, self.planes, timeline)
-        return store.open_source(self.match, self.resident_len, self.stop, self.needs, timeline)
+            return store.open_whole(self.spans, self.planes)
+        return store.open_source(self.match, self.resident_len, self.stop, self.needs)
 
     def unread(self, source: AnySource) -> float:
         """The share of the plan's reads that `source`, from `open_source`, has not done yet."""

@@ -17,7 +17,6 @@ from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.report import split_again
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import EXACT
-from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.source import SegmentSource
 
 Allocate = Callable[[int], Tensor | None]
@@ -26,17 +25,10 @@ Allocate = Callable[[int], Tensor | None]
 class RequestOpener:
     """Makes `StoredRequest`s."""
 
-    def __init__(
-        self,
-        served: ServedStore,
-        prefetches: Prefetches,
-        loaders: Loaders,
-        timeline_for: Callable[[str], Timeline],
-    ) -> None:
+    def __init__(self, served: ServedStore, prefetches: Prefetches, loaders: Loaders) -> None:
         self._served = served
         self._prefetches = prefetches
         self._loaders = loaders
-        self._timeline_for = timeline_for
 
     def open(
         self,
@@ -63,8 +55,7 @@ class RequestOpener:
             # Otherwise opening a source does it.
             store.tree.touch(plan.match)
         prefetch = self._prefetches.take(rid, plan)
-        timeline = self._timeline_for(rid) if prefetch is None else prefetch.timeline
-        source = plan.open_source(store, timeline) if prefetch is None else prefetch.source
+        source = plan.open_source(store) if prefetch is None else prefetch.source
         slots = allocate(plan.k)
         if slots is None:
             store.close_source(source)
@@ -101,5 +92,4 @@ class RequestOpener:
             loading=loading,
             report=report,
             new_tokens=plan.work.new,
-            timeline=timeline,
         )

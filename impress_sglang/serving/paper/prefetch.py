@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.serving.served_store import ServedStore
-from impress_sglang.timeline import Timeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,16 +19,13 @@ class Prefetch:
 
     plan: AdmissionPlan
     source: AnySource
-    timeline: Timeline
 
 
 class Prefetches:
     """The sources of waiting requests, by request; owned by the scheduler's thread."""
 
-    def __init__(self, served: ServedStore, timeline_for: Callable[[str], Timeline]) -> None:
-        """`timeline_for` returns the timeline of a request, by its id."""
+    def __init__(self, served: ServedStore) -> None:
         self._served = served
-        self._timeline_for = timeline_for
         self._waiting: dict[str, Prefetch] = {}
 
     def __contains__(self, rid: str) -> bool:
@@ -44,13 +40,12 @@ class Prefetches:
             self.drop(rid)
         if not store.ahead.enabled:
             return
-        timeline = self._timeline_for(rid)
         try:
-            source = plan.open_source(store, timeline)
+            source = plan.open_source(store)
         except PrefixUnreadable as error:
             self._served.report_miss(rid, error)
             return
-        self._waiting[rid] = Prefetch(plan, source, timeline)
+        self._waiting[rid] = Prefetch(plan, source)
         store.ahead.wait(source, math.ceil(plan.estimate.lead * source.num_layers))
 
     def unread(self, rid: str, plan: AdmissionPlan | None = None) -> float:

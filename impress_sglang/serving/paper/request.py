@@ -12,7 +12,6 @@ from impress_sglang.serving.report import split_again
 from impress_sglang.serving.why import damaged
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.slots import LayerSlots
@@ -41,7 +40,6 @@ class StoredRequest:
     loading: Loading | None
     report: dict[str, object]
     new_tokens: int = 0
-    timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
     layers_loaded: int = 0
     stopwatch: Stopwatch | None = None

@@ -7,7 +7,7 @@ opens and releases requests; the attention backend loads their layers in between
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.serving import Serving
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.slots import LayerSlots
@@ -45,8 +44,6 @@ class ServingRuntime(Serving):
         identity: str,
         device: torch.device,
         hidden_size: int,
-        *,
-        timeline_for: Callable[[str], Timeline] | None = None,
     ) -> None:
         """Open the store.
 
@@ -56,7 +53,6 @@ class ServingRuntime(Serving):
             identity: the model identity.
             device: where attention runs and the slots are.
             hidden_size: hidden size of the model.
-            timeline_for: returns the timeline of a request, by its id; None to do as options say.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -66,10 +62,8 @@ class ServingRuntime(Serving):
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not yet released, by id."""
         self._clock = clock_for(device)
-        self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
         self._loaders = Loaders.of(shape, self.policy)
-        timeline_for = timeline_for or self._timeline_for
-        self.prefetches = Prefetches(self.served, timeline_for)
+        self.prefetches = Prefetches(self.served)
         self.queue_order: QueueOrder | None = None
         """Reorders SGLang's queue; None if `--impress-schedule` is off."""
         if config.schedule != OFF:
@@ -79,7 +73,7 @@ class ServingRuntime(Serving):
         )
         self.explainer = Explainer(config, self.served, self.admission.least)
         """Says why a request got its prefix, or got none."""
-        self._opener = RequestOpener(self.served, self.prefetches, self._loaders, timeline_for)
+        self._opener = RequestOpener(self.served, self.prefetches, self._loaders)
 
     def open(
         self,
@@ -161,17 +155,11 @@ class ServingRuntime(Serving):
         if request is not None:
             request.end_loading()
             publish(request)
-            if self._timelines is not None and isinstance(request.timeline, RequestTimeline):
-                self._timelines.write(request.timeline)
         return request
 
     def summary(self) -> dict[str, Any]:
         """See `Serving.summary`."""
         return {**super().summary(), "requests_live": len(self.live)}
-
-    def _timeline_for(self, rid: str) -> Timeline:
-        """A new timeline for a request; one that records nothing unless there is a trace path."""
-        return NO_TIMELINE if self._timelines is None else RequestTimeline(rid)
 
     def _learn(self, request: StoredRequest) -> None:
         """Tell the estimator how long loading took, less the time spent waiting for the drive."""
