@@ -46,6 +46,7 @@ TARGETS = (
     "management/store",
     "management/versions",
     "management/quota",
+    "management/health",
     "serving/paper/admission",
     "serving/paper/opening",
     "integration/paper/radix_cache",

@@ -20,13 +20,13 @@ from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreInUseError, StoreUnavailable
 from impress_sglang.management.digests import namespace_text
+from impress_sglang.management.health import Health
 from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.purging import Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import segment_files
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens, read_header
 
@@ -147,7 +147,7 @@ def _purge(
 ) -> dict[str, Any]:
     among = None
     if age is not None:
-        looked = store.writes.written_before(time.time() - age).result()
+        looked = store.worker.written_before(time.time() - age).result()
         if looked.failure is not None:
             raise Refused(f"the disk cannot be asked how old segments are: {looked.failure}")
         among = looked.segment_ids

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from impress_sglang.cli.orders import PATIENCE_S, check_done
-from impress_sglang.management.keeper import Keeper
+from impress_sglang.management.disk_worker import DiskWorker
+from impress_sglang.management.health import Health
 from impress_sglang.management.restoring import restore_entries
+from impress_sglang.management.survey import survey
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.directory import StoreDirectory, quarantined_files
-from impress_sglang.storage.health import Health
 
 
 def rebuild(directory: StoreDirectory) -> dict[str, Any]:
@@ -29,16 +30,16 @@ def rebuild(directory: StoreDirectory) -> dict[str, Any]:
         OSError: the directory cannot be read.
         sqlite3.Error: the index can neither be read nor rebuilt.
     """
-    with _kept(directory) as keeper:
-        survey = keeper.survey(directory.path.name, anew=True)
-        keeper.recover(survey)
+    with _kept(directory) as worker:
+        found = survey(directory, worker.catalog, directory.path.name, anew=True)
+        worker.recover(found)
     return {
         "store": directory.path.name,
-        "segments": len(survey.entries),
-        "not_indexed": len(survey.adopted),
-        "without_file": len(survey.missing),
-        "quarantined": len(survey.damaged),
-        "unreadable_now": keeper.unused_files,
+        "segments": len(found.entries),
+        "not_indexed": len(found.adopted),
+        "without_file": len(found.missing),
+        "quarantined": len(found.damaged),
+        "unreadable_now": found.unread,
     }
 
 
@@ -47,24 +48,24 @@ def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]
     store, now = directory.path.name, time.time()
     expired: list[CatalogEntry] = []
     current: list[CatalogEntry] = []
-    with _kept(directory, read_only=dry_run) as keeper:
-        survey = keeper.survey(store)
-        for own in survey.entries:
+    with _kept(directory, read_only=dry_run) as worker:
+        there = survey(directory, worker.catalog, store)
+        for own in there.entries:
             (expired if 0 < own.info.expires <= now else current).append(own)
-        useless, _ = restore_entries(StoredTree(), current, all_read=not keeper.unused_files)
+        useless, _ = restore_entries(StoredTree(), current, all_read=not there.unread)
         placeless = [own.entry for own in useless]
-        damaged = [directory.segment_path(own.segment_id) for own in survey.damaged]
+        damaged = [directory.segment_path(own.segment_id) for own in there.damaged]
         damaged += quarantined_files(directory.files, directory.path)
         found = {
-            "unfinished": [directory.files.stat(own).st_size for own in survey.unfinished],
+            "unfinished": [directory.files.stat(own).st_size for own in there.unfinished],
             "damaged": [directory.files.stat(own).st_size for own in damaged],
             "expired": [own.file_bytes for own in expired],
             "without a place": [own.file_bytes for own in placeless],
         }
         if not dry_run:
-            keeper.recover(survey)
-            keeper.delete({own.info.segment_id: own.file_bytes for own in expired + placeless})
-            keeper.empty_quarantine()
+            worker.recover(there)
+            worker.delete({own.info.segment_id: own.file_bytes for own in expired + placeless})
+            worker.empty_quarantine()
     return [removal(store, what, sizes) for what, sizes in found.items() if sizes]
 
 
@@ -74,12 +75,12 @@ def removal(store: str, what: str, sizes: list[int]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kept(directory: StoreDirectory, *, read_only: bool = False) -> Iterator[Keeper]:
-    """A keeper of a store, which has done all its work in the end; `read_only` as in `Keeper`."""
+def _kept(directory: StoreDirectory, *, read_only: bool = False) -> Iterator[DiskWorker]:
+    """A worker on a store, which has done all its work in the end; `read_only`: as there."""
     health = Health()
-    keeper = Keeper(directory, health, direct=False, read_only=read_only)
+    worker = DiskWorker(directory, health, direct=False, read_only=read_only)
     try:
-        yield keeper
+        yield worker
     finally:
-        keeper.close(PATIENCE_S)
+        worker.close(PATIENCE_S)
     check_done(health)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from impress_sglang.management.health import Health
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState
-from impress_sglang.management.suspects import SuspectSegments
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.management.writing import SegmentWrites
@@ -32,7 +32,7 @@ class StoreChecks:
         tree: StoredTree,
         writes: SegmentWrites,
         quota: Quota,
-        looks: SuspectSegments,
+        health: Health,
         versions: SegmentVersions,
         caches: Sequence[ChunkCache],
     ) -> None:
@@ -40,7 +40,7 @@ class StoreChecks:
         self._tree = tree
         self._writes = writes
         self._quota = quota
-        self._looks = looks
+        self._health = health
         self._versions = versions
         self._caches = caches
 
@@ -54,7 +54,7 @@ class StoreChecks:
         self._check_next(len(self._tree))
         segments = list(self._tree.segments())
         suspects = sum(own.state is SegmentState.SUSPECT for own in segments)
-        assert suspects == len(self._looks)
+        assert suspects == len(self._health.suspects)
         self._versions.check_integrity(own.segment_id for own in segments if own.on_disk)
 
     def steps(self) -> Iterator[None]:
@@ -89,4 +89,4 @@ class StoreChecks:
             self._versions.check(segment.segment_id)
             state = segment.state
             assert (state is SegmentState.PENDING) == (segment in pending)
-            assert (state is SegmentState.SUSPECT) == (segment.segment_id in self._looks)
+            assert (state is SegmentState.SUSPECT) == (segment.segment_id in self._health.suspects)

@@ -7,26 +7,34 @@ result then belongs to the store's thread. No memory for caches is allocated her
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import sqlite3
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
 
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError
 from impress_sglang.management.content import ContentIndex
-from impress_sglang.management.keeper import Keeper
-from impress_sglang.management.monitor import Monitor
+from impress_sglang.management.disk_worker import DiskWorker
+from impress_sglang.management.health import Health, Task, Work
 from impress_sglang.management.pins import Pins
 from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.uses import Uses
 from impress_sglang.options import OFF
 from impress_sglang.precision.floors import CodingMeter
-from impress_sglang.storage.directory import CODING, StoreDirectory, other_stores
+from impress_sglang.storage.directory import (
+    CODING,
+    StoreDirectory,
+    other_stores,
+    segment_files,
+)
 from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.health import Health
+from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +42,17 @@ logger = logging.getLogger(__name__)
 NOTE_SECONDS = 60.0
 # How many uses are recorded at once: this takes less than a millisecond.
 NOTED_TOGETHER = 500
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What a probe found: the names of the finished segments, or why there are none.
+
+    `error` with `segments`: reading works, writing does not.
+    """
+
+    segments: frozenset[str] | None = None
+    error: Exception | None = None
 
 
 class StoreDisk:
@@ -60,21 +79,26 @@ class StoreDisk:
         self.directory = StoreDirectory(self.files, config.ssd_path, identity)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)
-            self.health = Health()
+            self.health = Health(self._seconds)
+            self._tasks: list[tuple[Task, Future[Any]]] = []
             try:
                 self.direct = self.files.supports_direct_io(self.directory.path)
-                self.keeper = Keeper(self.directory, self.health, direct=self.direct)
-                undo.callback(self.keeper.close, self._seconds)
+                self.worker = DiskWorker(self.directory, self.health, direct=self.direct)
+                undo.callback(self.worker.close, self._seconds)
                 if (kept := self.directory.get(CODING)) is not None:
                     self.meter.restore(kept)
-                self.monitor = Monitor(self.directory, self.health, self._seconds)
-                undo.callback(self.monitor.close, self._seconds)
+                self.health.free_bytes = self.files.free_bytes(self.directory.path)
+                # Of its own, as writes may hang.
+                self._prober = BackgroundThread("impress-probe")
+                undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
-                self.tree, self._froze = recover_tree(self.keeper, identity, content)
+                self.tree, self._froze = recover_tree(
+                    self.directory, self.worker, identity, content
+                )
                 if self._froze:
                     undo.callback(gc.unfreeze)
                 most = bytes_of(config.ssd_gb) // 2
-                self.pins = Pins(self.directory, self.keeper, self.tree, most)
+                self.pins = Pins(self.directory, self.worker, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)
                 """Stores of other models, latest first, and their bytes."""
             except (OSError, sqlite3.Error) as error:
@@ -84,13 +108,28 @@ class StoreDisk:
             undo.pop_all()
         self._say_what_is_there()
 
+    def poll(self) -> list[tuple[Task, Future[Any]]]:
+        """Begin what `health` finds due; returns the tasks that have ended since the last call."""
+        self._tasks += [(task, self._begin(task)) for task in self.health.due()]
+        ended = [own for own in self._tasks if own[1].done()]
+        self._tasks = [own for own in self._tasks if own not in ended]
+        return ended
+
+    def _begin(self, task: Task) -> Future[Any]:
+        if task.work is Work.MEASURE:
+            return self._prober.submit(self.files.free_bytes, self.directory.path)
+        if task.work is Work.PROBE:
+            return self._prober.submit(probe, self.directory)
+        assert task.info is not None
+        return (self.worker.look if task.work is Work.LOOK else self.worker.condemn)(task.info)
+
     def note_uses(self, uses: Uses) -> None:
         """Record now and then which segments were used, so that it outlasts a killed process."""
         if time.monotonic() < self._note_at:
             return
         used = uses.take_changed(NOTED_TOGETHER)
         if used:
-            self.keeper.record_uses([segment.use for segment in used])
+            self.worker.record_uses([segment.use for segment in used])
         if len(used) < NOTED_TOGETHER:
             self._note_at = time.monotonic() + NOTE_SECONDS
 
@@ -99,10 +138,10 @@ class StoreDisk:
 
         Work that does not end within `--impress-io-timeout` is left behind.
         """
-        self.keeper.record_uses([segment.use for segment in used])
-        if not self.keeper.close(self._seconds):
+        self.worker.record_uses([segment.use for segment in used])
+        if not self.worker.close(self._seconds):
             logger.warning("access times are not kept for the next start")
-        self.monitor.close(self._seconds)
+        self._prober.close(self._seconds)
         self.directory.close()
         if self._froze:
             # Now the tree is garbage, which the next opening of a store collects first.
@@ -117,3 +156,19 @@ class StoreDisk:
             sum(segment.file_bytes for segment in segments) / 1e6,
             "on" if self.direct else "off",
         )
+
+
+def probe(directory: StoreDirectory) -> Answer:
+    """Find out what works of a disk that failed; a folder that was removed is made again."""
+    segments = None
+    try:
+        try:
+            directory.check_readable()
+        except FileNotFoundError:
+            directory.restore()
+        found = segment_files(directory.files, directory.path)
+        segments = frozenset(name for name, _, finished in found if finished)
+        directory.check_writable()
+    except Exception as error:
+        return Answer(segments, error)
+    return Answer(segments)

@@ -96,7 +96,7 @@ class Expiry:
         self._look, self._going = None, []
 
     def _older(self, store: PrefixStore, seconds: float) -> Future[WrittenBefore]:
-        return store.writes.written_before(self._wall_clock() - seconds)
+        return store.worker.written_before(self._wall_clock() - seconds)
 
 
 def _found(look: Future[WrittenBefore]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from impress_sglang.management.keeper import Keeper
+from impress_sglang.management.disk_worker import DiskWorker
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.directory import PINS, StoreDirectory
@@ -52,7 +52,7 @@ class Pins:
     def __init__(
         self,
         directory: StoreDirectory,
-        keeper: Keeper,
+        worker: DiskWorker,
         tree: StoredTree,
         most_bytes: int,
         clock: Callable[[], float] = time.monotonic,
@@ -65,7 +65,7 @@ class Pins:
             OSError: the directory cannot be read.
         """
         self._directory = directory
-        self._keeper = keeper
+        self._worker = worker
         self._tree = tree
         self._most_bytes = most_bytes
         self._clock = clock
@@ -174,7 +174,7 @@ class Pins:
             for pin in self._pins
         ]
         content = json.dumps(fields).encode()
-        self._keeper.keep(PINS, lambda: content)
+        self._worker.keep(PINS, lambda: content)
 
 
 def _bytes_of(tokens: Tokens) -> bytes:

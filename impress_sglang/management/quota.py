@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.management.keeper import Keeper
-from impress_sglang.management.monitor import Monitor
-from impress_sglang.management.quarantine import unremoved
+from impress_sglang.management.disk_worker import DiskWorker
+from impress_sglang.management.health import Health
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
+from impress_sglang.storage.directory import remove_store
 from impress_sglang.storage.segment import Priority
 
 
@@ -29,8 +29,8 @@ class Quota:
         self,
         config: ImpressConfig,
         tree: StoredTree,
-        keeper: Keeper,
-        monitor: Monitor,
+        worker: DiskWorker,
+        health: Health,
         others: dict[Path, int],
         is_needed: Callable[[str], bool],
         reserved: Callable[[], int],
@@ -41,8 +41,8 @@ class Quota:
         Args:
             config: options of the server.
             tree: tree of the segments.
-            keeper: removes stores, and knows which other files are in ours.
-            monitor: knows the free space.
+            worker: removes stores, and knows which other files are in ours.
+            health: knows the free space.
             others: stores of other models, latest first, and their bytes.
             is_needed: whether a segment must stay: it is read, awaited or pinned.
             reserved: returns the bytes of a file that is being written to replace another one.
@@ -52,8 +52,8 @@ class Quota:
         self._reserved = reserved
         self._config = config
         self._tree = tree
-        self._keeper = keeper
-        self._monitor = monitor
+        self._worker = worker
+        self._health = health
         self._others = others
         self._removing: dict[Path, Future[bool]] = {}
         self._served: set[Path] = set()
@@ -81,7 +81,7 @@ class Quota:
         """Bytes used on the SSD and their limits, for the statistics page."""
         return {
             "used_bytes": self.used_bytes + self._reserved(),
-            "quarantined_bytes": self._keeper.quarantine.num_bytes,
+            "quarantined_bytes": self._worker.quarantined_bytes,
             "other_models_bytes": self.other_models_bytes,
             "quota_bytes": bytes_of(self._config.ssd_gb),
             **self.budget.summary(),
@@ -91,7 +91,7 @@ class Quota:
         """Account for a file that is being removed."""
         self._count(segment.info.namespace, -segment.file_bytes)
         # An estimate until the next measurement.
-        self._monitor.free_bytes += segment.file_bytes
+        self._health.free_bytes += segment.file_bytes
 
     def begin(self, segment: StoredSegment) -> None:
         """Account for a file that is going to be written."""
@@ -103,7 +103,7 @@ class Quota:
         """Account for the end of a write, which may have failed."""
         self.pending_bytes -= segment.file_bytes
         if written:
-            self._monitor.free_bytes -= segment.file_bytes
+            self._health.free_bytes -= segment.file_bytes
         else:
             self.budget.spend(-segment.file_bytes)
             self._count(segment.info.namespace, -segment.file_bytes)
@@ -113,7 +113,7 @@ class Quota:
         self.budget.spend(segment.file_bytes)
         more = segment.file_bytes - old_bytes
         self._count(segment.info.namespace, more)
-        self._monitor.free_bytes -= more
+        self._health.free_bytes -= more
 
     def _count(self, name: str, more: int) -> None:
         """Add `more` bytes, perhaps fewer than 0, to the count of a namespace."""
@@ -133,19 +133,15 @@ class Quota:
         most = bytes_of(self._config.namespace_gb)
         return max(held - most, 0) if most else 0
 
-    def unremoved(self) -> frozenset[str]:
-        """Names of what should have been removed and could not be: it still counts."""
-        return unremoved(self._keeper.undeleted, self._keeper.quarantine)
-
     def missing(self, num_bytes: int) -> int:
         """Bytes that must become free for a file of `num_bytes` to fit; 0 or less if it fits."""
-        keeper, config = self._keeper, self._config
-        unserved = keeper.quarantine.num_bytes + keeper.unused_bytes
-        unserved += sum(list(keeper.undeleted.values()))
+        worker, config = self._worker, self._config
+        unserved = worker.quarantined_bytes + worker.unused_bytes
+        unserved += sum(list(worker.undeleted.values()))
         reserved = self._reserved()
         used = self.used_bytes + reserved + unserved + self.other_models_bytes
         pending = self.pending_bytes + reserved
-        available = self._monitor.free_bytes - pending - bytes_of(config.min_free_gb)
+        available = self._health.free_bytes - pending - bytes_of(config.min_free_gb)
         return max(used + num_bytes - bytes_of(config.ssd_gb), num_bytes - available)
 
     def has_room(self, num_bytes: int) -> bool:
@@ -172,10 +168,10 @@ class Quota:
         """
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed = self.missing(num_bytes)
-        quarantine = self._keeper.quarantine
-        if needed > 0 and (quarantined := quarantine.num_bytes) and not quarantine.is_stuck:
-            # The keeper does this before it writes anything else.
-            self._keeper.empty_quarantine()
+        quarantined = self._worker.quarantined_bytes
+        if needed > 0 and quarantined and self._worker.keeps_quarantine:
+            # The worker does this before it writes anything else.
+            self._worker.empty_quarantine()
             needed -= quarantined
         if needed > 0 and self._remove_others(needed):
             return False
@@ -190,7 +186,7 @@ class Quota:
         for path, removing in [own for own in self._removing.items() if own[1].done()]:
             del self._removing[path]
             if removing.exception() is None and removing.result():
-                self._monitor.free_bytes += self._others.pop(path)
+                self._health.free_bytes += self._others.pop(path)
             else:
                 self._served.add(path)
 
@@ -202,7 +198,7 @@ class Quota:
                 break
             if path not in self._served and path not in self._removing:
                 going += self._others[path]
-                self._removing[path] = self._keeper.remove_store(path)
+                self._removing[path] = self._worker.submit(remove_store, self._worker.files, path)
         return bool(self._removing)
 
     def _victims(

@@ -13,11 +13,13 @@ import numpy as np
 
 from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.digests import begun_digest, extended
-from impress_sglang.management.keeper import Keeper, Survey
+from impress_sglang.management.disk_worker import DiskWorker
 from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.survey import Survey, survey
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.catalog import CatalogEntry
+from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens
 
@@ -31,7 +33,10 @@ _MANY = 10_000
 
 
 def recover_tree(
-    keeper: Keeper, identity: str, content: ContentIndex | None = None
+    directory: StoreDirectory,
+    worker: DiskWorker,
+    identity: str,
+    content: ContentIndex | None = None,
 ) -> tuple[StoredTree, bool]:
     """Build the tree of the segments on the disk; files without a place in it are removed.
 
@@ -48,12 +53,12 @@ def recover_tree(
     enabled = gc.isenabled()
     gc.disable()
     try:
-        survey = keeper.survey(identity)
-        large = enabled and len(survey.entries) >= _MANY
+        found = survey(directory, worker.catalog, identity)
+        large = enabled and len(found.entries) >= _MANY
         if large:
             # Present garbage would be frozen, too; it takes longer to collect with the tree there.
             gc.collect()
-        tree = _recover_tree(keeper, survey, content)
+        tree = _recover_tree(worker, found, content)
         if large:
             gc.freeze()
     finally:
@@ -62,18 +67,18 @@ def recover_tree(
     return tree, large
 
 
-def _recover_tree(keeper: Keeper, survey: Survey, content: ContentIndex | None) -> StoredTree:
-    entries = keeper.recover(survey)
+def _recover_tree(worker: DiskWorker, found: Survey, content: ContentIndex | None) -> StoredTree:
+    entries = worker.recover(found)
     tree = StoredTree(content)
-    useless, waiting = restore_entries(tree, entries, all_read=not keeper.unused_files)
+    useless, waiting = restore_entries(tree, entries, all_read=not found.unread)
     for own in useless:
         logger.warning(
             "segment %s has no place: what it builds on is gone, or others are there; removed",
             own.segment_id,
         )
     if useless:
-        keeper.delete({own.segment_id: own.file_bytes for own in useless})
-    keeper.unused_bytes += sum(own.file_bytes for own in waiting)
+        worker.delete({own.segment_id: own.file_bytes for own in useless})
+    worker.unused_bytes += sum(own.file_bytes for own in waiting)
     return tree
 
 

@@ -25,9 +25,9 @@ from impress_sglang.errors import (
     StoreUnavailable,
 )
 from impress_sglang.management.checking import StoreChecks
-from impress_sglang.management.disk import StoreDisk
+from impress_sglang.management.disk import Answer, StoreDisk
 from impress_sglang.management.forecast import ReadForecast
-from impress_sglang.management.keeper import Verdict
+from impress_sglang.management.health import Verdict, Work
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.memory import StoreMemory
@@ -37,7 +37,6 @@ from impress_sglang.management.quota import Quota
 from impress_sglang.management.reorder_queue import Outcome, ReorderQueue
 from impress_sglang.management.segment_rewriter import SegmentRewriter
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
-from impress_sglang.management.suspects import SuspectSegments
 from impress_sglang.management.versions import SegmentVersions, certain_columns
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import SegmentWrites, StoreStats
@@ -95,8 +94,8 @@ class PrefixStore:
         self._config = config
         self._shape = shape
         self._disk = disk or StoreDisk(config, identity, files)
-        self._directory, self._keeper = self._disk.directory, self._disk.keeper
-        self._monitor, self.health = self._disk.monitor, self._disk.health
+        self._directory, self.worker = self._disk.directory, self._disk.worker
+        self.health = self._disk.health
         self.tree, self.pins = self._disk.tree, self._disk.pins
         self.namespace = functools.lru_cache(_NAMESPACES)(self._directory.namespace)
         direct, patience = self._disk.direct, config.io_timeout
@@ -139,7 +138,6 @@ class PrefixStore:
         self._measuring: AnySource | None = None
         self.stats = StoreStats()
         self.losses = Losses()
-        self._looks = SuspectSegments(self._keeper)
         self.reorders = ReorderQueue(
             self.tree,
             self._readers,
@@ -151,8 +149,8 @@ class PrefixStore:
         self._quota = Quota(
             config,
             self.tree,
-            self._keeper,
-            self._monitor,
+            self.worker,
+            self.health,
             self._disk.others,
             lambda own: self._readers.is_read(own) or own in self._lookahead or own in self.pins,
             lambda: self.reorders.reserved_bytes,
@@ -165,7 +163,7 @@ class PrefixStore:
             self.namespace,
             self.tree,
             self._quota,
-            self._keeper,
+            self.worker,
             self._disk.meter,
             self.health,
             self.stats,
@@ -175,7 +173,7 @@ class PrefixStore:
         )
         caches = self._memory.cache, self._memory.codes
         self.checks = StoreChecks(
-            self.tree, self.writes, self._quota, self._looks, self.versions, caches
+            self.tree, self.writes, self._quota, self.health, self.versions, caches
         )
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
@@ -273,17 +271,21 @@ class PrefixStore:
         self._readers.settle()
         self.writes.poll()
         self._quota.poll()
-        if (answer := self._monitor.poll()) is not None:
-            self._take_answer(answer.segments, answer.error)
-        if self.health.readable:
-            for segment, verdict in self._looks.poll():
-                self._judge(segment, verdict)
+        for task, future in self._disk.poll():
+            if task.work is Work.MEASURE:
+                self.health.measured(future.exception() or future.result())
+            elif task.info is None:
+                self._take_answer(future.result())
+            else:
+                # A look that failed for another reason says nothing about the segment.
+                verdict = Verdict.UNCLEAR if future.exception() else future.result()
+                self._judge(task.info.segment_id, verdict)
         if (outcome := self.reorders.take_finished()) is not None:
             self._settle(outcome)
         if not self.health.writable:
             return
         self._disk.note_uses(self.tree.uses)
-        gap_bytes, removing_bytes = self._reader.cost.gap_bytes, self._keeper.removals.num_bytes
+        gap_bytes, removing_bytes = self._reader.cost.gap_bytes, self.worker.removing_bytes
         try:
             self.reorders.poll(gap_bytes, self._quota.has_room, removing_bytes)
         except PrefixUnreadable as error:
@@ -297,7 +299,7 @@ class PrefixStore:
         if segment is not None and segment.ready:
             logger.warning("%s; a second look will decide", error)
             self.stats.segments_unreadable += 1
-            self._looks.add(segment)
+            self.health.suspect(segment)
 
     def summary(self) -> dict[str, Any]:
         """Counters and sizes for the statistics page."""
@@ -307,7 +309,7 @@ class PrefixStore:
             "segments": len(self.tree),
             "writes_pending": len(self.writes),
             "health": self.health.summary(),
-            "segments_suspect": len(self._looks),
+            "segments_suspect": len(self.health.suspects),
             **self._quota.summary(),
             "direct_io": self._disk.direct,
             **self._reader.summary(),
@@ -327,16 +329,6 @@ class PrefixStore:
         """
         if not self._closed:
             self.checks.check_integrity()
-
-    def check_index(self) -> None:
-        """Compare the index with the tree, as above; waits for the disk, and for pending writes."""
-        self.writes.drain()
-        if not self.reorders.pending:
-            indexed = self._keeper.indexed().result()
-            # An extra row is that of a file that could not be removed, which was logged.
-            for segment in self.tree.segments():
-                if segment.on_disk:
-                    assert indexed.get(segment.segment_id) == segment.file_bytes
 
     def close(self) -> None:
         """Finish writes, record access times, close files and release the lock; idempotent.
@@ -389,11 +381,11 @@ class PrefixStore:
             self._quota.replace(segment, outcome.old_bytes)
             self.stats.bytes_written += segment.file_bytes
             # The old version was read to the end, so what was written from it is verified.
-            self._looks.forget(outcome.old_id)
+            self.health.suspects.pop(outcome.old_id, None)
             segment.state = SegmentState.READY
-            self._keeper.replace(outcome.old_id, outcome.old_bytes, segment.entry)
+            self.worker.replace(outcome.old_id, outcome.old_bytes, segment.entry)
         if outcome.discard is not None:
-            self._keeper.delete({outcome.discard: outcome.new_bytes})
+            self.worker.delete({outcome.discard: outcome.new_bytes})
         if isinstance(outcome.error, PrefixUnreadable):
             self.report(outcome.error)
         elif isinstance(outcome.error, OSError):
@@ -405,21 +397,21 @@ class PrefixStore:
         for segment in segments:
             self._lose(segment, cause)
         # In one job, because with each job the other thread can take the GIL from this one.
-        self._keeper.delete({own.segment_id: own.file_bytes for own in segments})
+        self.worker.delete({own.segment_id: own.file_bytes for own in segments})
 
     def _lose(self, segment: StoredSegment, cause: Cause) -> None:
         """Mark a segment as lost; it stays in the tree as long as others build on it."""
         self.losses.note(segment, cause)
         self._quota.remove(segment)
-        self._looks.forget(segment.segment_id)
+        self.health.suspects.pop(segment.segment_id, None)
         self.reorders.forget(segment)
         self.tree.lose(segment)
         # Behind that: see `_forgetting_removed`.
         self.versions.retire(segment.segment_id)
 
-    def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:
+    def _judge(self, segment_id: str, verdict: Verdict) -> None:
         """Act on the verdict of a second look."""
-        if self.tree.get(segment.segment_id) is not segment:
+        if (segment := self.health.looked(segment_id, verdict)) is None:
             return
         self.stats.segments_cleared += verdict is Verdict.GOOD
         self.stats.segments_quarantined += verdict is Verdict.BAD
@@ -427,20 +419,20 @@ class PrefixStore:
         if verdict is not Verdict.GOOD:
             self._lose(segment, Cause.DAMAGED)
 
-    def _take_answer(self, segments: frozenset[str] | None, error: Exception | None) -> None:
+    def _take_answer(self, answer: Answer) -> None:
         """Take the answer to a probe of a failed disk: go on with the segments on it now."""
-        if segments is not None and not self.health.readable:
+        found, error = answer.segments, answer.error
+        if found is not None and not self.health.readable:
             try:
                 self._reader.revive()
             except (ConfigError, OSError) as failure:
-                self.health.probed(failure, readable=False)
-                return
-            # A segment that the answer lacks may have been written after the probe.
-            for segment in self.tree.segments():
-                if segment.ready and segment.segment_id not in segments:
-                    self._looks.add(segment)
-            self._looks.hurry()
+                found, error = None, failure
+            else:
+                # A segment that the answer lacks may have been written after the probe.
+                for segment in self.tree.segments():
+                    if segment.ready and segment.segment_id not in found:
+                        self.health.suspect(segment)
         # This comes before `catch_up`, which may fail again.
-        self.health.probed(error, readable=segments is not None)
+        self.health.probed(error, readable=found is not None)
         if error is None:
-            self._keeper.catch_up()
+            self.worker.catch_up()

@@ -1,7 +1,7 @@
 """What is being stored: offers of KVs, and the writes of those that were accepted.
 
 Owned by the store's thread. An offer is decided at once: which of its tokens are stored already,
-what it builds on, whether there is room. The keeper writes, and `poll` collects the results.
+what it builds on, whether there is room. The worker writes, and `poll` collects the results.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.digests import prefix_digest
-from impress_sglang.management.keeper import Keeper
+from impress_sglang.management.disk_worker import DiskWorker
+from impress_sglang.management.health import Health
 from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.precision.floors import CodingMeter, CodingRule, QuerySource, no_queries
-from impress_sglang.storage.directory import CODING, WrittenBefore
-from impress_sglang.storage.health import Health
+from impress_sglang.storage.directory import CODING
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
@@ -141,7 +141,7 @@ class SegmentWrites:
         name_of: Callable[[str], str],
         tree: StoredTree,
         quota: Quota,
-        keeper: Keeper,
+        worker: DiskWorker,
         meter: CodingMeter,
         health: Health,
         stats: StoreStats,
@@ -160,7 +160,7 @@ class SegmentWrites:
         self._name_of = name_of
         self._tree = tree
         self._quota = quota
-        self._keeper = keeper
+        self._worker = worker
         self._meter = meter
         self._health = health
         self._stats = stats
@@ -207,7 +207,7 @@ class SegmentWrites:
             self._stats.offers_above_budget += 1
             return StoreOutcome.SPENT
         segment = self._planned(namespace, offer, start, stop)
-        unremoved = self._quota.unremoved()
+        unremoved = self._worker.unremoved()
         if not self._make_room(segment, known):
             shorter = _shortened(known, offer.available_from)
             if shorter is not None:
@@ -240,7 +240,7 @@ class SegmentWrites:
             try:
                 self._writes[0].future.exception(LOOK_SECONDS)
             except TimeoutError:
-                idle = time.monotonic() - max(began, self._keeper.progress)
+                idle = time.monotonic() - max(began, self._worker.progress)
                 if idle > self._config.io_timeout:
                     late = TimeoutError(f"no progress for {idle:.1f} s")
                     self._health.failed("writes do not end", late, reading=False)
@@ -248,10 +248,6 @@ class SegmentWrites:
                     return
                 continue
             self._finish(self._writes.popleft())
-
-    def written_before(self, seconds: float) -> Future[WrittenBefore]:
-        """Find segments whose files were written no later than `seconds`, as of `time.time`."""
-        return self._keeper.written_before(seconds)
 
     def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> int:
         """Remove segments and their files; one that is being written goes when its write ends.
@@ -273,7 +269,7 @@ class SegmentWrites:
         if going:
             self._evict(going, cause)
         if cause is Cause.PURGED:
-            self._keeper.empty_quarantine()
+            self._worker.empty_quarantine()
         return count
 
     def abandon(
@@ -345,7 +341,7 @@ class SegmentWrites:
         else:
             coding = self._meter.rule(offer.queries, behind)
         write = _Write(segment, offer)
-        write.future = self._keeper.write(
+        write.future = self._worker.write(
             segment.entry, reader, coding, unremoved, lambda: write.discarded is None
         )
         self._writes.append(write)
@@ -360,11 +356,11 @@ class SegmentWrites:
             self._stats.segments_written += 1
             self._stats.bytes_written += segment.file_bytes
             if self._meter.has_news:
-                self._keeper.keep(CODING, self._meter.dump)
+                self._worker.keep(CODING, self._meter.dump)
             if write.discarded is not None:
                 self._evict([segment], write.discarded)
             return
-        self._keeper.delete({segment.segment_id: segment.file_bytes})
+        self._worker.delete({segment.segment_id: segment.file_bytes})
         if write.discarded is not None:
             self._losses.note(segment, write.discarded)
         if isinstance(error, WrittenInVain):

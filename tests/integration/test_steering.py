@@ -31,6 +31,7 @@ from impress_sglang.storage.segment import Priority, read_header
 from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.spying import calls_of
+from tests.unit.store_factory import check_index
 from tests.unit.waiting import wait_until
 
 VOCAB = 1000
@@ -75,7 +76,7 @@ def test_a_purged_prefix_is_nowhere(world: World) -> None:
     assert admitted(world)["reason"] == Reason.PURGED
     assert admitted(world, OTHER)["reason"] == Reason.RESIDENT
     world.runtime.store.writes.drain()
-    world.runtime.store.check_index()
+    check_index(world.runtime.store)
     assert world.files() == 0
 
 
@@ -244,7 +245,7 @@ def test_a_long_purge_by_age_looks_up_ages_once(
     world.compute("a", 2000)
     world.compute("b", 2000, prompt=OTHER)
     make_old(world)
-    asked = calls_of(monkeypatch, world.runtime.store.writes, "written_before")
+    asked = calls_of(monkeypatch, world.runtime.store.worker, "written_before")
     answers = purged_by_age(world, input_ids=STORED)
     assert sorted(own["segments"] for own in answers) == [0, 1]
     assert len(asked) == 1 and not len(world.runtime.served.purges)

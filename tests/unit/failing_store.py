@@ -30,7 +30,7 @@ def store(bench: Workbench, faults: Faults) -> PrefixStore:
 
 
 def until_well(store: PrefixStore) -> None:
-    until(store, lambda: store.health.state == "ok" and not len(store._looks))
+    until(store, lambda: store.health.state == "ok" and not store.health.suspects)
 
 
 def read(store: PrefixStore, tokens: tuple[int, ...]) -> None:

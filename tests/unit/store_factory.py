@@ -95,7 +95,7 @@ class Workbench:
     def close(self, store: PrefixStore) -> None:
         self._open.remove(store)
         store.check_integrity()
-        store.check_index()
+        check_index(store)
         store.close()
 
     def reopen(self, store: PrefixStore, **options: Any) -> PrefixStore:
@@ -303,6 +303,17 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
     store.check_integrity()
 
 
+def check_index(store: PrefixStore) -> None:
+    """Its rows are those of the tree; waits for the disk, and for pending writes."""
+    store.writes.drain()
+    if not store.reorders.pending:
+        indexed = store.worker.submit(store.worker.catalog.indexed).result()
+        # An extra row is that of a file that could not be removed, which was logged.
+        for segment in store.tree.segments():
+            if segment.on_disk:
+                assert indexed.get(segment.segment_id) == segment.file_bytes
+
+
 def until(store: PrefixStore, condition: Callable[[], object]) -> None:
     """Poll as the scheduler does after each batch."""
 
@@ -336,9 +347,8 @@ class Room(FileSystem):
     def leave(self, store: PrefixStore, free: int) -> None:
         """So much is free now, and the store has noticed."""
         self.free = free
-        monitor = store._monitor
-        monitor._measured_at = -math.inf
-        until(store, lambda: monitor.free_bytes == free)
+        store.health._measured_at = -math.inf
+        until(store, lambda: store.health.free_bytes == free)
 
 
 def path_of(bench: Workbench, match: StoredMatch, number: int = 0) -> Path:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.management.keeper import Verdict
+from impress_sglang.management.health import Verdict
 from impress_sglang.management.segment_rewriter import Rewrite, Shares
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
@@ -87,7 +87,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.same_ids.start()
         # A disk that has failed is asked again at once.
         self.no_pause = mock.patch.multiple(
-            "impress_sglang.storage.health", FIRST_PAUSE_S=0.0, LONGEST_PAUSE_S=0.0
+            "impress_sglang.management.health", FIRST_PAUSE_S=0.0, LONGEST_PAUSE_S=0.0
         )
         self.no_pause.start()
         self.files = FaultyFileSystem()
@@ -130,8 +130,8 @@ class StoreHistory(RuleBasedStateMachine):
         config = ImpressConfig(ssd_dir=str(self.directory), **(DEFAULTS | options))
         self.store = PrefixStore(config, kv.IDENTITY, self.shape, files=self.files)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
-        self.take_look = self.store._keeper.look
-        mock.patch.object(self.store._keeper, "look", self.hold_look).start()
+        self.take_look = self.store.worker.look
+        mock.patch.object(self.store.worker, "look", self.hold_look).start()
         self.held_rewrite: tuple[Rewrite, Future[Shares | None]] | None = None
         self.run_rewrite = self.store.reorders._rewriter.submit
         mock.patch.object(self.store.reorders._rewriter, "submit", self.hold_rewrite).start()
@@ -177,7 +177,7 @@ class StoreHistory(RuleBasedStateMachine):
 
     def wait_for_removals(self) -> None:
         """But not for those behind a write that waits at the gate."""
-        wait_until(lambda: not self.store._keeper.removals.num_bytes or self.blocked.is_set())
+        wait_until(lambda: not self.store.worker.removing_bytes or self.blocked.is_set())
 
     def poll(self) -> None:
         self.finish_rewrite()

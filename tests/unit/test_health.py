@@ -1,14 +1,14 @@
-"""Whether the disk can be used: what makes it worse, and when it is asked again."""
+"""The state machine of the disk and of suspect segments: what happens, and what is done then."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 
 import pytest
 
-from impress_sglang.storage.health import FIRST_PAUSE_S, LONGEST_PAUSE_S, Health
+from impress_sglang.management.health import Health, Task, Verdict, Work
+from tests.unit.kv_factory import stored_segment
 from tests.unit.waiting import Clock
 
 ERROR = OSError(5, "Input/output error")
@@ -19,174 +19,140 @@ def short_pauses() -> None:
     """Pauses of a clock that a test moves are as long as they are."""
 
 
-@pytest.fixture(params=[10_000.0, 0.0])
-def clock(request: pytest.FixtureRequest) -> Clock:
-    """That of a machine that has just started begins at 0."""
-    clock = Clock()
-    clock.now = request.param
-    return clock
+class World:
+    """A machine, a segment, and what is due after each step; measurements succeed at once."""
+
+    def __init__(self, start: float) -> None:
+        self.clock = Clock()
+        self.clock.now = start
+        self.health = Health(patience=3.0, clock=self.clock)
+        self.segment = stored_segment("a", range(8))
+        self.measures = True
+        self.due: list[str] = []
+
+    def step(self, step: str) -> None:
+        if step in STEPS:
+            STEPS[step](self)
+        elif step in VERDICTS:
+            self.health.looked(self.segment.segment_id, Verdict(step))
+        else:
+            self.clock.now += float(step)
+        self.due = [task.work.name.lower() for task in self.health.due() if not self.measure(task)]
+
+    def measure(self, task: Task) -> bool:
+        if task.work is Work.MEASURE and self.measures:
+            self.health.measured(7)
+        return task.work is Work.MEASURE
 
 
-@pytest.fixture
-def health(clock: Clock) -> Health:
-    return Health(clock)
+STEPS: dict[str, Callable[[World], object]] = {
+    "write fails": lambda w: w.health.failed("a write", ERROR, reading=False),
+    "read fails": lambda w: w.health.failed("a read", ERROR, reading=True),
+    "well": lambda w: w.health.probed(None, readable=True),
+    "reads": lambda w: w.health.probed(ERROR, readable=True),
+    "dead": lambda w: w.health.probed(ERROR, readable=False),
+    "measuring hangs": lambda w: setattr(w, "measures", False),
+    "measured": lambda w: w.health.measured(9),
+    "measuring fails": lambda w: w.health.measured(ERROR),
+    "suspect": lambda w: w.health.suspect(w.segment),
+    "evicted": lambda w: w.health.suspects.clear(),
+}
+VERDICTS = {own.value for own in Verdict}
+NOT_SET_ASIDE = "suspect, unreadable, 1, unreadable, 2, unreadable, 4, unreadable, 8, unreadable"
+# What happens, with seconds in between; then the states of disk and segment, and what is due.
+HISTORIES = {
+    "1": "ok ready",
+    # A failure to write leaves what is stored to be read.
+    "write fails": "read-only ready",
+    "write fails, read fails": "degraded ready",
+    "read fails, write fails": "degraded ready",
+    # A probe is due after a pause, which does not begin anew with other failures.
+    "read fails, 0.4": "degraded ready",
+    "read fails, 0.4, read fails, 0.11": "degraded ready probe",
+    "write fails, 0.4, write fails, 0.11": "read-only ready probe",
+    "write fails, 0.51, 1": "read-only ready",
+    "read fails, 7, well, 20": "ok ready",
+    # It can read but not write; and what it cannot read may be readable all the same.
+    "read fails, 0.51, reads": "read-only ready",
+    "read fails, 0.51, reads, 1.01": "read-only ready probe",
+    "read fails, 0.51, reads, 1.01, well": "ok ready",
+    "write fails, 0.51, dead": "read-only ready",
+    # The pause doubles with each probe that fails, and if the disk fails again at once.
+    "read fails, 1, dead, 0.99": "degraded ready",
+    "read fails, 1, dead, 1.01, dead, 2.01, dead, 4.01, dead, 7.9": "degraded ready",
+    "read fails, 1, dead, 1.01, dead, 2.01, dead, 4.01, dead, 8.01": "degraded ready probe",
+    "read fails, 1, dead, 2, dead, 4, dead, 8, dead, 16, dead, 9.9": "degraded ready",
+    "read fails, 1, dead, 2, dead, 4, dead, 8, dead, 16, dead, 10.1": "degraded ready probe",
+    "read fails, 1, well, read fails, 0.9": "degraded ready",
+    "read fails, 1, well, read fails, 1.01, well, read fails, 1.9": "degraded ready",
+    "read fails, 1, well, read fails, 1.01, well, read fails, 2.01": "degraded ready probe",
+    # A disk that was well for long is asked soon.
+    "read fails, 1, well, read fails, 1.1, well, 2.1, read fails, 0.51": "degraded ready probe",
+    # The free space must be known in time.
+    "measuring fails": "degraded ready",
+    "measuring hangs, 2, 2.9": "ok ready",
+    "measuring hangs, 2, 3.1": "degraded ready",
+    "measuring hangs, 2, 2.9, measured, 3": "ok ready",
+    "measuring hangs, 2, 3.1, 0.51": "degraded ready probe",
+    # A suspect is looked at, once at a time, until that decides.
+    "suspect": "ok suspect look",
+    "suspect, 100": "ok suspect",
+    "suspect, good": "ok ready",
+    "suspect, good, suspect": "ok suspect look",
+    "suspect, unclear": "ok suspect",
+    "suspect, unclear, 0.9": "ok suspect",
+    "suspect, unclear, 1.1": "ok suspect look",
+    "suspect, unreadable, 1.1, unclear, 1.9": "ok suspect",
+    "suspect, unreadable, 1.1, unclear, 2.1": "ok suspect look",
+    # What becomes of these is not for the machine to say; they are not looked at again.
+    "suspect, bad, 99": "ok suspect",
+    "suspect, gone, 99": "ok suspect",
+    "suspect, evicted, good, 99": "ok suspect",
+    # It is set aside after five looks while the disk answers, and not after others.
+    "suspect, unclear, 1, unclear, 2, unclear, 4, unclear, 8, unclear, 16": "ok suspect look",
+    NOT_SET_ASIDE: "ok suspect condemn",
+    f"{NOT_SET_ASIDE}, bad, 99": "ok suspect",
+    f"{NOT_SET_ASIDE}, unclear, 15": "ok suspect",
+    f"{NOT_SET_ASIDE}, unclear, 17": "ok suspect look",
+    f"{NOT_SET_ASIDE}, unclear, 17, unreadable": "ok suspect condemn",
+    # Nothing is looked at while the disk cannot be read, and then at once.
+    "read fails, suspect, 0.4": "degraded suspect",
+    "suspect, unclear, read fails, 0.51, well": "ok suspect look",
+    "write fails, suspect": "read-only suspect look",
+    # A look that was under way when the disk came back does not count.
+    f"{NOT_SET_ASIDE[:-12]}, 8, read fails, 0.51, well, unreadable, 1": "ok suspect look",
+}
 
 
-def read_failed(health: Health) -> None:
-    health.failed("a prefix could not be read", ERROR, reading=True)
+@pytest.mark.parametrize("start", [10_000.0, 0.0], ids=["late", "just started"])
+@pytest.mark.parametrize("history", HISTORIES)
+def test_what_happens_decides_what_is_done(history: str, start: float) -> None:
+    world = World(start)
+    for step in history.split(", "):
+        world.step(step)
+    health = world.health
+    assert " ".join([health.state, world.segment.state.value, *world.due]) == HISTORIES[history]
+    assert (health.readable, health.writable) == (health.state != "degraded", health.state == "ok")
+    assert health.summary()["recoveries"] == history.count("well")
+    failures = history.count("fails") + (health.state == "degraded" and "hangs" in history)
+    assert health.summary()["failures"] == failures
+    assert ("Input/output error" in health.summary()["last_failure"]) == ("fails" in history)
 
 
-def write_failed(health: Health) -> None:
-    health.failed("a prefix could not be stored", ERROR, reading=False)
+def test_the_free_space_is_as_last_measured() -> None:
+    world = World(0.0)
+    for step, expected in (("1.1", 7), ("measuring fails", 7), ("measured", 9)):
+        world.step(step)
+        assert world.health.free_bytes == expected
 
 
-def recover(health: Health, clock: Clock) -> float:
-    """Wait for the probe, which finds all well; returns for how long."""
-    began = clock.now
-    while not health.probe_is_due:
-        clock.now += 0.01
-    health.probed(None, readable=True)
-    assert health.state == "ok"
-    return clock.now - began
-
-
-def test_a_disk_is_well_until_it_fails(health: Health) -> None:
-    assert (health.state, health.readable, health.writable) == ("ok", True, True)
-    assert not health.probe_is_due
-    assert health.summary() == {"state": "ok", "failures": 0, "recoveries": 0, "last_failure": ""}
-
-
-@pytest.mark.parametrize(
-    ("failures", "state"),
-    [
-        ([write_failed], "read-only"),
-        ([read_failed], "degraded"),
-        ([write_failed, read_failed], "degraded"),
-        ([read_failed, write_failed], "degraded"),
-    ],
-)
-def test_a_failure_to_write_leaves_what_is_stored_to_be_read(
-    health: Health, failures: list[Callable[[Health], None]], state: str
-) -> None:
-    for fail in failures:
-        fail(health)
-
-    assert health.state == state
-    assert health.readable == (state == "read-only")
-    assert not health.writable
-    assert health.summary()["failures"] == len(failures)
-    assert "Input/output error" in health.summary()["last_failure"]
-
-
-def test_each_change_is_logged_once(health: Health, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(0.0)
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            write_failed(health)
-        for _ in range(3):
-            read_failed(health)
-
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        for step in [*["write fails"] * 3, *["read fails"] * 3, "7", "well"]:
+            world.step(step)
+    assert [message.split(":")[0] for message in caplog.messages] == [
         "the SSD store is read-only",
         "the SSD store is degraded",
+        "the SSD store answers again after 7.0 s",
     ]
-
-
-def test_a_probe_is_due_after_a_pause(
-    health: Health, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    read_failed(health)
-    clock.now += FIRST_PAUSE_S - 0.001
-    assert not health.probe_is_due
-    clock.now += 0.002
-    assert health.probe_is_due
-
-    clock.now += 7.0 - FIRST_PAUSE_S - 0.001
-    with caplog.at_level(logging.WARNING):
-        health.probed(None, readable=True)
-
-    assert (health.state, health.readable, health.writable) == ("ok", True, True)
-    assert not health.probe_is_due
-    assert health.summary()["recoveries"] == 1
-    assert caplog.messages[1:] == ["the SSD store answers again after 7.0 s"]
-
-
-@pytest.mark.parametrize("fail", [read_failed, write_failed])
-def test_repeated_failures_do_not_postpone_the_probe(
-    health: Health, clock: Clock, fail: Callable[[Health], None]
-) -> None:
-    """Else a busy server would never find that its disk is well again."""
-    fail(health)
-    for _ in range(20):
-        clock.now += FIRST_PAUSE_S / 20 + 1e-6
-        fail(health)
-
-    assert health.probe_is_due
-
-
-def test_the_pause_doubles_with_each_probe_that_fails(health: Health, clock: Clock) -> None:
-    read_failed(health)
-    pauses = []
-    for _ in range(12):
-        began = clock.now
-        while not health.probe_is_due:
-            clock.now += 0.25
-        pauses.append(clock.now - began)
-        health.probed(ERROR, readable=False)
-        assert health.state == "degraded"
-
-    expected = [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(12)]
-    assert pauses == expected
-    assert expected[-1] == LONGEST_PAUSE_S
-    assert health.summary()["recoveries"] == 0
-
-
-def test_a_disk_that_fails_again_at_once_is_asked_less_and_less(
-    health: Health, clock: Clock
-) -> None:
-    """It must not go on and off with each request."""
-    pauses = []
-    for _ in range(12):
-        read_failed(health)
-        pauses.append(recover(health, clock))
-        clock.now += 0.01
-
-    for earlier, later in itertools.pairwise(pauses):
-        assert later == pytest.approx(min(2 * earlier, LONGEST_PAUSE_S), abs=0.05)
-    assert pauses[-1] == pytest.approx(LONGEST_PAUSE_S, abs=0.05)
-
-
-def test_a_disk_that_was_well_for_long_is_asked_soon(health: Health, clock: Clock) -> None:
-    for _ in range(5):
-        read_failed(health)
-        last = recover(health, clock)
-    clock.now += 2 * last + 0.1
-
-    read_failed(health)
-
-    assert recover(health, clock) == pytest.approx(FIRST_PAUSE_S, abs=0.05)
-
-
-def test_a_probe_that_can_read_but_not_write_makes_the_store_read_only(
-    health: Health, clock: Clock
-) -> None:
-    read_failed(health)
-    clock.now += FIRST_PAUSE_S
-
-    health.probed(ERROR, readable=True)
-
-    assert health.state == "read-only"
-    assert health.summary()["recoveries"] == 0
-    clock.now += 2 * FIRST_PAUSE_S
-    assert health.probe_is_due
-    health.probed(None, readable=True)
-    assert health.state == "ok"
-
-
-def test_a_probe_that_cannot_read_does_not_take_reading_away(health: Health, clock: Clock) -> None:
-    """What a read-only disk still gives is found out by reading."""
-    write_failed(health)
-    clock.now += FIRST_PAUSE_S
-
-    health.probed(ERROR, readable=False)
-
-    assert health.state == "read-only"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management import keeper
+from impress_sglang.management import disk_worker
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.tree import StoredTree
@@ -153,13 +153,13 @@ def test_without_the_room_that_was_made_nothing_is_written(
         assert {own.name for own in bench.root.rglob("*.kv*")} == stays
         assert store.health.state == "read-only"
         assert bench.offer(store, prompt(4)) is StoreOutcome.UNAVAILABLE
-        store._keeper.indexed().result()
+        store.worker.submit(store.worker.catalog.indexed).result()
         # What was not written could not be removed either.
         assert store._quota.missing(0) == pytest.approx(bench.one, abs=1000)
 
     assert name in caplog.text
     stores.recover(store)
-    store.check_index()
+    stores.check_index(store)
     bench.put_all(store, 3, 4)
     wait_until(lambda: len(list(bench.root.rglob("*.kv*"))) == 2)
     store.check_integrity()
@@ -200,11 +200,11 @@ def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
         assert length(store, prompt(4)) == 0
         stores.recover(store)
         for number in range(5, 9):
-            store._keeper.indexed().result()
+            store.worker.submit(store.worker.catalog.indexed).result()
             bench.put(store, prompt(number))
             assert len(list(bench.root.rglob("*.kv"))) <= 4 and store.health.state == "ok"
         assert list(bench.root.rglob(name))
-    monkeypatch.setattr(keeper, "RETRY_S", 0)
+    monkeypatch.setattr(disk_worker, "RETRY_S", 0)
     bench.put(store, prompt(9))
     wait_until(lambda: not list(bench.root.rglob(name)))
 

@@ -57,7 +57,7 @@ def put_selected(
 def finish(store: PrefixStore) -> None:
     """Poll until nothing is left to reorder, and old files are removed."""
     stores.until(store, lambda: not store.reorders.summary()["pending"])
-    store._keeper.indexed().result()
+    store.worker.submit(store.worker.catalog.indexed).result()
 
 
 def mapping_of(bench: Workbench, store: PrefixStore, tokens: Sequence[int]) -> np.ndarray:
@@ -314,7 +314,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     held.begin(store)
 
     assert Purge().step(store).tokens == 8
-    store._keeper.indexed().result()
+    store.worker.submit(store.worker.catalog.indexed).result()
     held.go_on.set()
     assert store.reorders._job is not None
     assert isinstance(store.reorders._job.future.exception(), WriteAbandoned)
@@ -337,7 +337,7 @@ def test_a_new_file_that_nobody_has_seen_yet_is_purged(
     store.writes._writes[0].future.result()
 
     assert Purge().step(store).tokens == 16
-    store._keeper.indexed().result()
+    store.worker.submit(store.worker.catalog.indexed).result()
     assert bench.files() == set()
 
 
@@ -353,7 +353,7 @@ def test_a_purged_file_that_cannot_be_removed_is_tried_again(bench: Workbench, h
         Purge().step(store)
         held.end(store)
     assert len(bench.files()) == 1 and old not in bench.files()
-    assert max(store._keeper.undeleted.values()) > segment.file_bytes, "it has mapping lists"
+    assert max(store.worker.undeleted.values()) > segment.file_bytes, "it has mapping lists"
     stores.recover(store)
     wait_until(lambda: not bench.files())
 
@@ -365,7 +365,7 @@ def test_a_rewrite_waits_for_removals_that_make_room(bench: Workbench, room: int
     put_selected(bench, store, prompt(1), 3)
     bench.put(store, prompt(2))
     stuck = threading.Event()
-    store._keeper._submit(stuck.wait, 30)
+    store.worker.submit(stuck.wait, 30)
     try:
         (span,) = look_up(store, prompt(2)).spans
         store.writes.discard([span.segment], Cause.PURGED)

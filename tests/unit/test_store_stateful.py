@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from impress_sglang.errors import StoreUnavailable
-from impress_sglang.management.keeper import Verdict
+from impress_sglang.management.health import Verdict
 from impress_sglang.management.purging import Purge
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
@@ -21,6 +21,7 @@ from impress_sglang.transfer.source import ReadNeeds
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import Known, PrefixModel
+from tests.unit.store_factory import check_index
 from tests.unit.store_history import (
     CHOSEN,
     DAMAGES,
@@ -133,7 +134,7 @@ class StoreMachine(StoreHistory):
     def reorder(self, at_once: bool) -> None:
         self.store.reorders.enqueue(force=True)
         self.wait_for_removals()
-        while at_once and self.store.reorders.pending and not self.store._keeper.removals.num_bytes:
+        while at_once and self.store.reorders.pending and not self.store.worker.removing_bytes:
             self.go_on_reordering()
 
     @precondition(lambda self: self.store.reorders.summary()["pending"])
@@ -240,7 +241,7 @@ class StoreMachine(StoreHistory):
         self.age = 0
         self.close_sources()
         self.take_second_looks()
-        self.store.check_index()
+        check_index(self.store)
         self.finish_rewrite()
         self.store.close()
         on_disk = {

@@ -7,12 +7,11 @@ Results are futures. Failures are in these or are reported to `Health`, and are 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import enum
 import errno
 import logging
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,21 +20,20 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.management.quarantine import Quarantine, unremoved
-from impress_sglang.management.removals import Removals
+from impress_sglang.management.health import Health, Verdict
+from impress_sglang.management.survey import Survey
 from impress_sglang.precision.floors import CodingRule
 from impress_sglang.storage.catalog import Catalog, CatalogEntry, SegmentUse
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.directory import (
+    QUARANTINE,
     StoreDirectory,
     WrittenBefore,
-    remove_store,
-    segment_files,
+    quarantined_files,
     written_before,
 )
-from impress_sglang.storage.health import Health
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import SegmentInfo, read_header
+from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
 from impress_sglang.threads import BackgroundThread, compute_alone
 
@@ -44,47 +42,15 @@ _T = TypeVar("_T")
 
 # Failed removals are tried again when the disk has recovered, and after this time.
 RETRY_S = 60.0
+# How many damaged segments are kept for whoever wants to find out what happened to them.
+MOST_QUARANTINED = 4
 # Errors that blame a place on the medium, and not the machine or the caller.
 _OF_MEDIA = frozenset(
     {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO}
 )
 
 
-class Verdict(enum.Enum):
-    """What a second look at a segment has found."""
-
-    GOOD = "good"
-    BAD = "bad"
-    """It is damaged, and is in quarantine now."""
-    GONE = "gone"
-    UNREADABLE = "unreadable"
-    """It cannot be read, although the disk answers."""
-    UNCLEAR = "unclear"
-    """It cannot be read now."""
-
-    @property
-    def decides(self) -> bool:
-        """Whether no other look is needed."""
-        return self in (Verdict.GOOD, Verdict.BAD, Verdict.GONE)
-
-
-@dataclasses.dataclass(slots=True)
-class Survey:
-    """What segments an earlier process has left; `anew`: rebuild the index from their files."""
-
-    anew: bool
-    entries: list[CatalogEntry] = dataclasses.field(default_factory=list)
-    """Entries of files that can be used."""
-    adopted: list[CatalogEntry] = dataclasses.field(default_factory=list)
-    """Those of these entries that the index does not have."""
-    missing: list[str] = dataclasses.field(default_factory=list)
-    """Segments that only the index has."""
-    unfinished: list[Path] = dataclasses.field(default_factory=list)
-    damaged: list[SegmentUnreadable] = dataclasses.field(default_factory=list)
-    """What is wrong with files that can never be used."""
-
-
-class Keeper:
+class DiskWorker:
     """Works on the disk of a store, whose thread owns it; its own thread does the work."""
 
     def __init__(
@@ -97,57 +63,27 @@ class Keeper:
     ) -> None:
         """Work on a locked folder; `read_only`: it is only surveyed, and the index not changed."""
         self._directory = directory
-        self._files = directory.files
+        self.files = directory.files
         self._health = health
         self._direct = direct
-        self._catalog = Catalog(self._files, directory.path, read_only=read_only)
+        self.catalog = Catalog(self.files, directory.path, read_only=read_only)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
-        # Small files that the disk has refused, for `catch_up`; used only on the keeper's thread.
+        # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
         self._unkept: dict[str, bytes] = {}
         self._retried_at = 0.0
-        self.removals = Removals()
-        """Removals that are not done yet."""
-        self.quarantine = Quarantine(directory)
-        """Holds damaged segments; only the keeper's thread changes it."""
+        self._removals: deque[tuple[Future[None], int]] = deque()
+        self._removing_bytes = 0
+        self.quarantined_bytes = 0
+        """Bytes of damaged segments that are kept; at first without those of earlier processes."""
+        self.keeps_quarantine = True
+        """Whether they are; False while they must go and the disk has refused that so far."""
         self.progress = time.monotonic()
         """When something was last done; as long as this time advances, work goes on."""
         self.undeleted: dict[str, int] = {}
         """Bytes of segments whose files could not be removed yet."""
-        self.unused_files = 0
-        """Files that could not be read at the start; nobody knows what builds on them."""
         self.unused_bytes = 0
-        """Bytes of these files, and of segments that may build on them."""
-
-    def survey(self, identity: str, *, anew: bool = False) -> Survey:
-        """Compare the files of this identity with their rows in the index; changes no file.
-
-        With `anew`, the headers of files that have rows are read as well; of these rows, only the
-        uses of segments are taken.
-
-        Raises:
-            OSError: the directory cannot be read.
-            sqlite3.Error: the index can neither be read nor made anew.
-        """
-        known, survey = self._catalog.entries(), Survey(anew)
-        for segment_id, path, finished in segment_files(self._files, self._directory.path):
-            if not finished:
-                survey.unfinished.append(Path(path))
-                continue
-            row = known.pop(segment_id, None)
-            try:
-                entry = self._recovered(segment_id, path, row, identity, anew=anew)
-            except SegmentUnreadable as error:
-                # A new error: the traceback of the old one would keep all that is found here alive,
-                # for ever where garbage collection is off.
-                survey.damaged.append(SegmentUnreadable(segment_id, error.detail))
-                continue
-            if entry is not None:
-                survey.entries.append(entry)
-                if row is None:
-                    survey.adopted.append(entry)
-        survey.missing.extend(known)
-        return survey
+        """Bytes of files that could not be read at the start, and of what may build on them."""
 
     def recover(self, survey: Survey) -> list[CatalogEntry]:
         """Bring the index and the folder in line with a survey; returns the usable segments.
@@ -158,26 +94,31 @@ class Keeper:
         Raises:
             OSError: the directory cannot be read.
         """
+        self.unused_bytes += survey.unread_bytes
         for path in survey.unfinished:
             logger.info("removing unfinished %s", path)
-            self._files.unlink(path)
+            self.files.unlink(path)
         for error in survey.damaged:
             if self._condemn(error) is Verdict.UNCLEAR:
                 with contextlib.suppress(OSError):
                     path = self._directory.segment_path(error.segment_id)
-                    self.unused_bytes += self._files.stat(path).st_size
+                    self.unused_bytes += self.files.stat(path).st_size
         for segment_id in survey.missing:
             logger.warning("segment %s is in the index but has no file", segment_id)
         # In one call each, because every change of the database takes a while.
         if survey.anew:
-            self._index(self._catalog.begin_with, survey.entries)
+            self._index(self.catalog.begin_with, survey.entries)
         else:
             if survey.missing:
-                self._index(self._catalog.remove, *survey.missing)
+                self._index(self.catalog.remove, *survey.missing)
             if survey.adopted:
-                self._index(self._catalog.add, *survey.adopted)
-        self.quarantine.tidy()
+                self._index(self.catalog.add, *survey.adopted)
+        self._tidy_quarantine()
         return survey.entries
+
+    def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        """Run a function behind all work so far."""
+        return self._thread.submit(function, *arguments)
 
     def write(
         self,
@@ -193,64 +134,68 @@ class Keeper:
         is unremovable when the write begins, that room does not exist, and the write fails. The
         future raises `WriteAbandoned` or the error of the disk; then no file is left behind.
         """
-        return self._submit(self._write, entry, read_layer, coding, unremoved, is_wanted)
+        return self._thread.submit(self._write, entry, read_layer, coding, unremoved, is_wanted)
 
     def delete(self, segments: Mapping[str, int]) -> None:
         """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
-        self.removals.note(self._submit(self._delete, segments), sum(segments.values()))
+        self._note_removal(self._thread.submit(self._delete, segments), sum(segments.values()))
 
     def replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
         """Remove the file of a segment that has a successor, and give its row to the latter."""
-        removal = self._submit(self._replace, segment_id, num_bytes, successor)
-        self.removals.note(removal, num_bytes)
+        removal = self._thread.submit(self._replace, segment_id, num_bytes, successor)
+        self._note_removal(removal, num_bytes)
+
+    def _note_removal(self, removal: Future[None], num_bytes: int) -> None:
+        self._removals.append((removal, num_bytes))
+        self._removing_bytes += num_bytes
+
+    @property
+    def removing_bytes(self) -> int:
+        """Bytes of files that are being removed, and may still be there."""
+        while self._removals and self._removals[0][0].done():
+            self._removing_bytes -= self._removals.popleft()[1]
+        return self._removing_bytes
+
+    def unremoved(self) -> frozenset[str]:
+        """Names of what could not be removed so far: it counts as present when room is made."""
+        return frozenset([*self.undeleted, *([] if self.keeps_quarantine else [QUARANTINE])])
 
     def look(self, info: SegmentInfo) -> Future[Verdict]:
         """Read a whole segment again and verify it; a damaged one goes to quarantine."""
-        return self._submit(self._look, info)
+        return self._thread.submit(self._look, info)
 
     def condemn(self, info: SegmentInfo) -> Future[Verdict]:
         """Set aside a segment that repeated looks could not read."""
         error = SegmentUnreadable(info.segment_id, "can never be read")
-        return self._submit(self._condemn, error)
-
-    def remove_store(self, path: Path) -> Future[bool]:
-        """See `directory.remove_store`."""
-        return self._submit(remove_store, self._files, path)
+        return self._thread.submit(self._condemn, error)
 
     def record_uses(self, uses: list[SegmentUse]) -> Future[None]:
         """Record in the index how segments were used, for the next start."""
-        return self._submit(self._index, self._catalog.record_uses, uses)
+        return self._thread.submit(self._index, self.catalog.record_uses, uses)
 
     def keep(self, name: str, make: Callable[[], bytes]) -> None:
         """Write a small file of this name to the store's folder, replacing an older one.
 
         `make` is called on the thread that writes segments.
         """
-        self._submit(lambda: self._keep(name, make()))
+        self._thread.submit(lambda: self._keep(name, make()))
 
     def written_before(self, seconds: float) -> Future[WrittenBefore]:
         """Find segments whose files were written no later than `seconds`, as of `time.time`."""
-        return self._submit(written_before, self._directory, seconds)
+        return self._thread.submit(written_before, self._directory, seconds)
 
     def empty_quarantine(self) -> None:
         """Remove all damaged segments from quarantine, because something is to be forgotten."""
-        self._submit(self._change_quarantine, self.quarantine.empty)
-
-    def indexed(self) -> Future[dict[str, int]]:
-        """Segments of the index and the sizes that their files should have."""
-        return self._submit(self._catalog.indexed)
+        self._thread.submit(self._try_quarantine, False)
 
     def catch_up(self) -> None:
         """Now that the disk answers again, redo the work that it refused."""
-        self._submit(self._catch_up)
+        self._thread.submit(self._catch_up)
 
     def close(self, seconds: float) -> bool:
         """End the thread after all submitted work; False if that takes more than `seconds`."""
-        self._submit(self._catalog.close)
+        self._thread.submit(self.catalog.close)
         return self._thread.close(seconds)
-
-    def _submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
-        return self._thread.submit(function, *arguments)
 
     def _write(
         self,
@@ -260,7 +205,7 @@ class Keeper:
         before: frozenset[str],
         is_wanted: Callable[[], bool],
     ) -> None:
-        if not unremoved(self.undeleted, self.quarantine) <= before:
+        if not self.unremoved() <= before:
             raise OSError(errno.ENOSPC, "what should have made room could not be removed")
         path = self._directory.segment_path(entry.info.segment_id)
 
@@ -274,7 +219,7 @@ class Keeper:
                 entry.info,
                 read_and_note,
                 self._buffer,
-                self._files,
+                self.files,
                 direct=self._direct,
                 coding=coding,
                 is_wanted=is_wanted,
@@ -285,19 +230,18 @@ class Keeper:
         finally:
             self.progress = time.monotonic()
         # The file is authoritative: the next start reads files that the index does not have.
-        self._index(self._catalog.add, entry)
+        self._index(self.catalog.add, entry)
 
     def _replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
         self._unlink(segment_id, num_bytes)
-        self._index(self._catalog.replace, segment_id, successor)
+        self._index(self.catalog.replace, segment_id, successor)
         self.progress = time.monotonic()
 
     def _delete(self, segments: Mapping[str, int]) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
-        self._index(self._catalog.remove, *segments)
-        stays = unremoved(self.undeleted, self.quarantine)
-        if stays and time.monotonic() - self._retried_at > RETRY_S:
+        self._index(self.catalog.remove, *segments)
+        if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
         self.progress = time.monotonic()
 
@@ -307,7 +251,7 @@ class Keeper:
             self._directory.check_readable()
             path = self._directory.segment_path(segment_id)
             for own in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
-                self._files.unlink(own)
+                self.files.unlink(own)
             self.undeleted.pop(segment_id, None)
         except OSError as error:
             if segment_id in self.undeleted:
@@ -328,7 +272,7 @@ class Keeper:
 
     def _catch_up(self) -> None:
         self._retry()
-        self._index(self._catalog.flush)
+        self._index(self.catalog.flush)
         for name, content in list(self._unkept.items()):
             self._keep(name, content)
 
@@ -336,15 +280,37 @@ class Keeper:
         self._retried_at = time.monotonic()
         for segment_id, num_bytes in list(self.undeleted.items()):
             self._unlink(segment_id, num_bytes)
-        self._change_quarantine(self.quarantine.tidy)
+        self._try_quarantine(self.keeps_quarantine)
 
-    def _change_quarantine(self, change: Callable[[], None]) -> None:
-        was_stuck = self.quarantine.is_stuck
+    def _try_quarantine(self, keeps: bool) -> None:
+        kept, self.keeps_quarantine = self.keeps_quarantine, keeps
         try:
-            change()
+            self._tidy_quarantine()
+            self.keeps_quarantine = True
         except OSError as error:
-            if not was_stuck:
+            if kept:
                 self._health.failed("quarantine could not be tidied", error, reading=False)
+
+    def _tidy_quarantine(self) -> None:
+        """Keep only the latest files in quarantine, or none."""
+        paths = quarantined_files(self.files, self._directory.path)
+        sizes = [self.files.stat(path).st_size for path in paths]
+        # Counted first, so that it is right even if a file cannot be removed.
+        self.quarantined_bytes = sum(sizes)
+        most = MOST_QUARANTINED if self.keeps_quarantine else 0
+        for path, size in list(zip(paths, sizes, strict=True))[: max(len(paths) - most, 0)]:
+            self.files.unlink(path)
+            self.quarantined_bytes -= size
+
+    def _set_aside(self, path: Path) -> None:
+        target = self._directory.quarantine_path(path.stem)
+        self.files.rename(path, target)
+        try:
+            # Otherwise a power loss could bring it back beside its replacement.
+            for folder in (target.parent, path.parent):
+                self.files.sync_directory(folder)
+        finally:
+            self._tidy_quarantine()
 
     def _index(self, change: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -379,7 +345,7 @@ class Keeper:
         path = self._directory.segment_path(error.segment_id)
         try:
             self._directory.check_readable()
-            missing = path.name not in self._files.list(path.parent)
+            missing = path.name not in self.files.list(path.parent)
         except OSError as failure:
             self._health.failed("the store is not there", failure, reading=True)
             return Verdict.UNCLEAR
@@ -387,11 +353,12 @@ class Keeper:
             logger.warning("%s; its file is gone", error)
         else:
             try:
-                self.quarantine.take(error)
+                self._set_aside(path)
             except OSError as failure:
                 self._health.failed("a segment could not be set aside", failure, reading=False)
                 return Verdict.UNCLEAR
-        self._index(self._catalog.remove, error.segment_id)
+            logger.error("%s; set aside in quarantine", error)
+        self._index(self.catalog.remove, error.segment_id)
         return Verdict.GONE if missing else Verdict.BAD
 
     def _verify(self, info: SegmentInfo) -> None:
@@ -402,41 +369,10 @@ class Keeper:
             StoreUnavailable: it cannot be read now.
         """
         path = self._directory.segment_path(info.segment_id)
-        segment = OpenSegment(path, self._files, direct=self._direct)
+        segment = OpenSegment(path, self.files, direct=self._direct)
         try:
             if not segment.info.describes_same(info):
                 raise SegmentUnreadable(info.segment_id, "index and segment file do not agree")
             segment.check_all(self._note_progress)
         finally:
             segment.close()
-
-    def _recovered(
-        self, segment_id: str, path: str, row: CatalogEntry | None, identity: str, *, anew: bool
-    ) -> CatalogEntry | None:
-        """The entry of a file; None if it cannot be read now.
-
-        Raises:
-            SegmentUnreadable: it can never be used.
-        """
-        try:
-            entry = row
-            if entry is None or anew:
-                info = read_header(Path(path), self._files).info
-                if info.segment_id != segment_id:
-                    raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
-                used = () if row is None else row.use[1:]
-                entry = CatalogEntry(info, info.layout().file_bytes, *used)
-            if self._files.stat(path).st_size != entry.file_bytes:
-                raise SegmentUnreadable(segment_id, "has the wrong size")
-            if entry.info.identity != identity:
-                raise SegmentUnreadable(segment_id, "belongs to another model")
-            return entry
-        except (OSError, StoreUnavailable) as error:
-            # A segment that the index knows is verified when it is opened.
-            if row is not None:
-                return row
-            self.unused_files += 1
-            with contextlib.suppress(OSError):
-                self.unused_bytes += self._files.stat(path).st_size
-            logger.warning("%s stays where it is, unused: %s", path, error)
-        return None
