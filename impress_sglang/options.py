@@ -153,36 +153,34 @@ OPTIONS: tuple[Option, ...] = (
         "min_free_gb",
         float,
         at_least(0),
-        "Free space to leave on the file system of the SSD store, in GB.",
+        "Free space to leave on its file system, in GB.",
     ),
     Option(
         "namespace_gb",
         float,
         at_least(0),
-        "Quota of each namespace (cache_salt, extra_key) on SSD, in GB. A namespace that is full "
-        "evicts its own prefixes. 0: no limit.",
+        "Quota of each namespace (cache_salt, extra_key), in GB. A full one evicts its own "
+        "prefixes. 0: no quota.",
     ),
     Option(
         "write_after",
         int,
         between(1, 255),
-        "A prefix is stored when it is requested for this many times, so that prompts sent only "
-        "once do not wear the drive. Prefixes are counted in memory, at every 64th token. 1: every "
-        "prompt is stored at once.",
+        "A prefix is stored when it is requested for this many times, counted at every 64th "
+        "token. 1: every prompt is stored at once.",
     ),
     Option(
         "write_gb_per_day",
         float,
         at_least(0),
-        "Daily write budget of the SSD store, in GB. When it is used up, no new prompts are stored "
-        "until it refills. 0: no limit.",
+        "Daily write budget, in GB. Once it is spent, nothing is stored until it refills. 0: no "
+        "limit.",
     ),
     Option(
         "ttl",
         float,
         at_least(0),
-        "Seconds after which a stored prefix is removed, used or not. 0: it stays until room is "
-        "needed.",
+        "Seconds after which a stored prefix is removed, used or not. 0: no limit.",
     ),
     Option(
         "retention",
@@ -219,9 +217,8 @@ OPTIONS: tuple[Option, ...] = (
         "base_error",
         float,
         at_least(0),
-        f"Relative error that {BITS[0]:g} bits may cause in the attention output of a KV head. "
-        "A head above it, as measured when a prompt is stored, is always read in more bits. 0: "
-        "no head is.",
+        f"Relative error that {BITS[0]:g} bits may cause in the attention output of a KV head. A "
+        "head above it is always read in more bits. 0: none is.",
     ),
     Option(
         "probe_heads",
@@ -241,13 +238,13 @@ OPTIONS: tuple[Option, ...] = (
         "chunk_tokens",
         int,
         Rule("a multiple of 8 between 8 and 4096", lambda n: 8 <= n <= 4096 and n % 8 == 0),
-        "Tokens per chunk, the unit of storage, caching and scoring.",
+        "Tokens per chunk, the unit of caching.",
     ),
     Option(
         "min_prefix_tokens",
         int,
         at_least(1),
-        "Shortest prefix to store, and shortest part of one to load, in tokens.",
+        "Shortest prefix to store, and shortest part of one to load.",
     ),
     Option(
         "policy",
@@ -264,31 +261,29 @@ OPTIONS: tuple[Option, ...] = (
         "io_engine",
         str,
         one_of(IO_ENGINES),
-        "How the SSD store is read. aio: Linux native AIO. threads: a pool of threads. auto: aio "
-        "where the kernel has it.",
+        "aio: Linux native AIO. threads: a pool of threads. auto: aio where the kernel has it.",
     ),
-    Option("io_depth", int, between(1, 1024), "Reads of the SSD store in flight."),
+    Option("io_depth", int, between(1, 1024), "Reads in flight."),
     Option(
         "io_timeout",
         float,
         above(0),
-        "Seconds without progress after which a read or write of the SSD store is given up. The "
-        "store is then left alone until the disk answers again.",
+        "Seconds without progress after which a read or write is given up, and the store set "
+        "aside until the disk answers again.",
     ),
     Option(
         "readahead",
         float,
         at_least(0),
-        "Prefetch waste budget: bytes that prefetching may read in vain, as a fraction of the "
-        "bytes wanted. 0: no prefetching.",
+        "Bytes that prefetching may read in vain, as a fraction of the bytes wanted. 0: no "
+        "prefetching.",
     ),
     Option(
         "lookahead",
         str,
         one_of((ON, OFF)),
         "on: what queued requests will use is evicted last from SGLang's pool, the caches and the "
-        "SSD, what is needed latest first. off: only SGLang's pool protects it, whatever the order "
-        "of the queue.",
+        "SSD. off: only SGLang's pool protects it.",
     ),
     Option(
         "schedule",
@@ -304,16 +299,15 @@ OPTIONS: tuple[Option, ...] = (
         "load",
         str,
         one_of(LOADS),
-        "faster: a stored prefix is loaded if that is estimated to be faster than computing it, "
-        "apart from what was read while the request waited. always: whenever it is stored.",
+        "faster: a stored prefix is loaded if that is estimated to be faster than computing it. "
+        "always: whenever it is stored.",
     ),
     Option(
         "approximation_depth",
         int,
         at_least(0),
-        "How many approximations a stored KV may rest on, one on top of the other. 0: only exact "
-        "KVs are stored. 1: also what is computed after exact KVs in few bits. 2: also what is "
-        "computed after that. Where part of a prefix was used, at most 1.",
+        "How many approximations a stored KV may rest on. 0: only exact KVs are stored. 1: also "
+        "what is computed behind exact KVs in few bits, and so on.",
     ),
     Option(
         "blend",
@@ -321,8 +315,7 @@ OPTIONS: tuple[Option, ...] = (
         Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
         "Reuse stored text where it is no prefix, which is approximate. A number: this share of "
         "its tokens is computed again. auto: the largest share that hardly takes longer than "
-        f"{AUTO_SHARE:g}, which is the least. A request overrides it with custom_params "
-        "impress_blend.",
+        f"{AUTO_SHARE:g}.",
     ),
     Option(
         "blend_min_tokens",
@@ -334,8 +327,8 @@ OPTIONS: tuple[Option, ...] = (
         "blend_seconds",
         float,
         Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60),
-        "Most seconds of computing that a blend may take, in blocks between the passes of other "
-        "requests. A request for which it would take longer is computed instead.",
+        "Most seconds of computing that a blend may take. A request that would need more is "
+        "computed instead.",
     ),
     Option(
         "blend_select",
@@ -349,15 +342,15 @@ OPTIONS: tuple[Option, ...] = (
         "truncate",
         _number_or(OFF),
         Rule(f"between 0 and 1, or {OFF}", is_truncation),
-        "A prompt that is too long for the context is cut instead of refused: the system prompt "
-        "stays, and this share of the room for the conversation is left out at once, the oldest "
-        "first (AttentionStore: 0.5). A request overrides it with custom_params impress_truncate.",
+        "A prompt too long for the context is cut instead of refused: the system prompt stays, "
+        "and this share of the room for the conversation is left out at once, the oldest first "
+        "(AttentionStore: 0.5).",
     ),
     Option(
         "device_gb",
         float,
         at_least(0),
-        "Chunk cache on the device, in GB, beside SGLang's own pools. 0: none.",
+        "Chunk cache on the device, in GB, beside SGLang's pools. 0: none.",
     ),
     Option(
         "host_gb",
@@ -369,30 +362,28 @@ OPTIONS: tuple[Option, ...] = (
         "buffer_gb",
         float,
         above(0),
-        "Read buffers in CPU memory (pinned with CUDA), in GB, for all requests and for "
-        "prefetching. A prefix is computed if not one of its layers fits.",
+        "Read buffers in CPU memory (pinned with CUDA), in GB. A prefix of which no layer fits is "
+        "computed.",
     ),
     Option(
         "recompute_gb",
         float,
         at_least(0),
-        "CPU memory, in GB, for recomputing stored prefixes that turn out to be unreadable, shared "
-        "by all requests. One that needs more than is left ends with status 503. 0: every such "
-        "request does.",
+        "Policies paper* and as+h2o*: CPU memory, in GB, for recomputing unreadable prefixes. A "
+        "request that needs more ends with status 503.",
     ),
     Option(
         "half_life",
         float,
         at_least(0),
-        "Requests after which an access counts half in a chunk's score. 0: accesses do not age, as "
-        "in the paper.",
+        "Requests after which an access counts half in a chunk's score. 0: accesses do not age.",
     ),
     Option(
         "reorder_interval",
         float,
         at_least(0),
-        "Policies that reorder: seconds between searches for prefixes worth reordering. 0: only on "
-        "POST /impress/reorder.",
+        "Policies that reorder: seconds between searches for prefixes worth reordering. 0: only "
+        "on POST /impress/reorder.",
     ),
     Option(
         "reorder_key",
@@ -405,7 +396,6 @@ OPTIONS: tuple[Option, ...] = (
         "show_prompts",
         str,
         one_of((ON, OFF)),
-        "Whether GET /impress shows the first words of stored prefixes and recent requests instead "
-        "of digests.",
+        "on: GET /impress shows the first words of prompts instead of digests.",
     ),
 )
