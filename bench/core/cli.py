@@ -19,7 +19,7 @@ from bench.core.session import ROOT, BenchFailed, interrupt_on_signals
 from impress_sglang.errors import ImpressError
 
 ROOMS = {
-    "policies": ("serving", "eviction"),
+    "policies": ("serving", "eviction", "capacity"),
     "traffic": ("beside", "pressure", "trace"),
     "quality": ("accuracy", "blend", "precision", "truncation"),
     "engine": ("engine",),

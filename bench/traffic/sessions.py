@@ -14,6 +14,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.core.data import EXCERPTS
+from bench.core.options import Option
+
+TRACE = Option(
+    "trace",
+    EXCERPTS / "agents" / "sessions.jsonl",
+    "a file or a folder, see `traffic/sessions.py` (two sessions of agents)",
+    parse=Path,
+)
 # Of a block, in Mooncake's traces.
 MOONCAKE_BLOCK = 512
 # Ids of a session are below it where each session has ids of its own.

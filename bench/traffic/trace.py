@@ -33,19 +33,18 @@ from typing import Any
 
 import numpy as np
 
-from bench.core.data import EXCERPTS, kv_bytes_per_token, load_tokenize, model_folder, read_rows
+from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder, read_rows
 from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Result, Row, Table, plain, ratio
 from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Server, servers_in
 from bench.core.session import BenchFailed, step, work_folder
 from bench.traffic.reading import file_bytes
-from bench.traffic.sessions import Scale, Session, Turn, read_sessions
+from bench.traffic.sessions import TRACE, Scale, Session, Turn, read_sessions
 from bench.traffic.streams import gaps_of
 
 SYSTEMS = ("stock", "hicache", "impress", "exact", "basis")
-TRACE = "a file or a folder, see `traffic/sessions.py` (two sessions of agents)"
 OPTIONS = (
-    Option("trace", EXCERPTS / "agents" / "sessions.jsonl", TRACE, parse=Path),
+    TRACE,
     Option("systems", SYSTEMS[:4], f"of {', '.join(SYSTEMS)}", parse=one_of(SYSTEMS)),
     Option("basis", None, "of the model, for the system basis", parse=Path),
     Option("divide", 32, "lengths by this", quick=128),

@@ -1,0 +1,400 @@
+"""What a store of so many terabytes is worth on published traces, in full and without a model.
+
+Each request of --trace is matched, loaded and offered in the product's own tree, quota, counts of
+prompts, writes and host cache, of which only the keeper writes no files. Rates are stated: a GPU
+computes, a drive reads, a bus copies, and a request loads only what takes no longer than computing
+it. Prompts are computed one after the other on each of --gpus, and loaded one after the other;
+nothing stays in a pool, and answers take no time. A token of llama-3-8b has 128 KiB, and a GPU
+computes 30,000 per second; of qwen-0.5b 12 KiB and 300,000. In shares of these bytes, --kinds are
+
+  exact         1 in the file, all of it read
+  6 bits        .41 read of codes beside exact KVs, as files are without a basis
+  basis         .26 read of codes beside exact KVs
+  ... alone     the codes alone; with 3 bits .20
+
+Columns, tokens in percent of those of all prompts:
+
+  loaded        not computed, because they came from the store
+  too deep      worth storing, but not stored behind too many loads from codes (--depth)
+  lru           found, if every block of a prompt were stored at once and the oldest left first
+  bound         found at most, by anything: blocks of one size that Belady's rule chooses, each for
+                itself though it is of no use without those before it; a block that is not whole
+                takes no room
+  endless       found, if nothing ever left
+  idle, queued  TTFT in ms of a request alone, and with those before it: p50 and p99
+  crowded       segments that left, and prompts for which there was no room
+  written       bytes per token of a prompt; tb a day, and times the drive of --drive-tb, at the
+                traffic of the first nine tenths of the trace; lru tb a day: of the baseline
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import math
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bench.core.options import SEED, Option, one_of
+from bench.core.report import Result, Row, Table, plain
+from bench.core.session import step
+from bench.traffic.sessions import TRACE, read_sessions
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.losses import Cause, Losses
+from impress_sglang.management.policies import make_policy
+from impress_sglang.management.quota import Quota
+from impress_sglang.management.stored import StoredMatch, StoredSegment
+from impress_sglang.management.tree import StoredTree
+from impress_sglang.management.wear import WriteBudget
+from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
+from impress_sglang.options import EXACT_BITS
+from impress_sglang.serving.kv_class import KVClass
+from impress_sglang.serving.sights import Sights
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.quality import EXACT
+from impress_sglang.storage.segment import Tokens
+from impress_sglang.tiers.placement import Placement, Tier
+
+
+class Model(NamedTuple):
+    """Bytes of a token's exact KVs, and tokens that a GPU computes per second."""
+
+    token_bytes: int
+    per_second: float
+
+
+class Kind(NamedTuple):
+    """What a request reads of a token and what its file has, in shares of exact KVs."""
+
+    read: float
+    file: float
+    bits: float = 6.0
+
+
+MODELS = {"llama-3-8b": Model(131072, 30e3), "qwen-0.5b": Model(12288, 300e3)}
+KINDS = {
+    "exact": Kind(1.0, 1.0, EXACT_BITS),
+    "6 bits": Kind(0.41, 1.41),
+    "basis": Kind(0.26, 1.26),
+    "6 bits alone": Kind(0.41, 0.41),
+    "basis alone": Kind(0.26, 0.26),
+    "3 bits alone": Kind(0.20, 0.20),
+}
+OPTIONS = (
+    TRACE,
+    Option("model", "llama-3-8b", f"of {', '.join(MODELS)}", parse=one_of(MODELS)),
+    Option("kinds", tuple(KINDS), "of these", parse=one_of(KINDS)),
+    Option("tb", (0.1, 0.3, 1.0, 3.0, 10.0), "of the store", quick=(0.005, 10.0)),
+    Option("write-after", (2, 1), "of the server", quick=(2,)),
+    Option("depth", 8, "--impress-approximation-depth of the server"),
+    Option("gpus", 2, "that compute"),
+    Option("drive-gbps", 7.0, "GB/s that the drive reads"),
+    Option("host-gb", 64.0, "cache of chunks on the host"),
+    Option("bus-gbps", 50.0, "GB/s from there to the GPU"),
+    Option("drive-tb", 7.68, "of the drive whose writes are counted"),
+    Option("spread", 1800.0, "seconds in which sessions of agents begin"),
+    SEED,
+)
+
+
+class Ask(NamedTuple):
+    """A request of so many tokens at a time, and its text with the answer.
+
+    `blocks`: numbers of the text's blocks of `size` tokens, int64, the same for the same text
+    behind the same one. `text_tokens`: of the text; the trace tells the answer where the next
+    request of the session begins with it.
+    """
+
+    at: float
+    blocks: npt.NDArray[np.int64]
+    size: int
+    prompt_tokens: int
+    text_tokens: int
+
+    def text(self) -> Tokens:
+        """Tokens, int32 [n]: of two blocks none is the same."""
+        places = self.blocks[:, None] * self.size + np.arange(self.size)
+        return places.astype(np.int32).ravel()[: self.text_tokens]
+
+    def in_blocks(self) -> list[tuple[int, int, bool]]:
+        """Blocks, how many of their tokens are of the prompt, and whether the text has all."""
+        begins = range(0, min(self.text_tokens, len(self.blocks) * self.size), self.size)
+        asked = [min(max(self.prompt_tokens - at, 0), self.size) for at in begins]
+        whole = [at + self.size <= self.text_tokens for at in begins]
+        return list(zip(self.blocks.tolist(), asked, whole, strict=False))
+
+
+def read_asks(path: Path, spread: float, seed: int) -> list[Ask]:
+    """The requests of a trace in their order; sessions that begin at 0 do so at random."""
+    chance, numbers = random.Random(f"{seed} sessions"), dict[tuple[int, int], int]()
+    asks: list[Ask] = []
+    for session in read_sessions(path):
+        begins = 0.0 if session[0].at else chance.random() * spread
+        paths = [_numbered(turn.blocks, numbers) for turn in session]
+        for turn, own, after in zip(session, paths, [*paths[1:], None], strict=True):
+            told, count = turn.prompt_tokens, len(own) - 1
+            if after is not None and np.array_equal(own[:count], after[:count]):
+                own, told = after, told + turn.answer_tokens
+            asks.append(Ask(begins + turn.at, own, turn.block_tokens, turn.prompt_tokens, told))
+    return sorted(asks, key=lambda ask: ask.at)
+
+
+def _numbered(blocks: Sequence[int], numbers: dict[tuple[int, int], int]) -> npt.NDArray[np.int64]:
+    before, found = -1, []
+    for block in blocks:
+        before = numbers.setdefault((before, block), len(numbers))
+        found.append(before)
+    return np.array(found)
+
+
+class _NoFiles:
+    """What the store asks of who writes its files, and of what else knows the disk, without one."""
+
+    writable, has_news, free_bytes = True, False, math.inf
+    quarantined_bytes, unused_bytes, keeps_quarantine = 0, 0, False
+    undeleted = MappingProxyType[str, int]({})
+
+    def unremoved(self) -> frozenset[str]:
+        return frozenset()
+
+    def write(self, *_: Any) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def rule(self, *_: Any) -> None:
+        """Nothing is coded."""
+
+
+class Store:
+    """The product's store with the sizes of files instead of files, and its cache on the host."""
+
+    def __init__(self, config: ImpressConfig, model: Model, kind: Kind) -> None:
+        self.token_bytes = model.token_bytes * kind.read
+        self.tree, self.stats = StoredTree(), StoreStats()
+        self._config, self._own = config, KVClass(kind.bits)
+        self._sights = Sights(config.write_after) if config.write_after > 1 else None
+        self._page_bytes = config.chunk_tokens * self.token_bytes
+        rule, pages = make_policy(config).replacement(), int(config.host_gb * 1e9)
+        pages //= int(self._page_bytes)
+        self._cache = Placement(rule, device_pages=0, host_pages=pages, max_chunk_pages=1)
+        # Of each segment the first of its chunks in the cache, and their number.
+        self._places: dict[str, tuple[int, int]] = {}
+        none: Any = _NoFiles()
+        budget = WriteBudget()
+        self.quota = Quota(config, self.tree, none, none, {}, lambda _: False, lambda: 0, budget)
+        # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
+        dim = round(model.token_bytes * kind.file / 4)
+        shape, parts = KVShape(1, 1, 1, dim, dim, torch.float16, ()), (self.tree, self.quota)
+        disk = none, none, none, self.stats, Losses(), self._evict, None
+        self._writes = SegmentWrites(config, "0" * 32, shape, str, *parts, *disk)
+
+    def sight(self, tokens: Tokens, first: int = 0) -> int:
+        """Count a text, but for its `first` tokens; how many of these are worth storing."""
+        return sys.maxsize if self._sights is None else self._sights.note("", tokens, first)
+
+    def find(self, tokens: Tokens) -> StoredMatch:
+        """What is stored of a prompt and long enough to be loaded."""
+        least = self._own.worst(self._config.approximation_depth)
+        match = self.tree.match("", tokens, least=least)
+        return match if match.num_tokens >= self._config.min_prefix_tokens else StoredMatch()
+
+    def on_drive(self, match: StoredMatch) -> float:
+        """Bytes of a match that are not in the cache."""
+        tiers = [self._cache.tiers(int(own[0]), len(own)) for own in self._ids(match)]
+        return sum(int((own == Tier.SSD).sum()) for own in tiers) * self._page_bytes
+
+    def load(self, match: StoredMatch) -> None:
+        """Use a match, of which the cache takes what its rule wants."""
+        self.tree.touch(match)
+        self._cache.advance()
+        for ids in self._ids(match):
+            self._cache.access(ids, np.ones(len(ids)))
+
+    def offer(self, tokens: Tokens, loaded: StoredMatch) -> bool:
+        """Store what was computed behind a match; False if that rests on too many loads."""
+        quality = EXACT
+        if loaded.spans and not self._own.exact:
+            quality = loaded.quality.after(1.0, self._own.bits)
+        if quality.depth > self._config.approximation_depth:
+            return False
+        first = loaded.num_tokens if quality.depth else 0
+        if len(tokens) >= max(self._config.min_prefix_tokens, first + 1):
+            offer = Offer(
+                tokens,
+                lambda start: lambda layer: (torch.empty(0), torch.empty(0)),
+                on_done=lambda: None,
+                abandon=lambda: None,
+                min_tokens=self._config.chunk_tokens,
+                quality=quality,
+                available_from=first,
+            )
+            outcome = self._writes.offer("", offer)
+            assert outcome is not StoreOutcome.UNREACHABLE
+            self._writes.poll()
+        return True
+
+    def _ids(self, match: StoredMatch) -> list[npt.NDArray[np.int64]]:
+        """Of each span its chunks, by their numbers in the cache."""
+        found, size = [], self._config.chunk_tokens
+        for span in match.spans:
+            name = span.segment.segment_id
+            if name not in self._places:
+                pages = np.ones(-(-span.segment.info.num_tokens // size), np.uint16)
+                self._places[name] = self._cache.attach(pages), len(pages)
+            base = self._places[name][0]
+            found.append(np.arange(base + span.start // size, base + -(-span.stop // size)))
+        return found
+
+    def _evict(self, segments: Sequence[StoredSegment], cause: Cause) -> None:
+        self.stats.count_removed(len(segments), cause)
+        for segment in segments:
+            if (place := self._places.pop(segment.segment_id, None)) is not None:
+                self._cache.detach(*place)
+            self.quota.remove(segment)
+            self.tree.lose(segment)
+
+
+def replay(asks: Sequence[Ask], store: Store, model: Model, args: argparse.Namespace) -> Row:
+    """Ask for all prompts; what was loaded, how long it took, and what was written."""
+    drive, bus = args.drive_gbps * 1e9, args.bus_gbps * 1e9
+    free_at, drive_at = [0.0] * args.gpus, 0.0
+    loaded, deep, idle, queued = 0, 0, [], []
+    for ask in asks:
+        text = ask.text()
+        prompt = text[: ask.prompt_tokens]
+        worth, match = store.sight(prompt), store.find(prompt)
+        reading = store.on_drive(match) / drive
+        copying = match.num_tokens * store.token_bytes / bus
+        if reading + copying > match.num_tokens / model.per_second:
+            match, reading, copying = StoredMatch(), 0.0, 0.0
+        store.load(match)
+        loaded += match.num_tokens
+        computing = (ask.prompt_tokens - match.num_tokens) / model.per_second
+        idle.append(reading + copying + computing)
+        ready = ask.at
+        if reading:
+            ready = drive_at = max(ask.at, drive_at) + reading
+        ended = max(ready + copying, heapq.heappop(free_at)) + computing
+        heapq.heappush(free_at, ended)
+        queued.append(ended - ask.at)
+        if not store.offer(text[:worth], match):
+            deep += max(min(worth, len(prompt)) - match.num_tokens, 0)
+        store.sight(text, len(prompt))
+    prompts = sum(ask.prompt_tokens for ask in asks)
+    return {
+        "loaded": _percent(loaded, prompts),
+        "too_deep": _percent(deep, prompts),
+        "idle": _milliseconds(idle),
+        "queued": _milliseconds(queued),
+        "crowded": store.stats.segments_evicted + store.stats.offers_without_space,
+        "written": round(store.stats.bytes_written / prompts),
+    }
+
+
+def lru(asks: Sequence[Ask], room: float) -> tuple[int, int]:
+    """Tokens that are found in a store of so many blocks that keeps the last ones, and stored."""
+    there, found, stored = OrderedDict[int, None](), 0, 0
+    for ask in asks:
+        blocks = ask.in_blocks()
+        for block, tokens, _ in blocks:
+            if block not in there:
+                break
+            found += tokens
+        # A block is of no use without those before it, so these leave later.
+        for block, *_ in reversed(blocks):
+            stored += ask.size if block not in there else 0
+            there[block] = None
+            there.move_to_end(block)
+        while len(there) > room:
+            there.popitem(last=False)
+    return found, stored
+
+
+def bound(asks: Sequence[Ask], room: float) -> int:
+    """Tokens that are found at most in a store of so many blocks."""
+    accesses = [own for ask in asks for own in ask.in_blocks()]
+    following, later = [0] * len(accesses), dict[int, int]()
+    for at in range(len(accesses) - 1, -1, -1):
+        following[at] = later.get(accesses[at][0], len(accesses))
+        later[accesses[at][0]] = at
+    there, order, part, found = dict[int, int](), list[tuple[int, int]](), set[int](), 0
+    for at, (block, tokens, whole) in enumerate(accesses):
+        if block in there or block in part:
+            found += tokens
+        there.pop(block, None)
+        part.discard(block)
+        if not whole:
+            part.add(block)
+        elif following[at] < len(accesses):
+            there[block] = following[at]
+            heapq.heappush(order, (-following[at], block))
+            while len(there) > room:
+                use, last = heapq.heappop(order)
+                if there.get(last) == -use:
+                    del there[last]
+    return found
+
+
+def tokens_a_day(asks: Sequence[Ask]) -> float:
+    """Tokens of prompts in a day as busy as the first nine tenths of the requests."""
+    busy = asks[: max(1, len(asks) * 9 // 10)]
+    return sum(ask.prompt_tokens for ask in busy) / max(busy[-1].at, 1.0) * 86_400
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Replay the trace with all kinds of files in all rooms."""
+    asks, model = read_asks(args.trace, args.spread, args.seed), MODELS[args.model]
+    prompts, a_day = sum(ask.prompt_tokens for ask in asks), tokens_a_day(asks)
+    compared: dict[tuple[float, float], Row] = {}
+    rows: list[Row] = []
+    for after, name, tb in itertools.product(args.write_after, args.kinds, sorted(args.tb)):
+        kind, row = KINDS[name], {"kind": name, "write_after": after, "tb": tb}
+        config = ImpressConfig(
+            ssd_gb=tb * 1e3,
+            min_free_gb=0.0,
+            write_after=after,
+            approximation_depth=args.depth,
+            host_gb=args.host_gb,
+        )
+        with step(f"{name}, stored at sight {after}, {tb:g} TB"):
+            if rows and rows[-1] | row == rows[-1] | {"tb": tb, "crowded": 0}:
+                # All had room in a smaller store.
+                row = rows[-1] | row
+            else:
+                row |= replay(asks, Store(config, model, kind), model, args)
+                row["tb_a_day"] = round(row["written"] * a_day / 1e12, 2)
+                row["drives_a_day"] = round(row["tb_a_day"] / args.drive_tb, 2)
+            if (kind.file, tb) not in compared:
+                token = model.token_bytes * kind.file
+                found, stored = lru(asks, room := int(tb * 1e12 / token / asks[0].size))
+                compared[kind.file, tb] = {
+                    "lru": _percent(found, prompts),
+                    "lru_tb_a_day": round(stored * token * a_day / prompts / 1e12, 2),
+                    "bound": _percent(bound(asks, room), prompts),
+                }
+        rows.append(row | compared[kind.file, tb])
+    figures: Row = {"trace": args.trace.stem, "requests": len(asks), "prompt_tokens": prompts}
+    figures["tokens_a_day"] = round(a_day)
+    figures["endless"] = _percent(bound(asks, math.inf), prompts)
+    figures["rows"] = rows
+    return Result(figures, [Table(plain(*rows[0]), rows, f"endless: {figures['endless']}%")])
+
+
+def _percent(part: float, of: float) -> float:
+    return round(100 * part / of, 1)
+
+
+def _milliseconds(seconds: Sequence[float]) -> list[int]:
+    return [round(own * 1e3) for own in np.percentile(seconds, (50, 99)).tolist()]

@@ -1,0 +1,120 @@
+"""The product's store on traces without files: what it finds, and the bounds beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.core.options import parse
+from bench.policies import capacity
+from bench.policies.capacity import KINDS, MODELS, Ask, Model, Store, bound, lru, read_asks, replay
+from impress_sglang.config import ImpressConfig
+from impress_sglang.storage.layout import KVShape, SegmentLayout
+
+MODEL = Model(4096, 1e4)
+ARGS = parse("capacity", capacity.__doc__, capacity.OPTIONS, ["--gpus=1"])
+
+
+def ask(*blocks: int, at: float = 0.0, size: int = 512) -> Ask:
+    count = len(blocks) * size
+    return Ask(at, np.array(blocks), size, count, count)
+
+
+def store(kind: str = "exact", **options: Any) -> Store:
+    given = {"ssd_gb": 1.0, "min_free_gb": 0.0, "write_after": 1, "host_gb": 0.0} | options
+    return Store(ImpressConfig(**given), MODEL, KINDS[kind])
+
+
+def test_shares_of_bytes_are_those_of_files() -> None:
+    shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True)
+    assert shape.num_layers * shape.token_bytes == MODELS["llama-3-8b"].token_bytes
+    layout = SegmentLayout(shape, 64, 8192, 0)
+    exact = 8192 * MODELS["llama-3-8b"].token_bytes
+    read = sum(own.base_bytes + own.planes_bytes / 3 for own in layout.codes)
+    assert read / exact == pytest.approx(KINDS["6 bits"].read, abs=0.01)
+
+
+def test_a_stored_prompt_is_loaded_and_written_once() -> None:
+    row = replay([ask(1, 2, 3), ask(1, 2, 3), ask(1, 2, 4)], own := store(), MODEL, ARGS)
+    assert row["loaded"] == pytest.approx(100 * 5 / 9, abs=0.1) and row["crowded"] == 0
+    assert row["written"] == pytest.approx(4096 * 4 / 9, rel=0.02)
+    own.tree.check_integrity()
+
+
+def test_at_the_second_sight_it_is_stored_and_at_the_third_loaded() -> None:
+    row = replay([ask(1, 2)] * 3, store(write_after=2), MODEL, ARGS)
+    assert row["loaded"] == pytest.approx(100 / 3, abs=0.1)
+
+
+def test_what_does_not_fit_leaves_and_takes_its_places_in_the_cache_along() -> None:
+    own = store(ssd_gb=0.005, host_gb=0.01)
+    row = replay([ask(1, 2), ask(3, 4), ask(1, 2), ask(1, 2)], own, MODEL, ARGS)
+    assert row["loaded"] == 25.0 and row["crowded"] == 2
+    own.tree.check_integrity()
+
+
+def test_the_cache_spares_the_drive() -> None:
+    own = store(host_gb=1.0)
+    replay([ask(1, 2), ask(1, 2)], own, MODEL, ARGS)
+    match = own.find(ask(1, 2).text())
+    assert match.num_tokens == 1024 and own.on_drive(match) == 0
+
+
+def test_a_slow_drive_is_left_alone() -> None:
+    slow = parse("capacity", "", capacity.OPTIONS, ["--drive-gbps=0.01", "--gpus=1"])
+    row = replay([ask(1, 2), ask(1, 2)], store(), MODEL, slow)
+    assert row["loaded"] == 0 and row["idle"][0] == pytest.approx(102, abs=1)
+
+
+def test_behind_too_many_loads_from_codes_nothing_is_stored() -> None:
+    turns = [ask(*range(1, count + 1)) for count in range(1, 5)]
+    coded = replay(turns, store("6 bits", approximation_depth=1), MODEL, ARGS)
+    assert coded["too_deep"] == pytest.approx(100 * 3 / 10, abs=0.1)
+    assert replay(turns, store(approximation_depth=1), MODEL, ARGS)["too_deep"] == 0
+
+
+def test_requests_wait_for_those_before_them() -> None:
+    row = replay([ask(1, 2), ask(3, 4)], store(), MODEL, ARGS)
+    assert row["idle"] == [102, 102] and row["queued"][1] == pytest.approx(204, abs=1)
+
+
+def test_the_oldest_leaves_and_a_prefix_last() -> None:
+    asks = [ask(1, 2, 3, size=64), ask(4, size=64), ask(1, 2, 3, size=64)]
+    assert lru(asks, 3) == (2 * 64, 5 * 64)
+    assert lru(asks, 4) == (3 * 64, 4 * 64)
+
+
+@pytest.mark.parametrize(("room", "found"), [(1, 64), (2, 128), (math.inf, 128)])
+def test_no_choice_finds_more_than_the_bound(room: float, found: int) -> None:
+    asks = [ask(1, size=64), ask(2, size=64), ask(3, size=64), ask(2, size=64), ask(1, size=64)]
+    assert bound(asks, room) == found
+    assert lru(asks, room)[0] <= found
+
+
+def test_answers_are_text_where_the_next_request_begins_with_them(tmp_path: Path) -> None:
+    lines = [(1, 700, [7, 8]), (2, 2000, [7, 9, 10, 11]), (3, 600, [7, 12])]
+    rows = [
+        {"timestamp": at * 1000, "input_length": size, "output_length": 100, "hash_ids": blocks}
+        for at, size, blocks in lines
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first, second, third = read_asks(tmp_path / "trace.jsonl", 0.0, 1)
+    assert [own.text_tokens for own in (first, second, third)] == [700, 2000, 600]
+    texts = [own.text()[:512].tolist() for own in (first, second, third)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_all_kinds_and_rooms_have_a_row() -> None:
+    given = ["--quick", "--kinds=exact,basis alone", "--tb=0.01,1"]
+    rows = capacity.run(parse("capacity", "", capacity.OPTIONS, given)).figures["rows"]
+    assert [(row["kind"], row["tb"]) for row in rows] == [
+        (kind, tb) for kind in ("exact", "basis alone") for tb in (0.01, 1.0)
+    ]
+    assert all(row["loaded"] <= row["bound"] for row in rows)
+    assert rows[0]["bound"] < rows[1]["bound"]
