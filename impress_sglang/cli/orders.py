@@ -145,19 +145,17 @@ def _pin(found: Mapping[str, Any], stores: Mapping[str, PrefixStore]) -> list[di
 def _purge(
     store: PrefixStore, namespace: str | None, tokens: Tokens | None, age: float | None
 ) -> dict[str, Any]:
-    among = None
-    if age is not None:
-        looked = store.worker.written_before(time.time() - age).result()
-        if looked.failure is not None:
-            raise Refused(f"the disk cannot be asked how old segments are: {looked.failure}")
-        among = looked.segment_ids
-    purge, counts = Purge(namespace, tokens, among), Counter[str]()
+    purge, counts = Purge(namespace, tokens, age), Counter[str]()
     while purge.left:
-        done = purge.step(store, len(store.tree))
+        try:
+            done = purge.step(store, len(store.tree))
+        except OSError as error:
+            raise Refused(f"the disk cannot be asked how old segments are: {error}") from error
         counts["segments"] += len(done.segment_ids)
         counts["tokens"] += done.tokens
         counts["bytes"] += done.bytes
         counts["unpinned"] += done.unpinned
+        time.sleep(0.0 if done.segment_ids else 0.001)
     return dict(counts)
 
 

@@ -123,17 +123,12 @@ def no_store(suspended: str | None) -> str:
 
 def _purge(cache: ServedCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:
     served, text = cache.served, order.to_json()
-    purge, among = served.purges.get(text), None
-    if purge is None:
-        if order.older_than is not None:
-            try:
-                among = served.expiry.older_than(served.store, order.older_than, order.name)
-            except OSError as error:
-                return {"error": f"the disk cannot be asked how old segments are: {error}"}
-            if among is None:
-                return {"left": 1}
-        purge = served.purges.begin(text, Purge(name, tokens, among))
-    purged, pool, more = purge.step(served.store), 0, False
+    purge = served.purges.go_on(text, lambda: Purge(name, tokens, order.older_than))
+    try:
+        purged, pool, more = purge.step(served.store), 0, False
+    except OSError as error:
+        served.purges.end(text)
+        return {"error": f"the disk cannot be asked how old segments are: {error}"}
     if order.older_than is None:
         # The writes of what is purged have been given up, and lock nothing any more.
         space = None if order.everything else namespace_of(order)
@@ -141,8 +136,6 @@ def _purge(cache: ServedCache, order: Order, name: Any, tokens: Any) -> dict[str
     left = purge.left or more
     if not left:
         served.purges.end(text)
-        if order.older_than is not None:
-            left = served.expiry.end_asking(served.store, order.older_than, order.name)
     return {
         "segments": len(purged.segment_ids),
         "tokens": purged.tokens,

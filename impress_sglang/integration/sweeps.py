@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.integration.keys import namespace_of
-from impress_sglang.management.begun import Begun
+from impress_sglang.management.purging import MultiStepJobs
 
 # Most nodes that one step of a sweep frees, and that it looks at.
 MOST_FREED = 64
@@ -36,7 +36,7 @@ class Sweeps(ABC):
     def __init__(self, cache: Any) -> None:
         """`cache`: SGLang's tree cache."""
         self._cache = cache
-        self._sweeps = Begun[str, Sweep]()
+        self._sweeps = MultiStepJobs[str, Sweep]()
 
     def step(self, order: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
         """Take a step of the sweep that an order asks for; begin it if it is new.
@@ -49,9 +49,7 @@ class Sweeps(ABC):
         Returns:
             How many slots came free, and whether there is more to do.
         """
-        sweep = self._sweeps.get(order)
-        if sweep is None:
-            sweep = self._sweeps.begin(order, self._begin(namespace, prefix))
+        sweep = self._sweeps.go_on(order, lambda: self._begin(namespace, prefix))
         freed = self._go_on(sweep)
         if not sweep.waiting:
             self._sweeps.end(order)

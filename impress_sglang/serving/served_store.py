@@ -13,13 +13,11 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError, PrefixUnreadable
-from impress_sglang.management.begun import Begun
 from impress_sglang.management.disk import StoreDisk
-from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
-from impress_sglang.management.purging import Purge
+from impress_sglang.management.purging import Expiry, MultiStepJobs, Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.storage.layout import KVShape
@@ -62,7 +60,7 @@ class ServedStore:
         self.aside: str | None = None
         """Why the store may not be used, even if open (`integration.weights`); None if it may."""
         self.expiry = Expiry(config.ttl)
-        self.purges = Begun[str, Purge]()
+        self.purges = MultiStepJobs[str, Purge]()
         self._budget = WriteBudget(config.write_gb_per_day)
         self._config = config
         self._shape = shape

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.losses import Cause, Loss, Losses, prompt_of
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.management.purging import MOST_JOBS, Expiry, MultiStepJobs, Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
@@ -33,11 +33,15 @@ def age(bench: Workbench, store: PrefixStore, number: int, seconds: float) -> No
 
 def settle(expiry: Expiry, store: PrefixStore) -> None:
     """Until it has looked, and has removed what it found."""
-    expiry.poll(store)
-    wait_until(lambda: expiry._look is None or expiry._look.done())
-    while expiry._look is not None or expiry._going:
-        expiry.poll(store)
+    wait_until(lambda: expiry.poll(store) or expiry._purge is None)
     store.check_integrity()
+
+
+def purged(store: PrefixStore, seconds: float) -> int:
+    """How many segments an order to remove what is so old has removed."""
+    purge, removed = Purge(older_than=seconds), list[str]()
+    wait_until(lambda: removed.extend(purge.step(store).segment_ids) or not purge.left)
+    return len(removed)
 
 
 def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
@@ -90,24 +94,38 @@ def test_without_a_limit_nothing_is_looked_at(bench: Workbench, store: PrefixSto
     age(bench, store, 1, 1e6)
     expiry = Expiry(0)
     expiry.poll(store)
-    assert expiry._look is None and length(store, prompt(1)) == 8
+    assert expiry._purge is None and length(store, prompt(1)) == 8
 
 
-def test_who_asks_for_ages_gets_them_later(bench: Workbench) -> None:
-    store, expiry = bench.open(), Expiry(0)
+def test_an_order_removes_what_is_old_when_it_is_given(bench: Workbench) -> None:
+    store = bench.open()
     bench.put_all(store, 1, 2)
     age(bench, store, 1, 2 * HOUR)
-    wait_until(lambda: expiry.older_than(store, HOUR) is not None)
-    assert expiry.older_than(store, HOUR) == [look_up(store, prompt(1)).spans[0].segment.segment_id]
+    purge = Purge(older_than=HOUR)
+    assert not purge.step(store).segment_ids and purge._look is not None
+    purge._look.result()
     bench.put(store, prompt(3))
     age(bench, store, 3, 2 * HOUR)
-    assert len(expiry.older_than(store, HOUR) or []) == 1, "one look is for all steps of an order"
-    wait_until(lambda: len(expiry.older_than(store, 0) or []) == 3)
-    assert not expiry.end_asking(store, HOUR)
-    wait_until(lambda: len(expiry.older_than(store, HOUR) or []) == 2)
-    for seconds in range(20):
-        expiry.older_than(store, seconds)
-    assert len(expiry._asked) == 8
+    assert len(purge.step(store).segment_ids) == 1, "one look is for all steps of an order"
+    assert not purge.left and lengths(store, 1, 2, 3) == [0, 8, 8]
+    assert purged(store, HOUR) == purged(store, 0) == 1
+
+
+@pytest.mark.parametrize("ended", [None, "0", "3"])
+def test_who_goes_on_finds_the_same_job_unless_there_are_too_many(ended: str | None) -> None:
+    jobs = MultiStepJobs[str, list[int]]()
+    first = [jobs.go_on(str(number), list) for number in range(MOST_JOBS)]
+    assert all(jobs.go_on(str(number), list) is own for number, own in enumerate(first))
+    if ended is not None:
+        jobs.end(ended)
+        jobs.end(ended)
+    jobs.go_on("new", list)
+    assert len(jobs) == MOST_JOBS
+    kept = [jobs.go_on(str(number), list) is first[number] for number in (2, 1)]
+    assert kept == [True, True]
+    assert (jobs.go_on("0", list) is first[0]) == (ended == "3")
+    jobs.clear()
+    assert not len(jobs)
 
 
 def test_a_file_that_cannot_be_looked_at_stops_no_other(
@@ -123,32 +141,30 @@ def test_a_file_that_cannot_be_looked_at_stops_no_other(
     with files.faults.injected(Rule("EIO", "stat", path=f"*{stays.name}")):
         settle(expiry, store)
         with pytest.raises(OSError, match="injected"):
-            wait_until(lambda: expiry.older_than(store, HOUR) is not None)
+            purged(store, HOUR)
     assert lengths(store, 1, 2) == [8, 0]
     assert "cannot be looked up" in caplog.text
-    wait_until(lambda: len(expiry.older_than(store, HOUR) or []) == 1)
+    assert purged(store, HOUR) == 1
 
 
 def test_names_of_another_store_are_forgotten(bench: Workbench) -> None:
     store, expiry = bench.open(), Expiry(HOUR)
     bench.put(store, prompt(1))
     age(bench, store, 1, 2 * HOUR)
-    wait_until(lambda: expiry.older_than(store, HOUR) is not None)
     expiry.poll(store)
     expiry.forget()
-    assert expiry.end_asking(store, HOUR), "it was begun for another one"
     settle(expiry, store)
     assert length(store, prompt(1)) == 8, "the next look is a minute away"
 
 
 def test_a_directory_that_is_away_is_not_an_empty_one(bench: Workbench, tmp_path: Path) -> None:
-    store, expiry = bench.open(), Expiry(0)
+    store = bench.open()
     bench.put(store, prompt(1))
     away = bench.root.rename(tmp_path / "away")
     with pytest.raises(FileNotFoundError):
-        wait_until(lambda: expiry.older_than(store, 0) is not None)
+        purged(store, 0)
     away.rename(bench.root)
-    wait_until(lambda: len(expiry.older_than(store, 0) or []) == 1)
+    assert purged(store, 0) == 1
 
 
 def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -32,10 +32,17 @@ def unpin(store: PrefixStore, tokens: Any, namespace: str = "") -> int:
 
 
 def purge_of(
-    store: PrefixStore, tokens: Any = None, namespace: str | None = "", **fields: Any
+    store: PrefixStore,
+    tokens: Any = None,
+    namespace: str | None = "",
+    among: Sequence[str] = (),
 ) -> Purge:
+    """`among`: what a look at the ages of files has found."""
     name = None if namespace is None else store.namespace(namespace)
-    return Purge(name, None if tokens is None else as_tokens(tokens), **fields)
+    older_than = 0.0 if among else None
+    purge = Purge(name, None if tokens is None else as_tokens(tokens), older_than)
+    purge._among, purge._replaced = list(among), store.tree.replaced
+    return purge
 
 
 def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Purged]:

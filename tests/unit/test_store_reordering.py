@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from impress_sglang.management import reorder_queue, segment_rewriter
-from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.purging import Purge
@@ -139,21 +138,17 @@ def test_mapping_lists_count(bench: Workbench, store: PrefixStore) -> None:
 
 
 def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PrefixStore) -> None:
-    """And who removes what is old is told that it has another name."""
+    """And who removes what is old looks again, because it has another name."""
     put_selected(bench, store, prompt(1), 3)
     os.utime(stores.path_of(bench, look_up(store, prompt(1))), (1.5, 1.5))
-    expiry = Expiry(0)
-
-    def old() -> list[str]:
-        wait_until(lambda: expiry.older_than(store, 3600.0) is not None)
-        return list(expiry.older_than(store, 3600.0) or ())
-
-    (first,) = old()
+    purge = Purge(older_than=3600.0)
+    assert not purge.step(store).segment_ids and purge._look is not None
+    purge._look.result()
     reorder(store)
-    assert expiry.end_asking(store, 3600.0)
     assert stores.path_of(bench, look_up(store, prompt(1))).stat().st_mtime == 1.5
-    (second,) = old()
-    assert second != first and not expiry.end_asking(store, 3600.0)
+    assert not purge.step(store).segment_ids and purge.left
+    wait_until(lambda: purge.step(store).segment_ids)
+    assert not purge.left
 
 
 def test_where_no_age_can_be_set_it_begins_anew(
