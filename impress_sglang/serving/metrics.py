@@ -109,20 +109,19 @@ EVENTS = (
 COUNTERS = (
     Series(
         "requests_total",
-        "Finished requests, by where their prefix was: on SSD, on the device, or nowhere.",
+        "Finished requests, by where their prefix was.",
         _totals("requests_*", "ssd", "device", "computed"),
         ("path",),
     ),
     Series(
         "requests_decision_total",
-        "Finished requests, by what was decided about their stored prefix: to load it, or to "
-        "compute it because that was estimated to be faster; none where nothing was stored.",
+        "Finished requests, by what was decided about their stored prefix; none: nothing was.",
         _by_key("requests_decision"),
         ("decision",),
     ),
     Series(
         "requests_approximate_total",
-        "Finished requests whose answer rests on anything but exact KVs of the whole prefix.",
+        "Finished requests whose answer rests on approximate KVs.",
         _total("requests_approximate"),
     ),
     Series(
@@ -132,12 +131,12 @@ COUNTERS = (
     ),
     Series(
         "requests_declined_total",
-        "Requests whose stored prefix was computed because that was estimated to be faster.",
+        "Requests whose stored prefix was computed, as was estimated to be faster.",
         _total("requests_declined"),
     ),
     Series(
         "requests_recomputed_total",
-        "Requests whose stored prefix was computed because it could not be read.",
+        "Requests whose stored prefix was computed, as it could not be read.",
         _total("requests_recomputed"),
     ),
     Series(
@@ -147,27 +146,25 @@ COUNTERS = (
     ),
     Series(
         "requests_not_served_total",
-        "Requests that may not be served from the store, by the field that stands against it.",
+        "Requests that may not be served from the store, by the field that forbids it.",
         _by_key("requests_not_served"),
         ("reason",),
     ),
     Series(
         "requests_not_stored_total",
-        "Requests that may not be stored, by the field that stands against it.",
+        "Requests that may not be stored, by the field that forbids it.",
         _by_key("requests_not_stored"),
         ("reason",),
     ),
     Series(
         "requests_why_total",
-        "Finished requests, by what decided about their prefix: see `why` of the API.",
+        "Finished requests, by `why` of their report.",
         _by_key("requests_why"),
         ("reason",),
     ),
     Series(
         "prompt_tokens_total",
-        "Tokens of the prompts of finished requests, by where they came from: SGLang's pool, slots "
-        "that other requests loaded, the store, there from behind other text, left out of a prefix "
-        "of which a part was asked for, or computed.",
+        "Tokens of the prompts of finished requests, by `tokens` of their report.",
         _by_key("prompt_tokens"),
         ("source",),
     ),
@@ -178,12 +175,12 @@ COUNTERS = (
     ),
     Series(
         "used_tokens_total",
-        "Of these the tokens that attention saw; their share is the mean retention.",
+        "Of these, tokens that attention saw.",
         _total("used_tokens"),
     ),
     Series(
         "truncated_tokens_total",
-        "Tokens that were left out of over-long prompts.",
+        "Tokens left out of over-long prompts.",
         _total("truncated_tokens"),
     ),
     Series(
@@ -200,7 +197,7 @@ COUNTERS = (
     Series("ssd_read_bytes_total", "Bytes read from SSD for requests.", _total("ssd_bytes")),
     Series(
         "ssd_needed_bytes_total",
-        "Bytes of the rows that were wanted of what was read from SSD.",
+        "Of these, bytes that were wanted.",
         _total("ssd_needed_bytes"),
     ),
     Series("prefetched_bytes_total", "Bytes that were prefetched.", _total("ahead_bytes")),
@@ -212,7 +209,7 @@ COUNTERS = (
     Series("h2d_bytes_total", "Bytes copied to the device.", _total("h2d_bytes")),
     Series(
         "request_seconds_total",
-        "Time of requests for loading, by what it went to; waiting for the drive is part of it.",
+        "Time that requests spent on loading, by stage.",
         _totals("*_ms", "wait", "load", "probe", "attention", scale=1e-3),
         ("stage",),
     ),
@@ -221,25 +218,23 @@ COUNTERS = (
     ),
     Series(
         "segments_total",
-        "Segments, by what happened to them. A second look finds those that were unreadable "
-        "cleared, quarantined or gone.",
+        "Segments, by what happened to them.",
         _stores(**{event: f"segments_{event}" for event in EVENTS}),
         ("event",),
     ),
     Series(
         "disk_failures_total",
-        "What the disk could not do: read, write, say what room it has.",
+        "Failures of the disk.",
         _health("failures"),
     ),
     Series(
         "disk_recoveries_total",
-        "How often a disk that had failed was used again.",
+        "Recoveries of the disk.",
         _health("recoveries"),
     ),
     Series(
         "offers_refused_total",
-        "Prompts that were not stored: for want of space, because the disk takes nothing, or for "
-        "want of a budget.",
+        "Prompts that were not stored, by reason.",
         _stores(
             no_space="offers_without_space",
             unavailable="offers_while_unavailable",
@@ -251,7 +246,7 @@ COUNTERS = (
 GAUGES = (
     Series(
         "store_bytes",
-        "Bytes on SSD: used, the quota, damaged files that were set aside, and other models'.",
+        "Bytes on SSD.",
         _stores(
             used="used_bytes",
             quota="quota_bytes",
@@ -263,39 +258,37 @@ GAUGES = (
     Series("store_segments", "Segments on SSD.", _store("segments")),
     Series(
         "store_suspects",
-        "Segments that could not be read, until a second look decides about them.",
+        "Segments that could not be read, and wait for a second look.",
         _store("segments_suspect"),
     ),
     Series(
         "write_budget_bytes",
-        "Bytes that may be written now, and per day (0: no limit).",
+        "Bytes that may be written: left now, and per day (0: no limit).",
         _stores(left="write_budget_left_bytes", day="write_budget_bytes"),
         ("kind",),
     ),
     Series("writes_pending", "Segments that are being written.", _store("writes_pending")),
     Series(
         "buffer_bytes",
-        "Bytes of read buffers: used, and the limit.",
+        "Bytes of read buffers.",
         _stores(used="buffer_used_bytes", limit="buffer_bytes"),
         ("kind",),
     ),
     Series(
         "cache_bytes",
-        "Bytes of the chunk caches: used, and their capacity.",
+        "Bytes of the chunk caches.",
         _cache_bytes,
         ("tier", "kind"),
     ),
     Series(
         "cache_evicted_score",
-        "What the chunk was worth that left a cache last to make room: decayed uses, times the "
-        "share that was wanted.",
+        "Score of the chunk that was evicted last.",
         _evicted_scores,
         ("tier",),
     ),
     Series(
         "pool_tokens",
-        "Slots of SGLang's pool: its size, and of that what is being loaded or written; where "
-        "prefixes load in the model's pass what is private to requests, and held for writes alone.",
+        "Slots of SGLang's pool: all of them, and those being loaded or written.",
         _pool(
             size="tokens",
             loading="loading_tokens",
@@ -305,7 +298,7 @@ GAUGES = (
         ),
         ("kind",),
     ),
-    Series("store_state", "1 for the state in which the store is.", _state, ("state",)),
+    Series("store_state", "1 for the state of the store.", _state, ("state",)),
 )
 # Of requests that loaded a prefix: field of the report, name, meaning and buckets.
 HISTOGRAMS = (
