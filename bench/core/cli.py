@@ -19,11 +19,11 @@ from bench.core.session import ROOT, BenchFailed, interrupt_on_signals
 from impress_sglang.errors import ImpressError
 
 ROOMS = {
-    "policies": ("serving", "eviction", "capacity"),
+    "policies": ("serving", "capacity"),
     "traffic": ("beside", "pressure", "trace"),
-    "quality": ("accuracy", "blend", "precision", "truncation"),
+    "quality": ("accuracy", "blend", "precision"),
     "engine": ("engine",),
-    "micro": ("overhead", "memory", "planning", "content", "passes", "kernels", "index", "gpu"),
+    "micro": ("overhead", "planning", "passes", "kernels", "gpu"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}
 
@@ -52,7 +52,7 @@ def main(given: Sequence[str]) -> int:
 
 def overview() -> str:
     """What there is, a sentence each."""
-    lines = ["python -m bench NAME [--quick] [--json FILE] [--svg DIR] [...]   (NAME --help)"]
+    lines = ["python -m bench NAME [--quick] [--json FILE] [...]   (NAME --help)"]
     for room, names in ROOMS.items():
         lines += ["", f"{room}: {_sentence(f'bench.{room}')}"]
         lines += [f"  {name:12} {_sentence(MODULES[name])}" for name in names]

@@ -66,7 +66,6 @@ class Option:
 
 QUICK = Option("quick", False, "small and short: whether it works, not how fast it is")
 JSON = Option("json", None, "write all figures to this file", parse=Path)
-SVG = Option("svg", None, "draw the figures into this folder", parse=Path)
 KEEP = Option("keep", None, "work in this empty folder, and keep it with all logs", parse=Path)
 SEED = Option("seed", 1, "of all that is drawn")
 DATA = Option("data", None, "folder of data sets, DIR/NAME/*.jsonl (the excerpts)", parse=Path)
@@ -101,7 +100,7 @@ def parse(
     name: str, description: str | None, options: Sequence[Option], given: Sequence[str]
 ) -> argparse.Namespace:
     """The values of all options; `command` gives the same run on any machine."""
-    options = [QUICK, *options, JSON, SVG]
+    options = [QUICK, *options, JSON]
     parser = argparse.ArgumentParser(
         prog=f"python -m bench {name}",
         description=description,

@@ -1,4 +1,4 @@
-"""The one report of all benchmarks: tables for the terminal, JSON, figures as SVG, intervals."""
+"""The one report of all benchmarks: tables for the terminal, JSON, intervals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-
-from bench.core.charts import Bars
 
 Row = dict[str, Any]
 RESAMPLES = 10_000
@@ -64,7 +62,6 @@ class Result:
 
     figures: Mapping[str, Any]
     tables: Sequence[Table] = ()
-    charts: Sequence[Bars] = ()
     notes: Sequence[str] = ()
 
 
@@ -74,7 +71,7 @@ def plain(*keys: str, **forms: str) -> list[Column]:
 
 
 def publish(args: argparse.Namespace, result: Result, *, seconds: int) -> None:
-    """Print the tables and notes, write the JSON and draw the figures that were asked for."""
+    """Print the tables and notes, and write the JSON that was asked for."""
     whole = {
         "command": args.command,
         "machine": describe_machine(),
@@ -84,11 +81,6 @@ def publish(args: argparse.Namespace, result: Result, *, seconds: int) -> None:
     if args.json:
         args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     print("\n\n".join(map(str, [*result.tables, *result.notes])))
-    if args.svg:
-        args.svg.mkdir(parents=True, exist_ok=True)
-        for chart in result.charts:
-            (args.svg / f"{chart.name}.svg").write_text(str(chart), encoding="utf-8")
-        print(f"{len(result.charts)} figures in {args.svg}")
 
 
 def describe_machine() -> dict[str, object]:

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-from bench.core.charts import Bars
 from bench.core.options import SEED, Option, bounds, one_of
 from bench.core.report import Column, Result, Row, Table, ratio
 from bench.core.session import BenchFailed, step, work_folder
@@ -90,21 +89,18 @@ def run(args: argparse.Namespace) -> Result:
     """
     if args.prefixes < 2:
         raise BenchFailed("--prefixes must be at least 2")
-    cells, tables, charts = [], [], []
+    cells, tables = [], []
     with work_folder(None, args.ssd_dir) as folder:
         for model, chunk_tokens in itertools.product(args.models, args.chunk_tokens):
             found = CellRun(args, model, chunk_tokens, folder).measure()
             cells.append(found)
             tables += [Table(TIMES, found["rows"]), Table(BYTES, found["rows"], _caption(found))]
-            ttft = {row["policy"]: row["ttft_ms_mean"] for row in found["rows"]}
-            title = f"Mean TTFT in ms: {model}, chunks of {chunk_tokens}"
-            charts.append(Bars(f"{model}-{chunk_tokens}", title, ttft))
     figures = {
         "emulated_ssd_mbps": args.ssd_mbps or None,
         "readahead": args.readahead,
         "cells": cells,
     }
-    return Result(figures, tables, charts)
+    return Result(figures, tables)
 
 
 class CellRun:

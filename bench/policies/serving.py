@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.core.charts import Bars
 from bench.core.data import READERS, load_tokenize, model_folder, read_rows
 from bench.core.options import ASKING, Option, one_of
 from bench.core.report import Result, Row, Table
@@ -108,9 +107,7 @@ def run(args: argparse.Namespace) -> Result:
         "emulated_ssd_mbps": args.ssd_mbps or None,
         "policies": rows,
     }
-    return Result(
-        figures, [Table([*TIMES, *LOADED], rows, caption)], charts(rows, note), warnings(rows)
-    )
+    return Result(figures, [Table([*TIMES, *LOADED], rows, caption)], warnings(rows))
 
 
 class Comparison:
@@ -242,17 +239,3 @@ def warnings(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if ordinary(row["policy"]) != "recompute" and row["requests_ssd"] != row["requests"]
     ]
-
-
-def charts(rows: Sequence[Row], note: str) -> list[Bars]:
-    """This run's versions of the paper's Figures 16 (and 18), 20 and 21."""
-    values = {
-        "ttft, mean ms": {row["policy"]: row["ttft_ms_mean"] for row in rows},
-        "chunks loaded per request": {
-            row["policy"]: row["chunks_loaded"] / row["requests"] for row in rows
-        },
-        "device hits of important KVs, %": {
-            row["policy"]: 100 * (row["important_device_hit_ratio"] or 0.0) for row in rows
-        },
-    }
-    return [Bars(y.split(",")[0].replace(" ", "-"), y, bars, note) for y, bars in values.items()]

@@ -1,15 +1,13 @@
-"""Benchmarks of quality without servers: tasks and scores of `accuracy`, `blend`, `truncation`."""
+"""Benchmarks of quality without servers: tasks and scores of `accuracy` and `blend`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench.core.report import Row, Table
 from bench.core.session import BenchFailed
@@ -24,8 +22,6 @@ from bench.quality.asking import (
 )
 from bench.quality.blend import HEAD, SHOTS, divergence, draw, interval, packs_of, score
 from bench.quality.tasks import SQUAD_OPTIONS, Item, Task, TaskOptions, make_task
-from bench.quality.truncation import Controls, cut_of, documents
-from tests.serving.tiny_models import make_model, random_tokens
 
 OPTIONS = TaskOptions(prefixes=2, shots=8, prefix_tokens=None, passages=6, examples=8, seed=3)
 EXACT = Asked("as", None, approximate=False)
@@ -281,35 +277,3 @@ def test_documents_are_stored_once_and_several_in_a_prompt() -> None:
     for text in (f"passage {number} " * 9 for number in range(8)):
         assert sum(bytes(own).decode().count(text) for own in packs) == 1
     assert all(own[: len(tokenize(HEAD))] == tokenize(HEAD) for own in packs)
-
-
-ARGS = argparse.Namespace(window=160, scored=20)
-
-
-def test_short_documents_are_joined() -> None:
-    rows = [{"text": "a" * 5}, {"text": "b" * 7}, {"text": "c" * 12}, {"text": "d" * 9}]
-    found = documents(rows, tokenize, 10)
-    assert [text_of(own) for own in found] == ["aaaaabbbbb", "c" * 10]
-
-
-def test_half_of_the_room_is_cut() -> None:
-    assert cut_of(1024) == range(16, 520)
-
-
-def test_controls(tmp_path: Path) -> None:
-    """KVs that stay where they were give the model's own loss; others do not."""
-    folder = make_model("llama", tmp_path)
-    controls = Controls(folder)
-    text = random_tokens(180, seed=1)
-    from transformers import AutoModelForCausalLM
-
-    with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        logits = model(torch.tensor([text])).logits[0, 159:-1]
-        right = float(torch.nn.functional.cross_entropy(logits, torch.tensor(text[160:])))
-        cache = model(torch.tensor([text[:159]])).past_key_values
-        pairs = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-        places = torch.arange(159)
-        assert controls._behind(pairs, places, places, text[159:]) == pytest.approx(right, abs=1e-4)
-    scores = controls.score([text], ARGS)
-    assert all(not math.isclose(own, right, abs_tol=1e-2) for (own,) in scores.values())
