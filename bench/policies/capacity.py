@@ -163,12 +163,16 @@ class _NoFiles:
 
     writable, has_news, free_bytes = True, False, math.inf
     quarantined_bytes, unused_bytes, keeps_quarantine = 0, 0, False
-    undeleted = MappingProxyType[str, int]({})
+    undeleted = others = MappingProxyType[Any, int]({})
+    namespace = str
 
     def unremoved(self) -> frozenset[str]:
         return frozenset()
 
-    def write(self, *_: Any) -> Future[None]:
+    def write(self) -> None:
+        """There is nothing to do."""
+
+    def submit(self, *_: Any) -> Future[None]:
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -193,12 +197,13 @@ class Store:
         self._places: dict[str, tuple[int, int]] = {}
         none: Any = _NoFiles()
         budget = WriteBudget()
-        self.quota = Quota(config, self.tree, none, none, {}, lambda _: False, lambda: 0, budget)
+        none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
+        self.quota = Quota(config, none, lambda _: False, lambda: 0, budget)
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)
-        shape, parts = KVShape(1, 1, 1, dim, dim, torch.float16, ()), (self.tree, self.quota)
-        disk = none, none, none, self.stats, Losses(), self._evict, None
-        self._writes = SegmentWrites(config, "0" * 32, shape, str, *parts, *disk)
+        shape = KVShape(1, 1, 1, dim, dim, torch.float16, ())
+        parts = none, self.quota, self.stats, Losses(), self._evict, None
+        self._writes = SegmentWrites(config, "0" * 32, shape, *parts)
 
     def sight(self, tokens: Tokens, first: int = 0) -> int:
         """Count a text, but for its `first` tokens; how many of these are worth storing."""

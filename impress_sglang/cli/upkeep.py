@@ -65,7 +65,7 @@ def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]
         if not dry_run:
             worker.recover(there)
             worker.delete({own.info.segment_id: own.file_bytes for own in expired + placeless})
-            worker.empty_quarantine()
+            worker.submit(worker.tidy, False)
     return [removal(store, what, sizes) for what, sizes in found.items() if sizes]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import sqlite3
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import ConfigError
+from impress_sglang.errors import ConfigError, SegmentUnreadable
 from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.disk_worker import DiskWorker
 from impress_sglang.management.health import Health, Task, Work
@@ -38,6 +39,8 @@ from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
+# How many names of namespaces are cached; computing one again costs a microsecond.
+_NAMESPACES = 4096
 # Seconds between records of uses; a process that is killed loses those since the last one.
 NOTE_SECONDS = 60.0
 # How many uses are recorded at once: this takes less than a millisecond.
@@ -77,6 +80,7 @@ class StoreDisk:
         self._note_at = time.monotonic() + NOTE_SECONDS
         self.meter = CodingMeter(config.base_error)
         self.directory = StoreDirectory(self.files, config.ssd_path, identity)
+        self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)
             self.health = Health(self._seconds)
@@ -121,15 +125,17 @@ class StoreDisk:
         if task.work is Work.PROBE:
             return self._prober.submit(probe, self.directory)
         assert task.info is not None
-        return (self.worker.look if task.work is Work.LOOK else self.worker.condemn)(task.info)
+        if task.work is Work.LOOK:
+            return self.worker.submit(self.worker.look, task.info)
+        error = SegmentUnreadable(task.info.segment_id, "can never be read")
+        return self.worker.submit(self.worker.condemn, error)
 
     def note_uses(self, uses: Uses) -> None:
         """Record now and then which segments were used, so that it outlasts a killed process."""
         if time.monotonic() < self._note_at:
             return
         used = uses.take_changed(NOTED_TOGETHER)
-        if used:
-            self.worker.record_uses([segment.use for segment in used])
+        self._record(used)
         if len(used) < NOTED_TOGETHER:
             self._note_at = time.monotonic() + NOTE_SECONDS
 
@@ -138,7 +144,7 @@ class StoreDisk:
 
         Work that does not end within `--impress-io-timeout` is left behind.
         """
-        self.worker.record_uses([segment.use for segment in used])
+        self._record(used)
         if not self.worker.close(self._seconds):
             logger.warning("access times are not kept for the next start")
         self._prober.close(self._seconds)
@@ -146,6 +152,10 @@ class StoreDisk:
         if self._froze:
             # Now the tree is garbage, which the next opening of a store collects first.
             gc.unfreeze()
+
+    def _record(self, used: Iterable[StoredSegment]) -> None:
+        if uses := [segment.use for segment in used]:
+            self.worker.submit(self.worker.index, self.worker.catalog.record_uses, uses)
 
     def _say_what_is_there(self) -> None:
         segments = list(self.tree.segments())

@@ -23,7 +23,7 @@ from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.management.health import Health, Verdict
 from impress_sglang.management.survey import Survey
 from impress_sglang.precision.floors import CodingRule
-from impress_sglang.storage.catalog import Catalog, CatalogEntry, SegmentUse
+from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.directory import (
     QUARANTINE,
@@ -51,7 +51,10 @@ _OF_MEDIA = frozenset(
 
 
 class DiskWorker:
-    """Works on the disk of a store, whose thread owns it; its own thread does the work."""
+    """Works on the disk of a store, whose thread owns it; its own thread does the work.
+
+    The store's thread submits calls of the methods that come after `close`, which may take long.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class DiskWorker:
             logger.info("removing unfinished %s", path)
             self.files.unlink(path)
         for error in survey.damaged:
-            if self._condemn(error) is Verdict.UNCLEAR:
+            if self.condemn(error) is Verdict.UNCLEAR:
                 with contextlib.suppress(OSError):
                     path = self._directory.segment_path(error.segment_id)
                     self.unused_bytes += self.files.stat(path).st_size
@@ -107,34 +110,18 @@ class DiskWorker:
             logger.warning("segment %s is in the index but has no file", segment_id)
         # In one call each, because every change of the database takes a while.
         if survey.anew:
-            self._index(self.catalog.begin_with, survey.entries)
+            self.index(self.catalog.begin_with, survey.entries)
         else:
             if survey.missing:
-                self._index(self.catalog.remove, *survey.missing)
+                self.index(self.catalog.remove, *survey.missing)
             if survey.adopted:
-                self._index(self.catalog.add, *survey.adopted)
+                self.index(self.catalog.add, *survey.adopted)
         self._tidy_quarantine()
         return survey.entries
 
     def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Run a function behind all work so far."""
         return self._thread.submit(function, *arguments)
-
-    def write(
-        self,
-        entry: CatalogEntry,
-        read_layer: LayerReader,
-        coding: CodingRule | None,
-        unremoved: frozenset[str],
-        is_wanted: Callable[[], bool],
-    ) -> Future[None]:
-        """Write and publish a segment; see `write_segment`.
-
-        `unremoved` names what could not be removed before room was made for the segment. If more
-        is unremovable when the write begins, that room does not exist, and the write fails. The
-        future raises `WriteAbandoned` or the error of the disk; then no file is left behind.
-        """
-        return self._thread.submit(self._write, entry, read_layer, coding, unremoved, is_wanted)
 
     def delete(self, segments: Mapping[str, int]) -> None:
         """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
@@ -160,52 +147,33 @@ class DiskWorker:
         """Names of what could not be removed so far: it counts as present when room is made."""
         return frozenset([*self.undeleted, *([] if self.keeps_quarantine else [QUARANTINE])])
 
-    def look(self, info: SegmentInfo) -> Future[Verdict]:
-        """Read a whole segment again and verify it; a damaged one goes to quarantine."""
-        return self._thread.submit(self._look, info)
-
-    def condemn(self, info: SegmentInfo) -> Future[Verdict]:
-        """Set aside a segment that repeated looks could not read."""
-        error = SegmentUnreadable(info.segment_id, "can never be read")
-        return self._thread.submit(self._condemn, error)
-
-    def record_uses(self, uses: list[SegmentUse]) -> Future[None]:
-        """Record in the index how segments were used, for the next start."""
-        return self._thread.submit(self._index, self.catalog.record_uses, uses)
-
-    def keep(self, name: str, make: Callable[[], bytes]) -> None:
-        """Write a small file of this name to the store's folder, replacing an older one.
-
-        `make` is called on the thread that writes segments.
-        """
-        self._thread.submit(lambda: self._keep(name, make()))
-
     def written_before(self, seconds: float) -> Future[WrittenBefore]:
         """Find segments whose files were written no later than `seconds`, as of `time.time`."""
         return self._thread.submit(written_before, self._directory, seconds)
-
-    def empty_quarantine(self) -> None:
-        """Remove all damaged segments from quarantine, because something is to be forgotten."""
-        self._thread.submit(self._try_quarantine, False)
-
-    def catch_up(self) -> None:
-        """Now that the disk answers again, redo the work that it refused."""
-        self._thread.submit(self._catch_up)
 
     def close(self, seconds: float) -> bool:
         """End the thread after all submitted work; False if that takes more than `seconds`."""
         self._thread.submit(self.catalog.close)
         return self._thread.close(seconds)
 
-    def _write(
+    def write(
         self,
         entry: CatalogEntry,
         read_layer: LayerReader,
         coding: CodingRule | None,
-        before: frozenset[str],
+        unremoved: frozenset[str],
         is_wanted: Callable[[], bool],
     ) -> None:
-        if not self.unremoved() <= before:
+        """Write and publish a segment; see `write_segment`.
+
+        `unremoved` names what could not be removed before room was made for the segment. If more
+        is unremovable now, that room does not exist.
+
+        Raises:
+            WriteAbandoned: it is not wanted any more; as below, no file is left behind.
+            OSError: the disk refuses, or there is no room.
+        """
+        if not self.unremoved() <= unremoved:
             raise OSError(errno.ENOSPC, "what should have made room could not be removed")
         path = self._directory.segment_path(entry.info.segment_id)
 
@@ -230,17 +198,17 @@ class DiskWorker:
         finally:
             self.progress = time.monotonic()
         # The file is authoritative: the next start reads files that the index does not have.
-        self._index(self.catalog.add, entry)
+        self.index(self.catalog.add, entry)
 
     def _replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
         self._unlink(segment_id, num_bytes)
-        self._index(self.catalog.replace, segment_id, successor)
+        self.index(self.catalog.replace, segment_id, successor)
         self.progress = time.monotonic()
 
     def _delete(self, segments: Mapping[str, int]) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
-        self._index(self.catalog.remove, *segments)
+        self.index(self.catalog.remove, *segments)
         if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
         self.progress = time.monotonic()
@@ -261,7 +229,8 @@ class DiskWorker:
             logger.warning("segment %s cannot be removed now: %s", segment_id, error)
             self._health.failed("a segment could not be removed", error, reading=False)
 
-    def _keep(self, name: str, content: bytes) -> None:
+    def keep(self, name: str, content: bytes) -> None:
+        """Write a small file to the store's folder, replacing an older one; if need be, later."""
         try:
             self._directory.put(name, content)
             self._unkept.pop(name, None)
@@ -270,19 +239,21 @@ class DiskWorker:
             logger.warning("%s could not be written: %s", self._directory.path / name, error)
             self._health.failed(f"{name} could not be written", error, reading=False)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
+        """Now that the disk answers again, redo the work that it refused."""
         self._retry()
-        self._index(self.catalog.flush)
+        self.index(self.catalog.flush)
         for name, content in list(self._unkept.items()):
-            self._keep(name, content)
+            self.keep(name, content)
 
     def _retry(self) -> None:
         self._retried_at = time.monotonic()
         for segment_id, num_bytes in list(self.undeleted.items()):
             self._unlink(segment_id, num_bytes)
-        self._try_quarantine(self.keeps_quarantine)
+        self.tidy(self.keeps_quarantine)
 
-    def _try_quarantine(self, keeps: bool) -> None:
+    def tidy(self, keeps: bool) -> None:
+        """Keep only the latest files in quarantine, or none; if the disk refuses, do it later."""
         kept, self.keeps_quarantine = self.keeps_quarantine, keeps
         try:
             self._tidy_quarantine()
@@ -292,7 +263,6 @@ class DiskWorker:
                 self._health.failed("quarantine could not be tidied", error, reading=False)
 
     def _tidy_quarantine(self) -> None:
-        """Keep only the latest files in quarantine, or none."""
         paths = quarantined_files(self.files, self._directory.path)
         sizes = [self.files.stat(path).st_size for path in paths]
         # Counted first, so that it is right even if a file cannot be removed.
@@ -312,18 +282,20 @@ class DiskWorker:
         finally:
             self._tidy_quarantine()
 
-    def _index(self, change: Callable[..., None], *arguments: Any) -> None:
+    def index(self, change: Callable[..., None], *arguments: Any) -> None:
+        """Change the index; what it refuses now waits in the catalog."""
         try:
             change(*arguments)
         except (OSError, sqlite3.Error) as error:
             self._health.failed("the index could not be written", error, reading=False)
 
-    def _look(self, info: SegmentInfo) -> Verdict:
+    def look(self, info: SegmentInfo) -> Verdict:
+        """Read a whole segment again and verify it; a damaged one goes to quarantine."""
         try:
             self._verify(info)
             return Verdict.GOOD
         except SegmentUnreadable as error:
-            return self._condemn(error)
+            return self.condemn(error)
         except StoreUnavailable as error:
             logger.warning("a second look has seen nothing: %s", error)
             at_fault = isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_MEDIA
@@ -340,7 +312,7 @@ class DiskWorker:
     def _note_progress(self) -> None:
         self.progress = time.monotonic()
 
-    def _condemn(self, error: SegmentUnreadable) -> Verdict:
+    def condemn(self, error: SegmentUnreadable) -> Verdict:
         """Set aside a damaged segment, or forget a missing one, unless the whole disk is gone."""
         path = self._directory.segment_path(error.segment_id)
         try:
@@ -358,7 +330,7 @@ class DiskWorker:
                 self._health.failed("a segment could not be set aside", failure, reading=False)
                 return Verdict.UNCLEAR
             logger.error("%s; set aside in quarantine", error)
-        self._index(self.catalog.remove, error.segment_id)
+        self.index(self.catalog.remove, error.segment_id)
         return Verdict.GONE if missing else Verdict.BAD
 
     def _verify(self, info: SegmentInfo) -> None:

@@ -13,11 +13,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
+from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
-from impress_sglang.precision.floors import CodingMeter
-from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
@@ -45,31 +44,27 @@ class OpenSegments:
 
     def __init__(
         self,
-        directory: StoreDirectory,
+        disk: StoreDisk,
         shape: KVShape,
         reader: BlockReader,
         versions: SegmentVersions,
         memory: StoreMemory,
-        meter: CodingMeter,
         *,
-        direct: bool,
         learns: bool,
         patience: float,
     ) -> None:
         """Begin with no readers.
 
         Args:
-            directory: folder of the segments.
+            disk: has the files; its meter is told how many planes belong to a base.
             shape: shape of the KVs.
             reader: reads blocks.
             versions: versions of the segments.
             memory: the caches of chunks, and the buffers for reads.
-            meter: is told how many planes belong to a base.
-            direct: whether files can be opened with O_DIRECT.
             learns: whether blocks are read ahead, so that sources learn which are wanted.
             patience: seconds to wait for a file to open.
         """
-        self._directory = directory
+        self._disk = disk
         self._opener = BackgroundThread("impress-open")
         self._patience = patience
         self._lock = threading.RLock()
@@ -78,8 +73,6 @@ class OpenSegments:
         self._reader = reader
         self._versions = versions
         self._memory = memory
-        self._direct = direct
-        self._meter = meter
         self._learns = learns
 
     def open_source(self, spans: Sequence[StoredSpan], needs: ReadNeeds) -> SegmentSource:
@@ -187,7 +180,7 @@ class OpenSegments:
         if segment is None:
             segment = self._open(stored)
             self._versions.acquire(stored, segment)
-            self._meter.note(segment.floors)
+            self._disk.meter.note(segment.floors)
         return segment
 
     def release(self, segment_id: str) -> None:
@@ -200,7 +193,7 @@ class OpenSegments:
         return version is not None and version.readers > 0
 
     def _open(self, stored: StoredSegment) -> OpenSegment:
-        path = self._directory.segment_path(stored.segment_id)
+        path = self._disk.directory.segment_path(stored.segment_id)
         opening = self._opener.submit(self._open_file, path)
         try:
             error = opening.exception(self._patience)
@@ -219,7 +212,7 @@ class OpenSegments:
         return segment
 
     def _open_file(self, path: Path) -> OpenSegment:
-        return OpenSegment(path, self._directory.files, direct=self._direct)
+        return OpenSegment(path, self._disk.files, direct=self._disk.direct)
 
 
 def _close_late(opening: Future[OpenSegment]) -> None:

@@ -174,7 +174,7 @@ class Pins:
             for pin in self._pins
         ]
         content = json.dumps(fields).encode()
-        self._worker.keep(PINS, lambda: content)
+        self._worker.submit(self._worker.keep, PINS, content)
 
 
 def _bytes_of(tokens: Tokens) -> bytes:

@@ -13,10 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.management.disk_worker import DiskWorker
-from impress_sglang.management.health import Health
+from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.storage.directory import remove_store
 from impress_sglang.storage.segment import Priority
@@ -28,10 +26,7 @@ class Quota:
     def __init__(
         self,
         config: ImpressConfig,
-        tree: StoredTree,
-        worker: DiskWorker,
-        health: Health,
-        others: dict[Path, int],
+        disk: StoreDisk,
         is_needed: Callable[[str], bool],
         reserved: Callable[[], int],
         budget: WriteBudget,
@@ -40,10 +35,7 @@ class Quota:
 
         Args:
             config: options of the server.
-            tree: tree of the segments.
-            worker: removes stores, and knows which other files are in ours.
-            health: knows the free space.
-            others: stores of other models, latest first, and their bytes.
+            disk: has the segments, the stores of other models, and the free space.
             is_needed: whether a segment must stay: it is read, awaited or pinned.
             reserved: returns the bytes of a file that is being written to replace another one.
             budget: limits the bytes written to the drive.
@@ -51,10 +43,10 @@ class Quota:
         self.budget = budget
         self._reserved = reserved
         self._config = config
-        self._tree = tree
-        self._worker = worker
-        self._health = health
-        self._others = others
+        self._tree = disk.tree
+        self._worker = disk.worker
+        self._health = disk.health
+        self._others = disk.others
         self._removing: dict[Path, Future[bool]] = {}
         self._served: set[Path] = set()
         self._is_needed = is_needed
@@ -65,7 +57,7 @@ class Quota:
         # Namespaces above their limit, for example because the limit was lowered.
         self._over: dict[str, None] = {}
         held = Counter[str]()
-        for segment in tree.segments():
+        for segment in disk.tree.segments():
             held[segment.info.namespace] += segment.file_bytes
         for name, num_bytes in held.items():
             self._count(name, num_bytes)
@@ -171,7 +163,7 @@ class Quota:
         quarantined = self._worker.quarantined_bytes
         if needed > 0 and quarantined and self._worker.keeps_quarantine:
             # The worker does this before it writes anything else.
-            self._worker.empty_quarantine()
+            self._worker.submit(self._worker.tidy, False)
             needed -= quarantined
         if needed > 0 and self._remove_others(needed):
             return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -50,9 +49,6 @@ from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
-
-# How many names of namespaces are cached; computing one again costs a microsecond.
-_NAMESPACES = 4096
 
 
 class PrefixStore:
@@ -94,11 +90,10 @@ class PrefixStore:
         self._config = config
         self._shape = shape
         self._disk = disk or StoreDisk(config, identity, files)
-        self._directory, self.worker = self._disk.directory, self._disk.worker
-        self.health = self._disk.health
+        self.worker, self.health = self._disk.worker, self._disk.health
         self.tree, self.pins = self._disk.tree, self._disk.pins
-        self.namespace = functools.lru_cache(_NAMESPACES)(self._directory.namespace)
-        direct, patience = self._disk.direct, config.io_timeout
+        self.namespace = self._disk.namespace
+        patience = config.io_timeout
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
         self.cache = self._memory.cache
         self._reader = BlockReader(
@@ -122,13 +117,11 @@ class PrefixStore:
             retention=config.part_retention,
         )
         self._readers = OpenSegments(
-            self._directory,
+            self._disk,
             shape,
             self._reader,
             self.versions,
             self._memory,
-            self._disk.meter,
-            direct=direct,
             learns=self.ahead.enabled,
             patience=patience,
         )
@@ -142,16 +135,13 @@ class PrefixStore:
             self.tree,
             self._readers,
             self.versions,
-            SegmentRewriter(self._directory, direct=direct, patience=patience),
+            SegmentRewriter(self._disk.directory, direct=self._disk.direct, patience=patience),
             config.reorder_interval,
             enabled=make_policy(config).reorders,
         )
         self._quota = Quota(
             config,
-            self.tree,
-            self.worker,
-            self.health,
-            self._disk.others,
+            self._disk,
             lambda own: self._readers.is_read(own) or own in self._lookahead or own in self.pins,
             lambda: self.reorders.reserved_bytes,
             budget or WriteBudget(config.write_gb_per_day),
@@ -160,12 +150,8 @@ class PrefixStore:
             config,
             identity,
             shape,
-            self.namespace,
-            self.tree,
+            self._disk,
             self._quota,
-            self.worker,
-            self._disk.meter,
-            self.health,
             self.stats,
             self.losses,
             self._evict,
@@ -305,7 +291,7 @@ class PrefixStore:
         """Counters and sizes for the statistics page."""
         return {
             **dataclasses.asdict(self.stats),
-            "directory": str(self._directory.path),
+            "directory": str(self._disk.directory.path),
             "segments": len(self.tree),
             "writes_pending": len(self.writes),
             "health": self.health.summary(),
@@ -435,4 +421,4 @@ class PrefixStore:
         # This comes before `catch_up`, which may fail again.
         self.health.probed(error, readable=found is not None)
         if error is None:
-            self.worker.catch_up()
+            self.worker.submit(self.worker.catch_up)

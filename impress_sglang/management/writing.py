@@ -20,13 +20,11 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.digests import prefix_digest
-from impress_sglang.management.disk_worker import DiskWorker
-from impress_sglang.management.health import Health
+from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree
-from impress_sglang.precision.floors import CodingMeter, CodingRule, QuerySource, no_queries
+from impress_sglang.precision.floors import CodingRule, QuerySource, no_queries
 from impress_sglang.storage.directory import CODING
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -138,12 +136,8 @@ class SegmentWrites:
         config: ImpressConfig,
         identity: str,
         shape: KVShape,
-        name_of: Callable[[str], str],
-        tree: StoredTree,
+        disk: StoreDisk,
         quota: Quota,
-        worker: DiskWorker,
-        meter: CodingMeter,
-        health: Health,
         stats: StoreStats,
         losses: Losses,
         evict: Callable[[Sequence[StoredSegment], Cause], None],
@@ -151,18 +145,18 @@ class SegmentWrites:
     ) -> None:
         """Begin with no writes; the parameters not named here are parts of the store.
 
-        `name_of` gives the stored name of a namespace; `evict` removes segments from the tree, and
-        their files; `codec` codes KVs if there is a basis.
+        `evict` removes segments from the tree, and their files; `codec` codes KVs if there is a
+        basis.
         """
         self._config = config
         self._identity = identity
         self._shape = shape
-        self._name_of = name_of
-        self._tree = tree
+        self._name_of = disk.namespace
+        self._tree = disk.tree
         self._quota = quota
-        self._worker = worker
-        self._meter = meter
-        self._health = health
+        self._worker = disk.worker
+        self._meter = disk.meter
+        self._health = disk.health
         self._stats = stats
         self._losses = losses
         self._evict = evict
@@ -269,7 +263,7 @@ class SegmentWrites:
         if going:
             self._evict(going, cause)
         if cause is Cause.PURGED:
-            self._worker.empty_quarantine()
+            self._worker.submit(self._worker.tidy, False)
         return count
 
     def abandon(
@@ -341,8 +335,13 @@ class SegmentWrites:
         else:
             coding = self._meter.rule(offer.queries, behind)
         write = _Write(segment, offer)
-        write.future = self._worker.write(
-            segment.entry, reader, coding, unremoved, lambda: write.discarded is None
+        write.future = self._worker.submit(
+            self._worker.write,
+            segment.entry,
+            reader,
+            coding,
+            unremoved,
+            lambda: write.discarded is None,
         )
         self._writes.append(write)
 
@@ -356,7 +355,7 @@ class SegmentWrites:
             self._stats.segments_written += 1
             self._stats.bytes_written += segment.file_bytes
             if self._meter.has_news:
-                self._worker.keep(CODING, self._meter.dump)
+                self._worker.submit(lambda: self._worker.keep(CODING, self._meter.dump()))
             if write.discarded is not None:
                 self._evict([segment], write.discarded)
             return

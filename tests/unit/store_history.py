@@ -10,6 +10,7 @@ import threading
 import uuid
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.management.health import Verdict
+from impress_sglang.management.health import Task, Verdict, Work
 from impress_sglang.management.segment_rewriter import Rewrite, Shares
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
@@ -130,8 +131,8 @@ class StoreHistory(RuleBasedStateMachine):
         config = ImpressConfig(ssd_dir=str(self.directory), **(DEFAULTS | options))
         self.store = PrefixStore(config, kv.IDENTITY, self.shape, files=self.files)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
-        self.take_look = self.store.worker.look
-        mock.patch.object(self.store.worker, "look", self.hold_look).start()
+        self.begin_task = self.store._disk._begin
+        mock.patch.object(self.store._disk, "_begin", self.hold_look).start()
         self.held_rewrite: tuple[Rewrite, Future[Shares | None]] | None = None
         self.run_rewrite = self.store.reorders._rewriter.submit
         mock.patch.object(self.store.reorders._rewriter, "submit", self.hold_rewrite).start()
@@ -139,10 +140,12 @@ class StoreHistory(RuleBasedStateMachine):
         self.waiting: list[SegmentSource] = []
         self.learn_names()
 
-    def hold_look(self, info: SegmentInfo, *, last: bool = False) -> Future[Verdict]:
-        assert not last, "every look can see"
+    def hold_look(self, task: Task) -> Future[Any]:
+        if task.info is None:
+            return self.begin_task(task)
+        assert task.work is Work.LOOK, "every look can see"
         look: Future[Verdict] = Future()
-        self.looks.append((info, look))
+        self.looks.append((task.info, look))
         return look
 
     def hold_rewrite(self, rewrite: Rewrite) -> Future[Shares | None]:

@@ -90,15 +90,16 @@ def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
 
 def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     """Free space is what was measured last, and what is known to have changed since."""
-    disk = SimpleNamespace(free_bytes=100)
-    quota = Quota(ImpressConfig(), StoredTree(), Any, disk, {}, bool, int, WriteBudget())  # type: ignore[arg-type]
+    health = SimpleNamespace(free_bytes=100)
+    disk: Any = SimpleNamespace(tree=StoredTree(), worker=None, health=health, others={})
+    quota = Quota(ImpressConfig(), disk, bool, int, WriteBudget())
     segment = stored_segment("a", prompt(1))
     segment.file_bytes = 30
     quota.begin(segment)
     quota.end(segment, written=True)
     segment.file_bytes = 20
     quota.replace(segment, 30)
-    assert (quota.used_bytes, disk.free_bytes) == (20, 80)
+    assert (quota.used_bytes, health.free_bytes) == (20, 80)
 
 
 def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Workbench) -> None:
