@@ -2,10 +2,6 @@
 
 Measures the card first (reading its memory, copying from pinned host memory), then
 
-  * scoring the probe heads and taking their top k (the policy `paper`), against reading their keys
-    once and against the torch reference;
-  * gathering keys and values of the chosen tokens from pinned host memory, against a plain copy of
-    as many bytes, and from the device;
   * of a prefix in codes restoring the base and raising half of all units by all planes, against
     moving as many bytes in device memory;
   * restoring a layer by a basis of 4 bits, against moving as many bytes and against the product of
@@ -20,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +31,6 @@ from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.codec.basis import Basis, LayerBasis
 from impress_sglang.codec.coder import decode_layer, product_matrix
 from impress_sglang.codec.rows import GAINS
-from impress_sglang.importance import scores as reference
-from impress_sglang.importance.selection import per_head_tokens, similarity_threshold
-from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
@@ -47,7 +38,7 @@ from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
-from impress_sglang.triton import codes, gather, scores, selection
+from impress_sglang.triton import codes
 
 # Writing it takes longer than queueing what is measured.
 FLUSH_BYTES = 2 << 30
@@ -56,12 +47,8 @@ PLAIN_BYTES = 1 << 30
 
 OPTIONS = (
     Option("tokens", 8192, "of the prefix", quick=2048),
-    Option("new-tokens", 128, "of the request"),
-    Option("heads", 32, "query heads"),
-    Option("kv-heads", 8, "of the grouped-query model"),
-    Option("probe-heads", 3, "of the multi-head model"),
+    Option("kv-heads", 8, "of the model"),
     Option("dim", 128, "of a head"),
-    Option("retention", 0.25, "share of tokens that is gathered"),
     Option("repeat", 50, "runs of each kernel", quick=5),
 )
 
@@ -79,8 +66,6 @@ def run(args: argparse.Namespace) -> Result:
     card = _measure_card(watch)
     figures = {
         "card": card,
-        "identification": _identification(args, watch, card),
-        "gather": _gather(args, watch, card),
         "codes": _codes(args, watch, card),
         "basis": by_a_basis(args, watch, card, torch.device("cuda")),
     }
@@ -149,87 +134,6 @@ def _measure_card(watch: _Watch) -> dict[str, float]:
         "host_to_device_gbps": round(PLAIN_BYTES / copy / 1e3, 2),
         "empty_launch_us": round(watch.microseconds(lambda: words[:1].add_(1)), 2),
     }
-
-
-def _identification(
-    args: argparse.Namespace, watch: _Watch, card: dict[str, float]
-) -> dict[str, Any]:
-    """Probe heads of a multi-head model (IMPRESS, 4.3)."""
-    m, n, dim = args.tokens, args.new_tokens, args.dim
-    k = max(1, int(m * args.retention))
-    probes = probe_kv_heads(args.heads, args.heads, args.probe_heads)
-    queries, new = (_random(n, len(probes), dim) for _ in range(2))
-    keys = _random(m, len(probes), dim)
-    threshold, scaling = similarity_threshold(k, m, 0.6), dim**-0.5
-    heads = tuple(range(len(probes)))
-
-    def score() -> Tensor:
-        return scores.column_sums(queries, keys, new[:0], new, heads, scaling)
-
-    def score_reference() -> Tensor:
-        return reference.column_sums(queries, keys, new[:0], new, scaling)
-
-    def chosen_reference() -> Tensor:
-        return per_head_tokens(score_reference(), 1, k)
-
-    torch.testing.assert_close(score(), score_reference(), rtol=2e-3, atol=1e-5)
-    found = score()
-    kernel = watch.microseconds(lambda: selection.paper_choice(score(), k, threshold))
-    scoring = watch.microseconds(score)
-    choosing = watch.microseconds(lambda: selection.paper_choice(found, k, threshold))
-    torch_us = watch.microseconds(chosen_reference)
-    return {
-        "shape": {"m": m, "n": n, "heads": len(probes), "of": args.heads, "dim": dim, "k": k},
-        "scoring_us": round(scoring, 1),
-        "scoring_host_us": round(watch.host_microseconds(score), 1),
-        "choosing_us": round(choosing, 1),
-        **_compared(kernel, torch_us, keys, card),
-    }
-
-
-def _compared(
-    kernel: float, torch_us: float, keys: Tensor, card: dict[str, float]
-) -> dict[str, float]:
-    """Microseconds of a kernel against torch, and against reading the keys once."""
-    reading = keys.numel() * keys.element_size() / card["memory_gbps"] / 1e3
-    return {
-        "microseconds": round(kernel, 1),
-        "torch_us": round(torch_us, 1),
-        "reading_keys_us": round(reading, 1),
-        "over_reading_keys": round(kernel / reading, 2),
-        "torch_over_kernel": round(torch_us / kernel, 2),
-    }
-
-
-def _gather(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
-    """Chosen tokens of all KV heads, each head's own, from one memory at a time, into slots."""
-    m, heads, dim = args.tokens, args.kv_heads, args.dim
-    k = max(1, int(m * args.retention))
-    # Columns of keys and of values of each head, as a segment and its areas have them.
-    host = torch.randn(2 * heads * m, dim, dtype=torch.bfloat16).pin_memory()
-    rng = np.random.default_rng(0)
-    tokens = np.stack([np.sort(rng.permutation(m)[:k]) for _ in range(heads)], 1)
-    pools = [_random(k + 1, heads, dim) for _ in range(2)]
-    expected = [torch.zeros_like(pool).cpu() for pool in pools]
-    slots = torch.randperm(k, device="cuda") + 1
-    num_bytes = 2 * k * heads * dim * 2
-    figures: dict[str, Any] = {"bytes": num_bytes, "shape": {"k": k, "kv_heads": heads, "dim": dim}}
-    for name, memory in (("host", host), ("device", host.cuda())):
-        rows = [tokens + (np.arange(heads) + part * heads) * m for part in (0, 1)]
-        found = [places.reshape(-1, 1) * dim * 2 + memory.data_ptr() for places in rows]
-        addresses = [torch.from_numpy(own).cuda() for own in found]
-        targets = _targets(pools, addresses, slots)
-        run = functools.partial(gather.gather, targets, dim, grain_bytes=gather.WORD_BYTES)
-        run()
-        oracle = _targets(expected, [place.cpu() for place in addresses], slots.cpu())
-        gather.gather_reference(oracle, dim, [memory])
-        for pool, wanted in zip(pools, expected, strict=True):
-            assert torch.equal(pool[slots].cpu(), wanted[slots.cpu()])
-        gbps = num_bytes / watch.microseconds(run) / 1e3
-        figures[f"{name}_gbps"] = round(gbps, 2)
-        limit = card["host_to_device_gbps" if name == "host" else "memory_gbps"]
-        figures[f"{name}_share_of_card"] = round(gbps / limit, 3)
-    return figures
 
 
 def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
@@ -344,24 +248,3 @@ def by_a_basis(
         "gbps": round(gbps, 2),
         "share_of_card": round(gbps / card["memory_gbps"], 3),
     }
-
-
-def _targets(
-    pools: Sequence[Tensor], addresses: Sequence[Tensor], slots: Tensor
-) -> list[gather.Target]:
-    heads, dim = pools[0].shape[1:]
-    return [
-        gather.Target(
-            pool,
-            gather.head_columns(pool, range(heads), dim),
-            places,
-            slots,
-            None,
-            head_groups=heads,
-        )
-        for pool, places in zip(pools, addresses, strict=True)
-    ]
-
-
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")

@@ -1,15 +1,13 @@
 """Documents in another order: how far answers are from a full recompute, and what they cost.
 
 Each question has some documents. All documents are stored once, several in a prompt. Then questions
-are asked about them in another order, with each `--shares` of their tokens computed again, chosen
-by each `--select`: the first tokens of each document, those whose KVs deviate most, or random ones.
-Share 0 reuses all as it is, whatever the rule; share 1 computes everything and is exact.
+are asked about them in another order, with each `--shares` of their tokens computed again: those
+whose KVs deviate most. Share 0 reuses all as it is; share 1 computes everything and is exact.
 
 KL         to the exact distributions before each of the next --continuation tokens that exact KVs
            give, in nats per token, over the 100 likeliest tokens and the rest, with a 95% interval
            over questions (bootstrap); *median*: of the questions
-of reuse   how much of the KL of share 0 is gone; *over random*: the mean of what the KL is less
-           than that of random tokens of the same questions, with its interval
+of reuse   how much of the KL of share 0 is gone
 loss       of the log-likelihood of these tokens; with --continuation 0 all this is of the right
            answer, in place of them
 agreement  of the likeliest token
@@ -18,8 +16,6 @@ F1, right  words that a greedy answer of --answer-tokens has in common with the 
            `right` to the exact answers' are in the file
 TTFT       the median, one request at a time; *many*, *per s*: the median of --clients, each of
            which asks for one token as soon as it has its last one, and how many they get
-drives     the median TTFT of each share, and of what `auto` takes, with emulated SSDs of --ssd-mbps
-           and no caches; each has been asked once with a drive before
 
 `musique_cacheblend` (with --data) has CacheBlend's own documents and questions.
 """
@@ -37,31 +33,26 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.core.data import SEPARATOR, Row, Tokenize, load_tokenize, model_folder, read_rows
-from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
-from bench.core.report import Result, Table, plain
-from bench.core.servers import Server, Servers, servers
+from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
+from bench.core.report import Result, Table, interval, plain
+from bench.core.servers import Server, servers
 from bench.core.session import BenchFailed, step
-from impress_sglang.options import AUTO, BLEND_SELECTORS, EXACTLY, OFF, RANDOM
+from impress_sglang.options import EXACTLY, OFF
 
 OPTIONS = (
     Option("questions", 40, "how many", quick=2),
     Option("documents", 6, "of each question", quick=3),
     Option("tokens", 512, "of a document, at most", quick=200),
     Option("shares", (0.05, 0.15, 0.3), "of their tokens to compute again, beside 0 and 1"),
-    Option("select", BLEND_SELECTORS, "which of them", parse=one_of(BLEND_SELECTORS)),
     Option(
         "continuation", 32, "tokens that exact KVs give, to compare; 0: the right answer", quick=8
     ),
     Option("answers-only", False, "measure no distributions and no TTFT; ask eight at a time"),
     Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
     Option("clients", 4, "at a time, for the throughput; 0: it is not measured", quick=2),
-    Option("ssd-mbps", (), "bandwidths of emulated SSDs in MB/s, to compare auto on", parse=float),
     Option("set", "squad_xquad_en", "data set with documents, questions and answers"),
     SEED,
     SERVER_FLAG,
@@ -73,10 +64,19 @@ OPTIONS = (
 Distribution = Mapping[int, float]
 """Log-probabilities of the likeliest tokens."""
 TOP = 100
-RESAMPLES = 2000
 AT_ONCE = 8
 # Of the questions, such a share may have too short passages to be found, or find a whole prefix.
 FEW = 0.05
+FLAGS = (
+    "--max-total-tokens=30000",
+    "--enable-impress",
+    "--impress-write-after=1",
+    "--impress-load=always",
+    "--impress-blend=0.15",
+    # However slow the machine is, and short the passages, all questions are blended.
+    "--impress-blend-seconds=60",
+    "--impress-blend-min-tokens=1",
+)
 HEAD = f"Answer the question from these passages.{SEPARATOR}"
 # Between the documents and the question: without them small models do not answer in few words.
 SHOTS = (
@@ -117,30 +117,37 @@ class Answer:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Ask all questions, once with each rule and share."""
+    """Ask all questions, once with each share.
+
+    Raises:
+        BenchFailed: too many were not blended.
+    """
     if args.answers_only and not args.answer_tokens:
         raise BenchFailed("--answers-only needs --answer-tokens")
     model = model_folder(args.model)
     asked = draw(read_rows(args.data, args.set), load_tokenize(model), args)
-    found: dict[tuple[str, float], list[Answer]] = {}
-    rates: dict[tuple[str, float], Row] = {}
-    drives: list[Row] = []
+    shares = tuple(dict.fromkeys((1.0, 0.0, *args.shares)))
     with servers(args) as pool:
-        for select in args.select:
-            ways = [(select, share) for share in args.shares]
-            if not found:
-                ways = [("", 1.0), ("", 0.0), *ways]
-            found |= _ask_all(args, pool, model, select, asked, ways, rates)
-            drives += _on_drives(args, pool, model, select, asked)
-    rows = [_row(way, answers, found) | rates.get(way, {}) for way, answers in found.items()]
+        flags = [f"--impress-ssd-dir={pool.folder / 'kv'}", *FLAGS, *args.server_flag]
+        with pool.running("blend", model, args.dtype, *flags) as server:
+            with step("storing the documents"):
+                for prompt in packs_of(asked, args.documents):
+                    server.store(prompt, custom={"impress_blend": OFF})
+            with step("asking"):
+                found = ask_all(server, asked, shares, args)
+            rates = [_rate(server, asked, own, args.clients) for own in shares if args.clients]
+            server.check_log()
+    for share, answers in found.items():
+        lacking = sum(not own.report["blended_tokens"] for own in answers)
+        if share < 1.0 and lacking > FEW * len(asked):
+            raise BenchFailed(f"{lacking} of {len(asked)} requests were not blended")
+    rows = [_row(share, answers, found) for share, answers in found.items()]
+    rows = [row | rate for row, rate in zip(rows, rates or [{}] * len(rows), strict=True)]
     lengths = [len(own.prompt(own.order)) for own in asked]
-    figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows, "drives": drives}
-    names = ("KL", "from", "to", "median", "of reuse", "over random", "low", "high", "loss")
-    last = ("agreement", "F1", "right", "blended", "TTFT", "many", "per s")
-    tables = [Table(plain("select", "share", *names, *last), rows)]
-    if drives:
-        tables.append(Table(plain(*(key for key in drives[0] if key != "seconds")), drives))
-    return Result(figures, tables)
+    figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows}
+    names = ("share", "KL", "from", "to", "median", "of reuse", "loss", "agreement")
+    columns = plain(*names, "F1", "right", "blended", "TTFT", "many", "per s")
+    return Result(figures, [Table(columns, rows)])
 
 
 def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> list[Question]:
@@ -174,41 +181,19 @@ def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> l
     return questions
 
 
-def _ask_all(
-    args: argparse.Namespace,
-    pool: Servers,
-    model: Any,
-    select: str,
-    asked: list[Question],
-    ways: Sequence[tuple[str, float]],
-    rates: dict[tuple[str, float], Row],
-) -> dict[tuple[str, float], list[Answer]]:
-    """Answers by rule and share; fills `rates`.
-
-    The first server stores the documents for all, and continues what is `asked`.
-    """
-    flags = _flags(args, pool, select)
-    first = not _store(pool).exists()
-    with pool.running(select, model, args.dtype, *flags) as server, step(f"{select}: asking"):
-        for prompt in packs_of(asked, args.documents) if first else ():
-            server.store(prompt, custom={"impress_blend": OFF})
-        if args.answers_only:
-            found = {way: _ask_together(server, asked, way[1], args) for way in ways}
-        else:
-            found = {way: [] for way in ways}
-            for number, question in enumerate(asked):
-                if first and args.continuation:
-                    asked[number] = question = _continued(server, question, args.continuation)
-                for way in ways:
-                    found[way].append(_ask(server, question, way[1], args))
-                    server.flush()
-        for way in ways if args.clients else ():
-            rates[way] = _rate(server, asked, way[1], args.clients)
-        server.check_log()
-    for way in ways:
-        lacking = sum(not own.report["blended_tokens"] for own in found[way])
-        if way[1] < 1.0 and lacking > FEW * len(asked):
-            raise BenchFailed(f"{lacking} of {len(asked)} requests were not blended")
+def ask_all(
+    server: Server, asked: list[Question], shares: Sequence[float], args: argparse.Namespace
+) -> dict[float, list[Answer]]:
+    """Answers by share; continues what is `asked`."""
+    if args.answers_only:
+        return {share: _ask_together(server, asked, share, args) for share in shares}
+    found: dict[float, list[Answer]] = {share: [] for share in shares}
+    for number, question in enumerate(asked):
+        if args.continuation:
+            asked[number] = question = _continued(server, question, args.continuation)
+        for share in shares:
+            found[share].append(_ask(server, question, share, args))
+            server.flush()
     return found
 
 
@@ -226,66 +211,6 @@ def _continued(server: Server, question: Question, tokens: int) -> Question:
     # Else the first TTFT would be that of a hit in the pool.
     server.flush()
     return dataclasses.replace(question, answer=list(said["output_ids"]))
-
-
-def _store(pool: Servers) -> Path:
-    return pool.folder / "kv"
-
-
-def _flags(args: argparse.Namespace, pool: Servers, select: str) -> list[str]:
-    return [
-        "--max-total-tokens=30000",
-        "--enable-impress",
-        "--impress-write-after=1",
-        "--impress-load=always",
-        "--impress-blend=0.15",
-        # However slow the machine is, and short the passages, all questions are blended.
-        "--impress-blend-seconds=60",
-        "--impress-blend-min-tokens=1",
-        f"--impress-blend-select={select}",
-        f"--impress-ssd-dir={_store(pool)}",
-        *args.server_flag,
-    ]
-
-
-def _on_drives(
-    args: argparse.Namespace, pool: Servers, model: Any, select: str, asked: Sequence[Question]
-) -> Iterator[Row]:
-    """A row for each drive and share, in which `auto` is one."""
-    if not args.ssd_mbps:
-        return
-    flags = [*_flags(args, pool, select), "--impress-host-gb=0", "--impress-device-gb=0"]
-    with pool.running(f"{select}-drives", model, args.dtype, *flags) as server:
-        for mbps in args.ssd_mbps:
-            server.emulate_ssd(mbps)
-            for share in (*args.shares, AUTO):
-                with step(f"{select}: {share} at {mbps:g} MB/s"):
-                    _timed(server, asked[0], share)
-                    seconds = [_timed(server, own, share) for own in asked]
-                yield {
-                    "select": select,
-                    "MB/s": mbps,
-                    "share": share,
-                    "TTFT": round(statistics.median(seconds), 4),
-                    "seconds": [round(own, 4) for own in seconds],
-                }
-        server.check_log()
-
-
-def _timed(server: Server, question: Question, share: float | str) -> float:
-    """Seconds to the first token; nothing of it stays.
-
-    Raises:
-        BenchFailed: it was not blended.
-    """
-    prompt = [*question.prompt(question.order), *question.question]
-    began = time.perf_counter()
-    answer = server.generate(prompt, custom=_custom(share))
-    seconds = time.perf_counter() - began
-    server.flush()
-    if not answer["meta_info"]["impress"]["blended_tokens"]:
-        raise BenchFailed(f"a request was not blended: {answer['meta_info']['impress']}")
-    return seconds
 
 
 def _ask(server: Server, question: Question, share: float, args: argparse.Namespace) -> Answer:
@@ -315,7 +240,11 @@ def _ask(server: Server, question: Question, share: float, args: argparse.Namesp
     if first["impress"]["blended_tokens"] and share == 1.0:
         raise BenchFailed(f"an exact request was blended: {first['impress']}")
     return Answer(
-        [dict(_likeliest(own)) for own in first.get("input_top_logprobs", ()) if own],
+        [
+            {entry[1]: entry[0] for entry in own}
+            for own in first.get("input_top_logprobs", ())
+            if own
+        ],
         sum(entry[0] for entry in first.get("input_token_logprobs", [None])[1:]),
         seconds,
         first["impress"],
@@ -333,10 +262,6 @@ def _ask_together(
     return answers
 
 
-def _likeliest(entries: Sequence[Sequence[Any]]) -> Iterator[tuple[int, float]]:
-    return ((entry[1], entry[0]) for entry in entries)
-
-
 def _rate(server: Server, asked: Sequence[Question], share: float, clients: int) -> Row:
     """How fast several clients get the first tokens of all questions."""
     custom = _custom(share)
@@ -352,46 +277,33 @@ def _rate(server: Server, asked: Sequence[Question], share: float, clients: int)
     }
 
 
-def _custom(share: float | str) -> dict[str, Any]:
+def _custom(share: float) -> dict[str, Any]:
     """A request of which such a share is computed; nothing of it is stored."""
     if share == 1.0:
         return {"impress_store": False, "impress_blend": OFF, "impress_bits": EXACTLY}
     return {"impress_store": False, "impress_blend": share}
 
 
-def _row(
-    way: tuple[str, float],
-    answers: Sequence[Answer],
-    found: Mapping[tuple[str, float], Sequence[Answer]],
-) -> Row:
-    exact = found["", 1.0]
+def _row(share: float, answers: Sequence[Answer], found: Mapping[float, Sequence[Answer]]) -> Row:
+    exact = found[1.0]
     right = [float(b.right) - a.right for a, b in zip(exact, answers, strict=True)]
     row = {
-        "select": way[0],
-        "share": way[1],
+        "share": share,
         "F1": _mean([one.f1 for one in answers]),
         "right": _mean([one.right for one in answers]),
-        "right_difference": [_mean(right), *interval(right)],
+        "right_difference": [_mean(right), *interval([right])],
         "blended": round(statistics.fmean(one.report["blended_tokens"] for one in answers)),
     }
-    return row | (_distances(way, answers, found) if answers[0].distributions else {})
-
-
-def _distances(
-    way: tuple[str, float],
-    answers: Sequence[Answer],
-    found: Mapping[tuple[str, float], Sequence[Answer]],
-) -> Row:
-    """How far distributions are from the exact ones, and the TTFT."""
-    exact, control = found["", 1.0], found.get((RANDOM, way[1]), ())
-    own, reuse = _divergences(exact, answers), _divergences(exact, found["", 0.0])
-    low, high = interval(own)
+    if not answers[0].distributions:
+        return row
+    own, reuse = _divergences(exact, answers), _divergences(exact, found[0.0])
+    low, high = interval([own])
     same = [
         max(a, key=a.__getitem__) == max(b, key=b.__getitem__)
         for left, right in zip(exact, answers, strict=True)
         for a, b in zip(left.distributions, right.distributions, strict=True)
     ]
-    row = {
+    return row | {
         "KL": round(statistics.fmean(own), 5),
         "from": round(low, 5),
         "to": round(high, 5),
@@ -402,11 +314,6 @@ def _distances(
         "TTFT": round(statistics.median(one.seconds for one in answers), 4),
         "divergences": [round(one, 6) for one in own],
     }
-    if control and way[0] != RANDOM:
-        less = [a - b for a, b in zip(_divergences(exact, control), own, strict=True)]
-        low, high = interval(less)
-        row |= {"over random": _mean(less), "low": round(low, 4), "high": round(high, 4)}
-    return row
 
 
 def _divergences(exact: Sequence[Answer], found: Sequence[Answer]) -> list[float]:
@@ -449,11 +356,3 @@ def divergence(exact: Distribution, found: Distribution) -> float:
         max(1e-9, 1.0 - sum(math.exp(named[own]) for own in common)) for named in (exact, found)
     )
     return total + rest * math.log(rest / other)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% of the means of values that are drawn again from these."""
-    rng, sample = np.random.default_rng(0), np.asarray(values)
-    means = sample[rng.integers(0, len(sample), (RESAMPLES, len(sample)))].mean(1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)

@@ -20,7 +20,7 @@ from bench.quality.asking import (
     chosen_option,
     option_loglik,
 )
-from bench.quality.blend import HEAD, SHOTS, divergence, draw, interval, packs_of, score
+from bench.quality.blend import HEAD, SHOTS, divergence, draw, packs_of, score
 from bench.quality.tasks import SQUAD_OPTIONS, Item, Task, TaskOptions, make_task
 
 OPTIONS = TaskOptions(prefixes=2, shots=8, prefix_tokens=None, passages=6, examples=8, seed=3)
@@ -240,12 +240,6 @@ def test_the_passage_of_a_question_is_among_its_documents() -> None:
 def test_too_few_rows_are_noticed() -> None:
     with pytest.raises(BenchFailed, match="a set has 8 rows"):
         draw(ROWS, tokenize, arguments(questions=9))
-
-
-def test_an_interval_holds_the_mean() -> None:
-    low, high = interval([1.0, 2.0, 3.0, 4.0])
-    assert 1.0 < low < 2.5 < high < 4.0
-    assert interval([2.0] * 5) == (2.0, 2.0)
 
 
 def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:
