@@ -44,10 +44,10 @@ def options() -> str:
 def metrics() -> str:
     """Counters, gauges and their labels."""
     rows = [
-        (f"`{PREFIX}{metric.name}`", ", ".join(f"`{own}`" for own in metric.labels), metric.help)
+        (f"`{PREFIX}{metric.name}{{{','.join(metric.labels)}}}`".replace("{}", ""), metric.help)
         for metric in (*COUNTERS, *GAUGES)
     ]
-    return _table(("metric", "label", "meaning"), rows)
+    return _table(("metric", "meaning"), rows)
 
 
 def reasons() -> str:
