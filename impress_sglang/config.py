@@ -18,14 +18,11 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     AUTO,
     AUTO_FLOOR,
-    BITS_TEXT,
     CODED_POLICIES,
-    EXACT_BITS,
-    EXACTLY,
     OFF,
     OPTIONS,
+    PART_POLICIES,
     USUAL_BITS,
-    WHOLE_POLICIES,
     number_of_bits,
 )
 
@@ -92,25 +89,18 @@ class ImpressConfig:
                 f"--impress-min-retention must be at most {most:g}, the retention, "
                 f"got {self.min_retention!r}"
             )
-        if not self.serves(self.usual_retention, self.usual_bits):
+        if self.retention != 1 and not self.needs_parts:
             raise ConfigError(
-                f"--impress-bits {EXACTLY} with --impress-retention {self.retention} is nothing "
-                "that --impress-policy impress has: give bits, "
-                f"{BITS_TEXT}, retention 1, or another policy"
+                f"--impress-retention {self.retention} needs --impress-policy paper or another of "
+                f"{', '.join(PART_POLICIES[1:])}: {self.policy} uses prefixes whole"
             )
         if self.blend != OFF and self.policy not in CODED_POLICIES:
             raise ConfigError(
                 f"--impress-blend {self.blend} needs --impress-policy impress, got {self.policy!r}"
             )
-        if self.basis and (self.needs_parts or self.policy not in CODED_POLICIES):
+        if self.basis and self.policy not in CODED_POLICIES:
             raise ConfigError(
-                "--impress-basis needs --impress-policy impress and whole prefixes: drop it, or "
-                "drop --impress-policy and --impress-retention"
-            )
-        if self.blend != OFF and self.needs_parts:
-            raise ConfigError(
-                f"--impress-blend {self.blend} needs whole prefixes: drop it, or drop "
-                f"--impress-retention {self.retention}"
+                f"--impress-basis needs --impress-policy impress, got {self.policy!r}"
             )
 
     @property
@@ -153,14 +143,6 @@ class ImpressConfig:
         """
         return self.approximation_depth if retention >= 1.0 else min(1, self.approximation_depth)
 
-    def serves(self, retention: float, bits: float) -> bool:
-        """Whether the policy has such prefixes: `impress` uses a part of one only in codes."""
-        return self.policy not in CODED_POLICIES or retention >= 1.0 or bits < EXACT_BITS
-
-    def uses_part(self, retention: float) -> bool:
-        """Whether a request of this retention uses only a part of a prefix."""
-        return retention < 1.0 and self.policy not in WHOLE_POLICIES
-
     @property
     def usual_blend(self) -> float | str:
         """What a request that does not set it blends: a share, `AUTO` or `OFF`."""
@@ -168,9 +150,8 @@ class ImpressConfig:
 
     @property
     def needs_parts(self) -> bool:
-        """Whether the server needs parts of prefixes, for its usual retention or its policy."""
-        compared = self.policy not in (*WHOLE_POLICIES, *CODED_POLICIES)
-        return compared or self.uses_part(self.usual_retention)
+        """Whether requests may use parts of prefixes, which are loaded within the model's pass."""
+        return self.policy in PART_POLICIES
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ImpressConfig:

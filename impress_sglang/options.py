@@ -24,8 +24,8 @@ POLICIES = (
 )
 # Those that load prefixes from codes.
 CODED_POLICIES = ("impress", "impress+lfu", "impress+lru")
-# Those that never use a part of a prefix, whatever the retention.
-WHOLE_POLICIES = ("as", "recompute")
+# Those that use a part of a prefix, which they choose by the question, within the model's pass.
+PART_POLICIES = ("paper", "paper+itf+reorder", "paper+itf", "as+h2o+lfu", "as+h2o+lru")
 REORDER_KEYS = ("selected", "importance")
 IO_ENGINES = ("auto", "aio", "threads")
 LOADS = ("faster", "always")
@@ -186,9 +186,9 @@ OPTIONS: tuple[Option, ...] = (
         "retention",
         _number_or(AUTO),
         Rule(f"0 < r <= 1, or {AUTO}", _is_retention),
-        "Fraction of a stored prefix that each layer attends to. auto: the largest whose I/O hides "
-        f"behind compute, at least {AUTO_FLOOR:g}. A request overrides it with custom_params "
-        "impress_retention.",
+        "Policies paper* and as+h2o*, all others refuse it: fraction of a stored prefix that each "
+        "layer attends to. auto: the largest whose I/O hides behind compute, at least "
+        f"{AUTO_FLOOR:g}. A request overrides it with custom_params impress_retention.",
     ),
     Option(
         "min_retention", float, between(0, 1), "Floor under the retention that a request asks for."

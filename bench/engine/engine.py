@@ -45,8 +45,9 @@ from bench.policies import compared
 from bench.policies.compared import POLICIES, STORED_BY, add_speedups, link_store, store_kind
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selectors import probe_kv_heads
-from impress_sglang.management.policies import LoadOptions, Policy, make_policy
+from impress_sglang.management.policies import Policy, make_policy
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.options import PART_POLICIES
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
@@ -55,7 +56,7 @@ from impress_sglang.transfer.warm_up import warm_up
 OPTIONS = (
     Option("policies", POLICIES, "to compare", parse=one_of(POLICIES)),
     Option("models", ("opt-6.7b",), f"of {', '.join(MODELS)}", parse=one_of(MODELS)),
-    Option("retention", 0.25, "of all policies but impress"),
+    Option("retention", 0.25, "of the policies that use parts of prefixes"),
     Option("chunk-tokens", (64,), "sizes of chunks"),
     Option("device-share", 0.166, "device cache, of all KVs"),
     Option("host-share", 0.531, "host cache, of all KVs"),
@@ -204,7 +205,8 @@ class CellRun:
 
     def _compile(self, policy: Policy) -> None:
         """Compile the kernels that requests use, so that no time to first token has that in it."""
-        rule = None if policy.exact(LoadOptions(self._args.retention)) else policy.selector
+        selects = policy.name in PART_POLICIES and self._args.retention < 1
+        rule = policy.selector if selects else None
         device = self._engine.model.device
         warm_up(self._kv_shape(policy), rule, self._chunk_tokens, device)
 
@@ -214,7 +216,7 @@ class CellRun:
 
     def _config(self, policy: str, folder: Path) -> ImpressConfig:
         gigabytes = self._kv_bytes / 1e9
-        retention = 1.0 if policy == "impress" else self._args.retention
+        retention = self._args.retention if policy in PART_POLICIES else 1.0
         return ImpressConfig(
             # Nobody has queries here to measure with.
             base_error=0.0,

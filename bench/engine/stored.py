@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -17,15 +18,21 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.options import EXACT_BITS
+from impress_sglang.precision.codec import planes_of
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.report import new_report
 from impress_sglang.storage.files import install
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.slots import LayerSlots
 
 NAMESPACE = "bench"
@@ -60,6 +67,33 @@ def save(store: PrefixStore, tokens: Tokens, read: Callable[[int], tuple[Tensor,
         raise BenchFailed(f"{len(tokens)} tokens were not stored: {outcome.value}")
 
 
+class CodedLoading:
+    """Loads all tokens of a prefix from codes, as load jobs do; see `serving.paper.loading`."""
+
+    def __init__(self, filler: SlotFiller, store: PrefixStore, source: CodedSource) -> None:
+        self._filler = filler
+        self._store = store
+        self._source = source
+
+    def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
+        """See `Loading.load`."""
+        stats.layers_whole += 1
+        keys, values, rows = slots.keys.pool, slots.values.pool, slots.keys.rows
+        assert rows is not None
+        fills, nothing = FillStats(), contextlib.nullcontext
+        with stats.timed("load_ms"):
+            self._filler.fill(layer, self._source, keys, values, rows, fills, nothing)
+
+    def end_layer(self, layer: int) -> None:
+        """See `Loading.end_layer`."""
+        self._source.end_layer(layer)
+
+    def close(self) -> ReadStats:
+        """See `Loading.close`."""
+        self._store.close_source(self._source)
+        return self._source.stats
+
+
 class StoredEngine:
     """An engine whose prefixes are loaded by a policy; each request reads its own."""
 
@@ -76,6 +110,9 @@ class StoredEngine:
         hidden = engine.model.shape.hidden
         self._runtime = ServingRuntime(config, shape, IDENTITY, device, hidden)
         self._load_options = LoadOptions(config.usual_retention, config.usual_bits)
+        coded = self._runtime.policy.bits(self._load_options) < EXACT_BITS
+        self._planes = planes_of(config.usual_bits) if coded else None
+        self._filler = SlotFiller(shape, device)
         self._clock = clock_for(device)
         for seen in engine.passes:
             self._runtime.estimator.note_forward(*seen)
@@ -146,6 +183,8 @@ class StoredEngine:
         plan = runtime.admission.plan(match, tokens, 0, self._load_options)
         if plan is None or plan.work.stored != length:
             raise BenchFailed(f"{match.num_tokens} of {length} tokens of a prefix are stored")
+        if self._planes is not None:
+            return self._open_coded(request, plan, self._planes), None
         stored = runtime.open(
             str(request.question),
             plan,
@@ -156,6 +195,26 @@ class StoredEngine:
         assert stored is not None
         stored.time_loading(self._clock.stopwatch())
         return stored, plan.estimate.load
+
+    def _open_coded(self, request: Request, plan: AdmissionPlan, planes: int) -> StoredRequest:
+        """A request whose prefix comes from codes: servers load these before a pass."""
+        store, device = self._runtime.store, self._engine.model.device
+        source = store.open_whole(plan.spans, planes)
+        assert isinstance(source, CodedSource)
+        store.ahead.join(source)
+        stored = self._runtime.live[str(request.question)] = StoredRequest(
+            rid=str(request.question),
+            token_ids=plan.token_tensor(),
+            resident_slots=torch.empty(0, dtype=torch.int64, device=device),
+            slots=torch.arange(plan.k, device=device),
+            num_tokens=plan.work.stored,
+            quality=plan.quality,
+            loading=CodedLoading(self._filler, store, source),
+            report=new_report("impress", 0, plan.stop),
+            new_tokens=plan.work.new,
+        )
+        stored.time_loading(self._clock.stopwatch())
+        return stored
 
     def _load(self, stored: StoredRequest, asked: Asked, layer: int) -> None:
         """Put what attention of a layer uses into the first rows of the pool."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.core.report import Column, Row, ratio
-from impress_sglang.options import CODED_POLICIES
+from impress_sglang.options import PART_POLICIES
 from impress_sglang.options import POLICIES as ALL_POLICIES
 
 POLICIES = (
@@ -66,7 +66,7 @@ NO_TIERS = Tiers(0, 0)
 
 
 def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
-    """Arguments of the extension for one policy; `impress` loads all tokens in few bits."""
+    """Arguments of the extension for one policy; `retention` is for those that use parts."""
     name = ordinary(policy)
     flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={name}"]
     if name == "recompute":
@@ -76,7 +76,7 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
-        f"--impress-retention={1.0 if name in CODED_POLICIES else retention}",
+        f"--impress-retention={retention if name in PART_POLICIES else 1.0}",
         # A measured request leaves nothing behind.
         "--impress-approximation-depth=0",
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",

@@ -5,8 +5,8 @@ device pool is emptied, and questions are asked that read their prefix back from
 scored by the sum of the log-probabilities of their tokens. They are part of the prompt, so a rule
 that drops tokens sees what it will be asked for, as it would not while it decodes. A request that
 did not use its prefix as asked ends the run. Chunk caches are off, so bytes are those of the store.
-With --bits all of a prefix is used in so many bits; requests share it in the device pool, and the
-bytes are those of the first one of each prefix. The name of such a system ends with @ and the bits.
+`impress` uses all of a prefix, in --bits; requests share it in the device pool, and the bytes are
+those of the first one of each prefix. The name of such a system ends with @ and the bits.
 With --basis there is a server with that basis besides.
 
 accuracy     share of right answers; *points* is the difference to `recompute`
@@ -39,7 +39,7 @@ from bench.core.session import step
 from bench.quality.asking import Answer, Asked, ask, centred_shift, chosen_option
 from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
 from impress_sglang.codec.basis import Basis
-from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, WHOLE_POLICIES
+from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, PART_POLICIES
 
 Floats = NDArray[np.float64]
 REFERENCE = "recompute"
@@ -81,8 +81,8 @@ class System:
 
     @property
     def exact(self) -> bool:
-        """Whether its policy uses whole prefixes only, so that retention means nothing to it."""
-        return self.policy in WHOLE_POLICIES
+        """Whether its policy uses prefixes only as they were computed."""
+        return self.policy not in (*CODED_POLICIES, *PART_POLICIES)
 
     def ways(self, retentions: Sequence[float], bits: Sequence[float]) -> list[Asked]:
         """How it is asked; exact answers of a server store more than the prefixes, so come last."""
@@ -90,13 +90,12 @@ class System:
             return [Asked(self.name, None, approximate=False)]
         if self.rate is not None:
             return [Asked(f"{self.name}@{self.rate:g}", 1.0, approximate=True, bits=self.rate)]
-        parts = [Asked(self.name, r, approximate=True) for r in sorted(retentions) if r < 1]
-        coded = [
-            Asked(f"{self.name}@{own:g}", 1.0, approximate=True, bits=own)
-            for own in (bits if self.policy in CODED_POLICIES else ())
-        ]
+        if self.policy in PART_POLICIES:
+            fewer = [Asked(self.name, r, approximate=True) for r in sorted(retentions) if r < 1]
+        else:
+            fewer = [Asked(f"{self.name}@{own:g}", 1.0, approximate=True, bits=own) for own in bits]
         exact = [Asked(self.name, 1.0, approximate=False)] if 1 in retentions else []
-        return [*parts, *coded, *exact]
+        return [*fewer, *exact]
 
 
 POLICIES = {REFERENCE: "recompute", "as": "as", "h2o": "as+h2o+lru", "paper": "paper"}
@@ -107,8 +106,8 @@ USUAL = ("h2o", "paper", "impress")
 ASKED = ("piqa", "copa", "openbookqa", "squad")
 OPTIONS = (
     Option("systems", USUAL, "beside recompute", quick=("impress",), parse=one_of(SYSTEMS)),
-    Option("retentions", (0.25,), "shares of the prefix that are used; 1 is exact", parse=_share),
-    Option("bits", (BITS[0],), "of all of the prefix (not of paper and h2o)", parse=_bits),
+    Option("retentions", (0.25,), "shares that paper and h2o use; 1 is exact", parse=_share),
+    Option("bits", (BITS[0],), "that impress has of all of the prefix", parse=_bits),
     Option("tasks", ASKED, f"of {', '.join(TASKS)}", quick=("copa",), parse=one_of(TASKS)),
     Option("prefixes", 2, "per task", quick=1),
     Option("examples", 100, "questions per task", quick=6),

@@ -2,8 +2,7 @@
 
 A rule is a small object behind `TokenSelector`; the loader asks it and never looks inside. The rule
 decides which evidence it asks for: scores from the probe column, or from all keys.
-docs/design.md (Parts of prefixes) has the rules. For prefixes loaded in codes no rule is asked:
-`transfer.selective` scores all keys as restored from the base.
+docs/design.md (Parts of prefixes) has the rules.
 """
 
 from __future__ import annotations

@@ -69,13 +69,11 @@ class Policy:
 
     name: str
     selector: TokenSelector = dataclasses.field(default_factory=H2OSelector)
-    """Chooses the tokens that are used, where exact KVs are loaded or were computed again."""
+    """Chooses the tokens that are used of a part."""
     replacement: Callable[[], ReplacementRule] = LeastRecentlyUsed
     """Makes the rule for what stays in the caches, a new one at each call."""
     stores: bool = True
     """Whether computed prefixes are written to SSD."""
-    whole: bool = False
-    """Whether all of a prefix is used, whatever the retention."""
     codes: bool = False
     """Whether prefixes are loaded from codes."""
     probes: bool = False
@@ -88,8 +86,7 @@ class Policy:
 
     def exact(self, wanted: LoadOptions) -> bool:
         """Whether a request gets all of a prefix as it was computed."""
-        all_tokens = self.whole or not self.stores or wanted.retention >= 1.0
-        return all_tokens and self.bits(wanted) == EXACT_BITS
+        return wanted.retention >= 1.0 and self.bits(wanted) == EXACT_BITS
 
     def bits(self, wanted: LoadOptions) -> float:
         """Bits per element, on average, of a loaded prefix; below `EXACT_BITS`: from codes."""
@@ -100,9 +97,7 @@ class Policy:
 
         The result depends on the arguments alone, and does not fall when one of them grows.
         """
-        if not self.stores:
-            return 0
-        return num_tokens if self.whole else retained_tokens(num_tokens, retention)
+        return retained_tokens(num_tokens, retention) if self.stores else 0
 
 
 def make_policy(config: ImpressConfig) -> Policy:
@@ -114,7 +109,7 @@ def make_policy(config: ImpressConfig) -> Policy:
 
     policies = (
         Policy("recompute", stores=False),
-        Policy("as", whole=True),
+        Policy("as"),
         Policy("as+h2o+lru"),
         Policy("as+h2o+lfu", replacement=LeastFrequentlyUsed),
         Policy("paper+itf", paper, LeastFrequentlyUsed, probes=True),

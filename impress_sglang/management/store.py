@@ -105,7 +105,7 @@ class PrefixStore:
             self.cache,
             self._memory.codes,
             retention=config.part_retention,
-            certain=certain_columns(shape, whole=not config.uses_part(config.usual_retention)),
+            certain=certain_columns(shape, whole=config.usual_retention >= 1.0),
             by_importance=config.reorder_key == "importance",
         )
         self.forecast = ReadForecast(

@@ -84,13 +84,7 @@ def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
         raise ValueError(
             f"custom_params {BLEND_KEY}: this server does not blend; start it with --impress-blend"
         )
-    wanted = _load_options(custom_params, config)
-    if not config.serves(wanted.retention, wanted.bits):
-        raise ValueError(
-            f"custom_params: this server has a part of a prefix in {BITS_TEXT} bits only; "
-            f"with {BITS_KEY} {EXACTLY!r} set {RETENTION_KEY} to 1"
-        )
-    if not config.needs_parts and config.uses_part(wanted.retention):
+    if retention < 1.0 and not config.needs_parts:
         raise ValueError(
             "custom_params: this server uses prefixes whole (see --impress-policy); set "
             f"{RETENTION_KEY} to 1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving import why
 from impress_sglang.serving.estimate import Estimate
 from impress_sglang.transfer.read_planner import ReadStats
@@ -53,8 +52,7 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
     requests; `blended_tokens` are stored behind other text than here, and a share of them was
     computed again; `truncated_tokens` were left out of an over-long prompt. `bits_mean` is bits
     per element of what was loaded of a stored prefix (16: as it was computed), counting tokens that
-    no layer uses; `base_bytes` and `plane_bytes` say how much of its codes was restored, from
-    whichever tier. `not_served` and `not_stored` say what keeps a request from the store
+    no layer uses. `not_served` and `not_stored` say what keeps a request from the store
     (`eligibility.py`), `why` is what `Explainer` says.
 
     `probe_ms` and `load_ms` are the host's time. On an accelerator they include waiting for the
@@ -77,8 +75,6 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
         "layers_by_fallback": 0,
         "layers_whole": 0,
         "bits_mean": None,
-        "base_bytes": 0,
-        "plane_bytes": [0] * NUM_PLANES,
         **ReadStats().as_dict(),
         "probe_ms": 0.0,
         "load_ms": 0.0,

@@ -11,14 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from impress_sglang.importance.selectors import TokenSelector
-from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.fence import to_device
 from impress_sglang.transfer.memory import rows_of_head_groups
@@ -31,9 +27,7 @@ from impress_sglang.transfer.source import PrefixSource
 class LoadStats:
     """What loading one request's prefix took, and attention; milliseconds of wall clock.
 
-    `layers_by_fallback` read all keys; `layers_by_probe` chose their tokens without that. For
-    prefixes in codes, `base_bytes` is how much base was restored, `units` counts units over all
-    layers, and `planes` how many of them have each plane.
+    `layers_by_fallback` read all keys; `layers_by_probe` chose their tokens without that.
     """
 
     layers_by_probe: int = 0
@@ -42,22 +36,6 @@ class LoadStats:
     probe_ms: float = 0.0
     load_ms: float = 0.0
     attention_ms: float = 0.0
-    base_bytes: int = 0
-    units: int = 0
-    planes: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_PLANES)
-
-    @property
-    def mean_bits(self) -> float:
-        """Bits per element of what was loaded in codes; `EXACT_BITS` where nothing was."""
-        if not self.units:
-            return EXACT_BITS
-        return BASE_BITS + PLANE_BITS * sum(self.planes) / self.units
-
-    def note_planes(self, levels: npt.NDArray[np.uint8], units: int) -> None:
-        """Count the `units` of each head of a layer; `levels` uint8 [G]: how many planes it has."""
-        self.units += levels.size * units
-        for plane in range(NUM_PLANES):
-            self.planes[plane] += int(np.count_nonzero(levels > plane)) * units
 
     @contextmanager
     def timed(self, field: str) -> Iterator[None]:

@@ -25,8 +25,8 @@ WANTED, POPULAR = 1000, 2000
 class Queue:
     """A waiting queue, SGLang's scheduling policy, and a tree cache of ours."""
 
-    def __init__(self, world: World, order: str = "fcfs", bits: object = "exact") -> None:
-        self.world, self.cache, self.bits = world, world.cache, bits
+    def __init__(self, world: World, order: str = "fcfs") -> None:
+        self.world, self.cache = world, world.cache
         self.policy = SchedulePolicy(order, world.cache, False, False, False)
         self.waiting: list[Req] = []
 
@@ -40,7 +40,7 @@ class Queue:
 
     def request(self, rid: str, first: int, length: int = TOKENS) -> Req:
         tokens = [*range(first, first + length), 9]
-        return self.world.request(rid, tokens, retention=1.0, bits=self.bits)
+        return self.world.request(rid, tokens, retention=1.0)
 
     def add(self, rid: str, first: int, length: int = TOKENS) -> Req:
         """A request begins to wait."""
@@ -102,7 +102,7 @@ def queue(world: World, order: str) -> Queue:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "lpm"])
-@pytest.mark.parametrize("options", [{"policy": "as+h2o+lru"}, {"policy": "impress"}])
+@pytest.mark.parametrize("options", [{"policy": "as+h2o+lru"}, {"policy": "paper"}])
 @pytest.mark.parametrize("halves", [False, True])
 def test_what_somebody_waits_for_outlasts_what_is_popular(queue: Queue, halves: bool) -> None:
     """Policy `as+h2o+lru` evicts as SGLang does.

@@ -104,7 +104,7 @@ def test_who_has_waited_for_reads_loads(
     """Reading all of it would take longer than computing it, and what is left does not."""
     runtime = world.runtime
     runtime.admission._config = dataclasses.replace(runtime.config, load=load)
-    req = world.request("r", [*STORED, *range(5000, 5008)], bits="exact", retention=1.0)
+    req = world.request("r", [*STORED, *range(5000, 5008)], retention=1.0)
     slow_reads(1e12)
     if waits:
         world.cache.prefetch(req)
@@ -128,7 +128,7 @@ def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
     """What was read while the request waited need not be read any more."""
     plan = planned(world, "r")
     runtime, there = world.runtime, layers / SHAPE.num_layers
-    num_bytes = runtime.store.forecast.coded_bytes(plan.spans).expected(plan.planes)
+    num_bytes = runtime.store.forecast.exact_bytes(plan.spans)
     slow_reads(num_bytes)
     if layers:
         read_layers(world, "r", layers)

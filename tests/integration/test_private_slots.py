@@ -1,4 +1,4 @@
-"""Slots of stored prefixes: each request has its own; SGLang's tree takes over exact ones."""
+"""Slots of stored prefixes: each request has its own; SGLang's tree takes over whole ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from impress_sglang.serving.paper.loading import SelectiveLoading
+from impress_sglang.serving.paper.loading import SourceLoading
 from impress_sglang.serving.paper.saving import Save
 from impress_sglang.storage.quality import Quality
 from tests.integration.worlds import SHAPE, TOKENS, World
@@ -25,7 +25,7 @@ def world(world: World) -> World:
     return world
 
 
-def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: World) -> None:
+def test_a_prefix_that_is_used_is_the_last_to_be_removed(world: World) -> None:
     """The quota removes what was used longest ago."""
     (segment,) = world.runtime.store.tree.segments()
     for _ in range(2):
@@ -35,49 +35,46 @@ def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: World) 
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
-    """An offset row, filled from codes."""
+    """An offset row."""
     req = world.ask("part", retention=0.25)
     request = world.admit(req)
     assert request is not None and req.host_hit_length == TOKENS // 4
     assert request.k == TOKENS // 4 and request.start == TOKENS - TOKENS // 4
-    assert isinstance(request.loading, SelectiveLoading)
     assert world.cache._private_tokens == TOKENS // 4
-    assert request.quality == Quality(1, 0.25, 6.0)
+    assert request.quality == Quality(1, 0.25)
     assert request.report["used_tokens"] == request.report["loaded_tokens"] == TOKENS // 4
-    assert request.report["shared_tokens"] == 0 and request.report["bits"] == 6.0
+    assert request.report["shared_tokens"] == 0 and request.report["bits"] == 16.0
     world.load(request)
     assert request.loading is None, "given back after the last layer"
-    assert request.stats.layers_by_probe == SHAPE.num_layers
-    assert request.report["bits_mean"] == 6.0
-    assert int(str(request.report["base_bytes"])) > 0
+    stats = request.stats
+    assert stats.layers_by_probe + stats.layers_by_fallback == SHAPE.num_layers
+    assert request.report["bits_mean"] == 16.0
 
 
-@pytest.mark.parametrize(("bits", "exact"), [(6.0, False), ("exact", True)])
-def test_all_of_a_prefix_is_no_offset_row(world: World, bits: object, exact: bool) -> None:
-    """In codes it is the request's own to its end; SGLang's tree takes over what is exact."""
-    req = world.ask("whole", retention=1.0, bits=bits)
+def test_all_of_a_prefix_is_no_offset_row(world: World) -> None:
+    """SGLang's tree takes it over."""
+    req = world.ask("whole", retention=1.0)
     request = world.admit(req)
     assert request is not None and req.host_hit_length == request.k == TOKENS
-    assert request.start == 0 and request.approximate is not exact
+    assert request.start == 0 and not request.approximate
     assert world.cache._private_tokens == TOKENS
     world.load(request)
     assert request.stats.layers_whole == SHAPE.num_layers and not request.stats.layers_by_probe
-    if exact:
-        req.kv = SimpleNamespace(cache_protected_len=0)
-        world.cache._adopt(req, request)
-        assert request.adopted and not world.cache._private_tokens
-        world.cache._private_tokens += TOKENS
+    req.kv = SimpleNamespace(cache_protected_len=0)
+    world.cache._adopt(req, request)
+    assert request.adopted and not world.cache._private_tokens
+    world.cache._private_tokens += TOKENS
 
 
 @pytest.mark.parametrize("options", [{"load": "always", "readahead": 0.2}])
 def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: World) -> None:
     world.cache.prefetch(world.ask("part", retention=0.5))
     (prefetch,) = world.runtime.prefetches._waiting.values()
-    whole = world.admit(world.ask("whole"))
-    assert whole is not None and isinstance(whole.loading, SelectiveLoading)
+    whole = world.admit(world.ask("whole", retention=1.0))
+    assert whole is not None and isinstance(whole.loading, SourceLoading)
     assert whole.loading._source is not prefetch.source
     part = world.admit(world.ask("part", retention=0.5))
-    assert part is not None and isinstance(part.loading, SelectiveLoading)
+    assert part is not None and isinstance(part.loading, SourceLoading)
     assert part.loading._source is prefetch.source
     assert part.report["prefetched"] and not world.runtime.prefetches._waiting
 

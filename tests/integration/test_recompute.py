@@ -248,7 +248,7 @@ class Serving:
         tokens = tokens_of(m, m)
         request = request_of(tokens, 0, torch.arange(first, first + (k or m)), rid)
         source: Any = Unreadable(m, broken_at, 3.0)
-        request.loading = RecomputedLoading(self.runtime._loaders.exact, source)
+        request.loading = RecomputedLoading(self.runtime._loader, source)
         self.runtime.live[rid] = request
         return request, tokens
 
@@ -267,7 +267,7 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving
     monkeypatch.setattr(attention, "block_tokens", lambda: 16)
     monkeypatch.setattr(attention, "pass_seconds", lambda: 100.0)
     shape = make_shape(layers=3, probe=())
-    runtime = make_runtime(tmp_path, shape, hidden_size=HIDDEN)
+    runtime = make_runtime(tmp_path, shape, hidden_size=HIDDEN, policy="as+h2o+lru")
     aborted: list[tuple[str, str]] = []
     model, pool = Model(shape), Pool(shape, 512, 7.0)
     backend = Backend(runtime, model, pool, lambda rid, why: aborted.append((rid, why)))

@@ -83,8 +83,8 @@ def test_accepted(llama: Path) -> None:
     [
         ("breakable", [], "breakable"),
         ("full", [], "full"),
-        ("breakable", ["--impress-retention=0.5"], "breakable"),
-        ("full", ["--impress-retention=0.5"], "disabled"),
+        ("breakable", ["--impress-policy=paper"], "breakable"),
+        ("full", ["--impress-policy=paper"], "disabled"),
     ],
 )
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
@@ -116,11 +116,10 @@ def test_backends_of_accelerators(
     [
         ("fa3", {}, "fa3"),
         ("trtllm_mha", {}, "trtllm_mha"),
-        ("flashinfer", {"retention": 0.5}, "flashinfer"),
+        ("flashinfer", {"policy": "paper"}, "flashinfer"),
         # It has no parts of prefixes, or nobody has judged it: ours is taken.
-        ("fa3", {"retention": 0.5}, "torch_native"),
         ("fa3", {"policy": "paper"}, "torch_native"),
-        ("aiter", {"retention": 0.5}, "torch_native"),
+        ("aiter", {"policy": "as+h2o+lru"}, "torch_native"),
         # Nothing of ours is in its passes.
         ("aiter", {}, "aiter"),
     ],
@@ -138,7 +137,7 @@ def test_backend_where_none_is_asked_for(
     def declared(*_: Any, attention_backend: str) -> None:
         chosen.attention_backend = attention_backend
 
-    ours = ImpressConfig(ssd_dir=str(tmp_path), **({"retention": 1.0} | config))
+    ours = ImpressConfig(ssd_dir=str(tmp_path), **config)
     chosen = SimpleNamespace(attention_backend=None, device="cpu")
     chosen.prefill_attention_backend = chosen.decode_attention_backend = None
     monkeypatch.setattr(overrides, "get_default_attn_backend", lambda *_: usual)
@@ -158,7 +157,7 @@ def test_backend_where_none_is_asked_for(
 
 
 WHOLE = "--impress-policy=as"
-PARTS = "--impress-retention=0.5"
+PARTS = "--impress-policy=paper"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ PARTS = "--impress-retention=0.5"
         ["--attention-backend=torch_native", "--decode-attention-backend=triton"],
         ["--page-size=16"],
         ["--page-size=16", "--attention-backend=triton", WHOLE],
-        ["--attention-backend=flex_attention", WHOLE, "--impress-retention=0.5"],
+        ["--attention-backend=flex_attention", WHOLE],
     ],
 )
 def test_servers_without_parts_of_prefixes(
@@ -176,7 +175,7 @@ def test_servers_without_parts_of_prefixes(
 ) -> None:
     assert resolve(llama, *flags).radix_cache_backend
     asked = [flag for flag in flags if not flag.startswith("--impress-")]
-    for more in ("--impress-retention=0.5", "--impress-retention=auto", "--impress-policy=paper"):
+    for more in ("--impress-policy=as+h2o+lfu", "--impress-policy=paper"):
         sentence = refusal(*asked, more)
         assert "parts of prefixes need" in sentence
         assert sentence.endswith(f"or drop {more.replace('=', ' ')}")
@@ -234,6 +233,7 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--radix-cache-backend=flexkv"], "--radix-cache-backend"),
         # And ours.
         (["--impress-retention=0"], "--impress-retention must be"),
+        (["--impress-retention=0.5"], "--impress-retention 0.5 needs --impress-policy paper"),
         (["--impress-retention=much"], "--impress-retention"),
         (["--impress-policy=guess"], "--impress-policy"),
         (["--impress-ssd-dir=/proc/nowhere"], "cannot be written"),
@@ -400,12 +400,12 @@ def test_engine_configuration_comes_from_the_environment(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`sglang.Engine` has no command line: a refusal is an exception there, not an exit."""
-    options = {"ssd_dir": str(tmp_path / "kv"), "retention": 0.5}
+    options = {"ssd_dir": str(tmp_path / "kv"), "policy": "paper"}
     monkeypatch.setenv("IMPRESS_CONFIG", json.dumps(options))
     args = ServerArgs(model_path=str(llama), device="cpu", skip_tokenizer_init=True)
     args.resolve_once()
     config = config_of(args)
-    assert config is not None and config.retention == 0.5
+    assert config is not None and config.policy == "paper"
     refused = ServerArgs(model_path=str(llama), device="cpu", page_size=16)
-    with pytest.raises(UnsupportedError, match=r"page-size 1.* drop --impress-retention 0\.5"):
+    with pytest.raises(UnsupportedError, match=r"page-size 1.* drop --impress-policy paper"):
         refused.resolve_once()

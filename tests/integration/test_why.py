@@ -39,7 +39,7 @@ def admitted(
     **wanted: Any,
 ) -> dict[str, Any]:
     """What the report of a request says when it has been admitted."""
-    wishes = {"bits": 6.0, "retention": 1.0} | wanted
+    wishes = {"retention": 1.0} | wanted
     req = world.request("asks", [*tokens, *range(7000, 7000 + new)], namespace=namespace, **wishes)
     world.match(req)
     if req.host_hit_length:
@@ -60,7 +60,7 @@ def admitted(
 def test_a_hit(world: World) -> None:
     why = admitted(world)
     assert why["reason"] == Reason.LOADED and why["rest"] is None
-    assert why["text"] == f"Its stored prefix was loaded: {TOKENS} tokens in 6 bits."
+    assert why["text"] == f"Its stored prefix was loaded: {TOKENS} tokens in 16 bits."
 
 
 @pytest.mark.usefixtures("stored")
@@ -162,10 +162,10 @@ def test_what_stands_against_it(
 
 
 def test_what_is_not_exact_enough(world: World, stored: StoredSegment) -> None:
-    quality = stored.info.quality.after(1.0, 6.0)
+    quality = stored.info.quality.after(0.25)
     object.__setattr__(stored.info, "quality", quality)
-    assert admitted(world, bits="exact")["reason"] == Reason.QUALITY
-    assert admitted(world, bits=8)["reason"] == Reason.QUALITY
+    assert admitted(world)["reason"] == Reason.QUALITY
+    assert admitted(world, retention=0.5)["reason"] == Reason.QUALITY
 
 
 @pytest.mark.usefixtures("stored")

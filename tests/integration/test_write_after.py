@@ -6,8 +6,6 @@ import pytest
 
 from tests.integration import worlds
 
-WISHES = {"bits": 6.0, "retention": 1.0}
-
 
 @pytest.fixture
 def options() -> dict[str, int]:

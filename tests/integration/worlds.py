@@ -34,7 +34,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.integration.paper.passes import KnownRequest
 from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.integration.reporting import take_order
@@ -45,10 +44,10 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_shape
-from tests.unit.store_factory import DEFAULTS
+from tests.unit.store_factory import make_config
 from tests.unit.waiting import wait_until
 
-SHAPE = make_shape(layers=3, probe=(), coded=True)
+SHAPE = make_shape(layers=3)
 OLD, NEW = "0" * 32, "1" * 32
 TOKENS = 64
 # What `store_prompt(1000)` stores, and another prompt.
@@ -109,8 +108,7 @@ def make_runtime(
     hidden_size: int = 64,
     **options: Any,
 ) -> ServingRuntime:
-    usual = DEFAULTS | {"policy": "impress", "retention": 0.5}
-    config = ImpressConfig(ssd_dir=str(root), **(usual | options))
+    config = make_config(root, **({"policy": "paper", "retention": 0.5} | options))
     return ServingRuntime(config, shape, OLD, torch.device("cpu"), hidden_size)
 
 
@@ -235,9 +233,9 @@ class World:
     def ask(
         self, rid: str, length: int = TOKENS, new: int = 8, *, fork: int = TOKENS, **wanted: object
     ) -> Any:
-        """A request with the first tokens of a stored prompt is matched; it gets 6 bits."""
+        """A request with the first tokens of a stored prompt is matched."""
         tokens = [*prompt_of(1000, fork)[:length], *range(5000, 5000 + new)]
-        req = self.request(rid, tokens, **({"bits": 6.0, "retention": 1.0} | wanted))
+        req = self.request(rid, tokens, **wanted)
         self.match(req)
         return req
 

@@ -35,7 +35,7 @@ WAYS = {"whole": 8, "part": 3, "bits": 2, "more bits": 2, "blend": 3, "abort": 1
 # with what is stored elsewhere.
 WISHES: dict[str, dict[str, Any]] = {
     "whole": {"impress_retention": 1.0, "impress_bits": "exact"},
-    "part": {"impress_retention": PART, "impress_bits": 6},
+    "part": {"impress_retention": PART},
     "bits": {"impress_retention": 1.0, "impress_bits": 6},
     "more bits": {"impress_retention": 1.0, "impress_bits": 8},
     "blend": {"impress_retention": 1.0, "impress_bits": 6, "impress_blend": 0.15},

@@ -128,7 +128,9 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     flags += scheduler
     if chance.random() < 0.3:
         flags.append("--disable-overlap-schedule")
-    usual = chance.choice(("whole", "whole", "part", "bits"))
+    # Others load whole prefixes, beside the pass, and blend.
+    parts = policy != "impress"
+    usual = chance.choice(("whole", "whole", "part" if parts else "bits", "bits"))
     flags += {
         "whole": ["--impress-bits=exact"],
         "part": [f"--impress-retention={PART}"],
@@ -137,8 +139,6 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     # Of different priorities, one request may take another one's place.
     retracts = chance.random() < 0.5 or scheduler == PRIORITIES
     weights = chance.choice("ab")
-    # Others load whole prefixes, beside the pass, and blend.
-    parts = policy != "impress" or usual == "part"
     if not parts:
         select = chance.choice(BLEND_SELECTORS)
         flags += ["--impress-blend=0", f"--impress-blend-select={select}", LEAST_BLEND]

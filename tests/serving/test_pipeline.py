@@ -21,7 +21,10 @@ FLAGS = ("--impress-device-gb=0", "--max-total-tokens=9000", "--max-running-requ
 @pytest.fixture(scope="module", params=["beside the pass", "in the pass"])
 def deciding(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
     """A server that may compute instead of loading, and serves one request at a time."""
-    parts = {"beside the pass": (), "in the pass": ("--impress-retention=auto",)}[request.param]
+    parts = {
+        "beside the pass": (),
+        "in the pass": ("--impress-policy=paper", "--impress-retention=auto"),
+    }[request.param]
     own = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", "--impress-bits=auto", *parts)
     with serve(f"deciding-{len(parts)}", *own, bench=True) as server:
         # What computing takes is learnt from some long prompts.

@@ -16,9 +16,7 @@ import pytest
 from demo.model import model_path
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.precision.codec import BASE_BITS, PLANE_BITS, planes_of
-from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import SegmentHeader, read_header
 from impress_sglang.transfer.coded_span import levels_of
 from tests.serving.compare import report
@@ -75,17 +73,20 @@ def server(starting: Server) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def parts(smollm: Path, workdir: Path, zygote: Zygote) -> Iterator[Server]:
     """Uses a quarter of each stored prefix, which loads within the pass."""
-    flags = (*smollm_flags(workdir / "store-smollm-parts"), "--impress-retention=0.25")
+    flags = (
+        *smollm_flags(workdir / "store-smollm-parts"),
+        "--impress-policy=paper",
+        "--impress-retention=0.25",
+    )
     with running(smollm, workdir / "smollm-parts.log", *flags, zygote=zygote) as running_server:
         yield running_server
         running_server.assert_quiet()
 
 
-def test_bytes_of_a_part_of_a_prefix(parts: Server, workdir: Path) -> None:
-    """The base of all tokens and planes, by our count, by arithmetic, and by the kernel's count.
+def test_bytes_of_a_part_of_a_prefix(parts: Server) -> None:
+    """By our count and by the kernel's: less than all, of caches that are empty and have room.
 
-    Beside these there is what was read ahead in vain, which is bounded. The caches are empty and
-    have room; the next question finds most of it there.
+    The next question finds most of it there.
     """
     prefix = [3 + (i * 7919) % 40000 for i in range(TOKENS)]
     other = list(range(6000, 6400))
@@ -96,27 +97,19 @@ def test_bytes_of_a_part_of_a_prefix(parts: Server, workdir: Path) -> None:
     parts.generate([*other, *range(1000, 1064)], 1)
     parts.flush()
     before = _bytes_read_by(parts)
-    said = report(parts.generate([*prefix, *range(1000, 1064)], 1, impress_bits=6))
+    said = report(parts.generate([*prefix, *range(1000, 1064)], 1))
     from_device = _bytes_read_by(parts) - before
     assert said["loaded_tokens"] == retained_tokens(TOKENS, 0.25) == 375, said
-    assert said["layers_by_probe"] == 30
-    header = _header_of(workdir / "store-smollm-parts", prefix)
-    (codes, *_) = header.info.layout().codes
-    assert isinstance(codes, CodeLayout) and codes.num_tokens == TOKENS
-    assert said["base_bytes"] == 30 * codes.num_groups * codes.group_bytes
-    assert 0 < said["selected_chunks"] * BLOCK_BYTES == sum(said["plane_bytes"])
-    assert said["bits_mean"] == pytest.approx(_bits_of(header, 6), abs=0.001)
-    assert (header.floors > 0).mean() < 0.2
-    analytic = 30 * codes.base_bytes + sum(said["plane_bytes"])
-    in_vain = said["ahead_bytes"] - said["ahead_used_bytes"]
-    assert said["ssd_bytes"] - in_vain == pytest.approx(analytic, rel=0.02)
-    assert in_vain <= 0.25 * analytic
+    assert said["layers_by_probe"] + said["layers_by_fallback"] == 30
+    whole = TOKENS * 30 * 3 * 2 * 64 * 4
+    assert 0.25 * whole < said["ssd_needed_bytes"] <= said["ssd_bytes"] < whole
+    assert said["ahead_bytes"] - said["ahead_used_bytes"] <= 0.25 * said["ssd_bytes"]
     if parts.stats()["store"]["direct_io"]:
         # The processes may also read pages of their code, and read the header.
         assert said["ssd_bytes"] <= from_device <= 1.05 * said["ssd_bytes"]
-    again = report(parts.generate([*prefix, *range(2000, 2064)], 1, impress_bits=6))
-    assert again["device_chunks"] > 0.8 * again["chunks_accessed"]
-    assert again["ssd_bytes"] < said["ssd_bytes"] / 4
+    again = report(parts.generate([*prefix, *range(2000, 2064)], 1))
+    assert again["device_chunks"] > 0.5 * again["chunks_accessed"]
+    assert again["ssd_bytes"] < said["ssd_bytes"] / 2
 
 
 def _header_of(store: Path, prefix: list[int]) -> SegmentHeader:

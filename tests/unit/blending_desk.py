@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.attention.rotation import KeyRotation
-from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions, make_policy
 from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
@@ -22,12 +21,11 @@ from impress_sglang.serving.blend_planner import BlendPlanner
 from impress_sglang.serving.estimate import Estimator
 from impress_sglang.serving.kv_class import KVClass
 from tests.unit.kv_factory import as_tokens, make_shape
-from tests.unit.store_factory import DEFAULTS, Workbench
+from tests.unit.store_factory import Workbench, make_config
 
 SHAPE = make_shape(probe=(), coded=True)
 OPTIONS: dict[str, Any] = {
     "policy": "impress",
-    "retention": 1.0,
     "blend": 0.0,
     "blend_min_tokens": 100,
     "blend_select": "first",
@@ -71,7 +69,7 @@ class Desk:
     ) -> None:
         """`stored` are prompts of documents."""
         options = OPTIONS | options
-        self.config = ImpressConfig(ssd_dir=str(bench.root), **(DEFAULTS | options))
+        self.config = make_config(bench.root, **options)
         self.store = bench.open(**options)
         self.estimator = Estimator(64)
         for numbers in stored:

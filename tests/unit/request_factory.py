@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.report import new_report
 from impress_sglang.storage.quality import EXACT, Quality
@@ -19,5 +18,5 @@ def stored_request(
     m = len(tokens) - len(resident)
     quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
     report = new_report("impress", len(resident), len(tokens))
-    own = {"bits": EXACT_BITS, "quality": quality, "loading": None, "report": report}
+    own = {"quality": quality, "loading": None, "report": report}
     return StoredRequest(rid, tokens, resident, slots, m, **(own | fields))

@@ -20,6 +20,7 @@ from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.options import PART_POLICIES
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -57,6 +58,14 @@ DEFAULTS = {
 }
 
 
+def make_config(root: Path, **options: Any) -> ImpressConfig:
+    """The defaults, where not all is used of a prefix only if the policy has parts."""
+    options = DEFAULTS | options
+    if options["policy"] not in PART_POLICIES:
+        options["retention"] = 1.0
+    return ImpressConfig(ssd_dir=str(root), **options)
+
+
 def prompt(number: int, length: int = 8) -> tuple[int, ...]:
     """Tokens that no other prompt begins with."""
     return tuple(100 * number + position for position in range(length))
@@ -85,7 +94,7 @@ class Workbench:
         lookahead: LookAhead | None = None,
         **options: Any,
     ) -> PrefixStore:
-        config = ImpressConfig(ssd_dir=str(self.root), **(DEFAULTS | options))
+        config = make_config(self.root, **options)
         store = PrefixStore(
             config, identity, self.shape, files=files, lookahead=lookahead, codec=self.codec
         )

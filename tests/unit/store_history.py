@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 from torch import Tensor
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.health import Task, Verdict, Work
 from impress_sglang.management.segment_rewriter import Rewrite, Shares
@@ -36,7 +35,7 @@ from tests.unit.prefix_model import QUALITIES, Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import DEMANDS
-from tests.unit.store_factory import DEFAULTS
+from tests.unit.store_factory import make_config
 from tests.unit.waiting import wait_until
 
 SHAPE = kv.make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
@@ -128,7 +127,7 @@ class StoreHistory(RuleBasedStateMachine):
             "host_gb": (9 * page_bytes + 0.5) / 1e9,
             "buffer_gb": 16 * 2**20 / 1e9,
         }
-        config = ImpressConfig(ssd_dir=str(self.directory), **(DEFAULTS | options))
+        config = make_config(self.directory, **options)
         self.store = PrefixStore(config, kv.IDENTITY, self.shape, files=self.files)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.begin_task = self.store._disk._begin

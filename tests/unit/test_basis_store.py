@@ -51,7 +51,7 @@ class Desk:
     ) -> None:
         self.codec, self.shape = codec, shape
         self.bench = Workbench(root, shape, codec)
-        options = {"policy": "impress", "retention": 1.0, "readahead": 0.2, **options}
+        options = {"policy": "impress", "readahead": 0.2, **options}
         self.store = self.bench.open(**options)
         self.pools = [
             [torch.full((NUM_SLOTS, 2, dim), EMPTY) for _ in range(shape.num_layers)]

@@ -26,6 +26,7 @@ from impress_sglang.options import (
     OFF,
     ON,
     OPTIONS,
+    PART_POLICIES,
     POLICIES,
     REORDER_KEYS,
     SCHEDULES,
@@ -118,10 +119,15 @@ def rows(table: dict[str, Sequence[object]]) -> list[tuple[str, object]]:
     return [(field, value) for field, values in table.items() for value in values]
 
 
+def policy_for(field: str) -> str:
+    """One to which an option means something."""
+    return "paper" if field == "retention" else "impress"
+
+
 @pytest.mark.parametrize(("field", "value"), rows(WRONG_VALUES) + rows(WRONG_TYPES))
 def test_a_wrong_value_is_refused_and_the_message_names_the_flag(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
-        ImpressConfig(**{field: value})
+        ImpressConfig(**{"policy": policy_for(field), field: value})
 
     assert FLAG_OF[field] in str(caught.value)
     assert repr(value) in str(caught.value)
@@ -130,7 +136,7 @@ def test_a_wrong_value_is_refused_and_the_message_names_the_flag(field: str, val
 @pytest.mark.parametrize(("field", "value"), rows(EDGE_VALUES))
 def test_value_at_the_edge_of_its_range_is_taken(field: str, value: object) -> None:
     """And comes back from JSON as it was."""
-    config = ImpressConfig(**{field: value})
+    config = ImpressConfig(**{"policy": policy_for(field), field: value})
     assert getattr(config, field) == value
     assert isinstance(json.loads(config.to_json()), dict)
     assert ImpressConfig.from_environment({CONFIG_VARIABLE: config.to_json()}) == config
@@ -138,12 +144,14 @@ def test_value_at_the_edge_of_its_range_is_taken(field: str, value: object) -> N
 
 def test_a_retention_below_the_floor_needs_a_lower_floor() -> None:
     with pytest.raises(ConfigError, match=r"--impress-min-retention.*1e-06.*0\.05"):
-        ImpressConfig(retention=1e-6)
+        ImpressConfig(policy="paper", retention=1e-6)
 
-    assert ImpressConfig(retention=1e-6, min_retention=1e-6).retention == 1e-6
+    low = ImpressConfig(policy="paper", retention=1e-6, min_retention=1e-6)
+    assert low.retention == 1e-6
     with pytest.raises(ConfigError, match=r"--impress-min-retention.*0\.25.*0\.2501"):
-        ImpressConfig(retention=0.25, min_retention=0.2501)
-    assert ImpressConfig(retention=0.25, min_retention=0.25).min_retention == 0.25
+        ImpressConfig(policy="paper", retention=0.25, min_retention=0.2501)
+    same = ImpressConfig(policy="paper", retention=0.25, min_retention=0.25)
+    assert same.min_retention == 0.25
 
 
 def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
@@ -179,7 +187,8 @@ FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
 
 @pytest.mark.parametrize(("options", "name", "value"), FOLLOWS)
 def test_what_follows_from_options(options: dict[str, Any], name: str, value: object) -> None:
-    found = getattr(ImpressConfig(**options), name)
+    policy = "paper" if "retention" in options else "impress"
+    found = getattr(ImpressConfig(policy=policy, **options), name)
     assert found == value and type(found) is type(value)
 
 
@@ -209,7 +218,7 @@ def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_from_options_names_unknown_fields_and_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"nonsense.*retention") as caught:
-        ImpressConfig.from_options({"retention": 0.5, "nonsense": 1, "also_wrong": 2})
+        ImpressConfig.from_options({"bits": 5, "nonsense": 1, "also_wrong": 2})
 
     assert "also_wrong" in str(caught.value)
 
@@ -226,17 +235,14 @@ def test_message_about_a_bad_variable_names_it(text: str) -> None:
 
 
 @pytest.mark.parametrize("retention", [0.25, 0.999, AUTO])
-def test_a_part_of_a_prefix_is_not_exact(retention: float | str) -> None:
-    """`impress` has it from codes only; other policies have it as it was computed."""
-    with pytest.raises(ConfigError, match="--impress-bits exact with --impress-retention"):
-        ImpressConfig(retention=retention, bits=EXACTLY)
-    for policy in POLICIES:
-        if policy not in CODED_POLICIES:
-            config = ImpressConfig(policy=policy, retention=retention, bits=EXACTLY)
-            assert config.serves(0.25, EXACT_BITS)
-    assert ImpressConfig(retention=retention).serves(0.25, 8.0)
-    assert not ImpressConfig().serves(0.25, EXACT_BITS)
-    assert ImpressConfig(bits=EXACTLY).serves(1.0, EXACT_BITS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_the_papers_policies_have_parts(policy: str, retention: float | str) -> None:
+    assert not ImpressConfig(policy=policy).needs_parts or policy in PART_POLICIES
+    if policy in PART_POLICIES:
+        assert ImpressConfig(policy=policy, retention=retention).needs_parts
+    else:
+        with pytest.raises(ConfigError, match=r"--impress-retention .* needs --impress-policy pa"):
+            ImpressConfig(policy=policy, retention=retention)
 
 
 def test_only_policies_with_codes_blend() -> None:
@@ -254,9 +260,9 @@ def test_enable_for_engine_sets_the_variable_that_children_read(
     # Set through monkeypatch first, so that it is removed again after the test.
     monkeypatch.setenv(CONFIG_VARIABLE, "")
 
-    config = enable_for_engine(ssd_dir="/nvme/kv", retention=0.5)
+    config = enable_for_engine(ssd_dir="/nvme/kv", bits=5.0)
 
-    assert config.retention == 0.5
+    assert config.bits == 5.0
     assert json.loads(os.environ[CONFIG_VARIABLE])["ssd_dir"] == "/nvme/kv"
     assert ImpressConfig.from_environment() == config
 
@@ -270,10 +276,3 @@ def test_enable_for_engine_leaves_the_variable_alone_when_a_value_is_wrong(
         enable_for_engine(retention=7.0)
 
     assert os.environ[CONFIG_VARIABLE] == "{}"
-
-
-@pytest.mark.parametrize("retention", [0.5, "auto"])
-def test_a_server_of_parts_does_not_blend(retention: float | str) -> None:
-    with pytest.raises(ConfigError, match="--impress-blend auto needs whole prefixes"):
-        ImpressConfig(blend="auto", retention=retention)
-    assert not ImpressConfig(blend="auto").needs_parts

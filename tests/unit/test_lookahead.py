@@ -197,7 +197,7 @@ def test_a_closed_store_is_told_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("policy", "retention", "probe", "columns"),
     [
-        ("as", 0.25, (), [0, 1, 2, 3, 4, 5, 6]),
+        ("as", 1.0, (), [0, 1, 2, 3, 4, 5, 6]),
         ("as+h2o+lru", 1.0, (), [0, 1, 2, 3, 4, 5, 6]),
         ("as+h2o+lru", 0.25, (), [1, 2, 3]),
         ("paper", 0.25, (0,), [0]),

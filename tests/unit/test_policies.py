@@ -10,7 +10,7 @@ import pytest
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
 from impress_sglang.management.policies import LoadOptions, Policy, make_policy
-from impress_sglang.options import CODED_POLICIES, EXACT_BITS, POLICIES
+from impress_sglang.options import CODED_POLICIES, EXACT_BITS, PART_POLICIES, POLICIES
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
 CONFIGS = [ImpressConfig(policy=policy) for policy in POLICIES]
@@ -45,9 +45,9 @@ def test_more_is_loaded_of_a_longer_prefix_and_at_a_higher_retention(policy: Pol
 def test_depends_on_length_and_retention_alone(
     policy: Policy, config: ImpressConfig, retention: float
 ) -> None:
-    """Not on the server's own retention, nor on what was asked before."""
+    """Not on options of the server, nor on what was asked before."""
     forward = [policy.tokens_to_load(m, retention) for m in LENGTHS]
-    other = make_policy(dataclasses.replace(config, retention=0.123))
+    other = make_policy(dataclasses.replace(config, alpha=0.123))
 
     assert [other.tokens_to_load(m, retention) for m in reversed(LENGTHS)] == forward[::-1]
 
@@ -67,13 +67,12 @@ def test_exact_is_what_has_all_tokens_and_all_bits(
     policy: Policy, retention: float, bits: float
 ) -> None:
     wanted = LoadOptions(retention, bits)
-    whole = all(policy.tokens_to_load(m, retention) in (0, m) for m in LENGTHS)
 
-    assert policy.exact(wanted) == (whole and policy.bits(wanted) == EXACT_BITS)
+    assert policy.exact(wanted) == (retention == 1.0 and policy.bits(wanted) == EXACT_BITS)
     assert policy.exact(wanted) == policy.exact(dataclasses.replace(wanted, chosen=True))
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("recompute", "as")])
+@pytest.mark.parametrize("name", PART_POLICIES)
 @pytest.mark.parametrize(
     ("retention", "m", "k"), [(0.25, 1000, 250), (0.1, 30, 3), (0.5, 7, 4), (1.0, 9, 9)]
 )
@@ -88,13 +87,6 @@ def test_policies_with_important_parts_load_their_share(
 
 def test_who_stores_nothing_loads_nothing(policy: Policy, retention: float) -> None:
     assert policy.stores == any(policy.tokens_to_load(m, retention) for m in LENGTHS)
-
-
-def test_as_loads_everything_whatever_the_retention(retention: float) -> None:
-    policy = make_policy(ImpressConfig(policy="as"))
-
-    assert policy.stores and policy.exact(LoadOptions(retention))
-    assert [policy.tokens_to_load(m, retention) for m in LENGTHS] == LENGTHS
 
 
 EXPECTED_RULES = {

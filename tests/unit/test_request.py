@@ -11,7 +11,16 @@ import pytest
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import AUTO, AUTO_FLOOR, BITS, EXACT_BITS, EXACTLY, OFF, USUAL_BITS
+from impress_sglang.options import (
+    AUTO,
+    AUTO_FLOOR,
+    BITS,
+    EXACT_BITS,
+    EXACTLY,
+    OFF,
+    POLICIES,
+    USUAL_BITS,
+)
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     BLEND_KEY,
@@ -42,7 +51,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("key", "value"), [(k, own) for k in RIGHT for own in RIGHT[k]])
 def test_a_share_and_bits_are_accepted(key: str, value: Any) -> None:
-    config = ImpressConfig(retention=0.5) if key == RETENTION_KEY else CONFIG
+    config = ImpressConfig(policy="paper") if key == RETENTION_KEY else CONFIG
     check_custom_params({key: value}, config)
     check_custom_params({RETENTION_KEY: 1, key: value, "thinking_budget": 7}, config)
 
@@ -100,31 +109,15 @@ def test_all_keys_are_known() -> None:
     check_custom_params({"impress": 1, "Impress_bits": 1, 7: 1}, CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("config", "asked"),
-    [
-        (ImpressConfig(retention=0.25), {BITS_KEY: EXACTLY, RETENTION_KEY: 0.5}),
-        (ImpressConfig(retention=0.25), {BITS_KEY: EXACTLY}),
-        (ImpressConfig(retention=AUTO), {BITS_KEY: EXACTLY}),
-    ],
-)
-def test_a_part_of_a_prefix_is_not_exact(config: ImpressConfig, asked: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{BITS_KEY} 'exact' set {RETENTION_KEY} to 1"):
-        check_custom_params(asked, config)
-
-    check_custom_params(asked | {RETENTION_KEY: 1}, config)
-    check_custom_params(asked | {BITS_KEY: 8}, config)
-    check_custom_params(asked, ImpressConfig(policy="as+h2o+lfu", retention=0.25))
-
-
-def test_a_server_may_have_no_parts() -> None:
-    config = ImpressConfig()
-    with pytest.raises(ValueError, match=f"uses prefixes whole .*; set {RETENTION_KEY} to 1"):
-        check_custom_params({RETENTION_KEY: 0.5}, config)
-
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_the_papers_policies_have_parts(policy: str) -> None:
+    config = ImpressConfig(policy=policy)
     check_custom_params({RETENTION_KEY: 1.0, BITS_KEY: 6}, config)
-    check_custom_params({"thinking_budget": 7}, config)
-    check_custom_params({RETENTION_KEY: 0.5}, ImpressConfig(policy="as"))
+    if policy.startswith(("paper", "as+h2o")):
+        check_custom_params({RETENTION_KEY: 0.5}, config)
+    else:
+        with pytest.raises(ValueError, match=f"uses prefixes whole .*; set {RETENTION_KEY} to 1"):
+            check_custom_params({RETENTION_KEY: 0.5}, config)
 
 
 # What SGLang itself does with the second line is its own business.
@@ -144,7 +137,7 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
             ImpressConfig(policy="as+h2o+lfu", retention=0.3, bits=EXACTLY),
             LoadOptions(0.3, EXACT_BITS),
         ),
-        (ImpressConfig(retention=AUTO, bits=8), LoadOptions(AUTO_FLOOR, 8.0)),
+        (ImpressConfig(policy="paper", retention=AUTO), LoadOptions(AUTO_FLOOR, USUAL)),
         (ImpressConfig(bits=AUTO), LoadOptions(1.0, USUAL_BITS, auto_bits=True)),
     ):
         for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):
@@ -163,7 +156,7 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
 def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
     floor: float, asked: float, given: float
 ) -> None:
-    config = ImpressConfig(retention=0.3, min_retention=floor)
+    config = ImpressConfig(policy="paper", retention=0.3, min_retention=floor)
     params = SimpleNamespace(custom_params={RETENTION_KEY: asked})
 
     found = load_options_of(params, config)
@@ -185,6 +178,6 @@ def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: flo
         assert found == LoadOptions(1.0, given, auto_bits=auto), "its bits say nothing of its share"
         assert type(found.bits) is float
     both = SimpleNamespace(custom_params={BITS_KEY: asked, RETENTION_KEY: 1})
-    assert load_options_of(both, ImpressConfig(retention=0.3)) == LoadOptions(
+    assert load_options_of(both, ImpressConfig(policy="paper", retention=0.3)) == LoadOptions(
         1.0, given, chosen=True, auto_bits=auto
     )

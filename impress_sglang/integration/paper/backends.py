@@ -11,7 +11,6 @@ from typing import Any
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.paper.judged_backends import BACKENDS
-from impress_sglang.options import CODED_POLICIES
 
 # The backend for a device if none is asked for and SGLang's own choice is not supported.
 DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
@@ -94,7 +93,7 @@ def check_parts(config: ImpressConfig, options: Any) -> None:
         both = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
         refusal = f"one --attention-backend of {', '.join(BACKENDS)}, and this server has {both}"
     if refusal is not None:
-        asked = f"--impress-policy {config.policy}"
-        if config.policy in CODED_POLICIES:
-            asked = f"--impress-retention {config.retention}"
-        raise UnsupportedError(f"parts of prefixes need {refusal}: change that, or drop {asked}")
+        raise UnsupportedError(
+            f"parts of prefixes need {refusal}: change that, or drop --impress-policy "
+            f"{config.policy}"
+        )

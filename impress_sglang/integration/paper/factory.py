@@ -18,7 +18,6 @@ from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.management.policies import LoadOptions, make_policy
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.paper.runtime import ServingRuntime
-from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -65,9 +64,6 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         selects = not policy.exact(LoadOptions(config.min_retention))
         rule = policy.selector if selects else None
         warm_up(shape, rule, config.chunk_tokens, device)
-        if shape.coded and device.type == "cpu":
-            # Imports loops, which are compiled then: after an installation that takes seconds.
-            code_writer_for(device)
     hidden_size = runner.model_config.hidden_size
     runtime = ServingRuntime(config, shape, read_identity(), device, hidden_size)
     cache = ImpressRadixCache(context.params, runtime, read_identity, runner.forward_stream)

@@ -1,4 +1,4 @@
-"""Decides whether a request gets a stored prefix, how much of it, and in how many bits.
+"""Decides whether a request gets a stored prefix, and how much of it.
 
 Stage: admit. A plan is made when a request begins to wait and whenever it is matched, and carried
 out when it is admitted (`opening.py`). Everything here runs on the scheduler's thread.
@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.forecast import CodedBytes, ReadForecast, StoredBytes
-from impress_sglang.management.open_segments import AnySource
+from impress_sglang.management.forecast import ReadForecast, StoredBytes
 from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.codec import planes_of
 from impress_sglang.serving.clocks import Clock
 from impress_sglang.serving.estimate import RETENTIONS, Estimate, Estimator, RequestLengths
 from impress_sglang.serving.scheduling import CacheState
@@ -28,7 +25,7 @@ from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.transfer.source import ReadNeeds
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,16 +50,6 @@ class AdmissionPlan:
         return self.work.resident + self.work.stored
 
     @property
-    def in_codes(self) -> bool:
-        """Whether it is read from codes."""
-        return self.estimate.bits < EXACT_BITS
-
-    @property
-    def planes(self) -> int:
-        """How many planes it wants of a prefix in codes."""
-        return planes_of(self.estimate.bits)
-
-    @property
     def spans(self) -> tuple[StoredSpan, ...]:
         """The stored tokens after the resident ones."""
         return self.match.slice(self.resident_len, self.stop)
@@ -71,7 +58,7 @@ class AdmissionPlan:
     def quality(self) -> Quality:
         """The quality of what is computed after the prefix."""
         retention = 1.0 if self.k == self.work.stored else self.estimate.retention
-        return self.match.quality.after(retention, self.estimate.bits)
+        return self.match.quality.after(retention)
 
     def same_tokens(self, other: AdmissionPlan) -> bool:
         """Whether another plan uses the same tokens of the same segments."""
@@ -81,25 +68,15 @@ class AdmissionPlan:
 
     def same_reads(self, other: AdmissionPlan) -> bool:
         """Whether another plan reads the same of the same tokens."""
-        return (
-            self.same_tokens(other)
-            and self.k == other.k
-            and self.estimate.bits == other.estimate.bits
-        )
+        return self.same_tokens(other) and self.k == other.k
 
-    def open_source(self, store: PrefixStore) -> AnySource:
+    def open_source(self, store: PrefixStore) -> SegmentSource:
         """Open a source for the tokens; `PrefixStore.close_source` takes it back.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
         """
-        if self.in_codes:
-            return store.open_whole(self.spans, self.planes)
         return store.open_source(self.match, self.resident_len, self.stop, self.needs)
-
-    def unread(self, source: AnySource) -> float:
-        """The share of the plan's reads that `source`, from `open_source`, has not done yet."""
-        return source.unread
 
     def token_tensor(self) -> Tensor:
         """The tokens of the prefix, int64 [stop] on the CPU."""
@@ -172,9 +149,8 @@ class Admission:
         work = RequestLengths(resident_len, num_tokens, len(tokens) + 1 - match.num_tokens)
         estimate = self.decide(match, work, wanted, ahead)
         k = self._policy.tokens_to_load(num_tokens, estimate.retention)
-        in_codes = estimate.bits < EXACT_BITS
         spans = match.slice(resident_len, match.num_tokens)
-        if not k or not self._served.store.forecast.can_read(spans, in_codes=in_codes):
+        if not k or not self._served.store.forecast.can_read(spans, in_codes=False):
             return None
         needs = ReadNeeds(k == num_tokens, self._probes, all_keys=self._all_keys)
         return AdmissionPlan(match, work, k, tokens, estimate, needs)
@@ -225,18 +201,15 @@ class Admission:
         """
         # Learn from what the device has finished by now.
         self._clock.poll()
-        config, bits = self._config, self._policy.bits(wanted)
         spans = match.slice(match.num_tokens - work.stored, match.num_tokens)
         reads = _Reads(spans, self._served.store.forecast, self._policy)
         retentions = [wanted.retention]
-        if self._policy.exact(wanted):
-            retentions = [1.0]
-        elif config.auto_retention and not wanted.chosen:
+        if self._config.auto_retention and not wanted.chosen:
             retentions = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
 
         def estimate(retention: float, there: float) -> Estimate:
-            io = (1.0 - there) * reads.seconds(retention, bits)
-            return self._estimator.estimate(work, retention, io, bits)
+            io = (1.0 - there) * reads.seconds(retention)
+            return self._estimator.estimate(work, retention, io)
 
         if len(retentions) > 1:
             there = ahead(spans)
@@ -247,18 +220,15 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True)
 class _Reads:
-    """The reads of some spans; each forecast is made once, when it is first needed."""
+    """The reads of some spans; their forecast is made once, when it is first needed."""
 
     spans: Sequence[StoredSpan]
     forecast: ReadForecast
     policy: Policy
 
-    def seconds(self, retention: float, bits: float) -> float:
-        """Seconds that reading them takes, for a share of the tokens and in these bits."""
-        if bits < EXACT_BITS:
-            # All tokens are read, whatever share of them is used.
-            num_bytes = self._coded.expected(planes_of(bits))
-        elif retention >= 1.0:
+    def seconds(self, retention: float) -> float:
+        """Seconds that reading them takes, for a share of the tokens."""
+        if retention >= 1.0:
             num_bytes = self.forecast.exact_bytes(self.spans)
         else:
             all_keys = self.policy.selector.evidence == "keys"
@@ -269,17 +239,10 @@ class _Reads:
     def _stored(self) -> StoredBytes:
         return self.forecast.stored_bytes(self.spans)
 
-    @functools.cached_property
-    def _coded(self) -> CodedBytes:
-        return self.forecast.coded_bytes(self.spans)
-
 
 def least_of(wanted: LoadOptions, config: ImpressConfig, policy: Policy) -> Quality:
-    """The worst quality that a request takes.
-
-    It takes what others blended if they computed at least the share again that it would itself.
-    """
+    """The worst quality that a request takes."""
     depth = config.depth(wanted.retention)
     if policy.exact(wanted) or not depth:
         return EXACT
-    return Quality(depth, wanted.retention, wanted.bits, wanted.share)
+    return Quality(depth, wanted.retention)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from impress_sglang.serving.paper.admission import AdmissionPlan
-from impress_sglang.serving.paper.loading import ExactLoading, Loaders, Loading, SelectiveLoading
+from impress_sglang.serving.paper.loading import SourceLoading
 from impress_sglang.serving.paper.prefetch import Prefetches
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.report import split_again
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import EXACT
-from impress_sglang.transfer.source import SegmentSource
+from impress_sglang.transfer.loader import PrefixLoader
 
 Allocate = Callable[[int], Tensor | None]
 
@@ -25,10 +25,10 @@ Allocate = Callable[[int], Tensor | None]
 class RequestOpener:
     """Makes `StoredRequest`s."""
 
-    def __init__(self, served: ServedStore, prefetches: Prefetches, loaders: Loaders) -> None:
+    def __init__(self, served: ServedStore, prefetches: Prefetches, loader: PrefixLoader) -> None:
         self._served = served
         self._prefetches = prefetches
-        self._loaders = loaders
+        self._loader = loader
 
     def open(
         self,
@@ -51,9 +51,6 @@ class RequestOpener:
             PrefixUnreadable: a segment is gone or cannot be opened.
         """
         store, prefetched = self._served.store, rid in self._prefetches
-        if plan.in_codes:
-            # Otherwise opening a source does it.
-            store.tree.touch(plan.match)
         prefetch = self._prefetches.take(rid, plan)
         source = plan.open_source(store) if prefetch is None else prefetch.source
         slots = allocate(plan.k)
@@ -61,11 +58,6 @@ class RequestOpener:
             store.close_source(source)
             return None
         store.ahead.join(source)
-        loading: Loading
-        if isinstance(source, SegmentSource):
-            loading = ExactLoading(self._loaders.exact, store, source)
-        else:
-            loading = SelectiveLoading(self._loaders.selective, store, source)
         report.update(
             path="ssd",
             prefix_tokens=plan.stop,
@@ -87,9 +79,8 @@ class RequestOpener:
             resident_slots=resident_slots,
             slots=slots,
             num_tokens=plan.work.stored,
-            bits=plan.estimate.bits,
             quality=plan.quality,
-            loading=loading,
+            loading=SourceLoading(self._loader, store, source),
             report=report,
             new_tokens=plan.work.new,
         )

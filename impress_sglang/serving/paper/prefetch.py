@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.transfer.source import SegmentSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Prefetch:
     """What is being read for one waiting request."""
 
     plan: AdmissionPlan
-    source: AnySource
+    source: SegmentSource
 
 
 class Prefetches:
@@ -56,7 +56,7 @@ class Prefetches:
         waiting = self._waiting.get(rid)
         if waiting is None or (plan is not None and not waiting.plan.same_tokens(plan)):
             return 1.0
-        return waiting.plan.unread(waiting.source)
+        return waiting.source.unread
 
     def there(self, rid: str, spans: Sequence[StoredSpan]) -> float:
         """The share of the layers of some spans that was read for a waiting request."""

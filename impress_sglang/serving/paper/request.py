@@ -6,11 +6,11 @@ import dataclasses
 
 from torch import Tensor
 
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.clocks import Stopwatch
 from impress_sglang.serving.paper.loading import Loading
 from impress_sglang.serving.report import split_again
 from impress_sglang.serving.why import damaged
-from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
@@ -35,7 +35,6 @@ class StoredRequest:
     resident_slots: Tensor  # int64 [resident]
     slots: Tensor  # int64 [k]
     num_tokens: int
-    bits: float  # of the prefix, per element
     quality: Quality  # of what is computed after the prefix
     loading: Loading | None
     report: dict[str, object]
@@ -130,9 +129,7 @@ def publish(request: StoredRequest) -> None:
         layers_by_probe=stats.layers_by_probe,
         layers_by_fallback=stats.layers_by_fallback,
         layers_whole=stats.layers_whole,
-        bits_mean=round(stats.mean_bits, 3),
-        base_bytes=stats.base_bytes,
-        plane_bytes=[count * BLOCK_BYTES for count in stats.planes],
+        bits_mean=EXACT_BITS,
         **request.reads.as_dict(),
         probe_ms=round(stats.probe_ms, 3),
         load_ms=round(stats.load_ms, 3),

@@ -19,7 +19,7 @@ from impress_sglang.options import OFF
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.paper.admission import Admission, AdmissionPlan
-from impress_sglang.serving.paper.loading import Loaders, RecomputedLoading
+from impress_sglang.serving.paper.loading import RecomputedLoading
 from impress_sglang.serving.paper.opening import Allocate, RequestOpener
 from impress_sglang.serving.paper.prefetch import Prefetches
 from impress_sglang.serving.paper.request import StoredRequest, publish
@@ -27,7 +27,7 @@ from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.serving import Serving
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.slots import LayerSlots
 
@@ -62,7 +62,7 @@ class ServingRuntime(Serving):
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not yet released, by id."""
         self._clock = clock_for(device)
-        self._loaders = Loaders.of(shape, self.policy)
+        self._loader = PrefixLoader(shape, self.policy.selector)
         self.prefetches = Prefetches(self.served)
         self.queue_order: QueueOrder | None = None
         """Reorders SGLang's queue; None if `--impress-schedule` is off."""
@@ -73,7 +73,7 @@ class ServingRuntime(Serving):
         )
         self.explainer = Explainer(config, self.served, self.admission.least)
         """Says why a request got its prefix, or got none."""
-        self._opener = RequestOpener(self.served, self.prefetches, self._loaders)
+        self._opener = RequestOpener(self.served, self.prefetches, self._loader)
 
     def open(
         self,
@@ -140,7 +140,7 @@ class ServingRuntime(Serving):
 
     def load_computed(self, request: StoredRequest, source: MemorySource) -> None:
         """Load the layers that are missing from KVs that were computed instead."""
-        request.load_computed(RecomputedLoading(self._loaders.exact, source))
+        request.load_computed(RecomputedLoading(self._loader, source))
 
     def fail(self, request: StoredRequest) -> None:
         """Fail a request whose prefix can neither be read nor computed; other requests go on."""
@@ -172,6 +172,6 @@ class ServingRuntime(Serving):
 
         def note(seconds: list[float]) -> None:
             took = max(seconds[0] - waited, 0.0)
-            self.estimator.note_load(work, took, whole=whole, bits=request.bits)
+            self.estimator.note_load(work, took, whole=whole)
 
         self._clock.when_known([stopwatch], note)

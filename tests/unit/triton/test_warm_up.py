@@ -31,7 +31,6 @@ from impress_sglang.transfer.kv_codec import KernelRestorer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.scoring import kernel_scorer
-from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
@@ -222,7 +221,7 @@ def make_requests(server: Server, directory: Path, reader: BlockReader) -> None:
 def make_coded_requests(
     server: Server, prefix: Prefix, directory: Path, reader: BlockReader
 ) -> None:
-    """For whole prefixes and, where a server has a rule to choose by, for parts."""
+    """For whole prefixes in all bits."""
     shape = server.shape
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
@@ -230,21 +229,7 @@ def make_coded_requests(
         case.request(planes)
         for layer in range(shape.num_layers):
             case.load(layer, KernelCodeWriter(CPU))
-        for new, resident in zip(prefix.new, RESIDENT, strict=False):
-            inputs = layer_inputs(shape, new, resident)
-            for k in prefix.used if server.rule is not None else ():
-                if k < case.num_tokens:
-                    load_selected(case, k, planes, inputs)
     case.close()
-
-
-def load_selected(case: CodedCase, k: int, planes: int, inputs: LayerInputs) -> None:
-    case.source.close()
-    case.source = case.open(case.spans, planes)
-    loader = SelectiveLoader(case.shape, kernel_scorer(), KernelCodeWriter(CPU))
-    for layer in range(case.shape.num_layers):
-        slots = LayerSlots.fresh(k, case.shape, CPU)
-        loader.load(layer, case.source, inputs, slots, LoadStats())
 
 
 def load(case: Case, rule: TokenSelector, k: int, inputs: LayerInputs) -> None:
