@@ -43,8 +43,8 @@ BITS_TEXT = ", ".join(f"{bits:g}" for bits in BITS)
 # Of a request that asks for none, and the fewest that `AUTO` gives.
 USUAL_BITS = 6.0
 ON, OFF = "on", "off"
-CLASSES, ESTIMATE, SHORTEST = "classes", "estimate", "shortest"
-SCHEDULES = (OFF, CLASSES, ESTIMATE, SHORTEST)
+CLASSES, SHORTEST = "classes", "shortest"
+SCHEDULES = (OFF, CLASSES, SHORTEST)
 # How a request chooses which tokens of reused text are computed again.
 DEVIATION, FIRST, RANDOM = "deviation", "first", "random"
 BLEND_SELECTORS = (FIRST, DEVIATION, RANDOM)
@@ -290,10 +290,9 @@ OPTIONS: tuple[Option, ...] = (
         str,
         one_of(SCHEDULES),
         "How the first 16 queued requests of equal priority change places. classes: requests that "
-        "are ready go before those to compute, these before those to read. estimate: the shortest "
-        "wait for the drive goes first. shortest: the shortest prefill, among requests that need "
-        "not wait for the drive. A request that was delayed by its own service time is not "
-        "overtaken again. off: they keep their places.",
+        "are ready go before those to compute, these before those to read. shortest: the shortest "
+        "prefill, among requests that need not wait for the drive. A request that was delayed by "
+        "its own service time is not overtaken again. off: they keep their places.",
     ),
     Option(
         "load",

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from impress_sglang.options import CLASSES, ESTIMATE, SHORTEST
+from impress_sglang.options import CLASSES, SHORTEST
 from impress_sglang.serving.estimate import Estimate
 
 WINDOW = 16
@@ -70,11 +70,7 @@ def _shortest(state: CacheState, unread: float) -> Rank:
     return estimate.unhidden(unread) > 0.0, estimate.seconds(unread)
 
 
-RANKS: dict[str, Callable[[CacheState, float], Rank]] = {
-    CLASSES: _class,
-    ESTIMATE: lambda state, unread: (state.estimate.unhidden(unread),),
-    SHORTEST: _shortest,
-}
+RANKS: dict[str, Callable[[CacheState, float], Rank]] = {CLASSES: _class, SHORTEST: _shortest}
 """From the state of a request, and the share of its reads that is left, to its rank."""
 
 

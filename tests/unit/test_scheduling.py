@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.options import CLASSES, ESTIMATE, SHORTEST
+from impress_sglang.options import CLASSES, SHORTEST
 from impress_sglang.serving.estimate import Estimate
 from impress_sglang.serving.scheduling import LOOK_SHARE, WINDOW, CacheState, QueueOrder
 
@@ -51,7 +51,6 @@ def arranged(order: QueueOrder, *rids: str) -> list[str]:
     ("schedule", "expected"),
     [
         (CLASSES, ["hidden", "ready", "unknown", "slower", "slow"]),
-        (ESTIMATE, ["unknown", "hidden", "ready", "slow", "slower"]),
         (SHORTEST, ["ready", "hidden", "unknown", "slow", "slower"]),
     ],
 )
@@ -204,7 +203,7 @@ class World:
 
 
 @given(
-    schedule=st.sampled_from([CLASSES, ESTIMATE, SHORTEST]),
+    schedule=st.sampled_from([CLASSES, SHORTEST]),
     policy=st.sampled_from(["fcfs", "priority", "shuffles"]),
     priorities=st.integers(1, 3),
     steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=40),
