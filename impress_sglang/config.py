@@ -65,7 +65,6 @@ class ImpressConfig:
     blend: float | str = "off"
     blend_min_tokens: int = 512
     blend_seconds: float = 5.0
-    blend_select: str = "deviation"
     truncate: float | str = "off"
     io_timeout: float = 10.0
     device_gb: float = 0.5

@@ -46,8 +46,6 @@ ON, OFF = "on", "off"
 CLASSES, SHORTEST = "classes", "shortest"
 SCHEDULES = (OFF, CLASSES, SHORTEST)
 # How a request chooses which tokens of reused text are computed again.
-DEVIATION, FIRST, RANDOM = "deviation", "first", "random"
-BLEND_SELECTORS = (FIRST, DEVIATION, RANDOM)
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -328,14 +326,6 @@ OPTIONS: tuple[Option, ...] = (
         Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60),
         "Most seconds of computing that a blend may take. A request that would need more is "
         "computed instead.",
-    ),
-    Option(
-        "blend_select",
-        str,
-        one_of(BLEND_SELECTORS),
-        "Which tokens of reused text are computed again. first: the first ones of each run. "
-        "deviation: those whose KVs differ most from computed ones in the second layer, and fewer "
-        "from layer to layer. random: a baseline.",
     ),
     Option(
         "truncate",

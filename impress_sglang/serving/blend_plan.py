@@ -68,9 +68,7 @@ class BlendPlan:
         estimate: how long blending it takes.
         runs: what is read, from the first token that is not resident.
         kinds: uint8 [work.stored], the `Kind` of each token behind the resident ones.
-        again: the share of the tokens that are stored elsewhere which is computed, on average over
-            the layers.
-        share: the same of those that are `REUSED`.
+        share: how many of the `REUSED` tokens are computed, on average over the layers.
         read_tokens: at most so many tokens are read at once.
         notes: those of its request.
     """
@@ -81,7 +79,6 @@ class BlendPlan:
     estimate: Estimate
     runs: tuple[Run, ...]
     kinds: Uint8s = dataclasses.field(compare=False)
-    again: float
     share: float
     read_tokens: int
     notes: BlendNotes = dataclasses.field(compare=False)
@@ -114,7 +111,7 @@ class BlendPlan:
     @property
     def quality(self) -> Quality:
         """The quality of what is blended, and of what is computed after it."""
-        return self.match.quality.after(1.0, self.estimate.bits, self.again)
+        return self.match.quality.after(1.0, self.estimate.bits, self.share)
 
     @property
     def reused(self) -> int:

@@ -23,7 +23,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.stored import StoredMatch
-from impress_sglang.options import AUTO, AUTO_SHARE, DEVIATION, FIRST, OFF
+from impress_sglang.options import AUTO, AUTO_SHARE, OFF
 from impress_sglang.precision.codec import planes_of
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, BlendPlan, Kind, runs_of
 from impress_sglang.serving.estimate import MORE_BITS, Estimate, Estimator, RequestLengths
@@ -189,12 +189,6 @@ class BlendPlanner:
             if self._too_slow(hopeful, usual) or not self._may_measure(estimate, notes):
                 return refusal
             estimate = hopeful
-        again = share
-        if self._config.blend_select != DEVIATION:
-            runs = self._compute_some(kinds, runs, resident_len, share)
-            share = 0.0
-        if not runs:
-            return None
         plan = BlendPlan(
             match=match,
             work=work,
@@ -202,7 +196,6 @@ class BlendPlanner:
             estimate=dataclasses.replace(estimate, bits=bits),
             runs=(*prefix, *runs),
             kinds=kinds,
-            again=again,
             share=share,
             read_tokens=self._read_tokens,
             notes=notes,
@@ -268,32 +261,12 @@ class BlendPlanner:
 
         All is read before anything is computed.
         """
-        again = share
-        if share and self._config.blend_select == DEVIATION:
-            again = min(share + CHECKED_LAYERS / self._shape.num_layers, 1.0)
+        checked = CHECKED_LAYERS / self._shape.num_layers if share else 0.0
+        again = min(share + checked, 1.0)
         counts = np.bincount(kinds, minlength=len(Kind))
         computed = float(counts[Kind.COMPUTED] + again * counts[Kind.REUSED])
         estimate = self._estimator.estimate_blend(work, computed, io, measured=measured)
         return dataclasses.replace(estimate, overlapped=False)
-
-    def _compute_some(
-        self, kinds: Uint8s, runs: Sequence[Run], resident_len: int, share: float
-    ) -> list[Run]:
-        """Mark a share of the reused tokens as computed in all layers, in place.
-
-        Returns what is still to be read.
-        """
-        random, rest = np.random.default_rng(0), []
-        for run in runs:
-            count = round(share * len(run))
-            first = run.start - resident_len
-            if self._config.blend_select == FIRST:
-                kinds[first : first + count] = Kind.COMPUTED
-                rest += [run.part(run.start + count, run.stop)] if count < len(run) else []
-            else:
-                kinds[first + random.permutation(len(run))[:count]] = Kind.COMPUTED
-                rest.append(run)
-        return rest
 
 
 def _can_be_read(found: FoundRuns | None, num_tokens: int) -> bool:

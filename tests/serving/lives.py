@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from impress_sglang.options import BLEND_SELECTORS
 from tests.damage import put_back, take_away
 from tests.fault_control import FaultControl
 from tests.faults import READS, Rule, dead_disk, read_only
@@ -140,8 +139,7 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     retracts = chance.random() < 0.5 or scheduler == PRIORITIES
     weights = chance.choice("ab")
     if not parts:
-        select = chance.choice(BLEND_SELECTORS)
-        flags += ["--impress-blend=0", f"--impress-blend-select={select}", LEAST_BLEND]
+        flags += ["--impress-blend=0", LEAST_BLEND]
     is_killed = number % 2 == 0
     return Setting(weights, usual, tuple(flags), retracts, not parts, parts, is_killed, quota_gb)
 

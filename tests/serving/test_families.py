@@ -28,8 +28,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def server(family: str, workdir: Path, serve: Serve) -> Iterator[Server]:
     """What learns positions cannot blend."""
-    blends = ("--impress-blend=auto", "--impress-blend-select=random")
-    flags = (*FLAGS, *(blends if family != "opt" else ()))
+    flags = (*FLAGS, *(("--impress-blend=auto",) if family != "opt" else ()))
     with serve(family, *flags, model=make_model(family, workdir / family)) as server:
         yield server
 

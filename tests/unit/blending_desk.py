@@ -28,7 +28,6 @@ OPTIONS: dict[str, Any] = {
     "policy": "impress",
     "blend": 0.0,
     "blend_min_tokens": 100,
-    "blend_select": "first",
     "load": "always",
 }
 APPROXIMATE = LoadOptions(bits=6.0, blend=0.0)
