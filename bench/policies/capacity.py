@@ -53,10 +53,9 @@ from bench.traffic.sessions import TRACE, read_sessions
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.policies import make_policy
-from impress_sglang.management.quota import Quota
+from impress_sglang.management.quota import Quota, WriteBudget
 from impress_sglang.management.stored import StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
-from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.kv_class import KVClass

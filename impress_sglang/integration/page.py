@@ -59,7 +59,7 @@ def look(cache: ServedCache, text: str | None) -> str:
 def _all(cache: ServedCache, after: int) -> dict[str, Any]:
     recent, stats = cache.recent, cache.summary()
     store = cache.served.opened
-    latest = () if store is None else itertools.islice(store.tree.uses.latest(), MOST_SEGMENTS)
+    latest = () if store is None else itertools.islice(store.tree.order.latest(), MOST_SEGMENTS)
     return {
         "since": recent.since,
         "now": recent.now(),
@@ -102,7 +102,7 @@ def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> 
         "host_bytes": int(cached[Tier.HOST]),
         "device_bytes": int(cached[Tier.DEVICE]),
         "hits": segment.hits,
-        "uses_ago": store.tree.uses.now - segment.last_access,
+        "uses_ago": store.tree.order.now - segment.last_access,
         "pinned": segment.segment_id in store.pins,
         "state": segment.state.value,
         "priority": info.priority.name.lower(),

@@ -8,15 +8,14 @@ to which chunks pages belong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from impress_sglang.management.health import Health
+from impress_sglang.management.disk import StoreDisk
+from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState
-from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.management.writing import SegmentWrites
-from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import CACHES
 
 # The most that one step checks.
@@ -29,20 +28,19 @@ class StoreChecks:
 
     def __init__(
         self,
-        tree: StoredTree,
+        disk: StoreDisk,
         writes: SegmentWrites,
         quota: Quota,
-        health: Health,
         versions: SegmentVersions,
-        caches: Sequence[ChunkCache],
+        memory: StoreMemory,
     ) -> None:
         """Begin with nothing checked."""
-        self._tree = tree
+        self._tree = disk.tree
         self._writes = writes
         self._quota = quota
-        self._health = health
+        self._health = disk.health
         self._versions = versions
-        self._caches = caches
+        self._caches = memory.cache, memory.codes
 
     def check_integrity(self) -> None:
         """Compare everything at once.

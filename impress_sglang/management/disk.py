@@ -21,11 +21,11 @@ from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, SegmentUnreadable
 from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.disk_worker import DiskWorker
+from impress_sglang.management.eviction_order import EvictionOrder
 from impress_sglang.management.health import Health, Task, Work
 from impress_sglang.management.pins import Pins
 from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.stored import StoredSegment
-from impress_sglang.management.uses import Uses
 from impress_sglang.options import OFF
 from impress_sglang.precision.floors import CodingMeter
 from impress_sglang.storage.directory import (
@@ -130,7 +130,7 @@ class StoreDisk:
         error = SegmentUnreadable(task.info.segment_id, "can never be read")
         return self.worker.submit(self.worker.condemn, error)
 
-    def note_uses(self, uses: Uses) -> None:
+    def note_uses(self, uses: EvictionOrder) -> None:
         """Record now and then which segments were used, so that it outlasts a killed process."""
         if time.monotonic() < self._note_at:
             return

@@ -141,7 +141,7 @@ class OpenSegments:
                 segments.append(self.acquire(span.segment))
         except BaseException:
             for done in segments:
-                self.release(done.segment_id)
+                self._versions.release(done.segment_id)
             raise
         return segments
 
@@ -159,7 +159,7 @@ class OpenSegments:
         for source in ended:
             self._closing.remove(source)
             for segment_id in source.segment_ids:
-                self.release(segment_id)
+                self._versions.release(segment_id)
 
     def close(self, seconds: float) -> None:
         """Release the segments that can be released in `seconds`, and end the thread."""
@@ -182,15 +182,6 @@ class OpenSegments:
             self._versions.acquire(stored, segment)
             self._disk.meter.note(segment.floors)
         return segment
-
-    def release(self, segment_id: str) -> None:
-        """End one reader of a segment."""
-        self._versions.release(segment_id)
-
-    def is_read(self, segment_id: str) -> bool:
-        """Whether a segment has readers."""
-        version = self._versions.get(segment_id)
-        return version is not None and version.readers > 0
 
     def _open(self, stored: StoredSegment) -> OpenSegment:
         path = self._disk.directory.segment_path(stored.segment_id)

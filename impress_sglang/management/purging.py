@@ -207,7 +207,7 @@ class Expiry:
 
     def poll(self, store: PrefixStore) -> None:
         """Start looks that are due, and remove segments that are too old; never waits."""
-        if due := store.tree.uses.take_due(self._wall_clock(), MOST_SEGMENTS):
+        if due := store.tree.order.take_due(self._wall_clock(), MOST_SEGMENTS):
             due.sort(key=lambda own: -own.info.prefix_len)
             store.writes.discard(due, Cause.EXPIRED)
         if self._seconds and self._purge is None and self._clock() >= self._look_at:

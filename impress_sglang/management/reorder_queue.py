@@ -36,30 +36,23 @@ class ReorderStats:
     bytes_written: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a rewrite to a file of `new_bytes` ended.
+@dataclasses.dataclass(slots=True)
+class Reordering:
+    """A rewrite to a file of `new_bytes` of a segment that was `old_id` with `old_bytes`.
 
-    `taken_over`: the segment, which was `old_id` with `old_bytes`, has its new version in the tree.
-    `discard`: name of a new file that is useless and must be removed. `error`: why it failed.
+    `taken_over`: the segment has its new version in the tree. `useless`: there may be a new file,
+    which must be removed. `error`: why it failed.
     """
 
     segment: StoredSegment
     old_id: str
     old_bytes: int
     new_bytes: int
-    taken_over: bool = False
-    discard: str | None = None
-    error: BaseException | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    segment: StoredSegment
-    old_id: str
     rewrite: Rewrite
-    file_bytes: int
     future: Future[Shares | None]
+    taken_over: bool = False
+    useless: bool = False
+    error: BaseException | None = None
 
 
 class ReorderQueue:
@@ -85,7 +78,7 @@ class ReorderQueue:
         self._next_look = time.monotonic() + interval
         self._rewriter = rewriter
         self._queue: collections.deque[tuple[StoredSegment, bool]] = collections.deque()
-        self._job: _Job | None = None
+        self._job: Reordering | None = None
         # Segments that were read since the last look.
         self._read: dict[str, None] = {}
 
@@ -97,7 +90,7 @@ class ReorderQueue:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the file that is being written."""
-        return 0 if self._job is None else self._job.file_bytes
+        return 0 if self._job is None else self._job.new_bytes
 
     def note_read(self, segment_ids: Iterable[str]) -> None:
         """Note that these segments were read, so that a rewrite may pay now."""
@@ -162,29 +155,27 @@ class ReorderQueue:
         if self._job is not None and self._job.segment is segment:
             self._job.rewrite.left.set()
 
-    def take_finished(self) -> Outcome | None:
-        """How the running rewrite has ended; None if it has not."""
+    def take_finished(self) -> Reordering | None:
+        """The running rewrite, if it has ended."""
         job = self._job
         if job is None or not job.future.done():
             return None
-        error = job.future.exception()
         self._job = None
-        self._readers.release(job.old_id)
-        ended = Outcome(job.segment, job.old_id, job.segment.file_bytes, job.file_bytes)
-        if error is not None:
-            if not isinstance(error, WriteAbandoned):
+        self._versions.release(job.old_id)
+        job.error = job.future.exception()
+        if job.error is not None:
+            if not isinstance(job.error, WriteAbandoned):
                 self.stats.failed += 1
-                logger.warning("a segment could not be reordered: %s", error)
+                logger.warning("a segment could not be reordered: %s", job.error)
             # Perhaps the file is published already, or could not be removed.
-            return dataclasses.replace(ended, error=error, discard=job.rewrite.info.segment_id)
-        shares = job.future.result()
-        if shares is None:
+            job.useless = True
+        elif (shares := job.future.result()) is None:
             self.stats.not_worth += 1
-            return ended
-        if self._tree.get(job.old_id) is not job.segment or not job.segment.on_disk:
-            return dataclasses.replace(ended, discard=job.rewrite.info.segment_id)
-        self._take_over(job, shares)
-        return dataclasses.replace(ended, taken_over=True)
+        elif self._tree.get(job.old_id) is not job.segment or not job.segment.on_disk:
+            job.useless = True
+        else:
+            self._take_over(job, shares)
+        return job
 
     def summary(self) -> dict[str, int]:
         """Counters for the statistics page; `pending` segments are being rewritten or wait."""
@@ -216,16 +207,19 @@ class ReorderQueue:
             force,
         )
         future = self._rewriter.submit(rewrite)
-        self._job = _Job(segment, segment.segment_id, rewrite, file_bytes, future)
+        self._job = Reordering(
+            segment, segment.segment_id, segment.file_bytes, file_bytes, rewrite, future
+        )
 
-    def _take_over(self, job: _Job, shares: Shares) -> None:
+    def _take_over(self, job: Reordering, shares: Shares) -> None:
         assert job.segment.history is not None
-        self._tree.replace(job.segment, job.rewrite.info, job.file_bytes)
+        self._tree.replace(job.segment, job.rewrite.info, job.new_bytes)
         self._versions.succeed(job.old_id, job.segment, shares)
         self._versions.retire(job.old_id)
         job.segment.history.ssd_bytes = 0
+        job.taken_over = True
         self.stats.segments += 1
-        self.stats.bytes_written += job.file_bytes
+        self.stats.bytes_written += job.new_bytes
 
 
 def _may_pay(segment: StoredSegment, force: bool) -> bool:

@@ -138,11 +138,11 @@ def restore_segments(
         segments,
         key=lambda s: (s.info.prefix_len, -s.last_access, -s.info.generation, s.segment_id),
     )
-    tree.uses.go_on_from(max((s.last_access for s in ordered), default=0))
+    tree.order.go_on_from(max((s.last_access for s in ordered), default=0))
     restoring = _Restoring(tree)
     others = restoring.put_below(ordered, parents or {})
     lost = restoring.put_anywhere(others) if others else []
-    tree.uses.sort()
+    tree.order.sort()
     return lost
 
 

@@ -32,12 +32,11 @@ from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.open_segments import AnySource, OpenSegments
 from impress_sglang.management.policies import make_policy
-from impress_sglang.management.quota import Quota
-from impress_sglang.management.reorder_queue import Outcome, ReorderQueue
+from impress_sglang.management.quota import Quota, WriteBudget
+from impress_sglang.management.reorder_queue import Reordering, ReorderQueue
 from impress_sglang.management.segment_rewriter import SegmentRewriter
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions, certain_columns
-from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import SegmentWrites, StoreStats
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -142,7 +141,7 @@ class PrefixStore:
         self._quota = Quota(
             config,
             self._disk,
-            lambda own: self._readers.is_read(own) or own in self._lookahead or own in self.pins,
+            self._is_needed,
             lambda: self.reorders.reserved_bytes,
             budget or WriteBudget(config.write_gb_per_day),
         )
@@ -157,10 +156,7 @@ class PrefixStore:
             self._evict,
             codec,
         )
-        caches = self._memory.cache, self._memory.codes
-        self.checks = StoreChecks(
-            self.tree, self.writes, self._quota, self.health, self.versions, caches
-        )
+        self.checks = StoreChecks(self._disk, self.writes, self._quota, self.versions, self._memory)
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
         """The longest published prefix of `tokens` in a quality of at least `least`."""
@@ -270,7 +266,7 @@ class PrefixStore:
             self._settle(outcome)
         if not self.health.writable:
             return
-        self._disk.note_uses(self.tree.uses)
+        self._disk.note_uses(self.tree.order)
         gap_bytes, removing_bytes = self._reader.cost.gap_bytes, self.worker.removing_bytes
         try:
             self.reorders.poll(gap_bytes, self._quota.has_room, removing_bytes)
@@ -349,7 +345,7 @@ class PrefixStore:
             self._readers.close(seconds)
             self._reader.close()
         finally:
-            self._disk.close(self.tree.uses.take_changed(len(self.tree)))
+            self._disk.close(self.tree.order.take_changed(len(self.tree)))
 
     def _end_measuring(self, *, wait: bool = False) -> None:
         """Close the source of a measurement if that has ended; with `wait`, in any case."""
@@ -357,7 +353,7 @@ class PrefixStore:
             self.close_source(self._measuring)
             self._measuring = None
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: Reordering) -> None:
         """Update quota, files and index after a rewrite."""
         segment = outcome.segment
         if outcome.taken_over:
@@ -370,12 +366,17 @@ class PrefixStore:
             self.health.suspects.pop(outcome.old_id, None)
             segment.state = SegmentState.READY
             self.worker.replace(outcome.old_id, outcome.old_bytes, segment.entry)
-        if outcome.discard is not None:
-            self.worker.delete({outcome.discard: outcome.new_bytes})
+        if outcome.useless:
+            self.worker.delete({outcome.rewrite.info.segment_id: outcome.new_bytes})
         if isinstance(outcome.error, PrefixUnreadable):
             self.report(outcome.error)
         elif isinstance(outcome.error, OSError):
             self.health.failed("a segment could not be reordered", outcome.error, reading=False)
+
+    def _is_needed(self, segment_id: str) -> bool:
+        version = self.versions.get(segment_id)
+        is_read = version is not None and version.readers > 0
+        return is_read or segment_id in self._lookahead or segment_id in self.pins
 
     def _evict(self, segments: Sequence[StoredSegment], cause: Cause = Cause.EVICTED) -> None:
         """Remove segments and their files, each before the segment that it builds on."""

@@ -28,9 +28,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from impress_sglang.management.content import ContentIndex
+from impress_sglang.management.eviction_order import EvictionOrder
 from impress_sglang.management.nodes import Node, deepest_first
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
-from impress_sglang.management.uses import Uses
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common_prefix_len
 
@@ -55,7 +55,7 @@ class StoredTree:
         self._segments: OrderedDict[str, StoredSegment] = OrderedDict()
         self.file_bytes = 0
         """Bytes of the files of all segments, including those that are being written."""
-        self.uses = Uses()
+        self.order = EvictionOrder()
         """The order in which segments were used."""
         self.replaced = 0
         """How often a segment got another file; each time it becomes the next to be checked."""
@@ -137,7 +137,7 @@ class StoredTree:
     def touch(self, match: StoredMatch) -> None:
         """Count an access to every segment of a match."""
         if match.spans:
-            self.uses.note(match.spans[-1].segment)
+            self.order.note(match.spans[-1].segment)
         for span in match.spans:
             span.segment.hits += 1
 
@@ -177,7 +177,7 @@ class StoredTree:
             self.content.rename(segment.segment_id, info.segment_id)
         self.file_bytes += file_bytes - segment.file_bytes
         segment.info, segment.file_bytes = info, file_bytes
-        self.uses.change(segment)
+        self.order.change(segment)
         # In front, not behind the segments checked already: perhaps it was not checked yet.
         self._segments.move_to_end(info.segment_id, last=False)
         self.replaced += 1
@@ -209,7 +209,7 @@ class StoredTree:
                 assert node.parent is not None
                 node = node.parent
         if node.segment is not None:
-            self.uses.settle(node.segment)
+            self.order.settle(node.segment)
 
     def check_integrity(self) -> None:
         """Recompute every invariant from the nodes.
@@ -225,7 +225,7 @@ class StoredTree:
         segments = list(self._segments.values())
         assert covered == {own: own.info.num_tokens for own in segments}
         assert self.file_bytes == sum(own.file_bytes for own in segments)
-        self.uses.check_integrity(s for s in segments if s.state is not SegmentState.LOST)
+        self.order.check_integrity(s for s in segments if s.state is not SegmentState.LOST)
         dependents = Counter((s.parent, s.level) for s in segments)
         for segment in segments:
             self.check(segment, segment.info.num_tokens)
@@ -259,7 +259,7 @@ class StoredTree:
             assert self._segments[above.segment_id] is above
             assert above.info.namespace == info.namespace
             assert above.info.quality.suffices(info.quality)
-        self.uses.check(segment)
+        self.order.check(segment)
 
     def _attach(self, segment: StoredSegment, parent: Node) -> bool:
         """Attach a segment below a node, filling the holes there; False if impossible."""
@@ -276,7 +276,7 @@ class StoredTree:
             if node.segment is not None and node.segment is not segment:
                 self._forget(node.segment)
         self._own(segment, nodes)
-        self.uses.add(segment)
+        self.order.add(segment)
         return True
 
     def _holes(self, parent: Node, info: SegmentInfo) -> tuple[list[Node], Tokens]:
@@ -300,7 +300,7 @@ class StoredTree:
                 if below.segment is not None and below.segment is not segment:
                     below.segment.parent = segment
                     segment.dependents[below.segment.level] += 1
-                    self.uses.change(below.segment)
+                    self.order.change(below.segment)
         assert start == 0 and nodes[0].parent is not None
         segment.parent = nodes[0].parent.segment
         segment.level = segment.own_level
@@ -318,7 +318,7 @@ class StoredTree:
         self.file_bytes -= segment.file_bytes
         if self.content is not None:
             self.content.discard(segment)
-        self.uses.remove(segment)
+        self.order.remove(segment)
         if segment.parent is not None:
             segment.parent.dependents[segment.level] -= 1
 

@@ -30,7 +30,7 @@ from impress_sglang.transfer.expectation import BlockHistory, first_shares
 
 
 @dataclasses.dataclass(slots=True)
-class Version:
+class CachedSegment:
     """One file: its chunk ids, and its readers while it has any.
 
     `columns` and `codes`: the first id of their chunks; None until they are read. `blocks`: what is
@@ -79,30 +79,30 @@ class SegmentVersions:
         self._retention = retention
         self._certain = np.array(certain)
         self._by_importance = by_importance
-        self._versions: dict[str, Version] = {}
+        self._versions: dict[str, CachedSegment] = {}
         # What requests wait for, including segments that were not read yet.
         self._awaited: dict[str, Sequence[AwaitedRange]] = {}
 
-    def __getitem__(self, segment_id: str) -> Version:
+    def __getitem__(self, segment_id: str) -> CachedSegment:
         return self._versions[segment_id]
 
-    def get(self, segment_id: str) -> Version | None:
+    def get(self, segment_id: str) -> CachedSegment | None:
         """The version of a segment; None if it was not read."""
         return self._versions.get(segment_id)
 
     @locked
-    def of(self, stored: StoredSegment) -> Version:
+    def of(self, stored: StoredSegment) -> CachedSegment:
         """The version of a segment, which is made if the segment was not read before."""
         version = self._versions.get(stored.segment_id)
         if version is None:
-            version = Version(stored.segment_id, stored.info.layout(), stored.info.reordered)
+            version = CachedSegment(stored.segment_id, stored.info.layout(), stored.info.reordered)
             # Another thread may have evicted it meanwhile, and has retired all that there was.
             version.retired = stored.state is SegmentState.LOST
             self._versions[stored.segment_id] = version
         return version
 
     @locked
-    def blocks(self, version: Version) -> BlockHistory:
+    def blocks(self, version: CachedSegment) -> BlockHistory:
         """What is known of the blocks of exact KVs of a version."""
         if version.blocks is None:
             layout = version.layout
@@ -111,7 +111,7 @@ class SegmentVersions:
         return version.blocks
 
     @locked
-    def columns(self, version: Version) -> int:
+    def columns(self, version: CachedSegment) -> int:
         """The first id of a version's chunks of exact KVs, which are about to be read."""
         if version.columns is None:
             version.columns = self._cache.attach(self._cache.page.chunk_pages(version.layout))
@@ -120,7 +120,7 @@ class SegmentVersions:
         return version.columns
 
     @locked
-    def codes(self, version: Version) -> int:
+    def codes(self, version: CachedSegment) -> int:
         """The first id of a version's chunks in codes, which are about to be read."""
         if version.codes is None:
             assert version.layout.codes, "the store has no codes"
@@ -129,7 +129,7 @@ class SegmentVersions:
                 self._expect_codes(version, ranges)
         return version.codes
 
-    def tiers(self, version: Version, *, codes: bool) -> npt.NDArray[np.uint8]:
+    def tiers(self, version: CachedSegment, *, codes: bool) -> npt.NDArray[np.uint8]:
         """The tier of each of a version's chunks, of exact KVs or in codes, `Tier` values."""
         if codes:
             return _tiers(self._codes, version.codes, self._num_codes(version))
@@ -151,7 +151,7 @@ class SegmentVersions:
                 self._expect_columns(version, ranges)
                 self._expect_codes(version, ranges)
 
-    def _expect_columns(self, version: Version, ranges: Sequence[AwaitedRange]) -> None:
+    def _expect_columns(self, version: CachedSegment, ranges: Sequence[AwaitedRange]) -> None:
         if version.columns is None:
             return
         layout = version.layout
@@ -163,7 +163,7 @@ class SegmentVersions:
         starts = layers[:, None] + layout.num_chunks * self._certain
         self._cache.expect(starts.reshape(-1), chunks)
 
-    def _expect_codes(self, version: Version, ranges: Sequence[AwaitedRange]) -> None:
+    def _expect_codes(self, version: CachedSegment, ranges: Sequence[AwaitedRange]) -> None:
         if version.codes is None:
             return
         layout = version.layout.codes[0]
@@ -251,7 +251,7 @@ class SegmentVersions:
         if old is None:
             return
         layout = new.info.layout()
-        version = Version(new.segment_id, layout, new.info.reordered)
+        version = CachedSegment(new.segment_id, layout, new.info.reordered)
         self._versions[new.segment_id] = version
         if old.columns is None:
             return
@@ -299,13 +299,13 @@ class SegmentVersions:
         if version.columns is not None:
             self._cache.detach(version.columns, version.layout.total_chunks)
 
-    def _num_codes(self, version: Version) -> int:
+    def _num_codes(self, version: CachedSegment) -> int:
         """How many chunks in codes a version has."""
         assert version.layout.codes, "the store has no codes"
         return self._shape.num_layers * len(chunks_of(version.layout.codes[0]).count)
 
 
-def _check_readers(version: Version) -> None:
+def _check_readers(version: CachedSegment) -> None:
     assert version.readers >= 0
     assert (version.segment is not None) == (version.readers > 0)
 

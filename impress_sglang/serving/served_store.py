@@ -18,8 +18,8 @@ from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.purging import Expiry, MultiStepJobs, Purge
+from impress_sglang.management.quota import WriteBudget
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.wear import WriteBudget
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.threads import BackgroundThread
 from impress_sglang.transfer.kv_codec import KVCodec

@@ -106,7 +106,7 @@ DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
     "a second look": lambda _, own: setattr(own, "state", SegmentState.SUSPECT),
     "a level": lambda _, own: setattr(own, "level", Priority.LOW),
     "what builds on it": lambda _, own: own.parent.dependents.__setitem__(1, 0),  # type: ignore
-    "an order": lambda store, own: store.tree.uses.remove(own),
+    "an order": lambda store, own: store.tree.order.remove(own),
     "a use": lambda _, own: setattr(own, "last_access", 10**6),
     "tokens": lambda _, own: object.__setattr__(own.info, "tokens", own.info.tokens + 1),
     "a parent": lambda _, own: setattr(own, "parent", None),

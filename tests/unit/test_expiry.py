@@ -210,7 +210,7 @@ def test_what_is_due_while_it_is_written_does_not_stay(bench: Workbench) -> None
 def test_times_of_what_has_gone_are_forgotten(bench: Workbench) -> None:
     store = bench.open(ssd_gb=store_factory.gb(2 * bench.one))
     bench.put_all(store, *range(20), ttl=HOUR)
-    assert len(store.tree.uses._due) <= 5
+    assert len(store.tree.order._due) <= 5
 
 
 LENGTH = 4 * BLOCK_TOKENS

@@ -267,7 +267,7 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(
         for span in look_up(store, range(400)).spans:
             segment = store._readers.acquire(span.segment)
             found.append(segment.floors.tolist())
-            store._readers.release(segment.segment_id)
+            store.versions.release(segment.segment_id)
         return found
 
     coded = calls_of(monkeypatch, layer_codec, "encode_codes")

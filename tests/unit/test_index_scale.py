@@ -125,7 +125,7 @@ def test_the_order_of_use_is_that_of_before() -> None:
 
     tree = restored(segments, parents)
 
-    names = [segment.segment_id for segment in tree.uses]
+    names = [segment.segment_id for segment in tree.order]
     assert names[:3] == ["00000-4", "00000-3", "00000-2"], "what builds on others goes first"
     assert names[-2:] == ["00000-1", "00000-0"], "a use is one of all that it builds on"
     assert segments[0].last_access == 9

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from impress_sglang.management.health import Health
-from impress_sglang.management.wear import WriteBudget
+from impress_sglang.management.quota import WriteBudget
 from impress_sglang.management.writing import StoreStats
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PERIOD_SECONDS, PREFIX, ServingMetrics
 from impress_sglang.serving.report import RequestTotals, new_report, split_tokens

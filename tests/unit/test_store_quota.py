@@ -10,9 +10,8 @@ import pytest
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management import disk_worker
 from impress_sglang.management.lookahead import LookAhead
-from impress_sglang.management.quota import Quota
+from impress_sglang.management.quota import Quota, WriteBudget
 from impress_sglang.management.tree import StoredTree
-from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory as stores
@@ -268,7 +267,7 @@ def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Wor
 
     assert bench.offer(store, offered, quality=stores.QUARTER) is StoreOutcome.NO_SPACE
 
-    store._readers.release(read.segment_id)
+    store.versions.release(read.segment_id)
     check_rows(store, best)
     assert store.stats.segments_evicted == 0
 

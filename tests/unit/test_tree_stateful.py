@@ -98,9 +98,9 @@ class TreeMachine(RuleBasedStateMachine):
         """Or it is needed when others go."""
         segment = self.segments[self.pick(data).name]
 
-        self.tree.uses.note(segment, passed)
+        self.tree.order.note(segment, passed)
 
-        assert next(self.tree.uses.latest()).last_access == segment.last_access
+        assert next(self.tree.order.latest()).last_access == segment.last_access
         assert segment.level >= max(passed, segment.info.priority)
 
     @precondition(lambda self: self.model.segments)

@@ -15,7 +15,7 @@ from impress_sglang.storage.segment import Priority
 _Order: TypeAlias = OrderedDict[StoredSegment, None]
 
 
-class Uses:
+class EvictionOrder:
     """Segments that have a file or will have one: lowest level first, then least recently used.
 
     A use of a segment is also a use of all that it builds on, and these have no lower level. So a
