@@ -18,7 +18,7 @@ from typing import Any
 import requests
 
 from bench.core.ports import ReservedPort
-from bench.core.session import ROOT, BenchFailed, step, work_folder
+from bench.core.session import BenchFailed, step, work_folder
 from bench.core.zygote import ForkedProcess, Zygote
 
 # What is imported before a server starts: our file system and routes, rectangular attention, or
@@ -89,25 +89,35 @@ class Servers:
                 server.kill()
 
 
+def store_flags(store: Path) -> list[str]:
+    """Of a server that stores at once, always loads, and keeps nothing in memory."""
+    return [
+        "--enable-impress",
+        f"--impress-ssd-dir={store}",
+        "--impress-write-after=1",
+        "--impress-load=always",
+        "--impress-host-gb=0",
+        "--impress-device-gb=0",
+    ]
+
+
 @contextlib.contextmanager
-def servers(args: argparse.Namespace, show: Step = step) -> Iterator[Servers]:
+def servers(
+    args: argparse.Namespace, show: Step = step, environment: Mapping[str, str] | None = None
+) -> Iterator[Servers]:
     """What starts servers, in the folder of `--keep` or a temporary one."""
-    with work_folder(args.keep) as folder, servers_in(folder, show) as pool:
+    with work_folder(args.keep) as folder, servers_in(folder, show, environment) as pool:
         yield pool
 
 
 @contextlib.contextmanager
 def servers_in(
-    folder: Path,
-    show: Step = step,
-    *,
-    root: Path = ROOT,
-    environment: Mapping[str, str] | None = None,
+    folder: Path, show: Step = step, environment: Mapping[str, str] | None = None
 ) -> Iterator[Servers]:
-    """What starts servers of the clone `root`, with more variables in their environment."""
+    """What starts servers, with more variables in their environment."""
     threads = str(len(os.sched_getaffinity(0)))
     whole = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-    with contextlib.closing(Zygote(whole, root)) as zygote:
+    with contextlib.closing(Zygote(whole)) as zygote:
         yield Servers(folder, zygote, show)
 
 

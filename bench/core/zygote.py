@@ -35,15 +35,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from bench.core.session import ROOT, BenchFailed
+from bench.core.session import ROOT
 
-# Run in the folder of a clone, which comes first where modules are looked for. The first line says
-# what was imported; the rest is up to the clone.
-_START = """
-import json, impress_sglang, bench.core.zygote as zygote
-print(json.dumps([impress_sglang.__file__, zygote.__file__]), flush=True)
-zygote.main()
-"""
 TELL_WHERE = signal.SIGUSR1
 """A server's processes write to its log what each of their threads does."""
 
@@ -66,16 +59,14 @@ class ForkedProcess:
 class Zygote:
     """The process that forks servers; it imports SGLang while the caller goes on."""
 
-    def __init__(self, environment: Mapping[str, str], root: Path = ROOT) -> None:
-        """`root` is the clone whose packages the servers run, this one or another one."""
-        self._root = root
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START],
+            [sys.executable, "-m", "bench.core.zygote"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            cwd=root,
+            cwd=ROOT,
             env=dict(environment),
             # Ctrl-C does not reach it: servers are ended in order.
             start_new_session=True,
@@ -96,7 +87,6 @@ class Zygote:
 
         Raises:
             RuntimeError: the zygote has ended.
-            BenchFailed: it has imported the packages of another clone.
         """
         self._wait_ready()
         assert self._process.stdin is not None
@@ -122,15 +112,8 @@ class Zygote:
 
     def _wait_ready(self) -> None:
         if not self._ready:
-            self._check_packages(json.loads(self._answer()))
             assert self._answer() == "ready"
             self._ready = True
-
-    def _check_packages(self, files: Sequence[str]) -> None:
-        """An environment has a link to one clone, which must not get in the way of another one."""
-        for file in files:
-            if not Path(file).resolve().is_relative_to(self._root.resolve()):
-                raise BenchFailed(f"servers of {self._root} would run {file}")
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder
 from bench.core.options import ASKING, Option, one_of
 from bench.core.report import Column, Result, Row, Table, interval
-from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
+from bench.core.servers import SPARE_TOKENS, Server, Servers, servers, store_flags
 from bench.core.session import step
 from bench.quality.asking import Answer, Asked, ask, centred_shift, chosen_option
 from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
@@ -46,14 +46,9 @@ REFERENCE = "recompute"
 PAPER_MEAN, OTHER_MEAN = "paper-4", "mean"
 # Bytes are those of the store, and what is stored are the prefixes only.
 COMMON_FLAGS = (
-    "--enable-impress",
-    "--impress-write-after=1",
-    "--impress-load=always",
     "--impress-reorder-interval=0",
     "--impress-approximation-depth=0",
     f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
-    "--impress-device-gb=0",
-    "--impress-host-gb=0",
 )
 
 
@@ -223,7 +218,7 @@ def _measure(
         f"--max-total-tokens={slots}",
         f"--max-running-requests={max(2, args.concurrency)}",
         *COMMON_FLAGS,
-        f"--impress-ssd-dir={store}",
+        *store_flags(store),
         f"--impress-policy={system.policy}",
         *system.more,
         *args.server_flag,

@@ -18,8 +18,7 @@ Cases, in the order of --cases:
          that were answered per second (some from the pool: see MB from the drive, of which a prefix
          in default bits takes 25), their TTFT; also on stock SGLang, which computes
 
-With --checkout, servers of several clones take turns at the same work. For requests that have no
-use for the store there is `python -m bench overhead`.
+For requests that have no use for the store there is `python -m bench overhead`.
 """
 
 from __future__ import annotations
@@ -31,14 +30,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from bench.core.checkouts import CHECKOUT, Checkout, servers_of
 from bench.core.data import model_folder
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Result, Row, Table, plain
-from bench.core.servers import STOCK, Server, Servers
+from bench.core.servers import STOCK, Server, Servers, servers, store_flags
 from bench.core.session import step
 from bench.traffic.crowd import Crowd
 from bench.traffic.prompts import QUESTIONS, Handbook, draw
@@ -95,36 +92,34 @@ OPTIONS = (
     Option("load-seconds", 40.0, "for which clients ask", quick=8.0),
     Option("load-prefixes", 8, "for which they ask", quick=5),
     Option("load-mbps", 20.0, "of the drive meanwhile"),
-    CHECKOUT,
     SERVER_FLAG,
     MODEL,
     DTYPE,
     SEED,
     KEEP,
 )
-Sides = Mapping[str, Server]
 
 
 def run(args: argparse.Namespace) -> Result:
     """Measure all cases."""
     work = Work(args)
     figures: dict[str, Any] = {"model": work.model.name}
-    with servers_of(args) as pools:
-        figures["checkouts"] = [own.describe() for own in pools]
+    with servers(args) as pool:
         alone = [case for case in args.cases if case != "load"]
         if alone:
-            with work.all_running(pools) as sides:
+            with work.running(pool, "beside", POOL_TOKENS) as server:
+                with step("storing and warming up"):
+                    work.prepare(server)
                 for case in alone:
                     with step(case):
-                        figures[case] = MEASURES[case](work, sides)
+                        figures[case] = MEASURES[case](work, server)
         if "load" in args.cases:
-            figures["load"] = work.load(pools)
-        tables = [Table(plain(*SHOWN[case]), figures[case], case) for case in args.cases]
-    return Result(figures, tables)
+            figures["load"] = work.load(pool)
+    return Result(figures, [Table(plain(*SHOWN[case]), figures[case], case) for case in args.cases])
 
 
 class Work:
-    """Prompts, and a server for each clone that has the prefixes in its store."""
+    """Prompts, and servers that have the prefixes in their store."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -136,31 +131,21 @@ class Work:
         self._chance = chance
 
     @contextlib.contextmanager
-    def all_running(self, pools: Mapping[Checkout, Servers]) -> Iterator[Sides]:
-        """A server of each clone, with both prefixes stored; its log is checked at the end."""
-        with contextlib.ExitStack() as stack:
-            sides = {
-                own.name: stack.enter_context(self._running(pool, "beside", POOL_TOKENS))
-                for own, pool in pools.items()
-            }
-            for name, server in sides.items():
-                with step(f"{name}: storing and warming up"):
-                    self._prepare(server)
-            yield sides
-            end_well(sides)
-
-    def _running(
-        self, pool: Servers, name: str, tokens: int, *, stock: bool = False
-    ) -> contextlib.AbstractContextManager[Server]:
-        """A server with a pool of so many tokens and a store of its own, or stock SGLang."""
-        ours = [*store_flags(pool.folder / f"kv-{name}"), *self.args.server_flag]
+    def running(
+        self, pool: Servers, name: str, tokens: int, preload: str | None = None
+    ) -> Iterator[Server]:
+        """A server with a pool of so many tokens and a store of its own, or with `preload` stock
+        SGLang; its log is checked at the end."""
         flags = [f"--max-total-tokens={tokens}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
-        how = {"preload": STOCK} if stock else {}
-        return pool.running(
-            name, self.model, self.args.dtype, *flags, *([] if stock else ours), **how
-        )
+        how = {"preload": preload} if preload else {}
+        if not preload:
+            flags += [*store_flags(pool.folder / f"kv-{name}"), *self.args.server_flag]
+        with pool.running(name, self.model, self.args.dtype, *flags, **how) as server:
+            yield server
+            server.check_log()
+            server.stop()
 
-    def _prepare(self, server: Server) -> None:
+    def prepare(self, server: Server) -> None:
         """Store both prefixes, and take each way once: first requests take longer."""
         server.store(self.handbook.ask(QUESTIONS[0]))
         server.store([*self.prefix, *self.fresh(QUESTION_TOKENS)])
@@ -174,163 +159,133 @@ class Work:
         """Tokens that nobody has seen."""
         return draw(self._chance, count)
 
-    def gaps(self, sides: Sides) -> list[Row]:
+    def gaps(self, server: Server) -> list[Row]:
         """Of a stream, beside each kind of request."""
-        found: dict[tuple[str, str], list[Row]] = {}
-        for number in range(self.args.repeats):
+        found: dict[str, list[Row]] = {beside.name: [] for beside in GAPS}
+        for _ in range(self.args.repeats):
             for beside in GAPS:
-                prompt = self._beside(beside)
-                for name, server in in_turn(sides, number):
-                    row = self._gap(server, beside, prompt)
-                    found.setdefault((beside.name, name), []).append(row)
-        return [
-            {"beside": beside, "checkout": name, **medians(rows), "repeats": rows}
-            for (beside, name), rows in found.items()
-        ]
+                found[beside.name].append(self._gap(server, beside))
+        return [{"beside": own, **medians(rows), "repeats": rows} for own, rows in found.items()]
 
-    def ttft(self, sides: Sides) -> list[Row]:
+    def ttft(self, server: Server) -> list[Row]:
         """Of a question about the handbook, by the drive."""
-        rows = []
+        rows: list[Row] = []
         for mbps in self.args.ttft_mbps:
-            found: dict[str, list[float]] = {name: [] for name in sides}
-            reads: dict[str, list[float]] = {name: [] for name in sides}
+            times, reads = [], []
             for number in range(self.args.ttft_repeats):
                 prompt = self.handbook.ask(QUESTIONS[1 + number % (len(QUESTIONS) - 1)])
-                for name, server in in_turn(sides, number):
-                    with drive(server, mbps) as counts:
-                        ((seconds, _),) = server.first_tokens(
-                            [prompt], at_once=1, custom=NOT_STORED
-                        )
-                        reads[name].append(counts.since()["read_bytes"])
-                    found[name].append(seconds * 1e3)
-            rows += [
+                with drive(server, mbps) as counts:
+                    ((seconds, _),) = server.first_tokens([prompt], at_once=1, custom=NOT_STORED)
+                    reads.append(counts.since()["read_bytes"])
+                times.append(round(seconds * 1e3, 1))
+            rows.append(
                 {
                     "mbps": mbps or "as it is",
-                    "checkout": name,
-                    "ttft_ms": round(statistics.median(times), 1),
-                    "from_ms": round(min(times), 1),
-                    "to_ms": round(max(times), 1),
-                    "read_mb": round(statistics.median(reads[name]) / 1e6, 1),
-                    "all_ms": [round(own, 1) for own in times],
+                    "ttft_ms": statistics.median(times),
+                    "from_ms": min(times),
+                    "to_ms": max(times),
+                    "read_mb": round(statistics.median(reads) / 1e6, 1),
+                    "all_ms": times,
                 }
-                for name, times in found.items()
-            ]
+            )
         return rows
 
-    def eight(self, sides: Sides) -> list[Row]:
+    def eight(self, server: Server) -> list[Row]:
         """Questions about the handbook at once."""
         rows: list[Row] = []
         prompts = [self.handbook.ask(question) for question in QUESTIONS]
-        for number, mbps in enumerate(self.args.eight_mbps):
-            for name, server in in_turn(sides, number):
-                with drive(server, mbps) as counts:
-                    began = time.perf_counter()
-                    answers = server.first_tokens(prompts, at_once=len(prompts), custom=NOT_STORED)
-                    seconds, read = time.perf_counter() - began, counts.since()
-                times = [own for own, _ in answers]
-                rows.append(
-                    {
-                        "mbps": mbps or "as it is",
-                        "checkout": name,
-                        "all_ms": round(seconds * 1e3, 1),
-                        "mean_ttft_ms": round(statistics.mean(times) * 1e3, 1),
-                        "worst_ttft_ms": round(max(times) * 1e3, 1),
-                        "read_mb": round(read["read_bytes"] / 1e6, 1),
-                        "drive_mb": round(read["drive_bytes"] / 1e6, 1),
-                        "cached_tokens": [cached(answer) for _, answer in answers],
-                    }
-                )
+        for mbps in self.args.eight_mbps:
+            with drive(server, mbps) as counts:
+                began = time.perf_counter()
+                answers = server.first_tokens(prompts, at_once=len(prompts), custom=NOT_STORED)
+                seconds, read = time.perf_counter() - began, counts.since()
+            times = [own for own, _ in answers]
+            rows.append(
+                {
+                    "mbps": mbps or "as it is",
+                    "all_ms": round(seconds * 1e3, 1),
+                    "mean_ttft_ms": round(statistics.mean(times) * 1e3, 1),
+                    "worst_ttft_ms": round(max(times) * 1e3, 1),
+                    "read_mb": round(read["read_bytes"] / 1e6, 1),
+                    "drive_mb": round(read["drive_bytes"] / 1e6, 1),
+                    "cached_tokens": [cached(answer) for _, answer in answers],
+                }
+            )
         return rows
 
-    def chat(self, sides: Sides) -> list[Row]:
+    def chat(self, server: Server) -> list[Row]:
         """Four turns, of which the first one's KVs leave the pool."""
         rows: list[Row] = []
-        for name, server in sides.items():
-            with drive(server, 0.0) as counts:
-                talk = self.handbook.ask(QUESTIONS[0])
-                for turn in range(1, TURNS + 1):
-                    began = time.perf_counter()
-                    answer = server.generate(talk, TURN_TOKENS)
-                    seconds, read = time.perf_counter() - began, counts.since()
-                    rows.append(
-                        {
-                            "checkout": name,
-                            "turn": turn,
-                            "prompt": len(talk),
-                            "cached": cached(answer),
-                            "computed": len(talk) - cached(answer),
-                            "seconds": round(seconds, 2),
-                            "read_mb": round(read["read_bytes"] / 1e6, 1),
-                            "answer": answer["text"],
-                        }
-                    )
-                    talk = [*talk, *answer["output_ids"], *self.handbook.go_on(QUESTIONS[turn])]
-                    if turn == 1:
-                        server.flush()
+        with drive(server, 0.0) as counts:
+            talk = self.handbook.ask(QUESTIONS[0])
+            for turn in range(1, TURNS + 1):
+                began = time.perf_counter()
+                answer = server.generate(talk, TURN_TOKENS)
+                seconds, read = time.perf_counter() - began, counts.since()
+                rows.append(
+                    {
+                        "turn": turn,
+                        "prompt": len(talk),
+                        "cached": cached(answer),
+                        "computed": len(talk) - cached(answer),
+                        "seconds": round(seconds, 2),
+                        "read_mb": round(read["read_bytes"] / 1e6, 1),
+                        "answer": answer["text"],
+                    }
+                )
+                talk = [*talk, *answer["output_ids"], *self.handbook.go_on(QUESTIONS[turn])]
+                if turn == 1:
+                    server.flush()
         return rows
 
-    def load(self, pools: Mapping[Checkout, Servers]) -> list[Row]:
-        """Clients of both kinds for a fixed time, on each clone's server and on stock SGLang."""
+    def load(self, pool: Servers) -> list[Row]:
+        """Clients of both kinds for a fixed time, on our server and on stock SGLang."""
         chance = random.Random(f"{self.args.seed} load")
         length = self.args.prefix_tokens
         prefixes = [draw(chance, length) for _ in range(self.args.load_prefixes)]
         tokens = LOAD_CLIENTS * length + LOAD_SPARE_TOKENS
-        first = next(iter(pools.values()))
         crowd = Crowd(
             LOAD_CLIENTS, LOAD_CLIENTS, LOAD_ANSWER_TOKENS, prefixes, NOT_STORED, self.args.seed
         )
         rows: list[Row] = []
-        ours = [(own.name, pool, False) for own, pool in pools.items()]
-        for name, pool, stock in [*ours, ("stock SGLang", first, True)]:
-            with self._running(
-                pool, f"load-{name.replace(' ', '-')}", tokens, stock=stock
-            ) as server:
-                if stock:
-                    server.generate(prefixes[0])
-                    server.flush()
-                else:
-                    with step(f"{name}: storing {len(prefixes)} prefixes"):
-                        for prefix in prefixes:
-                            server.store(prefix)
+        for name, preload in (("ours", None), ("stock", STOCK)):
+            with self.running(pool, f"load-{name}", tokens, preload) as server:
+                with step(f"{name}: computing prefixes"):
+                    for prefix in prefixes[:1] if preload else prefixes:
+                        server.store(prefix)
+                if not preload:
                     server.emulate_ssd(self.args.load_mbps)
                 with step(f"load: {name}"):
-                    row = crowd.ask(server, self.args.load_seconds)
-                rows.append({"server": name, **row})
-                end_well({name: server})
+                    rows.append({"server": name, **crowd.ask(server, self.args.load_seconds)})
         return rows
 
-    def _beside(self, beside: Beside) -> list[int] | None:
-        if beside.stored is None:
-            return None
-        prefix = self.prefix if beside.stored else self.fresh(self.args.prefix_tokens)
-        return [*prefix, *self.fresh(QUESTION_TOKENS)]
-
-    def _gap(self, server: Server, beside: Beside, prompt: Sequence[int] | None) -> Row:
+    def _gap(self, server: Server, beside: Beside) -> Row:
         """A stream with a request beside it."""
+        row: Row = {}
         with drive(server, beside.mbps) as counts:
             if beside.resident:
                 server.generate([*self.prefix, *self.fresh(QUESTION_TOKENS)], custom=NOT_STORED)
             stream = Stream(server, self.short, self.args.answer_tokens, NOT_STORED)
             stream.wait(BEFORE_TOKENS)
-            row: Row = {}
-            if prompt is not None:
+            if beside.stored is not None:
+                prefix = self.prefix if beside.stored else self.fresh(self.args.prefix_tokens)
                 began = time.perf_counter()
-                answer = server.generate(prompt, custom=dict(beside.custom))
+                answer = server.generate(
+                    [*prefix, *self.fresh(QUESTION_TOKENS)], custom=dict(beside.custom)
+                )
                 ended = time.perf_counter()
-                row["ttft_ms"] = (ended - began) * 1e3
-                row["cached_tokens"] = cached(answer)
+                row |= {"ttft_ms": (ended - began) * 1e3, "cached_tokens": cached(answer)}
             stream.join()
             read = counts.since()
-        if prompt is not None:
+        if beside.stored is not None:
             row["tokens_meanwhile"] = stream.tokens_between(began, ended)
             row["stream_over"] = stream.last < ended
-            row["read_mb"] = read["read_bytes"] / 1e6
-            row["drive_mb"] = read["drive_bytes"] / 1e6
+            row["read_mb"], row["drive_mb"] = read["read_bytes"] / 1e6, read["drive_bytes"] / 1e6
         row |= describe_gaps(stream.gaps())
         return {name: round(value, 1) for name, value in row.items()}
 
 
-MEASURES: dict[str, Callable[[Work, Sides], list[Row]]] = {
+MEASURES: dict[str, Callable[[Work, Server], list[Row]]] = {
     "gaps": Work.gaps,
     "ttft": Work.ttft,
     "eight": Work.eight,
@@ -338,62 +293,17 @@ MEASURES: dict[str, Callable[[Work, Sides], list[Row]]] = {
 }
 SHOWN = {
     "gaps": (
-        "beside",
-        "checkout",
-        "longest_ms",
-        "second_ms",
-        "median_ms",
-        "tokens_meanwhile",
-        "ttft_ms",
-        "read_mb",
-        "cached_tokens",
+        *("beside", "longest_ms", "second_ms", "median_ms", "tokens_meanwhile", "ttft_ms"),
+        *("read_mb", "cached_tokens"),
     ),
-    "ttft": ("mbps", "checkout", "ttft_ms", "from_ms", "to_ms", "read_mb"),
-    "eight": ("mbps", "checkout", "all_ms", "mean_ttft_ms", "worst_ttft_ms", "read_mb", "drive_mb"),
+    "ttft": ("mbps", "ttft_ms", "from_ms", "to_ms", "read_mb"),
+    "eight": ("mbps", "all_ms", "mean_ttft_ms", "worst_ttft_ms", "read_mb", "drive_mb"),
     "load": (
-        "server",
-        "tokens_per_s",
-        "gap_p50_ms",
-        "gap_p99_ms",
-        "gap_max_ms",
-        "first_p50_ms",
-        "answered_per_s",
-        "ttft_p50_ms",
-        "ttft_max_ms",
-        "cached_share",
-        "drive_mb_per_s",
+        *("server", "tokens_per_s", "gap_p50_ms", "gap_p99_ms", "gap_max_ms", "first_p50_ms"),
+        *("answered_per_s", "ttft_p50_ms", "ttft_max_ms", "cached_share", "drive_mb_per_s"),
     ),
-    "chat": ("checkout", "turn", "prompt", "cached", "computed", "seconds", "read_mb"),
+    "chat": ("turn", "prompt", "cached", "computed", "seconds", "read_mb"),
 }
-
-
-def store_flags(store: Path) -> list[str]:
-    """Of a server that stores at once, always loads, and keeps nothing in memory."""
-    return [
-        "--enable-impress",
-        f"--impress-ssd-dir={store}",
-        "--impress-write-after=1",
-        "--impress-load=always",
-        "--impress-host-gb=0",
-        "--impress-device-gb=0",
-    ]
-
-
-def end_well(sides: Sides) -> None:
-    """Look at the logs, and end all.
-
-    Raises:
-        BenchFailed: a log tells of trouble.
-    """
-    for server in sides.values():
-        server.check_log()
-        server.stop()
-
-
-def in_turn(sides: Sides, number: int) -> list[tuple[str, Server]]:
-    """All, in an order that turns round each time."""
-    found = list(sides.items())
-    return found[::-1] if number % 2 else found
 
 
 @contextlib.contextmanager

@@ -17,9 +17,6 @@ Who had exact KVs, as the report says, asks for such then.
   loads      finished requests with a stored prefix that was not in the pool
   differ     answers that are not those of the same request alone
   machine    its load average before the server was started
-
-With --checkout the same requests are made to servers of several clones; ratios are of seconds, to
-those of the first one.
 """
 
 from __future__ import annotations
@@ -41,11 +38,10 @@ from typing import Any
 
 import requests
 
-from bench.core.checkouts import CHECKOUT, Checkout, servers_of
 from bench.core.data import model_folder
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
 from bench.core.report import Column, Result, Row, Table, plain
-from bench.core.servers import Server, Servers
+from bench.core.servers import Server, Servers, servers, store_flags
 from bench.core.session import BenchFailed, step
 from bench.policies.compared import link_store
 from bench.traffic.prompts import QUESTIONS, Handbook, draw
@@ -69,7 +65,6 @@ OPTIONS = (
     Option("sample", 20, "answers that are compared", quick=4),
     Option("request-seconds", 120.0, "after which a request without an answer is a hang"),
     Option("run-seconds", 300.0, "after which no request is waited for"),
-    CHECKOUT,
     SERVER_FLAG,
     MODEL,
     DTYPE,
@@ -127,40 +122,37 @@ def make_traffic(prefixes: Sequence[Sequence[int]], count: int, seed: int) -> li
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Measure all pools, seeds and clones."""
+    """Measure all pools and seeds."""
     model = model_folder(args.model)
     handbook = Handbook(model).ask(QUESTIONS[0])[: PREFIX_TOKENS[0]]
     prefixes = [handbook, draw(random.Random(5), PREFIX_TOKENS[1])]
-    rows: list[Row] = []
-    with servers_of(args, STRICT) as pools:
-        for own, pool in pools.items():
-            with step(f"{own.name}: computing the prefixes"):
-                _prepare(args, pool, model, prefixes)
-        order = list(pools.items())
-        for room in args.pools:
-            for seed in range(args.seed, args.seed + args.seeds):
-                traffic = make_traffic(prefixes, args.requests, seed)
-                for own, pool in order:
-                    rows.append(_measure(args, own, pool, model, room, seed, traffic))
-                order.reverse()
-        names = [own.name for own in pools]
-        figures = {
-            "model": model.name,
-            "prefix_tokens": [len(prefix) for prefix in prefixes],
-            "checkouts": [own.describe() for own in pools],
-            "runs": rows,
-            "ratios": (ratios := compare(rows, names)),
-        }
-    summaries = summarize(rows, names)
-    figures["summary"] = summaries
+    with servers(args, environment=STRICT) as pool:
+        flags = _flags(args, pool.folder / "prepared", 3 * PREFIX_TOKENS[0])
+        with (
+            step("computing the prefixes"),
+            pool.running("prepare", model, args.dtype, *flags) as server,
+        ):
+            for prefix in prefixes:
+                server.store(prefix)
+            server.check_log()
+            server.stop()
+        rows = [
+            _measure(args, pool, model, room, seed, make_traffic(prefixes, args.requests, seed))
+            for room in args.pools
+            for seed in range(args.seed, args.seed + args.seeds)
+        ]
+    figures = {
+        "model": model.name,
+        "prefix_tokens": [len(prefix) for prefix in prefixes],
+        "runs": rows,
+        "summary": (summaries := summarize(rows)),
+    }
     tables = [Table(COLUMNS, rows), Table(plain(*summaries[0]), summaries)]
-    if ratios:
-        tables.append(Table(plain(*ratios[0]), ratios, f"seconds, in those of {names[0]}"))
     return Result(figures, tables, notes=warnings(rows))
 
 
 COLUMNS = (
-    *plain("checkout", "pool", "seed"),
+    *plain("pool", "seed"),
     Column("seconds", "seconds", "{:.1f}"),
     *plain("finished", "aborted", "failed", "unasked"),
     Column("slowest", "slowest_s", "{:.1f}"),
@@ -173,94 +165,43 @@ COLUMNS = (
 )
 
 
-def compare(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """Seconds of each clone in those of the first, for each seed, and their median and worst."""
-    found = []
-    for name in names[1:]:
-        for pool in dict.fromkeys(row["pool"] for row in rows):
-            seconds = {
-                (row["checkout"], row["seed"]): row["seconds"]
-                for row in rows
-                if row["pool"] == pool and row["state"] == "ok"
-            }
-            seeds = [seed for own, seed in seconds if own == name and (names[0], seed) in seconds]
-            by_seed = {
-                seed: round(seconds[name, seed] / seconds[names[0], seed], 2) for seed in seeds
-            }
-            found.append(
-                {
-                    "checkout": name,
-                    "pool": pool,
-                    "median": round(statistics.median(by_seed.values()), 2) if by_seed else None,
-                    "worst": max(by_seed.values(), default=None),
-                    "by_seed": " ".join(f"{seed}:{ratio}" for seed, ratio in by_seed.items()),
-                }
-            )
-    return found
-
-
-def summarize(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """What all seeds of a pool and a clone have in common."""
+def summarize(rows: Sequence[Row]) -> list[Row]:
+    """What all seeds of a pool have in common."""
     found = []
     for pool in dict.fromkeys(row["pool"] for row in rows):
-        for name in names:
-            own = [row for row in rows if (row["pool"], row["checkout"]) == (pool, name)]
-            seconds = [row["seconds"] for row in own if row["state"] == "ok"]
-            found.append(
-                {
-                    "checkout": name,
-                    "pool": pool,
-                    "seeds": len(own),
-                    "ok": len(seconds),
-                    "median_s": round(statistics.median(seconds), 1) if seconds else None,
-                    "worst_s": max(seconds, default=None),
-                    "failed": sum(row["failed"] for row in own),
-                    "differ": sum(row["differ"] for row in own),
-                    "compared": sum(row["compared"] for row in own),
-                }
-            )
+        own = [row for row in rows if row["pool"] == pool]
+        seconds = [row["seconds"] for row in own if row["state"] == "ok"]
+        found.append(
+            {
+                "pool": pool,
+                "seeds": len(own),
+                "ok": len(seconds),
+                "median_s": round(statistics.median(seconds), 1) if seconds else None,
+                "worst_s": max(seconds, default=None),
+                **{
+                    name: sum(row[name] for row in own) for name in ("failed", "differ", "compared")
+                },
+            }
+        )
     return found
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
     """What went wrong."""
     return [
-        f"warning: {row['checkout']}, pool {row['pool']}, seed {row['seed']}: {row['state']}\n"
-        f"{row['told']}"
+        f"warning: pool {row['pool']}, seed {row['seed']}: {row['state']}\n{row['told']}"
         for row in rows
         if row["state"] != "ok" or row["failed"]
     ]
 
 
 def _flags(args: argparse.Namespace, store: Path, pool_tokens: int) -> list[str]:
-    return [
-        f"--max-total-tokens={pool_tokens}",
-        f"--chunked-prefill-size={CHUNK_TOKENS}",
-        "--enable-impress",
-        f"--impress-ssd-dir={store}",
-        "--impress-write-after=1",
-        "--impress-load=always",
-        # What is loaded comes from the drive.
-        "--impress-host-gb=0",
-        "--impress-device-gb=0",
-        *args.server_flag,
-    ]
-
-
-def _prepare(
-    args: argparse.Namespace, pool: Servers, model: Path, prefixes: Sequence[Sequence[int]]
-) -> None:
-    flags = _flags(args, pool.folder / "prepared", 3 * PREFIX_TOKENS[0])
-    with pool.running("prepare", model, args.dtype, *flags) as server:
-        for prefix in prefixes:
-            server.store(prefix)
-        server.check_log()
-        server.stop()
+    sizes = [f"--max-total-tokens={pool_tokens}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
+    return [*sizes, *store_flags(store), *args.server_flag]
 
 
 def _measure(
     args: argparse.Namespace,
-    own: Checkout,
     pool: Servers,
     model: Path,
     room: float,
@@ -272,17 +213,16 @@ def _measure(
     store = pool.folder / f"store-{name}"
     link_store(pool.folder / "prepared", store)
     flags = _flags(args, store, round(room * PREFIX_TOKENS[0]))
-    row: Row = {"checkout": own.name, "pool": room, "seed": seed}
+    row: Row = {"pool": room, "seed": seed}
     # What else the machine does decides how far seconds can be compared.
     row["machine_load"] = round(os.getloadavg()[0], 1)
-    label = f"{own.name}: pool {room:g}, seed {seed}"
     with pool.running(name, model, args.dtype, *flags) as server:
         # Compiled loops are loaded and buffers are made, but none of the prefixes is in the pool.
         server.generate(draw(random.Random(seed), 400), 2)
         server.flush()
         server.emulate_ssd(args.ssd_mbps)
         counts, clients = Counts(server), Clients(args, server)
-        with step(label):
+        with step(f"pool {room:g}, seed {seed}"):
             ended, seconds = clients.ask_all(traffic)
         row |= describe(ended) | {"seconds": round(seconds, 1)}
         row |= {"read_bytes": None, "drive_bytes": None, "loads": None, "differ": 0, "compared": 0}

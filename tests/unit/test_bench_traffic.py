@@ -6,19 +6,17 @@ import argparse
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from bench.core.checkouts import find_checkouts
 from bench.core.options import parse
 from bench.core.report import Row, Table
 from bench.core.servers import Server
-from bench.core.session import ROOT, BenchFailed
-from bench.core.zygote import ForkedProcess, Zygote
+from bench.core.session import BenchFailed
+from bench.core.zygote import ForkedProcess
 from bench.traffic import beside, crowd, pressure
 from bench.traffic.streams import Stream, describe_gaps, gaps_of, tokens_between
 
@@ -27,50 +25,6 @@ PREFIXES = [list(range(1000, 1000 + length)) for length in pressure.PREFIX_TOKEN
 
 def args_of(*given: str) -> argparse.Namespace:
     return parse("pressure", "", pressure.OPTIONS, given)
-
-
-def clone_at(root: Path, *, package: bool) -> Path:
-    """A clone whose servers are nothing at all; perhaps without its own package."""
-    (root / "bench" / "core").mkdir(parents=True)
-    (root / "bench" / "__init__.py").touch()
-    (root / "bench" / "core" / "__init__.py").touch()
-    (root / "bench" / "core" / "zygote.py").write_text(
-        "def main():\n"
-        "    print('ready', flush=True)\n"
-        "    while input():\n"
-        "        print(12345, flush=True)\n"
-    )
-    if package:
-        (root / "impress_sglang").mkdir()
-        (root / "impress_sglang" / "__init__.py").touch()
-    return root
-
-
-def environment() -> dict[str, str]:
-    # A package that is not in the clone is found here instead.
-    return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-
-
-def test_servers_run_the_packages_of_their_clone(tmp_path: Path) -> None:
-    clone = clone_at(tmp_path / "clone", package=True)
-    with closing(Zygote(environment(), clone)) as zygote:
-        assert zygote.fork([], tmp_path / "log").pid == 12345
-
-
-def test_servers_of_a_clone_do_not_run_another_one(tmp_path: Path) -> None:
-    clone = clone_at(tmp_path / "clone", package=False)
-    with closing(Zygote(environment(), clone)) as zygote, pytest.raises(BenchFailed, match="run"):
-        zygote.fork([], tmp_path / "log")
-
-
-def test_clones_are_told_apart_by_their_folders(tmp_path: Path) -> None:
-    assert [own.root for own in find_checkouts([])] == [ROOT.resolve()]
-    first, second = (clone_at(tmp_path / name / "x", package=True) for name in "ab")
-    assert find_checkouts([first])[0].name == "x"
-    with pytest.raises(BenchFailed, match="names of their folders"):
-        find_checkouts([first, second])
-    with pytest.raises(BenchFailed, match="no clone"):
-        find_checkouts([tmp_path])
 
 
 def test_equal_seeds_make_equal_traffic() -> None:
@@ -189,11 +143,10 @@ def test_answers_are_compared_with_those_of_requests_alone() -> None:
     assert (row["differ"], row["differ_exact"], row["compared"]) == (3, 1, 3)
 
 
-def row_of(checkout: str, seed: int, seconds: float, **more: Any) -> Row:
+def row_of(seed: int, seconds: float, **more: Any) -> Row:
     counts = dict.fromkeys(("finished", "aborted", "unasked", "failed", "differ", "compared"), 1)
     reads = dict.fromkeys(("read_bytes", "drive_bytes", "loads"))
     return {
-        "checkout": checkout,
         "pool": 1.5,
         "seed": seed,
         "seconds": seconds,
@@ -207,23 +160,15 @@ def row_of(checkout: str, seed: int, seconds: float, **more: Any) -> Row:
     }
 
 
-def test_clones_are_compared_by_seed() -> None:
+def test_seeds_of_a_pool_are_summed_up() -> None:
     rows = [
-        *(row_of("a", seed, 10.0) for seed in (1, 2, 3, 4)),
-        *(row_of("b", seed, 5.0 * seed) for seed in (1, 2, 3)),
-        row_of("b", 4, 300.0, state="hung", told="r1: no answer"),
+        *(row_of(seed, 5.0 * seed) for seed in (1, 2, 3)),
+        row_of(4, 300.0, state="hung", told="r1: no answer"),
     ]
-    (ratios,) = pressure.compare(rows, ["a", "b"])
-    assert (ratios["median"], ratios["worst"]) == (1.0, 1.5)
-    assert ratios["by_seed"] == "1:0.5 2:1.0 3:1.5"
-    first, second = pressure.summarize(rows, ["a", "b"])
-    assert (first["ok"], second["ok"], second["seeds"], second["worst_s"]) == (4, 3, 4, 15.0)
+    (found,) = pressure.summarize(rows)
+    assert (found["ok"], found["seeds"], found["median_s"], found["worst_s"]) == (3, 4, 10.0, 15.0)
     assert any("hung" in note and "no answer" in note for note in pressure.warnings(rows))
     assert "1 of 1" in str(Table(pressure.COLUMNS, rows))
-
-
-def test_one_clone_is_compared_with_nothing() -> None:
-    assert pressure.compare([row_of("a", 1, 2.0)], ["a"]) == []
 
 
 CAME = [(1.0, 1), (1.5, 2), (3.0, 3), (3.25, 5)]
@@ -305,12 +250,6 @@ def test_a_crowd_asks_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["tokens_per_s"] > 0 and row["answered_per_s"] > 0
     assert row["drive_mb_per_s"] >= 0
     assert row["cached_share"] == round(3 / (3 + crowd.QUESTION_TOKENS), 3)
-
-
-def test_servers_take_turns_in_both_orders() -> None:
-    sides: Any = {"a": 1, "b": 2}
-    assert beside.in_turn(sides, 0) == [("a", 1), ("b", 2)]
-    assert beside.in_turn(sides, 1) == [("b", 2), ("a", 1)]
 
 
 def test_medians_of_repeats() -> None:
