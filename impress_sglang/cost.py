@@ -1,353 +1,448 @@
-"""What something costs, learnt from measured times: two forms, each with two unknown rates.
+"""What reading, loading and computing take on this machine, learnt, and what is decided by it.
 
-    `TwoTermCost`   time = a * x + b * y
-    `FlooredCost`   time = the longer of a constant and a * x + b * y
+Whatever the store decides by time is decided here, from values (tokens, bytes, measured seconds)
+and from no clock: load or compute, in how many bits, how much of reused text is computed again,
+whether a pass may begin before its prefix is there, and when a load has become too slow.
 
-The rates follow from a least squares fit of relative errors over recent observations, so that short
-times count as much as long ones.
+Reading and computing overlap, so a hit takes as long as the longer of them: AttentionStore (3.2.1)
+hides the one behind the other, CacheBlend computes as much as nobody waits for.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 import statistics
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-# Observations that the fit remembers, as the time constant of an exponential.
-MEMORY = 200
-_KEEP = 1.0 - 1.0 / MEMORY
-GUESS_WEIGHT = 1e-4
-# How strongly the unknowns keep the ratio of the first guess, where observations do not show it.
-RIDGE = 1e-9
-# More where few sizes may be seen, and longer ones be asked for.
-FLOORED_RIDGE = 1e-3
-# If so many recent times were longer or shorter than expected by this factor, the device has
-# changed: what was learnt is scaled, and becomes a faint guess.
-CHANGED_FACTOR = 1.5
-# More where times of one octave differ with what the size does not say: as many new tokens may
-# attend to few tokens or to many.
-FLOORED_CHANGED_FACTOR = 1.8
-CHANGED_MEMORY = 8
-SCALED_WEIGHT = 0.05
-# How alike errors must be for that: their median divided by their mean deviation from it.
-ALIKE = 2.0
-# For fewer observations, the fit is still learning the ratio of the terms.
-CHANGED_AFTER = 16
-# Lower bound of the unknowns, in units of the first guess.
+import numpy as np
+
+from impress_sglang.options import EXACT_BITS
+
+# So many observations of an octave are remembered, as the time constant of an exponential.
+MEMORY = 16
+KEPT = 1.0 - 1.0 / MEMORY
+# How strongly rates keep the ratio of the first guess, where observations do not show it: more with
+# a floor, where few sizes may be seen, and longer ones be asked for. And their lower bound.
+RIDGE, FLOORED_RIDGE = 1e-9, 1e-3
 LEAST = 1e-6
-# An octave that takes so many times as long as the shortest one shows the rates: on a CPU, what a
-# pass takes in any case is added, and then a quarter of that at most.
+# If as many recent times were longer or shorter than expected by this factor, the device has
+# changed, and what was learnt counts as few observations. Times of passes of one octave differ by
+# less: as many tokens may attend to few tokens or to many.
+CHANGED_MEMORY = 8
+CHANGED_FACTOR = 1.8
+CHANGED_WEIGHT = 2.0
+# What takes so many times as long as the shortest shows the rates. On an H100 a pass takes 9 ms
+# whatever its tokens up to 300 (`bench passes`); on a CPU what a pass takes in any case is added to
+# its tokens, and is a quarter of such a pass at most.
 LONGER = 4.0
-# What is so many times as large as all that was seen is not known by rates.
-FARTHER = 10.0
-# The constant is seen where the smallest sizes take so many times what the rates say.
+# There is a floor where the smallest sizes take so many times what the rates say.
 SHOWN = 1.2
-# An octave has the weight of at most so many observations: most passes may be short.
-OCTAVE_WEIGHT = 8.0
+
+# First guesses, of which only the ratios matter. A fast NVMe drive with many reads in flight.
+START_SECONDS_PER_PIECE = 4e-6
+START_SECONDS_PER_BYTE = 1 / 2e9
+# With many reads in flight, a start never costs more than reading this much. Without a bound, gaps
+# that are read through would never be skipped, and it would never be seen that this pays.
+MAX_GAP_BYTES = 64 << 10
+# A model with hidden size d spends as much on a token's weights as on 6 d attended tokens (24 L d^2
+# against 4 L d operations).
+START_SECONDS_PER_TOKEN = 1e-3
+ATTENDED_PER_HIDDEN = 6
+# Of loading part of a prefix, per token of it and per pair of such a token and a new one.
+START_SECONDS_PER_LOADED = 1e-5
+START_SECONDS_PER_SCORED = 1e-8
+
+# Short passes, such as those of questions, only bound what longer ones take. Until it is known, a
+# prefix is computed if that takes at most so many times as long as reading it.
+MOST_TO_LEARN = 2.0
+# What few tokens behind many take is known from so many requests.
+LATELY = 9
+# More bits, or more that is computed, may take so many times as long as the fastest.
+HARDLY_LONGER = 1.1
+# A pass waits for layers so many times as long as it was expected to take.
+MOST_LATE = 4.0
 
 
-class TwoTermCost:
-    """Running fit of time = a * x + b * y; one thread observes at a time.
+class Cost:
+    """What something of the size (x, y) takes: a * x + b * y seconds; one thread observes.
 
-    Unknowns are in units of the first guess, so that numbers are near one.
+    The rates follow from a least squares fit of relative errors, so that short times count as much
+    as long ones, over octaves of sizes, which count as much each. Unknowns are in seconds of the
+    first guess, so that numbers are near one.
+
+    With a floor, little takes as long as a little more. Such is a pass of a model on a GPU: it
+    reads all weights and starts all kernels in any case, and computes meanwhile. Nothing takes
+    longer than what is larger: where an octave did, as one that a compiler disturbed, the times of
+    larger ones stand for it. Octaves that take `LONGER` times as long as the shortest one show the
+    rates; without such, the others say themselves what their like takes.
     """
 
-    def __init__(self, first_x: float, first_y: float) -> None:
-        """The first guess of a and of b, in seconds per unit of x and of y."""
-        self.observations = 0
-        self._first_x, self._first_y = first_x, first_y
-        # The first guess is a faint observation of each unknown, and fades like any other.
-        self._rows = _Rows(GUESS_WEIGHT, 0.0, GUESS_WEIGHT, GUESS_WEIGHT, GUESS_WEIGHT)
-        self._drift = _Drift(CHANGED_FACTOR)
-        self._solution: tuple[float, float] | None = None
+    def __init__(
+        self, first_x: float, first_y: float, *, floored: bool = False, once: bool = True
+    ) -> None:
+        """The first guess of a and of b, in seconds per unit of x and of y.
 
-    def observe(self, x: float, y: float, seconds: float) -> None:
-        """Learn from something of the size (x, y), y > 0, that took this many seconds."""
-        if y <= 0 or seconds <= 0.0:
-            return
-        error = math.log(seconds / self.seconds(x, y))
-        if self.observations == 0:
-            # The first guess may be off by orders of magnitude; only its ratio is of use.
-            self._rows.scale(math.exp(error), 1.0)
-        if self.observations >= CHANGED_AFTER and (factor := self._drift.follow(error)):
-            self._rows.scale(factor, SCALED_WEIGHT)
-        self.observations += 1
-        self._rows.add(x * self._first_x / seconds, y * self._first_y / seconds)
-        self._solution = None
-
-    def seconds(self, x: float, y: float) -> float:
-        """Seconds that something of the size (x, y) will take."""
-        per_x, per_y = self.solve()
-        return x * per_x + y * per_y
-
-    def solve(self) -> tuple[float, float]:
-        """a and b, in seconds per unit."""
-        # Another thread may observe meanwhile.
-        solution = self._solution
-        if solution is None:
-            self._solution = solution = self._rows.solve()
-        return solution[0] * self._first_x, solution[1] * self._first_y
-
-
-class FlooredCost:
-    """Running fit of time = the longer of a constant and a * x + b * y; one thread.
-
-    Such is a pass of a model on a GPU: it reads all weights and starts all kernels in any case, and
-    computes meanwhile. Observations are gathered by octaves of their size, which is what the first
-    guess says. Nothing takes longer than what is larger: where an octave did, as one that a
-    compiler disturbed, the times of larger ones stand for it. Octaves that take `LONGER` times as
-    long as the shortest one show the rates, the others only bound them.
-    """
-
-    def __init__(self, first_x: float, first_y: float, *, trusts_once: bool = True) -> None:
-        """The first guess of a and of b, in seconds per unit; only the ratio is of use.
-
-        `trusts_once`: whether a single observation of an octave counts.
+        `once`: whether a single observation of an octave counts.
         """
         self.observations = 0
         self._first_x, self._first_y = first_x, first_y
-        self._least_count = 1 if trusts_once else 2
-        self._octaves: dict[int, _Octave] = {}
-        self._drift = _Drift(FLOORED_CHANGED_FACTOR)
-        self._fit: _Floored | None = None
+        self._floored = floored
+        self._least_weight = 1.0 if once else 1.5
+        # The latest observations: log(measured / expected), octave, and `_row`. Their sums before,
+        # by the power of two above their size.
+        self._recent = collections.deque[tuple[float | None, int, list[float]]]()
+        self._octaves: dict[int, list[float]] = {}
+        # What is known without the latest, and of all; other threads see only the whole of it.
+        self._before = self._now = self._solve()
 
     def observe(self, x: float, y: float, seconds: float) -> None:
         """Learn from something of the size (x, y), both > 0, that took this many seconds."""
         if x <= 0 or y <= 0 or seconds <= 0.0:
             return
-        own_x, own_y = x * self._first_x, y * self._first_y
-        octave = self._octaves.setdefault(math.frexp(own_x + own_y)[1], _Octave())
-        if octave.count >= self._least_count and self.observations >= CHANGED_AFTER:
-            fit = self._solve()
-            larger = fit.seconds(own_x, own_y) / fit.seconds(octave.mean_x, octave.mean_y)
-            factor = self._drift.follow(math.log(seconds / (octave.seconds * larger)))
-            if factor:
-                for own in self._octaves.values():
-                    own.scale(factor)
         self.observations += 1
-        octave.add(own_x, own_y, seconds)
-        self._fit = None
+        place, error = math.frexp(x * self._first_x + y * self._first_y)[1], None
+        if self._octaves.get(place, [0.0])[0] >= self._least_weight:
+            error = math.log(seconds / self._seconds(self._before, x, y))
+        row = _row(x * self._first_x, y * self._first_y, seconds)
+        self._recent.append((error, place, row))
+        if len(self._recent) == CHANGED_MEMORY:
+            self._age()
+        self._now = self._solve(self._recent)
 
-    def seconds(self, x: float, y: float) -> float | None:
-        """Seconds that something of the size (x, y) will take; None: larger than what was seen.
+    def seconds(self, x: float, y: float) -> float:
+        """Seconds that something of the size (x, y) takes; at least, unless that is known.
 
-        It is not None if the rates are known, or what was seen to take the constant is as large.
+        0.0 if nothing was seen.
         """
-        fit = self._solve()
-        known = fit.largest * (FARTHER if fit.known else 1.0)
-        return self.least(x, y) if self._size(x, y) <= known else None
+        return self._seconds(self._now, x, y)
 
-    def least(self, x: float, y: float) -> float:
-        """Seconds that something of the size (x, y) takes at least; 0.0 if nothing was seen."""
-        fit = self._solve()
-        least = self.share(x, y) if fit.known else fit.between(self._size(x, y))
-        return max(fit.constant, least)
+    def _seconds(self, found: _Solution, x: float, y: float) -> float:
+        x, y = x * self._first_x, y * self._first_y
+        floor = float(np.interp(x + y, found.sizes, found.times)) if self._floored else 0.0
+        return floor if found.rates is None else max(floor, x * found.rates[0] + y * found.rates[1])
 
-    def share(self, x: float, y: float) -> float:
-        """Seconds that (x, y) is of what takes longer than the constant; 0.0 if nothing was seen.
+    def bound(self, x: float, y: float) -> tuple[float | None, bool]:
+        """Seconds that something of the size (x, y) takes, and whether that is known.
 
-        As long as only the constant was seen, that is at most so much of it.
+        Else, if neither the rates are known nor something as large was seen, they are what it takes
+        at most, None if nothing was seen.
         """
-        per_x, per_y = self._solve().rates
-        return x * per_x * self._first_x + y * per_y * self._first_y
+        found, size = self._now, x * self._first_x + y * self._first_y
+        if found.rates is not None or math.frexp(size)[1] <= found.largest:
+            return self.seconds(x, y), True
+        return found.lowest * size if found.lowest else None, False
 
-    def most(self, x: float, y: float) -> float | None:
-        """Seconds that something of the size (x, y) takes at most; None if nothing was seen."""
-        size = self._size(x, y)
-        bounds = (max(own.shortest, size * own.lowest_rate) for own in self._octaves.values())
-        return min(bounds, default=None)
+    def rates(self) -> tuple[float, float]:
+        """a and b, in seconds per unit, where there is no floor."""
+        rates = self._now.rates
+        assert rates is not None
+        return rates[0] * self._first_x, rates[1] * self._first_y
 
-    def _size(self, x: float, y: float) -> float:
-        return x * self._first_x + y * self._first_y
+    def _age(self) -> None:
+        """Add the oldest of the latest times to those before, or all if the device has changed.
 
-    def _solve(self) -> _Floored:
-        if self._fit is None:
-            self._fit = self._solve_octaves()
-        return self._fit
+        Rates alone would follow only after what was before is forgotten; so it is scaled, if none
+        of the latest times speaks against it.
+        """
+        errors, least = [error or 0.0 for error, *_ in self._recent], math.log(CHANGED_FACTOR)
+        middle = statistics.median(errors)
+        agreed = min(math.copysign(1.0, middle) * own for own in errors)
+        count = 1
+        if abs(middle) >= least and agreed >= least / 2:
+            count = len(errors)
+            for place, octave in self._octaves.items():
+                self._octaves[place] = _scaled(octave, math.exp(middle))
+        for _ in range(count):
+            _, place, row = self._recent.popleft()
+            self._octaves[place] = _with(self._octaves.get(place), row)
+        self._before = self._solve()
 
-    def _solve_octaves(self) -> _Floored:
-        octaves = [octave for _, octave in sorted(self._octaves.items(), reverse=True)]
-        octaves = [own for own in octaves if own.count >= self._least_count]
-        if not octaves:
-            return _NOTHING
-        times = list(itertools.accumulate((own.seconds for own in octaves), min))
-        shortest, largest = times[-1], octaves[0].largest
-        rows = _Rows()
-        for octave, seconds in zip(octaves, times, strict=True):
-            if seconds >= LONGER * shortest:
-                rows.join(octave.rows, min(octave.weight, OCTAVE_WEIGHT) / octave.weight)
-        known = rows.x > 0.0
-        rates = rows.solve(FLOORED_RIDGE) if known else (shortest / octaves[0].size,) * 2
-        # One observation does not show what less takes: if something disturbed it, its like might
-        # never be tried again.
-        last = max((place for place, own in enumerate(octaves) if own.count > 1), default=0)
-        points = [(octaves[place].size, times[place]) for place in range(last, -1, -1)]
-        # Where even the smallest sizes take what the rates say, the constant was not seen.
-        smallest = octaves[last]
-        is_seen = shortest > SHOWN * (smallest.mean_x * rates[0] + smallest.mean_y * rates[1])
-        return _Floored(shortest if is_seen else 0.0, rates, known, points, largest)
+    def _solve(self, recent: Iterable[tuple[object, int, list[float]]] = ()) -> _Solution:
+        sums = dict(self._octaves)
+        for _, place, row in recent:
+            sums[place] = _with(sums.get(place), row)
+        octaves = [own for own in sorted(sums.items()) if own[1][0] >= self._least_weight]
+        means = [[own / octave[0] for own in octave] for _, octave in octaves]
+        if not self._floored:
+            return _Solution(_rates_of(means, RIDGE) if means else (1.0, 1.0))
+        if not means:
+            return _Solution(None)
+        times = [1.0 / own[-1] for own in means]
+        times = list(itertools.accumulate(reversed(times), min))[::-1]
+        largest, lowest = octaves[-1][0], min(1.0 / (own[1] + own[2]) for own in means)
+        short = sum(own < LONGER * times[0] for own in times)
+        if short == len(means):
+            sizes = [0.0, *(own[-2] for own in means)]
+            return _Solution(None, sizes, [0.0, *times], largest, lowest)
+        rates = _rates_of(means[short:], FLOORED_RIDGE)
+        # Where even the smallest sizes take what the rates say, there is no floor.
+        share = means[0][1] * rates[0] + means[0][2] * rates[1]
+        floor = times[0] if SHOWN * share < 1.0 else 0.0
+        return _Solution(rates, times=[floor], largest=largest, lowest=lowest)
+
+
+class _Solution(NamedTuple):
+    """What observations say.
+
+    The rates, None if nothing shows them; sizes, ascending, between whose times others are, at
+    least; the largest octave that was seen, and the lowest seconds per size.
+    """
+
+    rates: tuple[float, float] | None
+    sizes: Sequence[float] = (0.0,)
+    times: Sequence[float] = (0.0,)
+    largest: int = -(1 << 30)
+    lowest: float = 0.0
+
+
+def _row(x: float, y: float, seconds: float) -> list[float]:
+    """What is summed up of an observation.
+
+    Its weight, what a fit of relative errors needs, its size, and the inverse of its time: a mean
+    of that is about right even if half of the times were disturbed, which take longer, never less.
+    """
+    own_x, own_y = x / seconds, y / seconds
+    return [1.0, own_x, own_y, own_x * own_x, own_x * own_y, own_y * own_y, x + y, 1.0 / seconds]
+
+
+def _with(sums: list[float] | None, row: list[float]) -> list[float]:
+    """Sums with another row; older ones fade."""
+    return row if sums is None else [KEPT * a + b for a, b in zip(sums, row, strict=True)]
+
+
+def _scaled(sums: list[float], factor: float) -> list[float]:
+    """The sums of few observations, as if they had taken `factor` times as long."""
+    powers = (0, -1, -1, -2, -2, -2, 0, -1)
+    return [
+        own * CHANGED_WEIGHT / sums[0] * factor**power
+        for own, power in zip(sums, powers, strict=True)
+    ]
+
+
+def _rates_of(octaves: Sequence[Sequence[float]], ridge: float) -> tuple[float, float]:
+    """The rates that explain octaves best, each at least `LEAST`; see `_row`."""
+    _, x, y, xx, xy, yy, *_ = (math.fsum(column) for column in zip(*octaves, strict=True))
+    # With one scale for both the fit is always defined. From there, each is fitted as far as
+    # observations determine it, and otherwise keeps the ratio of the first guess.
+    scale, ridge = (x + y) / (xx + 2 * xy + yy), ridge * (xx + yy)
+    x, y, xx, yy = x + ridge * scale, y + ridge * scale, xx + ridge, yy + ridge
+    per_x = (x * yy - y * xy) / (xx * yy - xy * xy)
+    per_y = (y * xx - x * xy) / (xx * yy - xy * xy)
+    # One below its bound is set to it, and the other to the best value with that.
+    if per_x < LEAST:
+        return LEAST, max((y - xy * LEAST) / yy, LEAST)
+    if per_y < LEAST:
+        return max((x - xy * LEAST) / xx, LEAST), LEAST
+    return per_x, per_y
+
+
+class ReadCost(Cost):
+    """What reads take: x is pieces, y is bytes; the reader's thread observes, any thread asks.
+
+    a / b is the gap, in bytes, below which it is cheaper to read through than to start a new piece.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(START_SECONDS_PER_PIECE, START_SECONDS_PER_BYTE)
+        self._pieces = self._bytes = 0.0
+
+    def observe(self, pieces: float, num_bytes: float, seconds: float) -> None:
+        """Learn from one read of `num_bytes` in `pieces` pieces."""
+        super().observe(pieces, num_bytes, seconds)
+        self._pieces = KEPT * self._pieces + pieces
+        self._bytes = KEPT * self._bytes + num_bytes
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth once a piece is started."""
+        return 1.0 / self.rates()[1]
+
+    @property
+    def gap_bytes(self) -> int:
+        """Gap between two wanted runs that is as cheap to read as to skip."""
+        per_piece, per_byte = self.rates()
+        return int(min(per_piece / per_byte, MAX_GAP_BYTES))
+
+    def seconds_for(self, num_bytes: float) -> float:
+        """Seconds that reading so many bytes takes, in pieces as long as recent ones."""
+        pieces = num_bytes * self._pieces / self._bytes if self._bytes else 0.0
+        return self.seconds(pieces, num_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Floored:
-    """The constant, 0.0 if it was not seen; rates in units of the first guess, bounds unless known.
+class RequestLengths:
+    """Lengths of a request, in tokens: `new` are computed in any case, `stored` may be loaded."""
 
-    And what was seen: sizes and times, both ascending, and the largest size.
+    resident: int
+    stored: int
+    new: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds that a request would take with this retention and these bits.
+
+    `io` and `compute` are the parts of loading, which run at the same time if `overlapped`;
+    `compute` as far as known. `recompute` is what computing all takes, None before any pass; unless
+    passes as long were seen (`known`) it is a bound from above.
     """
 
-    constant: float
-    rates: tuple[float, float]
-    known: bool
-    points: Sequence[tuple[float, float]]
-    largest: float
-
-    def between(self, size: float) -> float:
-        """The time of a size between those that were seen, or of the largest one."""
-        before = 0.0, 0.0
-        for after in self.points:
-            if size < after[0]:
-                share = (size - before[0]) / (after[0] - before[0])
-                return before[1] + share * (after[1] - before[1])
-            before = after
-        return before[1]
-
-    def seconds(self, x: float, y: float) -> float:
-        """The longer of both."""
-        return max(self.constant, x * self.rates[0] + y * self.rates[1])
-
-
-_NOTHING = _Floored(0.0, (0.0, 0.0), known=False, points=(), largest=0.0)
-
-
-class _Rows:
-    """Sums over relative rows (x, y) / T: with A their outer products' and w the rows' own, the
-    unknowns z solve A z = w.
-    """
-
-    __slots__ = ("x", "xx", "xy", "y", "yy")
-
-    def __init__(
-        self, xx: float = 0.0, xy: float = 0.0, yy: float = 0.0, x: float = 0.0, y: float = 0.0
-    ) -> None:
-        self.xx, self.xy, self.yy, self.x, self.y = xx, xy, yy, x, y
-
-    def add(self, x: float, y: float) -> None:
-        """Add a row; older ones fade."""
-        self.xx = _KEEP * self.xx + x * x
-        self.xy = _KEEP * self.xy + x * y
-        self.yy = _KEEP * self.yy + y * y
-        self.x = _KEEP * self.x + x
-        self.y = _KEEP * self.y + y
-
-    def join(self, rows: _Rows, weight: float) -> None:
-        """Add all rows of another, with this weight."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + weight * getattr(rows, name))
-
-    def scale(self, factor: float, weight: float) -> None:
-        """Treat all rows as if they had taken `factor` times as long, with this weight."""
-        self.xx, self.xy, self.yy = (
-            weight * own / factor**2 for own in (self.xx, self.xy, self.yy)
-        )
-        self.x, self.y = weight * self.x / factor, weight * self.y / factor
-
-    def solve(self, ridge: float = RIDGE) -> tuple[float, float]:
-        """The unknowns, each at least `LEAST`; `ridge`: how strongly they keep their ratio."""
-        # With one scale for both unknowns the fit is always defined. From there, each is fitted as
-        # far as observations determine it, and otherwise keeps the ratio of the first guess.
-        scale = (self.x + self.y) / (self.xx + 2 * self.xy + self.yy)
-        ridge *= self.xx + self.yy
-        xx, yy = self.xx + ridge, self.yy + ridge
-        x, y = self.x + ridge * scale, self.y + ridge * scale
-        determinant = xx * yy - self.xy * self.xy
-        per_x = (x * yy - y * self.xy) / determinant
-        per_y = (y * xx - x * self.xy) / determinant
-        # An unknown below its bound is set to it, and the other to the best value with that.
-        if per_x < LEAST:
-            return LEAST, max((y - self.xy * LEAST) / yy, LEAST)
-        if per_y < LEAST:
-            return max((x - self.xy * LEAST) / xx, LEAST), LEAST
-        return per_x, per_y
-
-
-class _Octave:
-    """Recent observations whose sizes are within a factor of two."""
-
-    def __init__(self) -> None:
-        self.rows = _Rows()
-        self.count = 0
-        # Of observations, faded like their rows; the means belong to it.
-        self.weight = 0.0
-        self.mean_x = self.mean_y = self.log_seconds = 0.0
-        self.largest = 0.0
-        # What is disturbed takes longer, never less.
-        self.shortest = self.lowest_rate = math.inf
+    retention: float
+    io: float
+    compute: float
+    recompute: float | None
+    known: bool = True
+    overlapped: bool = True
+    bits: float = EXACT_BITS
 
     @property
-    def seconds(self) -> float:
-        """Geometric mean of the times, which one odd time does not move far."""
-        return math.exp(self.log_seconds)
+    def load(self) -> float | None:
+        """Seconds with the stored prefix; None before passes as long as computing it were seen."""
+        return self.seconds() if self.known else None
 
-    @property
-    def size(self) -> float:
-        """Mean size, in seconds of the first guess."""
-        return self.mean_x + self.mean_y
+    def loads_faster(self, unread: float = 1.0) -> bool:
+        """Whether loading is at least as fast as computing; True while nothing is known yet.
 
-    def add(self, x: float, y: float, seconds: float) -> None:
-        """Note an observation; the first one, which may have compiled something, is faint then."""
-        if self.count == 1:
-            self._fade(SCALED_WEIGHT)
-        self.count += 1
-        self.rows.add(x / seconds, y / seconds)
-        self.weight = _KEEP * self.weight + 1.0
-        self.mean_x += (x - self.mean_x) / self.weight
-        self.mean_y += (y - self.mean_y) / self.weight
-        self.log_seconds += (math.log(seconds) - self.log_seconds) / self.weight
-        self.largest = max(self.largest, x + y)
-        self.shortest = min(self.shortest, seconds)
-        self.lowest_rate = min(self.lowest_rate, seconds / (x + y))
-
-    def scale(self, factor: float) -> None:
-        """Treat all as if it had taken `factor` times as long, and as no more than a few."""
-        self.rows.scale(factor, 1.0)
-        self._fade(min(1.0, OCTAVE_WEIGHT / self.weight))
-        self.log_seconds += math.log(factor)
-        self.shortest *= factor
-        self.lowest_rate *= factor
-
-    def _fade(self, weight: float) -> None:
-        self.rows.scale(1.0, weight)
-        self.weight *= weight
-
-
-class _Drift:
-    """How much longer things took than expected, lately: notices that a device has changed.
-
-    Relative rows of slow observations are small, so a fit alone would follow a device that becomes
-    slower only after the fast times are forgotten.
-    """
-
-    def __init__(self, least: float) -> None:
-        """`least`: the factor from which on things have changed."""
-        self._least = math.log(least)
-        self._errors: deque[float] = deque(maxlen=CHANGED_MEMORY)
-
-    def follow(self, error: float) -> float | None:
-        """Note the logarithm of measured / expected; the factor by which all has changed, or None.
-
-        `ALIKE` errors are one change, if none of them speaks against it; it is told once.
+        `unread`: the share of the reads that is left to do.
         """
-        errors = self._errors
-        errors.append(error)
-        if len(errors) < CHANGED_MEMORY:
-            return None
-        middle = statistics.median(errors)
-        deviation = statistics.fmean(abs(own - middle) for own in errors)
-        against = min(math.copysign(1.0, middle) * own for own in errors)
-        if abs(middle) < max(self._least, ALIKE * deviation) or against < self._least / 2:
-            return None
-        errors.clear()
-        return math.exp(middle)
+        most = 1.0 if self.known else MOST_TO_LEARN
+        return self.recompute is None or most * self.seconds(unread) <= self.recompute
+
+    @property
+    def lead(self) -> float:
+        """The share of a request's reads that must end before it begins, so that it never waits.
+
+        AttentionStore 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), here over B T_load L_hist.
+        """
+        return self.unhidden() / self.io if self.io else 0.0
+
+    def seconds(self, unread: float = 1.0) -> float:
+        """Seconds with the stored prefix, if the share `unread` of its reads is left to do."""
+        return self.compute + self.unhidden(unread)
+
+    def unhidden(self, unread: float = 1.0) -> float:
+        """The part of `seconds` that reading it before would save."""
+        io = self.io * unread
+        return max(io - self.compute, 0.0) if self.overlapped else io
+
+
+def most_of(estimates: Sequence[Estimate]) -> int:
+    """Which is the first that takes hardly longer than the fastest; the best comes first."""
+    most = HARDLY_LONGER * min(own.seconds() for own in estimates)
+    return next(number for number, own in enumerate(estimates) if own.seconds() <= most)
+
+
+class Estimator:
+    """Learns what computing and loading take; one thread."""
+
+    def __init__(self, hidden_size: int, *, overlapped: bool = True) -> None:
+        """`hidden_size` of the model sets the initial ratio of the two terms of computing.
+
+        `overlapped`: layers are read while other layers are computed.
+        """
+        self._overlapped = overlapped
+        per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
+        self.computing = Cost(START_SECONDS_PER_TOKEN, per_pair, floored=True)
+        # Of a part, whose tokens are scored, and of a whole prefix, in the pass. What was not seen
+        # costs nothing, nor what was seen once, when it may have been disturbed: what seems too
+        # slow is never tried again.
+        per_token = START_SECONDS_PER_LOADED
+        self._parts = Cost(per_token, START_SECONDS_PER_SCORED, floored=True, once=False)
+        self._wholes = Cost(per_token, per_token, floored=True, once=False)
+        # What few tokens behind many that are cached took lately, for each of these.
+        self._behind: collections.deque[float] = collections.deque(maxlen=LATELY)
+        # For a blend: per token that is loaded, and by what factor computing takes longer there
+        # than in a pass of SGLang's.
+        self.blending = Cost(START_SECONDS_PER_LOADED, 1.0)
+
+    def note_forward(self, new: int, pairs: float, seconds: float) -> None:
+        """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
+        self.computing.observe(new, pairs, seconds)
+
+    def note_request(self, before: int, new: int, seconds: float) -> None:
+        """Learn that computing `new` tokens of a prompt behind `before` took `seconds`."""
+        self.note_forward(new, pairs_of(before, new), seconds)
+        if before > new:
+            self._behind.append(seconds / before)
+
+    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
+        """Learn that identification and copying took `seconds`, reading excluded.
+
+        `whole`: all tokens were loaded.
+        """
+        cost, pairs = self._load_of(work, whole=whole)
+        cost.observe(work.stored, pairs, seconds)
+
+    def note_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
+        """Learn that a blend took `seconds`, reading excluded; see `estimate_blend`."""
+        self.blending.observe(work.stored, self._blended_seconds(work, computed), seconds)
+
+    def estimate(
+        self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
+    ) -> Estimate:
+        """Estimate a request with this retention and bits, which reads for `io_seconds`."""
+        cost, pairs = self._load_of(work, whole=retention >= 1.0)
+        hit = self.pass_seconds(work.resident + retention * work.stored, work.new)
+        hit += cost.seconds(work.stored, pairs)
+        recompute, known = self._computing(work.resident, work.stored + work.new)
+        return Estimate(retention, io_seconds, hit, recompute, known, self._overlapped, bits)
+
+    def estimate_blend(
+        self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
+    ) -> Estimate:
+        """Estimate a request that blends, of whose stored tokens `computed` are computed.
+
+        `computed` is an average over the layers; all is read before. `measured`: False ignores what
+        earlier blends took, and says how fast one might be.
+        """
+        hit = self._blended_seconds(work, computed)
+        if measured and self.blending.observations:
+            hit = self.blending.seconds(work.stored, hit)
+        hit += self.pass_seconds(work.resident + work.stored, work.new)
+        recompute, known = self._computing(work.resident, work.stored + work.new)
+        return Estimate(1.0, io_seconds, hit, recompute, known, overlapped=False)
+
+    def pass_seconds(self, before: float, new: float) -> float:
+        """Seconds that a pass over `new` tokens behind `before` takes, as far as known."""
+        seconds = self.computing.seconds(new, pairs_of(before, new))
+        if before > new and len(self._behind) > 1:
+            # The median, or less: one that waited for a compiler may be half of what is known.
+            seconds = max(seconds, statistics.median_low(self._behind) * before)
+        return seconds
+
+    def computing_seconds(self, before: int, new: int) -> float | None:
+        """Seconds that computing `new` tokens behind `before` takes, or at most; None: unknown."""
+        return self._computing(before, new)[0]
+
+    def faster_seconds(self, left: float, before: int, new: int) -> float | None:
+        """What computing takes, if that is less than the `left` seconds of a load; else None."""
+        computing = self.computing_seconds(before, new)
+        return computing if computing is not None and left > computing else None
+
+    def late_seconds(self, left: float, before: int, new: int) -> float | None:
+        """For how long a pass may wait for the rest of its prefix, which takes `left` seconds.
+
+        None: it does not begin before that is there, for it would not hide it.
+        """
+        own = self.pass_seconds(before, new)
+        return MOST_LATE * own if left <= own else None
+
+    def _computing(self, before: int, new: int) -> tuple[float | None, bool]:
+        return self.computing.bound(new, pairs_of(before, new))
+
+    def _load_of(self, work: RequestLengths, *, whole: bool) -> tuple[Cost, float]:
+        """What loading costs besides reading, and the pairs by which it does."""
+        return (self._wholes, work.stored) if whole else (self._parts, work.stored * work.new)
+
+    def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
+        """What SGLang would take to compute so many tokens, spread evenly over the stored ones."""
+        return self.computing.seconds(computed, computed * (work.resident + work.stored / 2))
+
+
+def pairs_of(before: float, new: float) -> float:
+    """Number of pairs of a new token and one that it attends to, after `before` tokens."""
+    return new * (before + (new + 1) / 2)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from bench.engine.clock import ATTENTION, LOAD, MODEL, Served, StageClock, stage_clock
 from bench.engine.workload import ModelShape, Planter, Question, Request, Workload
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.cost import pairs_of
 
 # Fills the pool of a layer from its queries, keys and values; the length that attention sees.
 Place = Callable[[int, Tensor, Tensor, Tensor], int]

@@ -15,13 +15,13 @@ from bench.engine.clock import LOAD, Served, stage_clock
 from bench.engine.model import Asked, Engine
 from bench.engine.workload import Request
 from impress_sglang.config import ImpressConfig
+from impress_sglang.cost import pairs_of
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.codec import planes_of
 from impress_sglang.serving.clocks import clock_for
-from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime

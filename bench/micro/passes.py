@@ -23,7 +23,7 @@ from bench.core.options import SEED, Option, one_of
 from bench.core.report import Result, Row, Table, plain
 from bench.engine.model import Model, attention
 from bench.engine.workload import MODELS
-from impress_sglang.serving.estimate import Estimator, pairs_of
+from impress_sglang.cost import Estimator, pairs_of
 
 CUDA = torch.cuda.is_available()
 OPTIONS = (
@@ -92,5 +92,5 @@ def _estimates(
     pick, estimator = random.Random(args.seed), Estimator(hidden)
     for row in pick.choices(rows, [weight(row) for row in rows], k=args.passes):
         estimator.note_forward(row["new"], row["pairs"], row["ms"] / 1e3)
-    found = [estimator.computing.seconds(row["new"], row["pairs"]) for row in rows]
-    return [None if seconds is None else round(seconds * 1e3, 3) for seconds in found]
+    found = [estimator.computing.bound(row["new"], row["pairs"]) for row in rows]
+    return [round(seconds * 1e3, 3) if seconds and known else None for seconds, known in found]

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from impress_sglang.cost import RequestLengths
 from impress_sglang.integration.blend_steps import BLOCK_TOKENS, BlendSteps, rotation_of
 from impress_sglang.integration.known import Known
 from impress_sglang.integration.layer_gate import LayerGate
 from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blend_planner import BlendPlanner
-from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobState, LoadJob, PoolLayers
-from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
+from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.segment import Tokens
@@ -34,7 +34,6 @@ class Blends:
         cache: UnifiedRadixCache,
         scheduler: Any,
         service: Service,
-        planner: LoadPlanner,
         jobs: JobQueue,
         gate: LayerGate,
     ) -> None:
@@ -70,7 +69,7 @@ class Blends:
             service.shape.num_layers,
             scheduler.forward_stream,
             most,
-            lambda before: planner.computing_seconds(before, chunk),
+            lambda before: service.estimator.computing_seconds(before, chunk),
         )
 
     def plan(

@@ -18,17 +18,15 @@ from typing import Any
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from impress_sglang.cost import Estimator
 from impress_sglang.integration.known import Known, KnownRequests
 from impress_sglang.integration.layer_gate import LayerGate
 from impress_sglang.integration.slot_pool import TreeSlots
 from impress_sglang.serving.job_queue import WINDOW, JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
-from impress_sglang.serving.load_planner import LoadPlanner
 
 logger = logging.getLogger(__name__)
 
-# A pass waits for layers so many times as long as it was expected to take.
-MOST_LATE = 4.0
 # Polls for which a request that was put back is not admitted: SGLang may process the results of its
 # pass after the next one was chosen.
 POLLS_APART = 2
@@ -42,7 +40,7 @@ class LateStart:
         cache: UnifiedRadixCache,
         scheduler: Any,
         known: KnownRequests,
-        planner: LoadPlanner,
+        estimator: Estimator,
         jobs: JobQueue,
         slots: TreeSlots,
         num_layers: int,
@@ -50,7 +48,7 @@ class LateStart:
         self._cache = cache
         self._scheduler = scheduler
         self._known = known
-        self._planner = planner
+        self._estimator = estimator
         self._jobs = jobs
         self._slots = slots
         self._num_layers = num_layers
@@ -82,10 +80,10 @@ class LateStart:
         # The row of a session may outlive its request, so that it could not be put back.
         if job.slots is None or left is None or new > self._most_tokens or req.session is not None:
             return False
-        own = self._planner.pass_seconds(job.stop, new)
-        if left > own or not self._is_alone(req) or self._slots.lacking(job) < len(job):
+        most = self._estimator.late_seconds(left, job.stop, new)
+        if most is None or not self._is_alone(req) or self._slots.lacking(job) < len(job):
             return False
-        job.deadline = now + MOST_LATE * own
+        job.deadline = now + most
         self._jobs.start_early(job)
         self.gate.add(job)
         # What was read is told when all of it was.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.integration.blends import Blends
 from impress_sglang.integration.keys import as_tokens
@@ -21,7 +22,6 @@ from impress_sglang.integration.tree_nodes import match_resident
 from impress_sglang.options import OFF
 from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
-from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob, PoolLayers
 from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
@@ -71,10 +71,10 @@ class PrefixLoads:
         least = service.config.min_prefix_tokens
         self.jobs = JobQueue(slots, self._loader, self._note_end, self._after_job, least)
         layers = service.shape.num_layers
-        self._late = LateStart(cache, scheduler, known, planner, self.jobs, slots, layers)
+        self._late = LateStart(cache, scheduler, known, service.estimator, self.jobs, slots, layers)
         self._blends: Blends | None = None
         if service.config.blend != OFF:
-            self._blends = Blends(cache, scheduler, service, planner, self.jobs, self._late.gate)
+            self._blends = Blends(cache, scheduler, service, self.jobs, self._late.gate)
 
     def plan(self, known: Known) -> None:
         """Plan what is to be loaded for a queued request; join or begin a job for it."""
@@ -102,7 +102,8 @@ class PrefixLoads:
             return
         self._service.store.tree.touch(plan.match)
         self._service.lookahead.wait(req.rid, plan.spans)
-        waiter.patience = self._planner.computing_seconds(resident, len(tokens) - resident)
+        left = len(tokens) - resident
+        waiter.patience = self._service.estimator.computing_seconds(resident, left)
         known.stored, known.io = plan.stop, plan.estimate.io
         self.jobs.join(waiter, self._job(known, plan, tokens))
 
@@ -272,8 +273,8 @@ class PrefixLoads:
             left = job.seconds_left(self._service.shape.num_layers, now)
             if left is None:
                 left = now - job.began_at if job.began_at else 0.0
-            computing = self._planner.computing_seconds(job.start, len(job))
-            if computing is not None and left > computing:
+            computing = self._service.estimator.faster_seconds(left, job.start, len(job))
+            if computing is not None:
                 logger.info("loading %d tokens is slower than computing them", len(job))
                 for rid in job.waiters:
                     self._decline(self._known[rid], job, left, computing)

@@ -122,7 +122,7 @@ class BlendJob(LoadJob):
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
         """See `LoadJob.seconds_left`; what is to be computed takes as long as estimated."""
-        computing = self.plan.estimate.compute or 0.0
+        computing = self.plan.estimate.compute
         if self.done.is_set():
             done = (self.position - self.start) / max(len(self), 1)
             return max(computing * (1.0 - done), 0.0)

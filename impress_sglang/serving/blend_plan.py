@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from impress_sglang.cost import Estimate, RequestLengths
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.precision.codec import planes_of
-from impress_sglang.serving.estimate import Estimate, RequestLengths
 from impress_sglang.serving.why import Detail
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens

@@ -20,13 +20,13 @@ from typing import Protocol
 import numpy as np
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.cost import Estimate, Estimator, RequestLengths, most_of
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import AUTO, AUTO_SHARE, OFF
 from impress_sglang.precision.codec import planes_of
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, BlendPlan, Kind, runs_of
-from impress_sglang.serving.estimate import MORE_BITS, Estimate, Estimator, RequestLengths
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.serving.why import Detail, Reason
@@ -209,8 +209,8 @@ class BlendPlanner:
     def _too_slow(self, estimate: Estimate, usual: UsualPlan | None) -> Detail | None:
         """Why a blend that takes as long as estimated is refused; None if it is not."""
         most = self._config.blend_seconds
-        if estimate.least > most:
-            return Reason.BLEND_TOO_LONG, f"{estimate.least:.1f} of {most:g} s"
+        if estimate.compute > most:
+            return Reason.BLEND_TOO_LONG, f"{estimate.compute:.1f} of {most:g} s"
         if estimate.load is None or estimate.recompute is None:
             return None
         other = estimate.recompute
@@ -226,7 +226,7 @@ class BlendPlanner:
         if not notes.measures and now >= self._measure_at:
             # Others share the model with the trial only for a small part of the time, however slow
             # blends were.
-            pause = MEASURE_SECONDS * max(learnt.least / self._config.blend_seconds, 1.0)
+            pause = MEASURE_SECONDS * max(learnt.compute / self._config.blend_seconds, 1.0)
             notes.measures, self._measure_at = True, now + pause
         return notes.measures
 
@@ -248,25 +248,19 @@ class BlendPlanner:
         """
         shares = SHARES if wanted == AUTO else (float(wanted),)
         choices = [(share, self._estimate(work, kinds, io, share)) for share in shares]
-        least = choices[-1][1].load
-        if least is None:
-            return choices[-1]
-        most = MORE_BITS * least
-        return next(own for own in choices if own[1].load is not None and own[1].load <= most)
+        estimates = [estimate for _, estimate in choices]
+        # Before anything is known all seem to take as long.
+        return choices[most_of(estimates) if estimates[-1].known else -1]
 
     def _estimate(
         self, work: RequestLengths, kinds: Uint8s, io: float, share: float, *, measured: bool = True
     ) -> Estimate:
-        """Estimate a request with a share; `measured`: see `Estimator.estimate_blend`.
-
-        All is read before anything is computed.
-        """
+        """Estimate a request with a share; `measured`: see `Estimator.estimate_blend`."""
         checked = CHECKED_LAYERS / self._shape.num_layers if share else 0.0
         again = min(share + checked, 1.0)
         counts = np.bincount(kinds, minlength=len(Kind))
         computed = float(counts[Kind.COMPUTED] + again * counts[Kind.REUSED])
-        estimate = self._estimator.estimate_blend(work, computed, io, measured=measured)
-        return dataclasses.replace(estimate, overlapped=False)
+        return self._estimator.estimate_blend(work, computed, io, measured=measured)
 
 
 def _can_be_read(found: FoundRuns | None, num_tokens: int) -> bool:

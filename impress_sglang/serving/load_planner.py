@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.options import EXACT_BITS
-from impress_sglang.serving.estimate import Estimate, RequestLengths
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.service import Service
 from impress_sglang.storage.segment import Tokens
@@ -78,7 +77,7 @@ class LoadPlanner:
             return None
         estimate = self._estimate(spans, resident_len, len(tokens) + 1, own)
         always = self._config.load == "always"
-        return LoadPlan(match, resident_len, estimate, always or estimate.loads_faster(1.0))
+        return LoadPlan(match, resident_len, estimate, always or estimate.loads_faster())
 
     def choose(
         self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], least: KVClass
@@ -96,27 +95,14 @@ class LoadPlanner:
         longest = max(classes, key=lambda own: resident.get(own, 0))
         if resident.get(longest, 0) >= self._config.min_prefix_tokens:
             return longest
-        estimates, found = [], []
+        found: dict[KVClass, Estimate] = {}
         for own in classes:
             match = self.find(namespace, tokens, own)
             if match.num_tokens < self._config.min_prefix_tokens:
                 continue
             if self._service.store.forecast.can_read(match.spans, in_codes=not own.exact):
-                found.append(own)
-                estimates.append(self._estimate(match.spans, 0, len(tokens) + 1, own))
-        if not found:
-            return least
-        best = self._service.estimator.most_bits(estimates)
-        return found[estimates.index(best)]
-
-    def computing_seconds(self, before: int, count: int) -> float | None:
-        """Seconds that computing `count` tokens behind `before` others takes; None: unknown."""
-        work = RequestLengths(before, 0, count)
-        return self._service.estimator.estimate(work, 1.0, 0.0).recompute
-
-    def pass_seconds(self, before: int, count: int) -> float:
-        """Seconds that a pass over `count` tokens behind `before` cached ones takes."""
-        return self._service.estimator.pass_seconds(before, count)
+                found[own] = self._estimate(match.spans, 0, len(tokens) + 1, own)
+        return list(found)[most_of(list(found.values()))] if found else least
 
     def _estimate(
         self, spans: tuple[StoredSpan, ...], start: int, total: int, own: KVClass
@@ -127,6 +113,5 @@ class LoadPlanner:
         else:
             num_bytes = forecast.coded_bytes(spans).expected(own.planes)
         work = RequestLengths(start, count, total - start - count)
-        bits = EXACT_BITS if own.exact else own.bits
         io = forecast.seconds_to_read(num_bytes)
-        return self._service.estimator.estimate(work, 1.0, io, bits)
+        return self._service.estimator.estimate(work, 1.0, io, own.bits)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from impress_sglang.cost import Estimate
 from impress_sglang.serving import why
-from impress_sglang.serving.estimate import Estimate
 from impress_sglang.transfer.read_planner import ReadStats
 
 DECISIONS = ("none", "load", "recompute")

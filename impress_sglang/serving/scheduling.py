@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from impress_sglang.cost import Estimate
 from impress_sglang.options import CLASSES, SHORTEST
-from impress_sglang.serving.estimate import Estimate
 
 WINDOW = 16
 # Share of the scheduler's time for looking again at what is cached of requests in the window.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.cost import Estimator
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.options import ON
-from impress_sglang.serving.estimate import Estimator
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.recent import RecentRequests
 from impress_sglang.serving.report import RequestTotals

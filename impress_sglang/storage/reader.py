@@ -23,12 +23,12 @@ import os
 import threading
 import time
 
+from impress_sglang.cost import ReadCost
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.engines import BlockEngine
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.open_segment import Integers
 from impress_sglang.storage.pending_read import LOOK_SECONDS, BlockRuns, PendingRead
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.segment import reading
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as prefill_runner
 
+from impress_sglang.cost import Estimator, RequestLengths, pairs_of
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.paper.attention import PrefixAttention, adopt_backend
 from impress_sglang.integration.paper.hooks import _after_batch
@@ -32,7 +33,6 @@ from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving import clocks
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
-from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.pool_reader import reading_stream

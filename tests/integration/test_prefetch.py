@@ -78,8 +78,8 @@ def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float
     computing = runtime.estimator.computing
 
     def compute_for(seconds: float) -> None:
-        for name in ("seconds", "least"):
-            monkeypatch.setattr(computing, name, lambda new, pairs: seconds)
+        monkeypatch.setattr(computing, "seconds", lambda new, pairs: seconds)
+        monkeypatch.setattr(computing, "bound", lambda new, pairs: (seconds, True))
 
     return compute_for
 

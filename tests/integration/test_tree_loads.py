@@ -125,7 +125,7 @@ def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert loads is not None
     began: list[LoadJob] = []
     monkeypatch.setattr(loads._loader, "begin", began.append)
-    monkeypatch.setattr(loads._planner, "pass_seconds", lambda before, new: 1.0)
+    monkeypatch.setattr(loads._service.estimator, "pass_seconds", lambda before, new: 1.0)
     req = world.request("own", ASKED)
     world.poll()
     (job,) = began

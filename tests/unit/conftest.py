@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
+from impress_sglang.cost import ReadCost
 from impress_sglang.storage import pending_read
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
 from tests.unit.coded_factory import CodedCase, CodedPart

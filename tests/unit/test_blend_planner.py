@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from impress_sglang.cost import Estimate
 from impress_sglang.loops import windows
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
@@ -18,7 +19,6 @@ from impress_sglang.serving.blend_planner import (
     MEASURE_SECONDS,
     SHARES,
 )
-from impress_sglang.serving.estimate import Estimate
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
 from tests.unit import blending_desk

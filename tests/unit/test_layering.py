@@ -22,7 +22,7 @@ MODULES = {
 # A unit is a package or a module right below impress_sglang. It may import itself and units of a
 # lower level; units of one level do not know each other.
 LEVELS = {
-    "cost": 0,
+    "cost": 1,
     "errors": 0,
     "loops": 0,
     "threads": 0,

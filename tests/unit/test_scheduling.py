@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.cost import Estimate
 from impress_sglang.options import CLASSES, SHORTEST
-from impress_sglang.serving.estimate import Estimate
 from impress_sglang.serving.scheduling import LOOK_SHARE, WINDOW, CacheState, QueueOrder
 
 QUICK = CacheState(True, Estimate(1.0, 0.0, 0.01, None))
@@ -77,7 +77,7 @@ def test_nobody_is_put_first_for_whom_the_engine_would_wait() -> None:
 
 
 def test_before_any_pass_nothing_is_known_to_hide_a_read() -> None:
-    state = CacheState(True, Estimate(1.0, 0.1, None, None))
+    state = CacheState(True, Estimate(1.0, 0.1, 0.0, None))
     assert state.estimate.unhidden(1.0) == state.estimate.seconds(1.0) == 0.1
     assert dataclasses.replace(SLOW.estimate, overlapped=False).seconds(0.5) == 2.4
 

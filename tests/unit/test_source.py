@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.cost import ReadCost
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.memory import TILE_TOKENS, MemorySource

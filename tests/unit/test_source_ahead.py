@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from impress_sglang.cost import ReadCost
 from impress_sglang.storage import pending_read
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit.kv_factory import make_cache, make_shape
 from tests.unit.reading import wait_for_reads

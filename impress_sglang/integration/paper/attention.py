@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from impress_sglang.config import bytes_of
+from impress_sglang.cost import pairs_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.paper.judged_backends import BACKENDS
 from impress_sglang.integration.paper.passes import Passes
@@ -32,7 +33,6 @@ from impress_sglang.integration.paper.recompute import (
 )
 from impress_sglang.integration.paper.row_starts import RowStarts
 from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
-from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save

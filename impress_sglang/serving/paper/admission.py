@@ -14,18 +14,21 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.cost import Estimate, Estimator, RequestLengths
 from impress_sglang.management.forecast import ReadForecast, StoredBytes
 from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.serving.clocks import Clock
-from impress_sglang.serving.estimate import RETENTIONS, Estimate, Estimator, RequestLengths
 from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+
+# Retentions that auto chooses from, besides its floor.
+RETENTIONS = (1.0, 0.75, 0.5, 0.35)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +217,8 @@ class Admission:
         if len(retentions) > 1:
             there = ahead(spans)
             left = [estimate(own, there) for own in retentions]
-            retentions = [self._estimator.largest_hidden(left).retention]
+            hidden = (own.retention for own in left if not own.unhidden())
+            retentions = [next(hidden, retentions[-1])]
         return estimate(retentions[0], 0.0)
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import OFF
 from impress_sglang.serving.clocks import clock_for
-from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.paper.admission import Admission, AdmissionPlan
 from impress_sglang.serving.paper.loading import RecomputedLoading
 from impress_sglang.serving.paper.opening import Allocate, RequestOpener

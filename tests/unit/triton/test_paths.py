@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from impress_sglang.cost import ReadCost
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import gather as gather_module
 from impress_sglang.transfer.gather import KernelGatherer
