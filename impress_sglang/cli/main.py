@@ -29,18 +29,18 @@ URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
 # Orders about prefixes; a directory takes these as well, except the first two.
 _ORDERS = {
-    "why": "say what is stored of a prompt, and why no more of it",
+    "why": "say how much of a prompt is stored, and why no more",
     "warm": "store a prefix now, or load it",
     "pin": "never evict a stored prefix",
-    "unpin": "let pinned prefixes go that begin like this one",
-    "purge": "remove a prefix and what begins with it, or a namespace",
+    "unpin": "unpin prefixes that begin like this one",
+    "purge": "remove a prefix and all that begin with it, or a namespace",
 }
 _ONLY_OF_SERVERS = ("why", "warm")
 # The answer of a server that has found nothing wrong.
 _SOUND = {"integrity": "ok"}
-_IDS = "its token ids, with commas"
+_IDS = "its token ids, separated by commas"
 _MORE = "; may be given several times"
-_SEGMENT = "the segment that ends it, as of ls"
+_SEGMENT = "its last segment, as ls shows it"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     status = "; ".join(f"{code}: {meaning}" for code, meaning in EXIT_STATUS.items())
     top = argparse.ArgumentParser(
         "impress",
-        description="Look at stored prefixes and order what becomes of them.",
+        description="Inspect and manage stored prefixes.",
         epilog=f"Exit status is {status}.".replace("`", ""),
     )
     commands = top.add_subparsers(dest="command", required=True)
@@ -62,60 +62,69 @@ def parser() -> argparse.ArgumentParser:
             shown = f"{where}; default: {default}" if default else f"{where}, in place of a server"
             own.add_argument("--dir", type=Path, default=default, help=shown)
         if server:
-            own.add_argument("--url", default=URL, help=f"of a running server; default: {URL}")
+            own.add_argument("--url", default=URL, help=f"running server; default: {URL}")
             own.add_argument(
                 "--key", default=os.environ.get(KEY_VARIABLE), help=f"default: {KEY_VARIABLE}"
             )
         return own
 
     add("stat", "say how much is stored", server=True, directory=True)
-    add("ls", "list stored segments, the last used first", server=True, directory=True)
+    add("ls", "list stored segments, the most recently used first", server=True, directory=True)
     add("verify", "check a server, or read all files in a directory", server=True, directory=True)
-    add("rebuild", "make indexes anew from all files", server=False, directory=True)
-    gc = add("gc", "remove what nobody can use", server=False, directory=True)
-    gc.add_argument("--dry-run", action="store_true", help="only say what that is")
-    clear = add("clear", "remove all that is stored", server=True, directory=True)
+    add("rebuild", "rebuild indexes from all files", server=False, directory=True)
+    gc = add("gc", "remove files that nobody can use", server=False, directory=True)
+    gc.add_argument("--dry-run", action="store_true", help="only list them")
+    clear = add("clear", "remove everything that is stored", server=True, directory=True)
     clear.add_argument("--yes", action="store_true", required=True, help="it cannot be undone")
-    sizes = add("plan", "say what prefixes of a model take", server=False, directory=False)
-    sizes.add_argument("--model", type=Path, required=True, help="its folder, or its config.json")
-    sizes.add_argument("--prefixes", type=int, required=True, help="that are to be kept")
-    sizes.add_argument("--tokens", type=int, required=True, help="of a prefix")
+    sizes = add(
+        "plan",
+        "compute the space and time that prefixes of a model take",
+        server=False,
+        directory=False,
+    )
+    sizes.add_argument("--model", type=Path, required=True, help="its folder or config.json")
+    sizes.add_argument("--prefixes", type=int, required=True, help="number of prefixes to keep")
+    sizes.add_argument("--tokens", type=int, required=True, help="tokens per prefix")
     sizes.add_argument(
-        "--bits", type=float, default=USUAL_BITS, help="of --impress-bits; default: 6"
+        "--bits", type=float, default=USUAL_BITS, help="as --impress-bits; default: 6"
     )
     sizes.add_argument("--basis", type=Path, help="of --impress-basis")
     sizes.add_argument(
-        "--drive-gbps", type=float, default=3.0, help="GB/s that the drive reads; default: 3"
+        "--drive-gbps", type=float, default=3.0, help="read speed of the drive; default: 3"
     )
     sizes.add_argument("--per-day", type=int, default=0, help="new prefixes per day; default: 0")
-    tried = add("bench", "say whether the store pays on a server", server=True, directory=False)
-    tried.add_argument("--prefixes", type=int, default=8, help="that are asked for; default: 8")
-    tried.add_argument("--prefix-tokens", type=int, default=2000, help="of each; default: 2000")
-    tried.add_argument("--text", type=Path, help="file of which they are; default: random ones")
-    tried.add_argument("--clients", type=int, default=1, help="that ask at once; default: 1")
-    tried.add_argument("--flush", action="store_true", help="empty SGLang's pool, also of others'")
-    tried.add_argument("--api-key", help="of requests, if it is not --key")
+    tried = add("bench", "measure whether the store pays on a server", server=True, directory=False)
+    tried.add_argument("--prefixes", type=int, default=8, help="number of prefixes; default: 8")
+    tried.add_argument(
+        "--prefix-tokens", type=int, default=2000, help="tokens per prefix; default: 2000"
+    )
+    tried.add_argument("--text", type=Path, help="file to take them from; default: random tokens")
+    tried.add_argument("--clients", type=int, default=1, help="concurrent clients; default: 1")
+    tried.add_argument("--flush", action="store_true", help="empty SGLang's pool, for everybody")
+    tried.add_argument("--api-key", help="key of requests, if it differs from --key")
     fitted = add("calibrate", "fit a basis to a model", server=False, directory=False)
     fitted.add_argument("--model", type=Path, required=True, help="its folder")
-    fitted.add_argument("--out", type=Path, required=True, metavar="FILE", help="of the basis")
+    fitted.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="to write the basis to"
+    )
     fitted.add_argument(
         "--text",
         type=Path,
         nargs="+",
         default=[],
         metavar="FILE",
-        help="one for each kind of text; default: those of the package",
+        help="one per kind of text; default: those of the package",
     )
-    fitted.add_argument("--tokens", type=int, default=1500, help="of a text; default: 1500")
+    fitted.add_argument("--tokens", type=int, default=1500, help="per text; default: 1500")
     for name, told in _ORDERS.items():
         own = add(name, told, server=True, directory=name not in _ONLY_OF_SERVERS)
         which = own.add_mutually_exclusive_group(required=name != "purge")
-        which.add_argument("--text", help="of the prefix")
+        which.add_argument("--text", help="text of the prefix")
         which.add_argument(
             "--file",
             type=Path,
             action="append" if name == "warm" else "store",
-            help=f"with the text of the prefix; -: stdin{_MORE if name == 'warm' else ''}",
+            help=f"file with the text of the prefix; -: stdin{_MORE if name == 'warm' else ''}",
         )
         which.add_argument("--ids", help=_IDS)
         if name not in _ONLY_OF_SERVERS:
@@ -126,24 +135,24 @@ def parser() -> argparse.ArgumentParser:
                 "--older-than",
                 type=float,
                 metavar="SECONDS",
-                help="since its writing; alone: of all",
+                help="written at least so long ago; alone: any prefix",
             )
     export = add("export", "write a namespace to a new file", server=False, directory=True)
-    export.add_argument("path", type=Path, metavar="FILE", help="in safetensors")
-    export.add_argument("--store", help="as of ls, if there are several")
+    export.add_argument("path", type=Path, metavar="FILE", help="safetensors file")
+    export.add_argument("--store", help="its name as ls shows it, if there are several")
     which = export.add_mutually_exclusive_group()
-    which.add_argument("--ids", help=f"in place of the namespace a prefix: {_IDS}")
-    which.add_argument("--segment", help=f"the same: {_SEGMENT}")
+    which.add_argument("--ids", help=f"a prefix instead of a namespace: {_IDS}")
+    which.add_argument("--segment", help=f"the same by {_SEGMENT}")
     _add_namespace(export)
-    taken = add("import", "store what another one exported", server=False, directory=True)
-    taken.add_argument("path", type=Path, metavar="FILE", help="of impress export")
+    taken = add("import", "store what was exported elsewhere", server=False, directory=True)
+    taken.add_argument("path", type=Path, metavar="FILE", help="written by impress export")
     _add_namespace(taken)
     return top
 
 
 def _add_namespace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--extra-key", help="of the requests that have it")
-    parser.add_argument("--cache-salt", help="of these requests")
+    parser.add_argument("--extra-key", help="extra_key of the requests")
+    parser.add_argument("--cache-salt", help="cache_salt of the requests")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
