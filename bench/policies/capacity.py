@@ -197,7 +197,7 @@ class Store:
         none: Any = _NoFiles()
         budget = WriteBudget()
         none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
-        self.quota = Quota(config, none, lambda _: False, lambda: 0, budget)
+        self.quota = Quota(config, none, self._evict, lambda _: False, lambda: 0, budget)
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)
         shape = KVShape(1, 1, 1, dim, dim, torch.float16, ())

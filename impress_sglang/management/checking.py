@@ -8,12 +8,12 @@ to which chunks pages belong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.quota import Quota
-from impress_sglang.management.stored import SegmentState
+from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.management.writing import SegmentWrites
 from impress_sglang.tiers.placement import CACHES
@@ -49,8 +49,8 @@ class StoreChecks:
             AssertionError: parts differ, which is a bug.
         """
         self._tree.check_integrity()
-        self._check_next(len(self._tree))
         segments = list(self._tree.segments())
+        self._check(segments)
         suspects = sum(own.state is SegmentState.SUSPECT for own in segments)
         assert suspects == len(self._health.suspects)
         self._versions.check_integrity(own.segment_id for own in segments if own.on_disk)
@@ -63,12 +63,10 @@ class StoreChecks:
         Raises:
             AssertionError: as for `check_integrity`.
         """
-        # Unchecked segments are among the first `turns`: new ones come behind them, and those that
-        # get another file come to the front, perhaps for a second check.
-        turns, replaced = len(self._tree), self._tree.replaced
-        while turns + self._tree.replaced - replaced > 0:
-            self._check_next(SEGMENTS)
-            turns -= SEGMENTS
+        segments = list(self._tree.segments())
+        for first in range(0, len(segments), SEGMENTS):
+            own = segments[first : first + SEGMENTS]
+            self._check(one for one in own if self._tree.get(one.segment_id) is one)
             yield
         for cache in self._caches:
             for tier in CACHES:
@@ -77,12 +75,12 @@ class StoreChecks:
                     first += CHUNKS
                     yield
 
-    def _check_next(self, most: int) -> None:
-        """Compare some segments with other parts of the store, other ones at each call."""
+    def _check(self, segments: Iterable[StoredSegment]) -> None:
+        """Compare some segments of the tree, and sums, with other parts of the store."""
         pending = dict(self._writes)
         assert self._quota.pending_bytes == sum(pending.values())
         assert self._quota.used_bytes == self._tree.file_bytes
-        for segment in self._tree.next_segments(most):
+        for segment in segments:
             self._tree.check(segment)
             self._versions.check(segment.segment_id)
             state = segment.state

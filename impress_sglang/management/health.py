@@ -99,7 +99,8 @@ class Health:
         self._patience = patience
         self._clock = clock
         self._lock = threading.Lock()
-        self._readable = self._writable = True
+        self.readable = self.writable = True
+        """Whether stored prefixes may be looked for, and whether prefixes may be stored."""
         self._since, self._probe_at = -math.inf, 0.0
         self._pause = FIRST_PAUSE_S
         self._failures = self._recoveries = 0
@@ -112,33 +113,23 @@ class Health:
         """By the name of the segment; one that leaves the tree has to leave here, too."""
 
     @property
-    def readable(self) -> bool:
-        """Whether stored prefixes may be looked for."""
-        return self._readable
-
-    @property
-    def writable(self) -> bool:
-        """Whether prefixes may be stored."""
-        return self._writable
-
-    @property
     def state(self) -> str:
         """One word for the statistics page."""
-        return "degraded" if not self._readable else "ok" if self._writable else "read-only"
+        return "degraded" if not self.readable else "ok" if self.writable else "read-only"
 
     def failed(self, what: str, error: BaseException, *, reading: bool) -> None:
         """Report a failure; `reading`: because of it, stored prefixes cannot be used either."""
         with self._lock:
             self._failures += 1
             self._last_failure = f"{what}: {error}"
-            worse = self._writable or (self._readable and reading)
-            if self._writable:
+            worse = self.writable or (self.readable and reading)
+            if self.writable:
                 # A disk that fails again soon after its recovery is probed less and less often.
                 rested = self._clock() - self._since > 2 * self._pause
                 self._pause = FIRST_PAUSE_S if rested else min(2 * self._pause, LONGEST_PAUSE_S)
                 self._since = self._clock()
                 self._probe_at = self._since + self._pause
-            self._readable, self._writable = self._readable and not reading, False
+            self.readable, self.writable = self.readable and not reading, False
         if worse:
             consequence = "nothing is read or stored" if reading else "nothing is stored"
             logger.warning(
@@ -161,15 +152,15 @@ class Health:
         A disk that fails is probed, and its suspects are left alone until it can be read.
         """
         now = self._clock()
-        if self._measuring and self._readable and now - self._measured_at > self._patience:
+        if self._measuring and self.readable and now - self._measured_at > self._patience:
             self._not_measured(TimeoutError(f"no answer for {self._patience:g} s"))
-        if not self._probing and not self._writable and now >= self._probe_at:
+        if not self._probing and not self.writable and now >= self._probe_at:
             self._probing = True
             yield Task(Work.PROBE)
         if not (self._probing or self._measuring) and now - self._measured_at > MEASURE_S:
             self._measuring, self._measured_at = True, now
             yield Task(Work.MEASURE)
-        for suspect in self.suspects.values() if self._readable else ():
+        for suspect in self.suspects.values() if self.readable else ():
             if not suspect.looking and now >= suspect.look_at:
                 suspect.looking = True
                 work = Work.CONDEMN if suspect.looks >= MOST_LOOKS else Work.LOOK
@@ -189,19 +180,19 @@ class Health:
     def probed(self, error: BaseException | None, *, readable: bool) -> None:
         """Take the result of a probe; `error` is None if all is well."""
         self._probing = False
-        if readable and not self._readable:
+        if readable and not self.readable:
             for suspect in self.suspects.values():
                 suspect.look_at, suspect.pause = self._clock(), FIRST_LOOK_S
                 # Earlier looks may have failed because of the disk, and so may one that is running.
                 suspect.looks = -1 if suspect.looking else 0
         with self._lock:
-            self._readable = self._readable or readable
+            self.readable = self.readable or readable
             if error is not None:
                 self._last_failure = f"a probe: {error}"
                 self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
                 self._probe_at = self._clock() + self._pause
                 return
-            self._writable = True
+            self.writable = True
             self._recoveries += 1
             seconds, self._since = self._clock() - self._since, self._clock()
         logger.warning("the SSD store answers again after %.1f s", seconds)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.management.disk import StoreDisk
+from impress_sglang.management.losses import Cause
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.storage.directory import remove_store
 from impress_sglang.storage.segment import Priority
@@ -83,6 +84,7 @@ class Quota:
         self,
         config: ImpressConfig,
         disk: StoreDisk,
+        evict: Callable[[Sequence[StoredSegment], Cause], None],
         is_needed: Callable[[str], bool],
         reserved: Callable[[], int],
         budget: WriteBudget,
@@ -92,11 +94,13 @@ class Quota:
         Args:
             config: options of the server.
             disk: has the segments, the stores of other models, and the free space.
+            evict: removes segments from the tree, and their files.
             is_needed: whether a segment must stay: it is read, awaited or pinned.
             reserved: returns the bytes of a file that is being written to replace another one.
             budget: limits the bytes written to the drive.
         """
         self.budget = budget
+        self._evict = evict
         self._reserved = reserved
         self._config = config
         self._tree = disk.tree
@@ -200,7 +204,6 @@ class Quota:
         self,
         segment: StoredSegment,
         keep: StoredMatch,
-        remove: Callable[[Sequence[StoredSegment]], None],
         first: StoredSegment | None = None,
     ) -> bool:
         """Make room for a file; returns False, and removes no segment of ours, if that fails.
@@ -211,7 +214,6 @@ class Quota:
         Args:
             segment: the segment to be written.
             keep: the match that it builds on, which stays.
-            remove: removes segments from the tree, and their files.
             first: a segment that has to go in any case.
         """
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
@@ -226,7 +228,7 @@ class Quota:
         own = self._exceeds(self._held.get(namespace, 0) + num_bytes)
         victims = self._victims(needed, own, namespace, keep, first)
         if victims:
-            remove(victims)
+            self._evict(victims, Cause.EVICTED)
         return victims is not None
 
     def poll(self) -> None:

@@ -141,6 +141,7 @@ class PrefixStore:
         self._quota = Quota(
             config,
             self._disk,
+            self._evict,
             self._is_needed,
             lambda: self.reorders.reserved_bytes,
             budget or WriteBudget(config.write_gb_per_day),
@@ -179,9 +180,8 @@ class PrefixStore:
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
         """
-        self._check_there(match.spans)
-        self.tree.touch(match)
-        with self._forgetting_removed(match.spans):
+        with self._opening(match.spans):
+            self.tree.touch(match)
             return self._readers.open_source(match.slice(start, stop), needs)
 
     def open_whole(self, spans: Sequence[StoredSpan], planes: int | None) -> AnySource:
@@ -193,29 +193,28 @@ class PrefixStore:
         Raises:
             PrefixUnreadable: as for `open_source`.
         """
-        self._check_there(spans)
-        with self._forgetting_removed(spans):
+        with self._opening(spans):
             if planes is not None:
                 return self._readers.open_coded(spans, planes)
             return self._readers.open_source(spans, ReadNeeds(whole=True))
 
     @contextlib.contextmanager
-    def _forgetting_removed(self, spans: Sequence[StoredSpan]) -> Iterator[None]:
-        """Retire versions of spans that another thread removes, even if none can be opened."""
+    def _opening(self, spans: Sequence[StoredSpan]) -> Iterator[None]:
+        """Check that spans are there, and retire versions of those that another thread removes.
+
+        Also if none can be opened.
+        """
+        for segment in (span.segment for span in spans):
+            if self.tree.get(segment.segment_id) is not segment or not segment.ready:
+                raise SegmentUnreadable(segment.segment_id, "was removed after it was matched")
+            if not self.health.readable:
+                raise StoreUnavailable(segment.segment_id, "the store is degraded")
         try:
             yield
         finally:
             for segment in {span.segment for span in spans}:
                 if self.tree.get(segment.segment_id) is not segment:
                     self.versions.retire(segment.segment_id)
-
-    def _check_there(self, spans: Sequence[StoredSpan]) -> None:
-        for span in spans:
-            segment = span.segment
-            if self.tree.get(segment.segment_id) is not segment or not segment.ready:
-                raise SegmentUnreadable(segment.segment_id, "was removed after it was matched")
-            if not self.health.readable:
-                raise StoreUnavailable(segment.segment_id, "the store is degraded")
 
     def measure_reading(self, match: StoredMatch) -> None:
         """Read a little of a match in the background, only to measure how fast reads are now.
@@ -378,7 +377,7 @@ class PrefixStore:
         is_read = version is not None and version.readers > 0
         return is_read or segment_id in self._lookahead or segment_id in self.pins
 
-    def _evict(self, segments: Sequence[StoredSegment], cause: Cause = Cause.EVICTED) -> None:
+    def _evict(self, segments: Sequence[StoredSegment], cause: Cause) -> None:
         """Remove segments and their files, each before the segment that it builds on."""
         self.stats.count_removed(len(segments), cause)
         for segment in segments:
@@ -393,7 +392,7 @@ class PrefixStore:
         self.health.suspects.pop(segment.segment_id, None)
         self.reorders.forget(segment)
         self.tree.lose(segment)
-        # Behind that: see `_forgetting_removed`.
+        # Behind that: see `_opening`.
         self.versions.retire(segment.segment_id)
 
     def _judge(self, segment_id: str, verdict: Verdict) -> None:

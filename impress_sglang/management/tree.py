@@ -22,7 +22,7 @@ import dataclasses
 import itertools
 import operator
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -51,14 +51,13 @@ class StoredTree:
         self._roots: dict[str, Node] = {}
         # Nodes of each segment, from its first token on.
         self._paths: dict[str, list[Node]] = {}
-        # In order of checking: the segments checked last come last.
-        self._segments: OrderedDict[str, StoredSegment] = OrderedDict()
+        self._segments: dict[str, StoredSegment] = {}
         self.file_bytes = 0
         """Bytes of the files of all segments, including those that are being written."""
         self.order = EvictionOrder()
         """The order in which segments were used."""
         self.replaced = 0
-        """How often a segment got another file; each time it becomes the next to be checked."""
+        """How often a segment got another file, and so another name."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -73,13 +72,6 @@ class StoredTree:
     def segments(self) -> Iterator[StoredSegment]:
         """All segments, ready or not."""
         return iter(self._segments.values())
-
-    def next_segments(self, most: int) -> list[StoredSegment]:
-        """At most `most` segments, other ones at each call until all have had their turn."""
-        found = list(itertools.islice(self._segments.items(), most))
-        for name, _ in found:
-            self._segments.move_to_end(name)
-        return [segment for _, segment in found]
 
     def match(
         self,
@@ -178,8 +170,6 @@ class StoredTree:
         self.file_bytes += file_bytes - segment.file_bytes
         segment.info, segment.file_bytes = info, file_bytes
         self.order.change(segment)
-        # In front, not behind the segments checked already: perhaps it was not checked yet.
-        self._segments.move_to_end(info.segment_id, last=False)
         self.replaced += 1
 
     def node_starts(self, segment: StoredSegment) -> list[int]:

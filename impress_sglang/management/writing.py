@@ -202,7 +202,7 @@ class SegmentWrites:
             return StoreOutcome.SPENT
         segment = self._planned(namespace, offer, start, stop)
         unremoved = self._worker.unremoved()
-        if not self._make_room(segment, known):
+        if not self._quota.make_room(segment, known):
             shorter = _shortened(known, offer.available_from)
             if shorter is not None:
                 start = shorter.num_tokens
@@ -304,14 +304,6 @@ class SegmentWrites:
         )
         return StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
 
-    def _make_room(
-        self, segment: StoredSegment, keep: StoredMatch, first: StoredSegment | None = None
-    ) -> bool:
-        return self._quota.make_room(segment, keep, self._make_way, first)
-
-    def _make_way(self, segments: Sequence[StoredSegment]) -> None:
-        self._evict(segments, Cause.EVICTED)
-
     def _replaces(
         self, known: StoredMatch, shorter: StoredMatch, segment: StoredSegment, tokens: Tokens
     ) -> bool:
@@ -321,7 +313,7 @@ class SegmentWrites:
         rest = self._tree.match(
             info.namespace, tokens, least=info.quality, only_ready=False, without=last
         )
-        return rest.num_tokens == info.prefix_len and self._make_room(segment, shorter, last)
+        return rest.num_tokens == info.prefix_len and self._quota.make_room(segment, shorter, last)
 
     def _begin(self, segment: StoredSegment, offer: Offer, unremoved: frozenset[str]) -> None:
         info = segment.info

@@ -91,7 +91,7 @@ def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     """Free space is what was measured last, and what is known to have changed since."""
     health = SimpleNamespace(free_bytes=100)
     disk: Any = SimpleNamespace(tree=StoredTree(), worker=None, health=health, others={})
-    quota = Quota(ImpressConfig(), disk, bool, int, WriteBudget())
+    quota = Quota(ImpressConfig(), disk, Any, bool, int, WriteBudget())
     segment = stored_segment("a", prompt(1))
     segment.file_bytes = 30
     quota.begin(segment)
