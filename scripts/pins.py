@@ -16,5 +16,9 @@ docs = extras.pop("docs")
 if sys.argv[1:] == ["docs"]:
     print(*docs, sep="\n")
 else:
-    pins = [project["dependencies"], extras, project["requires-python"]]
+    # The environment has the one release of SGLang that the extra `dev` names.
+    (release,) = (own for own in extras["dev"] if own.startswith("sglang=="))
+    extras["dev"].remove(release)
+    dependencies = [release if own.startswith("sglang") else own for own in project["dependencies"]]
+    pins = [dependencies, extras, project["requires-python"]]
     print(hashlib.sha256(json.dumps(pins, sort_keys=True).encode()).hexdigest()[:12])

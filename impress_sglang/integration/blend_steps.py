@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
@@ -34,7 +36,6 @@ from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.block_batch import block_batch
-from impress_sglang.integration.judged_models import BLENDED
 from impress_sglang.loops.types import Indices
 from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, Kind, share_of_layer
@@ -47,6 +48,10 @@ LEAST_TOKENS = 32
 # Before anything was measured, a block has this share of the most.
 FIRST_SHARE = 0.25
 
+# Models that can be run layer by layer, with fewer rows from layer to layer.
+BLENDED = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
 # Rotations whose factors depend on the position alone, as rows of `cos_sin_cache`.
 _KNOWN_ROTATIONS = (
     RotaryEmbedding,
@@ -290,7 +295,7 @@ class BlendSteps:
                     batch = block_batch(tokens, block.start)
                     batch.positions = torch.from_numpy(block.rows).to(device)
                 context = ForwardContext(attn_backend=self._attention)
-                with torch.no_grad(), forward_context(context, forward_batch=batch):
+                with torch.no_grad(), forward_context(context):
                     self._model.forward_split_prefill(
                         batch.input_ids, batch.positions, batch, (layer, layer + 1)
                     )
@@ -306,14 +311,14 @@ class BlendSteps:
 
 def _with_rows(batch: Any, kept: Tensor, start: int) -> Any:
     """Reduce a batch between two layers to the tokens that are `kept`, bool [n]."""
-    handoff = residual_batch.export_replay_handoff(batch.hidden_states, batch)
-    handoff = handoff._replace(
-        value=handoff.value[kept],
-        residual=None if handoff.residual is None else handoff.residual[kept],
-    )
+    handoff = residual_batch.to_pp(batch.hidden_states, batch).tensors
+    value, residual = handoff["hidden_states"], handoff.get("residual")
     fewer = block_batch(batch.input_ids[kept], start)
     fewer.positions = batch.positions[kept]
-    fewer.hidden_states = residual_batch.import_replay_handoff(handoff, fewer)
+    # The models that are known add, and nothing else.
+    fewer.hidden_states, fewer.residual_stream = ResidualStream.from_handoff(
+        value[kept], None if residual is None else residual[kept], PLAIN_ADD
+    )
     return fewer
 
 

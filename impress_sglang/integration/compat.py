@@ -1,4 +1,4 @@
-"""The SGLang versions and names that the integration relies on, checked at start.
+"""The SGLang releases and names that the integration relies on, checked at start.
 
 SGLang swallows exceptions of a plugin, so a name that moved would go unnoticed until a request
 gives a wrong answer. `check_sglang` names what is missing before anything is served; `hooks.py`
@@ -8,32 +8,17 @@ checks what is hooked.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import pkgutil
+
+from packaging.version import Version
 
 from impress_sglang.errors import UnsupportedError
 
-SUPPORTED_SGLANG = ("0.5.23",)
+logger = logging.getLogger(__name__)
 
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-# Handlers of messages that can change weights, or release and restore them or the pool.
-WEIGHT_HANDLERS = (
-    f"{_UPDATER}.update_weights_from_disk",
-    f"{_UPDATER}.update_weights_from_distributed",
-    f"{_UPDATER}.update_weights_from_tensor",
-    f"{_UPDATER}.update_weights_from_ipc",
-    f"{_UPDATER}.begin_weight_update",
-    f"{_UPDATER}.end_weight_update",
-    f"{_UPDATER}.release_memory_occupation",
-    f"{_UPDATER}.resume_memory_occupation",
-    f"{_UPDATER}.check_weights",
-    f"{_SCHEDULER}.load_lora_adapter",
-    f"{_SCHEDULER}.load_lora_adapter_from_tensors",
-    f"{_SCHEDULER}.unload_lora_adapter",
-    f"{_SCHEDULER}.handle_scale_elastic_ep",
-    f"{_SCHEDULER}.handle_pd_role_switch",
-    f"{_SCHEDULER}.handle_rpc_request",
-)
+OLDEST, NEWEST = "0.5.22", "0.5.23"
+"""The releases that were tested; a newer one starts if it passes the checks of the start."""
 
 RELIED_ON = (
     "sglang.srt.arg_groups.overrides.declare_resolution",
@@ -50,6 +35,10 @@ RELIED_ON = (
     "sglang.srt.mem_cache.radix_cache.RadixCache._insert_cache",
     "sglang.srt.mem_cache.radix_cache.RadixCache.path_device_indices",
     "sglang.srt.mem_cache.registry.register_radix_cache_backend",
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.lock",
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.path_device_indices",
+    "sglang.utils.TypeBasedDispatcher",
 )
 
 
@@ -59,20 +48,37 @@ def sglang_version() -> str:
 
 
 def check_sglang() -> None:
-    """Refuse a SGLang that this package was not tested with.
+    """Refuse a SGLang that is too old, or lacks what this package needs.
 
     Raises:
-        UnsupportedError: the version is not supported, or a name is missing.
+        UnsupportedError: with one sentence.
     """
     version = sglang_version()
-    if version not in SUPPORTED_SGLANG:
+    if _release(version) < _release(OLDEST):
         raise UnsupportedError(
-            f"impress-sglang supports SGLang {', '.join(SUPPORTED_SGLANG)}, but {version} is "
-            f"installed; run: pip install sglang=={SUPPORTED_SGLANG[-1]}"
+            f"impress-sglang supports SGLang {OLDEST} and later, but {version} is installed; run: "
+            f"pip install sglang=={NEWEST}"
         )
     missing = [name for name in RELIED_ON if not _exists(name)]
     if missing:
         raise UnsupportedError(f"this build of SGLang {version} lacks {', '.join(missing)}")
+
+
+def warn_if_untested() -> None:
+    """Warn of a release that is newer than those that were tested."""
+    version = sglang_version()
+    if _release(version) > _release(NEWEST):
+        logger.warning(
+            "SGLang %s is newer than the releases that IMPRESS was tested with (%s to %s); it "
+            "passed the checks of the start",
+            version,
+            OLDEST,
+            NEWEST,
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return Version(version).release
 
 
 def _exists(name: str) -> bool:

@@ -1,36 +1,35 @@
-"""Decides which requests may use the store: those known to be handled right, and no others.
+"""Decides which requests may use the store: those whose KVs follow from what they are found by.
 
-Both predicates return None for yes and a short reason for no, which is counted and reported.
+A request is compared with a plain one of SGLang's own making: but for fields that are known to be
+harmless (`request_fields.py`), all must have the values of that. So a field that a later release
+adds keeps only requests from the store that set it. Both predicates return None for yes, and for no
+the name of the field, which is counted and reported.
 """
 
 from __future__ import annotations
 
+import functools
+from array import array
 from typing import Any
 
-from impress_sglang.integration.judged import (
-    REQUEST_FIELDS,
-    REQUEST_GUARDS,
-    REQUEST_OURS,
-    SAMPLING_GUARDS,
-    Guard,
-)
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from impress_sglang.integration.request_fields import REQUEST, SAMPLING
 from impress_sglang.serving.custom_params import STORE_KEY, store_wish_of
 
-UNJUDGED = "unjudged"
-_KNOWN = REQUEST_FIELDS | REQUEST_OURS
-# Stands for a field that a request lacks, so that no guard holds for it.
-_GONE = object()
+# What is looked up by slot is not there for what was loaded; its KVs are those of any request.
+_STORED_ONLY = frozenset({"return_routed_experts", "return_indexer_topk"})
+# Says only where KVs are kept, so that other fields tell more.
+_LAST = "skip_radix_cache_insert"
+_MISSING = object()
 
 
 def store_refusal(req: Any) -> str | None:
-    """Why the KVs of a request may not be stored; None if they may.
-
-    `req` is SGLang's `Req`. The reason is the field that forbids it, or `unjudged:` and an
-    attribute that no table of `judged.py` knows.
-    """
+    """Why the KVs of a request may not be stored; None if they may. `req` is SGLang's `Req`."""
     if store_wish_of(req.sampling_params) is False:
         return STORE_KEY
-    return _refusal(req, "stores")
+    return _refusal(req, _STORED_ONLY)
 
 
 def serve_refusal(req: Any) -> str | None:
@@ -38,19 +37,39 @@ def serve_refusal(req: Any) -> str | None:
 
     Such a request is not matched, and nothing is read ahead for it.
     """
-    return _refusal(req, "serves")
+    return _refusal(req, frozenset())
 
 
-def _refusal(req: Any, use: str) -> str | None:
-    attributes = vars(req).keys()
-    if not attributes <= _KNOWN:
-        return f"{UNJUDGED}:{min(attributes - _KNOWN)}"
-    return _broken(REQUEST_GUARDS, req, use) or _broken(SAMPLING_GUARDS, req.sampling_params, use)
-
-
-def _broken(guards: dict[str, Guard], subject: Any, use: str) -> str | None:
-    """The first field whose guard does not hold."""
-    for field, guard in guards.items():
-        if not getattr(guard, use) and not guard.holds(getattr(subject, field, _GONE)):
-            return field
+def _refusal(req: Any, allowed: frozenset[str]) -> str | None:
+    fields = vars(req)
+    found = [
+        name
+        for name in fields.keys() - REQUEST - allowed
+        if not _is_plain(name, fields[name], _plain_fields().get(name, _MISSING))
+    ]
+    if found:
+        return min(found, key=lambda name: (name == _LAST, name))
+    params, plain = req.sampling_params, SamplingParams()
+    for name in _sampling_fields() - SAMPLING:
+        if not _is_plain(name, getattr(params, name), getattr(plain, name)):
+            return name
     return None
+
+
+def _is_plain(name: str, value: Any, plain: Any) -> bool:
+    if value is plain or (type(value) is type(plain) and bool(value == plain)):
+        return True
+    # A session that does not stream is its earlier turns as a prompt; a beam of one is none.
+    if name == "session":
+        return getattr(value, "streaming", None) is False
+    return name == "beam_width" and type(value) is int and value == 1
+
+
+@functools.cache
+def _plain_fields() -> dict[str, Any]:
+    return vars(Req("", "", array("q", [0]), SamplingParams()))
+
+
+@functools.cache
+def _sampling_fields() -> frozenset[str]:
+    return frozenset(SamplingParams.__struct_fields__)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.selectors import probe_kv_heads
-from impress_sglang.integration.guards import identity_of_options
+from impress_sglang.integration.capabilities import identity_of_options
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import Policy
 from impress_sglang.precision.codec import DIM_GRAIN

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError, UnsupportedError
-from impress_sglang.integration.compat import WEIGHT_HANDLERS, check_sglang
+from impress_sglang.integration.compat import check_sglang
 from impress_sglang.integration.flags import (
     CONFIG_ATTRIBUTE,
     FROM_CLI_ATTRIBUTE,
@@ -98,10 +98,10 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
     def check() -> None:
-        from impress_sglang.integration.guards import (
-            check_arguments,
+        from impress_sglang.integration.capabilities import (
             check_environment,
             check_model,
+            check_options,
         )
 
         config = config_of(server_args)
@@ -109,7 +109,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         _check_seams()
         _require_writable(config)
         check_environment()
-        check_arguments(config, resolved_view(server_args))
+        check_options(config, resolved_view(server_args))
         if config.needs_parts:
             from impress_sglang.integration.paper.backends import check_parts
 
@@ -160,7 +160,7 @@ def _make_tree_cache(context: Any) -> Any:
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     _check_seams()
-    opt_in()
+    opt_in(config.policy)
     if config.needs_parts:
         from impress_sglang.integration.paper.factory import make_tree_cache
 
@@ -173,10 +173,12 @@ def _make_tree_cache(context: Any) -> Any:
 def _after_init(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Connect the tree cache to the scheduler, once that is complete."""
     from impress_sglang.integration.served_cache import served_cache_of
+    from impress_sglang.integration.weights import watch_messages
 
     cache = served_cache_of(scheduler.tree_cache)
     if cache is not None:
         cache.attach(scheduler)
+        watch_messages(scheduler, cache.weights)
     return result
 
 
@@ -218,17 +220,6 @@ def _around_order(original: Callable[..., Any], *arguments: Any) -> Any:
     from impress_sglang.integration.reporting import take_order
 
     return take_order(original, *arguments)
-
-
-def _around_weights(original: Callable[..., Any], owner: Any, request: Any) -> Any:
-    from impress_sglang.integration.served_cache import served_cache_of
-    from impress_sglang.integration.weights import around_handler
-
-    # The scheduler handles some messages itself, and leaves others to its weight updater.
-    cache = served_cache_of(getattr(owner, "scheduler", owner).tree_cache)
-    if cache is None:
-        return original(owner, request)
-    return around_handler(original, owner, request, cache.weights)
 
 
 def _after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
@@ -340,5 +331,4 @@ HOOKS = (
         "before",
     ),
     *REPORT_HOOKS,
-    *(Hook(target, _around_weights, "around") for target in WEIGHT_HANDLERS),
 )

@@ -9,6 +9,7 @@ from impress_sglang.integration.flags import config_of
 from impress_sglang.integration.hooks import Hook
 
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
@@ -27,11 +28,14 @@ def _after_built(result: Any, streamer: Any, reqs: Any, *_: Any, **__: Any) -> A
     return result if policy is None else {**result, REPORT_KEY: reports_to_send(reqs, policy)}
 
 
-def _before_abort(scheduler: Any, message: Any, req: Any, *_: Any, **__: Any) -> None:
-    from impress_sglang.integration.reports import pack
+def _before_output(sender: Any, message: Any, req: Any = None, *_: Any, **__: Any) -> None:
+    """Of all that the scheduler sends, look for what ends a request outside the output stream."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req
 
-    policy = _policy_of(scheduler.tree_cache)
-    if policy is not None:
+    from impress_sglang.integration.reports import opted_in, pack
+
+    if isinstance(message, AbortReq) and isinstance(req, Req) and (policy := opted_in()):
         pack(message, req, policy)
 
 
@@ -61,7 +65,7 @@ def _before_tokenized(manager: Any, obj: Any, *_: Any, **__: Any) -> None:
 
 HOOKS = (
     Hook(f"{_STREAMER}.build_additional_customized_info", _after_built, "after"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.send_abort_output", _before_abort, "before"),
+    Hook(f"{_SENDER}.send_output", _before_output, "before"),
     Hook(f"{_MANAGER}._accumulate_request_meta_info", _around_meta_info, "around"),
     Hook(f"{_MANAGER}._handle_abort_req", _around_abort, "around"),
     Hook(f"{_MANAGER}._create_tokenized_object", _before_tokenized, "before"),

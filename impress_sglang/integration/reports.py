@@ -20,14 +20,15 @@ from impress_sglang.serving.truncation import truncated_tokens_of
 
 # Key of `meta_info`.
 REPORT_KEY = "impress"
-# Attributes of ours: of SGLang's `Req` (known to `judged.py`), of what its tokenizer manager knows
-# of a request, and of the input that requests are made of.
+# Attributes of ours: of SGLang's `Req` (known to `request_fields.py`), of what its tokenizer
+# manager knows of a request, and of the input that requests are made of.
 _OF_REQUEST = "impress_report"
 _OF_STATE = "_impress_report"
 _OF_INPUT = "_impress_prompt_report"
 _MARK = "impress:"
 
 Report: TypeAlias = dict[str, Any]
+_policy: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,11 +62,18 @@ def report_of(req: Any) -> Report | None:
     return None if carried is None else carried.report
 
 
-def opt_in() -> None:
-    """Let SGLang's output streamer ask for reports, in this process."""
+def opt_in(policy: str) -> None:
+    """Let SGLang's output streamer ask for reports, in this process; `policy`: its name."""
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
+    global _policy
+    _policy = policy
     SchedulerOutputStreamer.has_additional_customized_info = True
+
+
+def opted_in() -> str | None:
+    """The name of the policy of this process's reports; None if there are none."""
+    return _policy
 
 
 def reports_to_send(reqs: Iterable[Any], policy: str) -> list[Report | None]:

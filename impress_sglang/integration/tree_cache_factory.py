@@ -11,9 +11,10 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from impress_sglang.codec.basis import Basis
 from impress_sglang.config import ImpressConfig
 from impress_sglang.integration.blend_steps import check_blended, rotation_of
+from impress_sglang.integration.capabilities import check_layers, check_options
+from impress_sglang.integration.compat import warn_if_untested
 from impress_sglang.integration.factory import identity_of, kv_shape
-from impress_sglang.integration.guards import check_arguments
-from impress_sglang.integration.layers import check_layers
+from impress_sglang.integration.self_test import check_kvs
 from impress_sglang.integration.torch_native import attend_rectangularly
 from impress_sglang.integration.tree_cache import ImpressTreeCache
 from impress_sglang.management.policies import make_policy
@@ -38,7 +39,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     """
     runner, params = context.tp_worker.model_runner, context.params
     options = resolved_view(context.server_args)
-    check_arguments(config, options)
+    check_options(config, options)
     check_layers(runner)
     attend_rectangularly(runner.attn_backend)
     if config.blend != OFF:
@@ -62,14 +63,19 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
 
     pool = runner.token_to_kv_pool
     device = pool._get_key_buffer(pool.start_layer).device
+    self_test = None
     # Kernels first: opening the store takes much memory.
     if policy.stores:
         warm_up(shape, None, config.chunk_tokens, device, codec=codec)
         if shape.coded and codec is None and device.type == "cpu":
             # Imports loops, which are compiled then: after an installation that takes seconds.
             code_writer_for(device)
+        self_test = round(check_kvs(runner, config, shape, codec), 3)
+        logger.info("KVs come back as they were, by a self-test of %.2f s", self_test)
+    warn_if_untested()
     hidden_size = runner.model_config.hidden_size
     service = Service(config, shape, read_identity(), device, hidden_size, codec)
+    service.self_test_seconds = self_test
     # Nodes of the other core cannot be looked at, as purging and sharing by score must.
     params.tree_core_backend = "python"
     cache = create_unified_radix_cache(context, cache_class=ImpressTreeCache)

@@ -11,10 +11,12 @@ A request that is loading a stored prefix goes on with it, as SGLang does with a
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
+from impress_sglang.integration.request_fields import MESSAGES
 from impress_sglang.serving.served_store import ServedStore
 
 logger = logging.getLogger(__name__)
@@ -97,19 +99,26 @@ class WeightWatch:
             self._served.aside = cause
 
 
-def around_handler(
-    original: Callable[..., Any], owner: Any, request: Any, weights: WeightWatch
-) -> Any:
-    """Around each of `WEIGHT_HANDLERS`, for a scheduler with our tree cache.
+def watch_messages(scheduler: Any, weights: WeightWatch) -> None:
+    """Set the store aside around each message that may change weights, or the pool.
 
-    `owner` is SGLang's scheduler, or its weight updater; `weights` is the cache's.
+    That is each that a complete scheduler of SGLang's takes and that is not known not to.
     """
+    table = scheduler._request_dispatcher._mapping
+    for kind, handler in table.items():
+        if kind.__name__ not in MESSAGES:
+            table[kind] = functools.partial(around_handler, handler, scheduler, weights)
+
+
+def around_handler(
+    original: Callable[..., Any], scheduler: Any, weights: WeightWatch, request: Any
+) -> Any:
+    """Let SGLang handle a message with the store set aside; returns its answer."""
     if _only_reads(request):
-        return original(owner, request)
-    scheduler = getattr(owner, "scheduler", owner)
-    weights.begin(original.__name__)
+        return original(request)
+    weights.begin(getattr(original, "__name__", type(request).__name__))
     try:
-        return original(owner, request)
+        return original(request)
     finally:
         updater = scheduler.weight_updater
         weights.end(settled=updater._session is None and not updater.offload_tags)

@@ -47,6 +47,8 @@ class Serving:
         self.policy = make_policy(config)
         self.num_live = 0
         """Requests that are known and not over."""
+        self.self_test_seconds: float | None = None
+        """What showing took that KVs come back as they were; None if nothing is stored."""
         self.totals = RequestTotals()
         self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
         self.metrics: ServingMetrics | None = None
@@ -94,6 +96,7 @@ class Serving:
             "config": dataclasses.asdict(self.config),
             "identity": self.served.identity,
             "suspended": self.served.suspended,
+            "self_test_seconds": self.self_test_seconds,
             "probe_kv_heads": list(self.shape.probe_kv_heads),
             "kv_heads": self.shape.num_kv_heads,
             "requests_live": self.num_live,

@@ -163,7 +163,7 @@ def test_samples_behind_a_prompt_that_was_given_up_speak_for_themselves() -> Non
 def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the streamer of a server that has our tree cache, and no other."""
     monkeypatch.setattr(SchedulerOutputStreamer, "has_additional_customized_info", False)
-    reports.opt_in()
+    reports.opt_in("impress")
     assert SchedulerOutputStreamer.has_additional_customized_info
     req = world.request("r", STORED)
     world.match(req)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers import io_struct
+from sglang.utils import TypeBasedDispatcher
 
-from impress_sglang.integration.compat import WEIGHT_HANDLERS
 from impress_sglang.integration.factory import kv_tensors
-from impress_sglang.integration.plugin import _around_weights
+from impress_sglang.integration.weights import around_handler, watch_messages
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.serving.pool_reader import PoolAccess
 from impress_sglang.storage.writer import WriteAbandoned
@@ -27,13 +26,26 @@ def world(world: World) -> World:
     return world
 
 
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("target", WEIGHT_HANDLERS)
-def test_handlers_are_hooked(target: str) -> None:
-    """And take what the hook takes: themselves and a message."""
-    hooked = pkgutil.resolve_name(target)
-    assert len(inspect.signature(hooked).parameters) == 2
-    assert inspect.unwrap(hooked) is not hooked
+class Unheard:
+    """A message that no release had yet."""
+
+
+def test_messages_that_may_change_weights() -> None:
+    """They set the store aside; those that are known not to change any go their way."""
+    causes: list[str] = []
+    watch: Any = SimpleNamespace(begin=causes.append, end=lambda *, settled: causes.append(settled))
+    update = io_struct.UpdateWeightFromDiskReqInput(model_path="m")
+    messages = [io_struct.GetInternalStateReq(), update, Unheard()]
+    scheduler = SimpleNamespace(
+        _request_dispatcher=TypeBasedDispatcher(
+            [(type(own), lambda it: (it,)) for own in messages]
+        ),
+        weight_updater=SimpleNamespace(_session=None, offload_tags=()),
+    )
+    watch_messages(scheduler, watch)
+    for message in messages:
+        assert scheduler._request_dispatcher(message) == (message,)
+    assert causes == ["<lambda>", True] * 2
 
 
 def test_update_that_flushes(world: World) -> None:
@@ -236,17 +248,11 @@ def test_calls_of_methods(world: World, method: str, cause: str | None) -> None:
     """Whatever a scheduler is told to call may change weights, but for what is known."""
     world.prefill("resident", 5)
 
-    def called(scheduler: Any, request: Any) -> str:
+    def called(request: Any) -> str:
         world.weights = NEW
         return "answer"
 
     request = SimpleNamespace(method=method)
-    assert _around_weights(called, world.updater.scheduler, request) == "answer"
+    scheduler, weights = world.updater.scheduler, world.cache.weights
+    assert around_handler(called, scheduler, weights, request) == "answer"
     assert world.runtime.served.suspended == cause
-
-
-def test_other_tree_caches_are_left_alone() -> None:
-    scheduler, request = SimpleNamespace(tree_cache=object()), SimpleNamespace()
-    for owner in (scheduler, SimpleNamespace(scheduler=scheduler)):
-        answer = _around_weights(lambda *arguments: arguments, owner, request)
-        assert answer == (owner, request)

@@ -37,6 +37,7 @@ from torch import Tensor
 from impress_sglang.integration.paper.passes import KnownRequest
 from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.integration.reporting import take_order
+from impress_sglang.integration.weights import around_handler
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save
@@ -196,7 +197,8 @@ class World:
             "allow_quant_error": False,
             "skip_tensor_list": None,
         }
-        return getattr(self.updater, handler)(SimpleNamespace(**(request | fields)))
+        original, message = getattr(self.updater, handler), SimpleNamespace(**(request | fields))
+        return around_handler(original, self.updater.scheduler, self.cache.weights, message)
 
     def told(self, kind: dict[str, int], text: str) -> Any:
         """The answer to a text of ours that came by SGLang's way."""

@@ -113,8 +113,8 @@ def test_harmless_fields_keep_the_store(
     assert totals["requests_not_stored"] == before["requests_not_stored"]
 
 
-def test_ordinary_requests_are_all_judged(roomy: Server) -> None:
-    """No request of this file carried an attribute that nobody judged."""
+def test_ordinary_requests_are_like_plain_ones(roomy: Server) -> None:
+    """SGLang sets no field for them that is not known."""
     totals = roomy.stats()["totals"]
     for use in ("requests_not_served", "requests_not_stored"):
-        assert not [reason for reason in totals[use] if reason.startswith("unjudged")]
+        assert totals[use].keys() <= {"positional_embed_overrides", "impress_store"}

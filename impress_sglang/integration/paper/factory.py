@@ -9,9 +9,8 @@ from sglang.srt.arg_groups.overrides import resolved_view
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration.capabilities import check_layers, check_options
 from impress_sglang.integration.factory import identity_of, kv_shape
-from impress_sglang.integration.guards import check_arguments
-from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.paper.attention import PrefixAttention
 from impress_sglang.integration.paper.backends import check_parts
 from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
@@ -42,7 +41,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
         )
     options = resolved_view(context.server_args)
-    check_arguments(config, options)
+    check_options(config, options)
     check_parts(config, options)
     check_layers(runner)
     policy = make_policy(config)

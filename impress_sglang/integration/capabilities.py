@@ -1,0 +1,277 @@
+"""Refuses at start what is known not to work, with one sentence each.
+
+Options and the model's configuration are looked at in the main process, before any other process is
+started, and options again in the scheduler, where the pool and the attention layers of the loaded
+model have the last word. Options that nobody knows refuse nothing: `self_test.py` shows whether
+KVs come back as they were.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.options import OFF
+
+# Why options must be off.
+_OFF = {
+    "finds prefixes through the radix cache": "disable_radix_cache",
+    "has its own tiers": "enable_hierarchical_cache enable_lmcache enable_flexkv "
+    "hicache_storage_backend enable_unified_cache_external_linker",
+    "does not support speculative decoding": "speculative_algorithm decoupled_spec_role",
+    "does not support DP attention": "enable_dp_attention",
+    "follows one batch at a time": "enable_two_batch_overlap enable_pdmux",
+    "writes KVs to slots that do not move": "enable_unified_memory",
+    "does not support prefill/decode disaggregation": "disaggregation_mode enable_pd_role_switch",
+    "does not support LoRA yet": "enable_lora lora_paths uno_lora_path",
+    "checks requests in SGLang's HTTP server": "grpc_mode smg_grpc_mode sidecar enable_http2 "
+    "use_ray",
+    "does not promise the same bits however a prefix comes back": "enable_deterministic_inference "
+    "rl_on_policy_target",
+    "loads prefixes for causal attention, not for masks": "enable_mis",
+    "keeps KVs and not what was chosen to make them": "enable_return_routed_experts "
+    "enable_return_indexer_topk",
+    "cannot know what that does to KVs": "forward_hooks debug_tensor_dump_input_file kv_canary",
+    "serves models that generate token by token": "is_embedding encoder_only dllm_algorithm "
+    "prefill_only_disable_kv_cache",
+    "reads all weights at the start, to know whose KVs it stores": "cpu_offload_gb kt_weight_path "
+    "ple_offload_embedding enable_paged_experts checkpoint_engine_wait_weights_before_ready "
+    "weight_cache_mode",
+    "was never tested with that": "enable_torch_compile enable_nvidia_megakernel "
+    "enable_amd_monokernel enable_streaming_session enable_session_radix_cache",
+}
+# Why options must have one of these values, of which the first is usual.
+_VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
+    "does not support pipeline parallelism": ("pp_size", (1,)),
+    "does not support tensor parallelism yet, whose ranks would have to agree on every stored "
+    "prefix": ("tp_size", (1,)),
+    "does not support data parallelism, whose replicas would share one store (run one server per "
+    "replica, each with its own --impress-ssd-dir)": ("dp_size", (1,)),
+    "needs a model and its KVs in one place": (
+        "attn_dp_size dcp_size attn_cp_size moe_dp_size dwdp_size",
+        (1,),
+    ),
+    "stores KVs in the model's dtype": (
+        "kv_cache_dtype",
+        ("auto", "bfloat16", "bf16", "float16", "float32"),
+    ),
+    "reports through a single process": ("tokenizer_worker_num detokenizer_worker_num", (1,)),
+    "runs on CPUs and CUDA": ("device", ("cuda", "cpu")),
+    "knows the attention of SGLang's own models only": ("model_impl", ("auto", "sglang")),
+    "is a radix cache backend itself": ("radix_cache_backend", ("impress",)),
+    "must see the weights when they were read": ("startup_weight_load_mode", ("serial",)),
+    "must see all weights": ("offload_group_size", (-1,)),
+}
+_IS_OFF: tuple[object, ...] = (None, False, 0, "", "none", "null", "off", [], {})
+
+# What environment variables that nothing else tells of must be, and why.
+_ENVIRONMENT: dict[str, tuple[object, str]] = {
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (False, "prepares decode steps outside of CUDA graphs"),
+    "SGLANG_USE_BREAKABLE_CUDA_GRAPH": (False, "loads prefixes in eager passes"),
+    "SGLANG_USE_SAGE_ATTENTION_IMPL": ("", "needs keys as they were computed"),
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": (False, "does not promise the same bits"),
+    "SGLANG_RUST_SERVER": (False, "checks requests in the Python server"),
+}
+
+# Change KVs beyond rounding, and are in neither the weights nor the model's configuration. Dtypes
+# and shapes are in the shape of KVs, RoPE and --json-model-override-args in the configuration.
+_IDENTITY = (
+    *("quantization", "enable_tf32_matmul", "fp8_gemm_runner_backend", "fp4_gemm_runner_backend"),
+    *("bf16_gemm_backend", "moe_runner_backend", "flashinfer_mxfp4_moe_precision"),
+)
+_ALSO = ("modelopt_quant", "quantize_and_serve", "rl_quant_profile", "quantization_param_path")
+_ENVIRONMENT_IDENTITY = ("SGLANG_ROPE_CACHE_FP32", "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN")
+
+# Schedule policies whose order `--impress-schedule` may change.
+_SCHEDULED = ("fcfs", "lpm", "dfs-weight", "hrrn")
+
+# RoPE whose angles depend on the position alone. `longrope` chooses by the longest request of a
+# batch, `mrope` counts media.
+ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
+_LAYER_TYPES = frozenset({"full_attention", "attention"})
+# What a model's configurations, that of Hugging Face and SGLang's, must not have.
+_NOT_CAUSAL = (
+    *("attention_chunk_size", "dual_chunk_attention_config", "attn_logit_softcapping"),
+    *("num_kv_shared_layers", "cross_attention_layers", "add_cross_attention"),
+    *("alibi", "use_alibi", "has_attention_sinks", "is_local_attention_model", "model_is_mrope"),
+    *("is_hybrid_swa", "is_hybrid_swa_compress", "is_encoder_decoder", "is_multimodal"),
+    *("use_ngram_embedding", "use_engram", "pointer_head", "decision_config", "joint_head_config"),
+)
+# In what attention layers of one model may differ from a plain one: what is compared with the pool;
+# scales, which are used only for pools of another dtype; and what is computed with queries.
+_FREE_IN_LAYERS = """
+    layer_id tp_q_head_num tp_k_head_num tp_v_head_num head_dim qk_head_dim v_head_dim
+    k_scale v_scale k_scale_float v_scale_float q_scale_float idx_q_scale_float idx_k_scale_float
+    idx_v_scale_float quant_method
+    scaling logit_capping_method use_prefill_attention_wrapper
+"""
+
+
+def check_options(config: ImpressConfig, options: Any) -> None:
+    """Refuse options that are known not to work with IMPRESS; `options` is the resolved view.
+
+    Raises:
+        UnsupportedError: with one sentence for the first of them.
+    """
+    rules = {why: (names, _IS_OFF) for why, names in _OFF.items()} | _VALUES
+    for why, (names, right) in rules.items():
+        for name in names.split():
+            value = getattr(options, name, None)
+            if value is not None and value not in right:
+                flag = f"--{name.replace('_', '-')}"
+                kept = "" if right is _IS_OFF else f" or use {flag} {right[0]}"
+                raise UnsupportedError(f"IMPRESS {why}: drop {flag} {value}{kept}")
+    if config.schedule != OFF and options.schedule_policy not in _SCHEDULED:
+        raise UnsupportedError(
+            f"--impress-schedule changes places in the orders {', '.join(_SCHEDULED)}, not in that "
+            f"of --schedule-policy {options.schedule_policy}: choose one of them, or drop it"
+        )
+    if config.truncate != OFF and options.allow_auto_truncate:
+        raise UnsupportedError(
+            "--impress-truncate cuts the oldest part of a prompt that is too long, and "
+            "--allow-auto-truncate its end: drop one of them"
+        )
+
+
+def identity_of_options(options: Any) -> dict[str, object]:
+    """The options and environment variables that change KVs, for `model_identity`."""
+    from sglang.srt.environ import envs
+
+    arguments = {f"--{name}": getattr(options, name, None) for name in _IDENTITY}
+    # Stores of earlier versions of this package know nothing of these.
+    arguments |= {f"--{name}": own for name in _ALSO if (own := getattr(options, name, None))}
+    return arguments | {name: getattr(envs, name).get() for name in _ENVIRONMENT_IDENTITY}
+
+
+def check_environment() -> None:
+    """Refuse SGLang's environment variables that change how requests run or are checked.
+
+    Raises:
+        UnsupportedError: with one sentence that names the variable.
+    """
+    from sglang.srt.environ import envs
+
+    for name, (right, why) in _ENVIRONMENT.items():
+        if hasattr(envs, name) and getattr(envs, name).get() != right:
+            raise UnsupportedError(f"IMPRESS {why}: unset {name}")
+
+
+def check_model(model_config: Any) -> None:
+    """Refuse models whose KVs depend on more than tokens and positions; that are no causal MHA.
+
+    `model_config` is SGLang's.
+
+    Raises:
+        UnsupportedError: with one sentence for the first reason.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    config = model_config.hf_text_config
+    if mambaish_config(model_config) is not None:
+        raise UnsupportedError("IMPRESS does not support hybrid models with states beside KVs")
+    if model_config.attention_arch.name != "MHA":
+        raise UnsupportedError(
+            f"IMPRESS needs keys per head, which {model_config.attention_arch.name} models do not "
+            "keep"
+        )
+    if not model_config.is_generation:
+        raise UnsupportedError("IMPRESS serves generation models only")
+    for name in _NOT_CAUSAL:
+        if getattr(config, name, None) or getattr(model_config, name, None):
+            raise UnsupportedError(f"IMPRESS does not support models with {name}")
+    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise UnsupportedError(f"IMPRESS does not know layers of type {', '.join(sorted(unknown))}")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(config, name, None) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        nested = any(isinstance(value, dict) for value in rope.values())
+        if kind not in ROPE_TYPES or nested or "mrope_section" in rope:
+            raise UnsupportedError(
+                f"IMPRESS needs positions that count tokens, and knows RoPE of types "
+                f"{', '.join(sorted(ROPE_TYPES))}; this model has {rope}"
+            )
+
+
+def check_layers(runner: Any) -> None:
+    """Refuse a model whose layers attend in another way, or whose KVs have another layout.
+
+    `runner` is SGLang's `ModelRunner` after its pools are made.
+
+    Raises:
+        UnsupportedError: with one sentence for the first reason.
+    """
+    pool, layers = runner.token_to_kv_pool, attention_layers(runner.model)
+    _check_pool(pool, runner.model_config.dtype)
+    if [layer.layer_id for layer in layers] != list(range(pool.layer_num)):
+        raise UnsupportedError("IMPRESS needs one attention layer per layer of the KV pool")
+    plain = type(layers[0])(1, 1, 1.0, num_kv_heads=1, layer_id=0)
+    for layer in layers:
+        for name in sorted(_own_attributes(layer).difference(_FREE_IN_LAYERS.split())):
+            value = getattr(layer, name)
+            if not hasattr(plain, name) or not _alike(value, getattr(plain, name)):
+                raise UnsupportedError(
+                    f"IMPRESS knows plain causal attention, but layer {layer.layer_id} has {name} "
+                    f"{getattr(value, 'value', value)}"
+                )
+        _check_heads(layer, pool, runner.model_config.num_attention_heads)
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The attention layers of a model, in order.
+
+    Raises:
+        UnsupportedError: one is not SGLang's own.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    strange = {type(layer).__name__ for layer in layers if type(layer) is not RadixAttention}
+    if strange or not layers:
+        raise UnsupportedError(
+            f"IMPRESS does not know the attention of {', '.join(strange) or type(model).__name__}"
+        )
+    return layers
+
+
+def _own_attributes(layer: Any) -> set[str]:
+    """The attributes that a layer has beyond any `torch.nn.Module`: values, registered scales."""
+    import torch
+
+    registered = {*layer._parameters, *layer._buffers, *layer._modules}
+    return (vars(layer).keys() - vars(torch.nn.Module()).keys()) | registered
+
+
+def _alike(value: object, plain: object) -> bool:
+    if type(value) is not type(plain):
+        return False
+    return not isinstance(plain, (int, float, str, enum.Enum)) or value == plain
+
+
+def _check_heads(layer: Any, pool: Any, num_query_heads: int) -> None:
+    heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
+    dims = (layer.head_dim, layer.qk_head_dim, layer.v_head_dim)
+    if heads != (num_query_heads, pool.head_num, pool.head_num):
+        raise UnsupportedError(f"layer {layer.layer_id} has other heads than the KV pool: {heads}")
+    if dims != (pool.head_dim, pool.head_dim, pool.v_head_dim):
+        raise UnsupportedError(f"layer {layer.layer_id} has other widths than the KV pool: {dims}")
+
+
+def _check_pool(pool: Any, model_dtype: Any) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if type(pool) is not MHATokenToKVPool:
+        raise UnsupportedError(f"IMPRESS does not know how {type(pool).__name__} keeps KVs")
+    if pool.kv_cache_layout != "nhd" or pool.start_layer != 0 or pool.post_capture_active:
+        raise UnsupportedError(
+            f"IMPRESS writes KVs token by token, which a pool of layout {pool.kv_cache_layout} "
+            "does not hold so"
+        )
+    # A pool of another dtype may scale KVs when they are written.
+    if not pool.dtype == pool.store_dtype == model_dtype:
+        raise UnsupportedError(
+            f"IMPRESS stores KVs in the model's dtype {model_dtype}, but the pool has "
+            f"{pool.dtype}: use --kv-cache-dtype auto"
+        )

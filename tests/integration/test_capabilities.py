@@ -1,0 +1,239 @@
+"""What is known not to work is refused: options, models by their configuration, loaded models.
+
+`test_refusals.py` has what a whole command line is told.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from sglang.srt import environ
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.models import llama, mistral, qwen2, qwen3
+from sglang.srt.server_args import ServerArgs
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration import capabilities
+from impress_sglang.integration.blend_steps import BLENDED
+from impress_sglang.integration.capabilities import (
+    check_layers,
+    check_model,
+    check_options,
+    identity_of_options,
+)
+from impress_sglang.integration.compat import NEWEST, sglang_version
+from impress_sglang.integration.factory import _architecture, kv_shape
+from impress_sglang.management.policies import make_policy
+from tests.integration.tiny_model import LLAMA, write_config
+
+
+def options(**changed: Any) -> Any:
+    """SGLang's, at their defaults but for some."""
+    usual: dict[str, Any] = {"device": "cpu"}
+    for own in msgspec.structs.fields(ServerArgs):
+        if own.name not in usual:
+            made = own.default_factory is not msgspec.NODEFAULT
+            usual[own.name] = own.default_factory() if made else own.default
+    return SimpleNamespace(**(usual | changed))
+
+
+REFUSED = [name for names in capabilities._OFF.values() for name in names.split()]
+VALUES = [name for names, _ in capabilities._VALUES.values() for name in names.split()]
+
+
+@pytest.mark.parametrize("name", REFUSED + VALUES)
+def test_options_that_are_known_not_to_work(name: str) -> None:
+    config = ImpressConfig()
+    check_options(config, options())
+    assert hasattr(options(), name) or sglang_version() != NEWEST, "a name that SGLang has not"
+    with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} "):
+        check_options(config, options(**{name: 7 if name.endswith("size") else "on"}))
+
+
+def test_options_that_nobody_knows() -> None:
+    check_options(ImpressConfig(), options(teleport="far", stream_interval=7))
+
+
+def test_options_that_change_kvs_are_part_of_the_identity() -> None:
+    plain = identity_of_options(options())
+    for name in capabilities._IDENTITY + capabilities._ALSO:
+        assert hasattr(options(), name)
+        assert identity_of_options(options(**{name: "other"})) != plain
+    assert plain.keys().isdisjoint(f"--{name}" for name in capabilities._ALSO)
+
+
+def test_overrides_of_the_model_are_part_of_the_identity(tmp_path: Path) -> None:
+    """--json-model-override-args changes RoPE, say, and is in no weight."""
+    path = str(write_config(tmp_path, LLAMA))
+    plain = _architecture(ModelConfig(path).hf_text_config)
+    changed = ModelConfig(path, model_override_args='{"rope_theta": 5e5, "rms_norm_eps": 0.1}')
+    assert _architecture(changed.hf_text_config) != plain
+
+
+@pytest.mark.parametrize("name", capabilities._ENVIRONMENT)
+def test_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities.check_environment()
+    monkeypatch.setenv(name, "1")
+    if hasattr(environ.envs, name):
+        with pytest.raises(UnsupportedError, match=f"unset {name}"):
+            capabilities.check_environment()
+
+
+@pytest.mark.parametrize("name", capabilities._NOT_CAUSAL)
+def test_configurations(name: str, tmp_path: Path) -> None:
+    config = ModelConfig(str(write_config(tmp_path, LLAMA)))
+    check_model(config)
+    setattr(config, name, 1)
+    with pytest.raises(UnsupportedError, match=f"models with {name}"):
+        check_model(config)
+
+
+@pytest.mark.parametrize("module", [llama, mistral, qwen2, qwen3])
+def test_blended_models_have_keys_for_attention_of_prefill(module: Any) -> None:
+    """Else text could not be blended: some paths write keys to the pool and pass none on."""
+    tree = ast.parse(inspect.getsource(module))
+    entries = module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass]
+    assert {own.__name__ for own in entries} & BLENDED
+    without = {
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return)
+        and isinstance(node.value, ast.Tuple)
+        and ast.unparse(node.value.elts[0]) == "q"
+        and any(ast.unparse(own) == "None" for own in node.value.elts)
+    }
+    # On ROCm, and while decoding only.
+    assert all(name.startswith("forward_prepare_aiter_fused") for name in without)
+    assert not without or "and forward_batch.forward_mode.is_decode()" in ast.unparse(tree)
+
+
+class Layers(torch.nn.Module):
+    """Two attention layers."""
+
+    def __init__(self, ids: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(attention(layer_id) for layer_id in ids)
+
+
+class ImprovedAttention(RadixAttention):
+    pass
+
+
+class CompressedPool(MHATokenToKVPool):
+    pass
+
+
+def attention(layer_id: int, **fields: Any) -> RadixAttention:
+    return RadixAttention(8, 16, 0.25, num_kv_heads=2, layer_id=layer_id, **fields)
+
+
+def runner(model: torch.nn.Module, pool: Any = None) -> Any:
+    config = SimpleNamespace(dtype=torch.float32, num_attention_heads=8)
+    return SimpleNamespace(model=model, token_to_kv_pool=pool or make_pool(), model_config=config)
+
+
+def make_pool(**changed: Any) -> MHATokenToKVPool:
+    pool = MHATokenToKVPool(64, 1, torch.float32, 2, 16, 2, "cpu", enable_memory_saver=False)
+    for name, value in changed.items():
+        setattr(pool, name, value)
+    return pool
+
+
+def test_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a release that adds an attribute to all of them."""
+    check_layers(runner(Layers()))
+    plain = RadixAttention.__init__
+
+    def later(self: Any, *args: Any, **fields: Any) -> None:
+        plain(self, *args, **fields)
+        self.teleport = "off"
+
+    monkeypatch.setattr(RadixAttention, "__init__", later)
+    model = Layers()
+    check_layers(runner(model))
+    model.layers[0].teleport = "on"
+    with pytest.raises(UnsupportedError, match="layer 0 has teleport on"):
+        check_layers(runner(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"sliding_window_size": 128}, "sliding_window_size"),
+        ({"logit_cap": 50.0}, "logit_cap"),
+        ({"is_cross_attention": True}, "is_cross_attention"),
+        ({"use_irope": True}, "use_irope"),
+        ({"xai_temperature_len": 1024}, "xai_temperature_len"),
+        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode"),
+        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "attn_type"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type"),
+        ({"tp_k_head_num": 4}, "other heads"),
+        ({"tp_q_head_num": 4}, "other heads"),
+        ({"v_head_dim": 8}, "other widths"),
+        ({"sinks": torch.nn.Parameter(torch.zeros(8))}, "sinks"),
+        ({"teleport": 1}, "teleport"),
+        ({"q_norm": torch.nn.Identity()}, "q_norm"),
+        ({"__class__": ImprovedAttention}, "ImprovedAttention"),
+    ],
+)
+def test_changed_layer(changes: dict[str, Any], word: str) -> None:
+    model = Layers()
+    for name, value in changes.items():
+        setattr(model.layers[1], name, value)
+    with pytest.raises(UnsupportedError, match=word):
+        check_layers(runner(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        (lambda: torch.nn.ModuleList([]), "the attention of ModuleList"),
+        (lambda: Layers((0,)), "one attention layer per layer"),
+        (lambda: Layers((1, 0)), "one attention layer per layer"),
+        (lambda: Layers((0, 0, 1)), "one attention layer per layer"),
+    ],
+    ids=["none", "missing", "order", "twice"],
+)
+def test_changed_model(model: Callable[[], torch.nn.Module], word: str) -> None:
+    with pytest.raises(UnsupportedError, match=word):
+        check_layers(runner(model()))
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"kv_cache_layout": "hnd"}, "layout hnd"),
+        ({"start_layer": 1}, "token by token"),
+        ({"post_capture_active": True}, "token by token"),
+        ({"store_dtype": torch.uint8}, "--kv-cache-dtype auto"),
+        ({"dtype": torch.bfloat16}, "--kv-cache-dtype auto"),
+        ({"__class__": CompressedPool}, "CompressedPool"),
+    ],
+)
+def test_changed_pool(changed: dict[str, Any], word: str) -> None:
+    with pytest.raises(UnsupportedError, match=word):
+        check_layers(runner(Layers(), make_pool(**changed)))
+
+
+@pytest.mark.parametrize("changed", [{"head_dim": 100}, {"v_head_dim": 12}])
+def test_vectors_that_do_not_fill_bytes_of_bits(changed: dict[str, int]) -> None:
+    """They are refused where they would be coded."""
+    own = runner(Layers(), make_pool(**changed))
+    coded, paper = (make_policy(ImpressConfig(policy=name)) for name in ("impress", "paper"))
+    assert kv_shape(runner(Layers()), coded, 1).coded
+    assert not kv_shape(own, paper, 1).coded
+    with pytest.raises(UnsupportedError, match="multiples of 8"):
+        kv_shape(own, coded, 1)

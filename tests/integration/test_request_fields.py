@@ -1,0 +1,198 @@
+"""Which requests the store is for, and that somebody knows every field of SGLang's.
+
+The fields come from SGLang's own classes, so that one of another release fails here until somebody
+has said why it is harmless (`request_fields.py`) or stands against the store (below). Real `Req`
+objects tell which requests may be stored and served.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers import scheduler
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from impress_sglang.integration import eligibility
+from impress_sglang.integration.eligibility import serve_refusal, store_refusal
+from impress_sglang.integration.request_fields import MESSAGES, REQUEST, SAMPLING
+
+OVERRIDES = PositionalEmbeds(embeds=[torch.ones(4)], positions=[1])
+# What SGLang gives a request at its making, or later, that makes its KVs depend on more than they
+# are found by.
+AGAINST: dict[str, Any] = {
+    "positional_embed_overrides": OVERRIDES,
+    "input_embeds": [[1.0]],
+    "multimodal_inputs": object(),
+    "token_type_ids": [0, 1],
+    "lora_id": "a",
+    "multi_item_delimiter_indices": [2],
+    # It attends to later tokens.
+    "dllm_config": object(),
+    # Rows of a group share slots.
+    "beam_group": object(),
+    # A streaming session keeps its row, and has a tree of its own.
+    "session": SimpleNamespace(streaming=True),
+    "session_generation": 1,
+    # What is read at positions of the prompt is missing for tokens that are not computed, and an
+    # embedding is made of all of them.
+    "token_indices_to_pool": [2],
+    "decision_layout": [1],
+    "dimensions": 8,
+    "return_pooled_hidden_states": True,
+    "return_routed_experts": True,
+    "return_indexer_topk": True,
+    # Its KVs come from elsewhere, in part, or later.
+    "bootstrap_host": "10.0.0.1",
+    "bootstrap_room": 0,
+    "disagg_kv_sender": object(),
+    "pending_bootstrap": True,
+    "pd_rebootstrap_forced_output_id": 0,
+    "staged_prefetch_plan": object(),
+    "hisparse_staging": True,
+    "kv_rotation_base": 0,
+    "discard_output_reason": object(),
+    "weight_version_events": ["weights changed while it ran"],
+    "skip_radix_cache_insert": True,
+}
+# What is looked up by slot is not there for what was loaded; the KVs are those of any request.
+STORED_ONLY = {"return_routed_experts", "return_indexer_topk"}
+HARMLESS: tuple[dict[str, Any], ...] = (
+    {},
+    {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5]},
+    {"return_hidden_states": True},
+    {"custom_logit_processor": "{}"},
+    {"require_reasoning": True, "priority": 3, "routing_key": "a", "stream": True},
+    {"extra_key": "alice", "cache_salt": "pepper", "session_id": "nobody"},
+    {"session": SimpleNamespace(streaming=False), "eos_token_ids": {2}, "vocab_size": 10},
+    {"bootstrap_port": 8998, "routed_dp_rank": 0, "return_sampling_mask": True},
+    *(
+        {"sampling": own}
+        for own in (
+            {"n": 4, "temperature": 0.0, "top_k": 1, "sampling_seed": 3},
+            {"regex": "a*", "stop": ["b"], "stop_token_ids": [7], "logit_bias": {"3": 1.0}},
+            {"frequency_penalty": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+            {"custom_params": {"impress_bits": "exact"}, "max_new_tokens": 0, "beam_width": 1},
+        )
+    ),
+)
+
+
+def own_attributes(cls: type) -> set[str]:
+    """What the methods of a class and of its bases set on `self`."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("sglang")]
+    return {
+        node.attr
+        for base in bases
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def request(sampling: dict[str, Any] | None = None, **fields: Any) -> Req:
+    return Req("r", "", array("q", [1, 2, 3]), SamplingParams(**(sampling or {})), **fields)
+
+
+def refusals(req: Req) -> tuple[str | None, str | None]:
+    return serve_refusal(req), store_refusal(req)
+
+
+def test_somebody_knows_every_field() -> None:
+    assert own_attributes(Req) <= REQUEST | AGAINST.keys()
+    assert not REQUEST & AGAINST.keys()
+    parameters = inspect.signature(Req.__init__).parameters.keys()
+    becomes = {"self", "origin_input_text", "top_logprobs_num", "token_ids_logprob", "disagg_mode"}
+    assert parameters <= REQUEST | AGAINST.keys() | becomes
+    assert set(SamplingParams.__struct_fields__) == SAMPLING - {"watermark"} | {"beam_width"} | (
+        {"watermark"} & set(SamplingParams.__struct_fields__)
+    )
+
+
+def test_somebody_knows_every_message() -> None:
+    """And those that may change weights are found at run time (`test_weights.py`)."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(scheduler.Scheduler)))
+    (table,) = (
+        node.args[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "TypeBasedDispatcher"
+    )
+    assert isinstance(table, ast.List)
+    found = {row.elts[0].id for row in table.elts}  # type: ignore[attr-defined]
+    assert found - MESSAGES == {
+        *("UpdateWeightFromDiskReqInput", "UpdateWeightsFromDistributedReqInput"),
+        *("UpdateWeightsFromTensorReqInput", "UpdateWeightsFromIPCReqInput"),
+        *("BeginWeightUpdateReqInput", "EndWeightUpdateReqInput", "CheckWeightsReqInput"),
+        *("LoadLoRAAdapterReqInput", "LoadLoRAAdapterFromTensorsReqInput"),
+        *("UnloadLoRAAdapterReqInput", "ReleaseMemoryOccupationReqInput"),
+        *("ResumeMemoryOccupationReqInput", "ScaleElasticEPReqInput", "PdRoleSwitchReqInput"),
+        "RpcReqInput",
+    }
+
+
+@pytest.mark.parametrize("fields", HARMLESS, ids="-".join)
+def test_harmless(fields: dict[str, Any]) -> None:
+    assert refusals(request(**fields)) == (None, None)
+
+
+@pytest.mark.parametrize("field", AGAINST)
+def test_against_the_store(field: str) -> None:
+    req = request()
+    setattr(req, field, AGAINST[field])
+    assert refusals(req) == (field, None if field in STORED_ONLY else field)
+
+
+@pytest.mark.parametrize("value", ["surprise", True, 0])
+@pytest.mark.parametrize("field", AGAINST)
+def test_another_value(field: str, value: object) -> None:
+    """It is against the store, too, whatever it is."""
+    req = request()
+    setattr(req, field, value)
+    assert field in refusals(req)
+
+
+MADE = set(inspect.signature(Req.__init__).parameters) - {"dllm_config"}
+
+
+@pytest.mark.parametrize("field", [field for field in AGAINST if field in MADE])
+def test_made_so(field: str) -> None:
+    assert serve_refusal(request(**{field: AGAINST[field]})) == field
+
+
+@pytest.mark.parametrize("width", [0, 2, 4, "1", True])
+def test_beams(width: Any) -> None:
+    req = request()
+    req.sampling_params.beam_width = width
+    assert refusals(req) == ("beam_width", "beam_width")
+
+
+def test_the_field_that_tells_most() -> None:
+    """SGLang sets the other one for the sake of it."""
+    req = request(positional_embed_overrides=OVERRIDES)
+    req.skip_radix_cache_insert = True
+    assert serve_refusal(req) == "positional_embed_overrides"
+
+
+def test_fields_of_later_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep only requests from the store that set them."""
+    req = request()
+    req.teleported = False
+    assert refusals(req) == ("teleported", "teleported")
+    monkeypatch.setitem(eligibility._plain_fields(), "teleported", False)
+    assert refusals(req) == (None, None)
+    req.teleported = True
+    assert refusals(req) == ("teleported", "teleported")
+    sampling = request({"min_p": 0.5})
+    monkeypatch.setattr(eligibility, "SAMPLING", SAMPLING - {"min_p"})
+    assert refusals(sampling) == ("min_p", "min_p")
+    assert refusals(request()) == (None, None)

@@ -1,0 +1,109 @@
+"""The self-test of the start finds a pool that does not give back what a pass gave to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration import self_test
+from impress_sglang.integration.capabilities import check_layers
+from impress_sglang.integration.factory import kv_shape
+from impress_sglang.integration.self_test import check_kvs
+from impress_sglang.management.policies import make_policy
+from impress_sglang.precision import slots
+from impress_sglang.transfer import filling
+from tests.integration.test_capabilities import Layers
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def run(
+    kind: type[MHATokenToKVPool] = MHATokenToKVPool,
+    dtype: torch.dtype = torch.float32,
+    policy: str = "impress",
+    size: int = 300,
+) -> float:
+    pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
+    runner: Any = SimpleNamespace(
+        token_to_kv_pool=pool,
+        model=Layers(),
+        model_config=SimpleNamespace(dtype=dtype, num_attention_heads=8),
+        forward_stream=None,
+    )
+    if kind is MHATokenToKVPool:
+        check_layers(runner)
+    config = ImpressConfig(policy=policy)
+    return check_kvs(runner, config, kv_shape(runner, make_policy(config), 1), None)
+
+
+@pytest.mark.parametrize("policy", ["impress", "as"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_pools(dtype: torch.dtype, policy: str) -> None:
+    assert run(dtype=dtype, policy=policy) < 5.0
+    assert run(dtype=dtype, policy=policy, size=16) > 0.0
+
+
+class Scaled(MHATokenToKVPool):
+    """Keeps keys in other units than those of attention."""
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any, *args: Any, **kw: Any) -> None:
+        super().set_kv_buffer(layer, loc, k / 2, v, *args, **kw)
+
+
+class Shifted(MHATokenToKVPool):
+    """Counts slots from another one."""
+
+    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any, *args: Any, **kw: Any) -> None:
+        super().set_kv_buffer(layer, (loc + 1) % self.size, k, v, *args, **kw)
+
+
+class Copied(MHATokenToKVPool):
+    """Gives copies of what it keeps, so that nothing can be put into it."""
+
+    def _get_value_buffer(self, layer_id: int) -> Any:
+        return super()._get_value_buffer(layer_id).clone()
+
+
+class Fused(MHATokenToKVPool):
+    """Has no buffer of keys alone."""
+
+    def _get_key_buffer(self, layer_id: int) -> Any:
+        raise AttributeError("k_buffer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Scaled, "keys of layer 0"),
+        (Shifted, "of layer 0"),
+        (Copied, "values of layer 0"),
+        (Fused, "AttributeError"),
+    ],
+)
+def test_pools_that_keep_kvs_otherwise(kind: type[MHATokenToKVPool], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"do not come back .*{words}"):
+        run(kind)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken", "words"),
+    [
+        (slots, "restore_base", lambda *_: None, "keys of layer 0 are off by"),
+        (filling, "put_codes", lambda *_: 1 / 0, "ZeroDivisionError"),
+        (self_test.PoolLayerReader, "_read", lambda *_: 1 / 0, "only 0 of 72 tokens were stored"),
+    ],
+)
+def test_code_that_is_broken(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, broken: Callable[..., Any], words: str
+) -> None:
+    """In a build for another machine, say."""
+    monkeypatch.setattr(module, name, broken)
+    with pytest.raises(UnsupportedError, match=words):
+        run()
