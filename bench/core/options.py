@@ -25,43 +25,30 @@ class Option:
     parse: Callable[[str], Any] | None = None
     repeated: bool = False
 
-    @property
-    def key(self) -> str:
-        """Its attribute."""
-        return self.name.replace("-", "_")
-
-    @property
-    def is_path(self) -> bool:
-        """Whether its value is a place on this machine."""
-        return self.parse is Path
-
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Declare it; the default is filled in later, when it is known whether the run is quick."""
-        flag, told = f"--{self.name}", f"{self.help}{self._shown_default()}"
-        if self.default is False:
-            parser.add_argument(flag, action="store_true", help=told)
-        elif self.repeated:
-            parser.add_argument(flag, action="append", type=self.parse, help=told, metavar="X")
-        else:
-            parser.add_argument(flag, type=self._value, help=told, metavar="X")
+        told, how = self.help, {"type": self._value, "metavar": "X"}
+        if self.repeated:
+            how["action"] = "append"
+        elif self.default is False:
+            how = {"action": "store_true"}
+        elif self.default not in (None, ()):
+            quick = "" if self.quick is None else f", with --quick {_shown(self.quick)}"
+            told += f" ({_shown(self.default)}{quick})".replace("%", "%%")
+        parser.add_argument(f"--{self.name}", help=told, **how)
 
     def _value(self, text: str) -> Any:
-        if not isinstance(self.default, tuple):
-            return self._one(text)
-        return tuple(dict.fromkeys(self._one(part) for part in text.split(",")))
+        if isinstance(self.default, tuple):
+            return tuple(dict.fromkeys(map(self._one, text.split(","))))
+        return self._one(text)
 
     def _one(self, text: str) -> Any:
         several = isinstance(self.default, tuple)
-        value = (self.parse or type(self.default[0] if several else self.default))(text)
+        kind = self.parse or (str if self.repeated else None)
+        value = (kind or type(self.default[0] if several else self.default))(text)
         if isinstance(value, int) and value < 0:
             raise argparse.ArgumentTypeError("must not be negative")
         return value
-
-    def _shown_default(self) -> str:
-        if self.default is None or self.default is False or self.default == () or self.repeated:
-            return ""
-        quick = "" if self.quick is None else f", with --quick {_shown(self.quick)}"
-        return f" ({_shown(self.default)}{quick})".replace("%", "%%")
 
 
 QUICK = Option("quick", False, "small and short: whether it works, not how fast it is")
@@ -111,29 +98,21 @@ def parse(
         option.add_to(parser)
     args = parser.parse_args(given)
     for option in options:
-        if getattr(args, option.key) is None:
-            setattr(args, option.key, _default(option, args.quick))
-    places = {f"--{option.name}" for option in options if option.is_path}
-    args.command = " ".join([f"python -m bench {name}", *_portable(given, places)])
-    return args
-
-
-def _default(option: Option, quick: bool) -> Any:
-    if option.repeated:
-        return []
-    return option.quick if quick and option.quick is not None else option.default
-
-
-def _portable(given: Sequence[str], places: set[str]) -> list[str]:
-    """The words of a command without options whose values are paths."""
-    kept, words = [], iter(given)
+        key = option.name.replace("-", "_")
+        if getattr(args, key) is None:
+            quick = args.quick and option.quick is not None
+            default = option.quick if quick else option.default
+            setattr(args, key, [] if option.repeated else default)
+    kept, words = [f"python -m bench {name}"], iter(given)
+    places = {f"--{option.name}" for option in options if option.parse is Path}
     for word in words:
         flag, equals, _ = word.partition("=")
         if flag not in places:
             kept.append(word if word.isascii() and " " not in word else repr(word))
         elif not equals:
             next(words, None)
-    return kept
+    args.command = " ".join(kept)
+    return args
 
 
 def _shown(value: Any) -> str:

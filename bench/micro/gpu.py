@@ -9,7 +9,6 @@ is taken away leaves what was done. Steps that need what is not there are left o
   host      a model of Llama-3-8B's shape, prefixes of 8,000 tokens in host memory: TTFT of few
             bits, of exact KVs and computed
   drive     the same from the drive, without caches
-  passes    what a pass takes by its tokens, and what is learnt of it
   servers   SGLang's servers with exact answers, few bits and weights that change
 
 torch, Triton, NumPy, xxhash, safetensors and pytest are enough for all but `servers`, which needs
@@ -97,7 +96,6 @@ STEPS = (
     Step("kernels", "kernels", "kernels --quick", 1),
     Step("host", f"engine {_ENGINE} --host-share=1.5", f"engine {_SMALL}", 3, on_cpu=True),
     Step("drive", f"engine {_ENGINE} --host-share=0", None, 3),
-    Step("passes", "passes", "passes --quick", 1, on_cpu=True),
     Step("servers", _SERVERS, None, 4, tests=True, needs="sglang"),
 )
 

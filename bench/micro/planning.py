@@ -15,9 +15,6 @@ Milliseconds of a whole request, best of `--repeat`, on one thread:
 that has room; what is not there from the start takes its memory of the system. `read again`: the
 same after all chunks have left, in memory that is there. `in the cache`: all is found there.
 `a cache of 30%`: chunks displace each other.
-
-With `--kernels` kernels are prepared as for a GPU, which needs Triton but no GPU, and not launched:
-addresses are computed, but neither the driver's part of launches and events nor allocation counts.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import argparse
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Self, cast
 from unittest import mock
@@ -55,8 +52,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.tiers import slab
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.moves import ChunkMover, LoadedChunks
-from impress_sglang.tiers.page_copies import KernelCopier
+from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access
 from impress_sglang.tiers.rules import ImportanceScore
 from impress_sglang.tiers.slab import PageShape
@@ -64,7 +60,7 @@ from impress_sglang.transfer import coded
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, put_codes
+from impress_sglang.transfer.coded_slots import CodeWriter, put_codes
 from impress_sglang.transfer.coded_span import CodedSpan, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 
@@ -83,14 +79,13 @@ OPTIONS = (
     Option("shapes", tuple(SHAPES), "of models", quick=("Llama-3-8B",), parse=one_of(SHAPES)),
     Option("bits", BITS[0], "per element"),
     Option("repeat", 5, "requests after the first one", quick=1),
-    Option("kernels", False, "prepare kernels, as with a GPU"),
 )
 
 
 def run(args: argparse.Namespace) -> Result:
     """Measure all shapes and lengths."""
     torch.set_num_threads(1)
-    with _no_launches() if args.kernels else _no_copies():
+    with _no_copies():
         rows = [
             row
             for name in args.shapes
@@ -107,7 +102,7 @@ def _measure(
     for cache, share in CACHES.items():
         # What earlier cases leave is not collected while one is measured.
         gc.collect()
-        case = _Case(shape, tokens, share, kernels=args.kernels)
+        case = _Case(shape, tokens, share)
         times = [case.request(args.bits) for _ in range(1 + args.repeat)]
         first, again = times[0], _best(times[1:])
         found = {"shape": name, "tokens": tokens, "chunks": case.chunks}
@@ -133,7 +128,7 @@ def _row(times: Sequence[float], again: Sequence[float]) -> dict[str, float]:
 class _Case:
     """A stored prefix without a file, above it a cache for a share of its codes."""
 
-    def __init__(self, shape: KVShape, tokens: int, share: float, *, kernels: bool) -> None:
+    def __init__(self, shape: KVShape, tokens: int, share: float) -> None:
         info, layout = _info(shape, tokens), _layout(shape, tokens)
         self._shape, self._file = shape, _NoFile(info)
         self._tokens = np.arange(tokens, dtype=np.int32)
@@ -142,7 +137,7 @@ class _Case:
         columns = PageShape.of(shape, CHUNK_TOKENS)
         self._memory = StoreMemory(
             _cache(shape, columns, columns.max_chunk_pages(shape), 0.0),
-            _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes, kernels),
+            _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes),
             BufferPool(1 << 62),
         )
         self._versions = SegmentVersions(
@@ -157,8 +152,7 @@ class _Case:
         self._forecast = ReadForecast(
             shape, self._reader, self._versions, self._memory, CodingMeter(0.0), retention=1.0
         )
-        self._writer: CodeWriter = KernelCodeWriter(CPU) if kernels else _NoWriter()
-        self._kernels = kernels
+        self._writer: CodeWriter = _NoWriter()
         self.chunks = shape.num_layers * (layout.num_pages + layout.total_units)
 
     def request(self, bits: float) -> tuple[float, float, float]:
@@ -206,25 +200,9 @@ def _layout(shape: KVShape, tokens: int) -> Any:
     return _info(shape, tokens).layout().codes[0]
 
 
-def _cache(
-    shape: KVShape, page: PageShape, most: int, layer_bytes: float, kernels: bool = False
-) -> ChunkCache:
-    size, kind = int(layer_bytes * shape.num_layers), _Prepared if kernels else _Undisturbed
-    rule = ImportanceScore(200.0)
-    return kind(page, most, rule, device=CPU, device_bytes=size, host_bytes=0)
-
-
-@contextlib.contextmanager
-def _no_launches() -> Iterator[None]:
-    """All is prepared for kernels, and none is launched."""
-    from impress_sglang.triton import codes, pages
-
-    kernels = ((pages, "_copy_kernel"), (codes, "_restore_kernel"), (codes, "_raise_kernel"))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_no_pages())
-        for module, name in kernels:
-            stack.enter_context(mock.patch.object(module, name, _NoKernel()))
-        yield
+def _cache(shape: KVShape, page: PageShape, most: int, layer_bytes: float) -> ChunkCache:
+    size, rule = int(layer_bytes * shape.num_layers), ImportanceScore(200.0)
+    return _Undisturbed(page, most, rule, device=CPU, device_bytes=size, host_bytes=0)
 
 
 @contextlib.contextmanager
@@ -236,18 +214,10 @@ def _no_copies() -> Iterator[None]:
     def take(cache: ChunkCache, tiers: Any, frames: Indices, memory: Any) -> Tensor:
         return nothing[: len(frames)]
 
-    with _no_pages(), mock.patch.object(coded, "take_frames", take):
+    # Caches are larger than this machine, and nothing is written to them.
+    unwritten = mock.patch.object(slab, "_host_memory", lambda size, pin: AlignedMemory(size))
+    with unwritten, mock.patch.object(coded, "take_frames", take):
         yield
-
-
-def _no_pages() -> contextlib.AbstractContextManager[Any]:
-    """Caches are larger than this machine, and nothing is written to them."""
-    return mock.patch.object(slab, "_host_memory", lambda size, pin: AlignedMemory(size))
-
-
-class _NoKernel:
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *arguments, **constants: None
 
 
 class _Undisturbed(ChunkCache):
@@ -255,15 +225,6 @@ class _Undisturbed(ChunkCache):
 
     def settle(self, access: Access, loaded: Sequence[LoadedChunks]) -> None:
         """Nothing moves."""
-
-
-class _Prepared(ChunkCache):
-    """A cache that moves by kernels."""
-
-    def __init__(self, *arguments: Any, **sizes: Any) -> None:
-        super().__init__(*arguments, **sizes)
-        self.copier = KernelCopier(self.page, self.device, self.staging)
-        self._mover = ChunkMover(self.page, self.slabs, self.copy_stream, self.copier)
 
 
 class _NoFile(OpenSegment):

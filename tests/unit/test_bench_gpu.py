@@ -54,7 +54,7 @@ def test_what_fails_is_told_and_what_was_done_stays(
 ) -> None:
     steps = (
         gpu.Step("bad", "no-such-benchmark", "no-such-benchmark", 0, on_cpu=True),
-        gpu.Step("good", "passes --quick", "passes --quick", 0, on_cpu=True),
+        gpu.Step("good", "planning --quick", "planning --quick", 0, on_cpu=True),
     )
     monkeypatch.setattr(gpu, "STEPS", steps)
     args = parse("gpu", "", gpu.OPTIONS, ["--quick", f"--out={tmp_path / 'out'}"])
