@@ -19,10 +19,9 @@ import torch
 from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreInUseError, StoreUnavailable
-from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.health import Health
 from impress_sglang.management.losses import prompt_of
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, namespace_text
 from impress_sglang.management.purging import Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import segment_files

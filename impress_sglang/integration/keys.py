@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from impress_sglang.management.digests import namespace_text
+from impress_sglang.management.prefix_hashes import namespace_text
 from impress_sglang.storage.segment import Tokens
 
 

@@ -14,8 +14,8 @@ from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.keys import as_tokens
 from impress_sglang.integration.reports import attach
 from impress_sglang.integration.tree_nodes import match_resident
-from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.policies import LoadOptions
+from impress_sglang.management.prefix_hashes import namespace_text
 from impress_sglang.serving.blend_plan import BlendNotes
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.job_queue import Waiter

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.integration.sweeps import Sweeps
-from impress_sglang.management.digests import namespace_text
+from impress_sglang.management.prefix_hashes import namespace_text
 from impress_sglang.serving.kv_class import unmarked
 
 

@@ -1,11 +1,13 @@
-"""Hashes of all prefixes of a prompt at once, to remember prompts without keeping them.
+"""Digests of prefixes, which name places in the tree and outlast restarts; and hashes.
 
-Also hashes of some of its windows, the same wherever the same text is.
+Of all prefixes of a prompt at once, to remember prompts without keeping them, and of some of its
+windows, the same wherever the same text is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from typing import TypeAlias
 
@@ -20,7 +22,30 @@ BLOCK_TOKENS = 64
 # On average, one of this number of windows is chosen.
 _ONE_OF = np.uint64(32)
 _SEED_BYTES = 8
+_INTEGERS = np.dtype("<i4")
 Hashes: TypeAlias = npt.NDArray[np.uint64]
+
+
+def namespace_text(extra_key: str | None, cache_salt: str | None) -> str:
+    """The text that separates requests with different `extra_key` or `cache_salt`."""
+    return json.dumps([extra_key, cache_salt])
+
+
+def prefix_digest(namespace: str, tokens: Tokens) -> str:
+    """Digest of a namespace and a prefix, 32 hex digits."""
+    return extended(begun_digest(namespace), tokens).hexdigest()
+
+
+def begun_digest(namespace: str) -> hashlib.blake2b:
+    """The digest of a prefix of no tokens."""
+    return hashlib.blake2b(namespace.encode() + b"\0", digest_size=16)
+
+
+def extended(digest: hashlib.blake2b, tokens: Tokens) -> hashlib.blake2b:
+    """The digest of a prefix that is followed by these tokens."""
+    longer = digest.copy()
+    longer.update(np.ascontiguousarray(tokens, _INTEGERS).data)
+    return longer
 
 
 class PrefixHashes:

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 
 from impress_sglang.management.content import ContentIndex
-from impress_sglang.management.digests import begun_digest, extended
 from impress_sglang.management.disk_worker import DiskWorker
 from impress_sglang.management.losses import prompt_of
+from impress_sglang.management.prefix_hashes import begun_digest, extended
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.survey import Survey, survey
 from impress_sglang.management.tree import StoredTree

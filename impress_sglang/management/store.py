@@ -33,8 +33,7 @@ from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.open_segments import AnySource, OpenSegments
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.quota import Quota, WriteBudget
-from impress_sglang.management.reorder_queue import Reordering, ReorderQueue
-from impress_sglang.management.segment_rewriter import SegmentRewriter
+from impress_sglang.management.reordering import ReorderQueue, Rewrite
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions, certain_columns
 from impress_sglang.management.writing import SegmentWrites, StoreStats
@@ -131,12 +130,12 @@ class PrefixStore:
         self.stats = StoreStats()
         self.losses = Losses()
         self.reorders = ReorderQueue(
-            self.tree,
+            self._disk,
             self._readers,
             self.versions,
-            SegmentRewriter(self._disk.directory, direct=self._disk.direct, patience=patience),
             config.reorder_interval,
             enabled=make_policy(config).reorders,
+            patience=patience,
         )
         self._quota = Quota(
             config,
@@ -352,9 +351,9 @@ class PrefixStore:
             self.close_source(self._measuring)
             self._measuring = None
 
-    def _settle(self, outcome: Reordering) -> None:
+    def _settle(self, outcome: Rewrite) -> None:
         """Update quota, files and index after a rewrite."""
-        segment = outcome.segment
+        segment = outcome.stored
         if outcome.taken_over:
             if not self._closed:
                 # Otherwise this may be another thread, and the look-ahead is another store's.
@@ -366,7 +365,7 @@ class PrefixStore:
             segment.state = SegmentState.READY
             self.worker.replace(outcome.old_id, outcome.old_bytes, segment.entry)
         if outcome.useless:
-            self.worker.delete({outcome.rewrite.info.segment_id: outcome.new_bytes})
+            self.worker.delete({outcome.info.segment_id: outcome.new_bytes})
         if isinstance(outcome.error, PrefixUnreadable):
             self.report(outcome.error)
         elif isinstance(outcome.error, OSError):

@@ -19,9 +19,9 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.losses import Cause, Losses
+from impress_sglang.management.prefix_hashes import prefix_digest
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.precision.floors import CodingRule, QuerySource, no_queries

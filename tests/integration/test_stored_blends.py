@@ -12,7 +12,7 @@ import torch
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.integration.blend_steps import BlendSteps
-from impress_sglang.management.digests import namespace_text
+from impress_sglang.management.prefix_hashes import namespace_text
 from impress_sglang.serving.blend_job import BlendJob
 from impress_sglang.serving.blend_plan import Kind
 from impress_sglang.storage.quality import EXACT, Quality

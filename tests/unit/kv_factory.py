@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.management.digests import prefix_digest
+from impress_sglang.management.prefix_hashes import prefix_digest
 from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.precision.floors import Coding, Floors
 from impress_sglang.storage.direct_io import AlignedBuffer

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.health import Task, Verdict, Work
-from impress_sglang.management.segment_rewriter import Rewrite, Shares
+from impress_sglang.management.reordering import Rewrite, Shares
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -133,8 +133,8 @@ class StoreHistory(RuleBasedStateMachine):
         self.begin_task = self.store._disk._begin
         mock.patch.object(self.store._disk, "_begin", self.hold_look).start()
         self.held_rewrite: tuple[Rewrite, Future[Shares | None]] | None = None
-        self.run_rewrite = self.store.reorders._rewriter.submit
-        mock.patch.object(self.store.reorders._rewriter, "submit", self.hold_rewrite).start()
+        self.run_rewrite = self.store.reorders._submit
+        mock.patch.object(self.store.reorders, "_submit", self.hold_rewrite).start()
         self.store._memory.pool.limit_bytes = ROOM_BYTES
         self.waiting: list[SegmentSource] = []
         self.learn_names()

@@ -14,7 +14,7 @@ import pytest
 
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
-from impress_sglang.management.digests import namespace_text
+from impress_sglang.management.prefix_hashes import namespace_text
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.storage.files import FileSystem
 from tests.unit import store_factory

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, REFUSED, UNREACHABLE
 from impress_sglang.cli.prefix_file import Contents, Prefix, PrefixFile, _header, write_file
-from impress_sglang.management.digests import namespace_text
+from impress_sglang.management.prefix_hashes import namespace_text
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment

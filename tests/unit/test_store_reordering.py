@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.management import reorder_queue, segment_rewriter
+from impress_sglang.management import reordering
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.purging import Purge
@@ -77,7 +77,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.published = False
         self.entered, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(segment_rewriter, "write_segment", self._write)
+        monkeypatch.setattr(reordering, "write_segment", self._write)
 
     def _write(self, *args: Any, **kwargs: Any) -> None:
         if self.published:
@@ -312,7 +312,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     store.worker.submit(store.worker.catalog.indexed).result()
     held.go_on.set()
     assert store.reorders._job is not None
-    assert isinstance(store.reorders._job.future.exception(), WriteAbandoned)
+    assert isinstance(store.reorders._job[1].exception(), WriteAbandoned)
     assert bench.files() == set()
     finish(store)
     nothing = dict.fromkeys(store.reorders.summary(), 0)
@@ -327,7 +327,7 @@ def test_a_new_file_that_nobody_has_seen_yet_is_purged(
     store.reorders.enqueue(force=True)
     store.poll()
     assert store.reorders._job is not None
-    store.reorders._job.future.result()
+    store.reorders._job[1].result()
     bench.offer(store, prompt(2))
     store.writes._writes[0].future.result()
 
@@ -553,7 +553,7 @@ def test_reordering_begins_at_each_interval(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(reorder_queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(reordering, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store = spread_store(bench, reorder_interval=600.0)
     select_spread(store, times=2)
     now[0] += 599

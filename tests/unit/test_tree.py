@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from impress_sglang.management.digests import prefix_digest
+from impress_sglang.management.prefix_hashes import prefix_digest
 from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
