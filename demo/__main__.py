@@ -35,6 +35,8 @@ OPTIONS = (
     "--max-total-tokens=8192",
     "--max-running-requests=8",
     "--enable-impress",
+    # So that exact KVs can be shown beside it.
+    "--impress-keep=both",
     "--impress-write-after=1",
     # Caches that hold the prefix would answer in place of the SSD.
     "--impress-device-gb=0",

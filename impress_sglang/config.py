@@ -18,7 +18,11 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     AUTO,
     AUTO_FLOOR,
+    BOTH,
     CODED_POLICIES,
+    CODES,
+    EXACT_BITS,
+    EXACTLY,
     OFF,
     OPTIONS,
     PART_POLICIES,
@@ -49,6 +53,7 @@ class ImpressConfig:
     min_retention: float = 0.05
     bits: float | str = USUAL_BITS
     basis: str = ""
+    keep: str = AUTO
     base_error: float = 0.33
     probe_heads: int = 3
     alpha: float = 0.6
@@ -97,6 +102,17 @@ class ImpressConfig:
             raise ConfigError(
                 f"--impress-blend {self.blend} needs --impress-policy impress, got {self.policy!r}"
             )
+        if self.keep in (CODES, EXACTLY) and self.policy not in CODED_POLICIES:
+            raise ConfigError(f"--impress-keep {self.keep} needs --impress-policy impress")
+        if self.keep == CODES and self.usual_bits == EXACT_BITS:
+            raise ConfigError(
+                f"--impress-bits {EXACTLY} loads nothing that --impress-keep {CODES} has written"
+            )
+        if self.keep == EXACTLY and (self.basis or self.blend != OFF):
+            raise ConfigError(
+                f"--impress-keep {EXACTLY} writes no codes, which --impress-basis and "
+                "--impress-blend need"
+            )
         if self.basis and self.policy not in CODED_POLICIES:
             raise ConfigError(
                 f"--impress-basis needs --impress-policy impress, got {self.policy!r}"
@@ -111,6 +127,18 @@ class ImpressConfig:
     def basis_path(self) -> Path:
         """File of the basis, with `~` resolved."""
         return Path(self.basis).expanduser()
+
+    @property
+    def kept(self) -> str:
+        """What is written of a prefix if it may have codes: `BOTH`, `CODES` or `EXACTLY`."""
+        if self.keep != AUTO:
+            return self.keep
+        if self.policy not in CODED_POLICIES:
+            return EXACTLY
+        exact = self.usual_bits == EXACT_BITS
+        if self.bits == AUTO or (exact and self.blend != OFF):
+            return BOTH
+        return EXACTLY if exact else CODES
 
     @property
     def auto_retention(self) -> bool:

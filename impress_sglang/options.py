@@ -38,6 +38,9 @@ AUTO_SHARE = 0.15
 # whatever their dtype has; else the bits of the base, and with each plane (`precision.codec`).
 EXACTLY = "exact"
 EXACT_BITS = 16.0
+# What is written of a prefix.
+BOTH, CODES = "both", "codes"
+KEEPS = (AUTO, BOTH, CODES, EXACTLY)
 BITS = (5.0, 6.0, 7.0, 8.0)
 BITS_TEXT = ", ".join(f"{bits:g}" for bits in BITS)
 # Of a request that asks for none, and the fewest that `AUTO` gives.
@@ -210,6 +213,15 @@ OPTIONS: tuple[Option, ...] = (
         "A file that `impress calibrate` has made for this model. KVs are then coded by it, in "
         "fewer bytes: as well as in 6 bits without it, or as in 5 with --impress-bits 5. Requests "
         "for more get exact KVs.",
+    ),
+    Option(
+        "keep",
+        str,
+        one_of(KEEPS),
+        "Policy impress: what is written of a prefix. codes: KVs in few bits; requests for exact "
+        "KVs compute them, as does text unlike --impress-basis. exact: KVs as they were computed; "
+        "every request gets these. both: three to five times the bytes of codes. auto: what "
+        "--impress-bits may load, so codes by default.",
     ),
     Option(
         "base_error",

@@ -96,6 +96,8 @@ def store_flags(store: Path) -> list[str]:
         f"--impress-ssd-dir={store}",
         "--impress-write-after=1",
         "--impress-load=always",
+        # Some requests ask for exact KVs.
+        "--impress-keep=both",
         "--impress-host-gb=0",
         "--impress-device-gb=0",
     ]

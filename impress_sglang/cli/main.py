@@ -23,7 +23,7 @@ from impress_sglang.cli.outcome import (
 )
 from impress_sglang.cli.server import Server
 from impress_sglang.config import DEFAULT_SSD_DIR
-from impress_sglang.options import USUAL_BITS
+from impress_sglang.options import BOTH, CODES, USUAL_BITS
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
@@ -89,6 +89,9 @@ def parser() -> argparse.ArgumentParser:
         "--bits", type=float, default=USUAL_BITS, help="as --impress-bits; default: 6"
     )
     sizes.add_argument("--basis", type=Path, help="of --impress-basis")
+    sizes.add_argument(
+        "--keep", choices=(CODES, BOTH), default=CODES, help="of --impress-keep; default: codes"
+    )
     sizes.add_argument(
         "--drive-gbps", type=float, default=3.0, help="read speed of the drive; default: 3"
     )
@@ -185,7 +188,7 @@ def _carry_out(args: argparse.Namespace) -> Any:
         from impress_sglang.cli.plan import plan
 
         sizes = args.prefixes, args.tokens, args.bits, args.drive_gbps, args.per_day
-        return plan(args.model, *sizes, args.basis)
+        return plan(args.model, *sizes, args.basis, args.keep)
     if args.command == "calibrate":
         # Only here: it imports torch.
         from impress_sglang.cli.calibrate import calibrate

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from impress_sglang.codec.basis import Basis
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
 from impress_sglang.management.forecast import CodedBytes
-from impress_sglang.options import BITS, USUAL_BITS
+from impress_sglang.options import BITS, CODES, USUAL_BITS
 from impress_sglang.precision.codec import DIM_GRAIN, NUM_PLANES, planes_of
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.transfer.kv_codec import shape_by
@@ -34,6 +35,7 @@ def plan(
     drive_gbps: float,
     per_day: int,
     basis: Path | None = None,
+    keep: str = CODES,
 ) -> dict[str, Any]:
     """Compute what prefixes of a model take, on all ranks together.
 
@@ -45,6 +47,7 @@ def plan(
         drive_gbps: GB per second that the drive reads.
         per_day: new prefixes per day.
         basis: by which KVs are coded, as well as in 6 bits if `bits` are more.
+        keep: as `--impress-keep`.
 
     Raises:
         Refused: the model's configuration cannot be read, has no KVs of the usual kind, or others
@@ -61,6 +64,7 @@ def plan(
             shape = shape_by(Basis.load(basis).keeping(min(bits, USUAL_BITS)), shape)
         except ImpressError as error:
             raise Refused(str(error)) from error
+    shape = replace(shape, exact=keep != CODES)
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
     read = 0.0
     for codes in layout.codes:

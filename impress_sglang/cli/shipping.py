@@ -46,6 +46,8 @@ def export_file(
     numbers = {own: number for number, own in enumerate(chosen)}
     prefixes = [_prefix(own, numbers) for own in chosen]
     info = chosen[0].info
+    if not info.shape.exact:
+        raise Refused("exact KVs are exported, and a store of --impress-keep codes has none")
     contents = Contents.of(info.identity, info.shape, prefixes, namespace_in(which))
     paths = {name: Path(own) for name, own, _ in segment_files(files, folder)}
     sources = [

@@ -56,7 +56,7 @@ def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
     pool = runner.token_to_kv_pool
     num_query_heads = runner.model_config.num_attention_heads
     dims = pool.head_dim, pool.v_head_dim
-    if not policy.probes and any(dim % DIM_GRAIN for dim in dims):
+    if policy.codes and any(dim % DIM_GRAIN for dim in dims):
         raise UnsupportedError(
             f"IMPRESS codes keys and values whose dimensions are multiples of {DIM_GRAIN}, and "
             f"those of this model are {dims[0]} and {dims[1]}: use --impress-policy paper"
@@ -70,8 +70,7 @@ def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
         value_dim=pool.v_head_dim,
         dtype=pool.dtype,
         probe_kv_heads=probes,
-        # Also if the policy reads no codes, so that servers with other policies can share a store.
-        coded=not policy.probes,
+        coded=policy.codes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolved_view
@@ -18,7 +19,7 @@ from impress_sglang.integration.self_test import check_kvs
 from impress_sglang.integration.torch_native import attend_rectangularly
 from impress_sglang.integration.tree_cache import ImpressTreeCache
 from impress_sglang.management.policies import make_policy
-from impress_sglang.options import OFF, USUAL_BITS
+from impress_sglang.options import CODES, EXACTLY, OFF, USUAL_BITS
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
 from impress_sglang.transfer.coded_slots import code_writer_for
@@ -47,12 +48,13 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         check_blended(runner.model)
     policy = make_policy(config)
     shape, codec = kv_shape(runner, policy, config.probe_heads), None
+    shape = replace(shape, coded=shape.coded and config.kept != EXACTLY, exact=config.kept != CODES)
     if config.basis:
         basis = Basis.load(config.basis_path).keeping(min(config.usual_bits, USUAL_BITS))
         codec = KVCodec(basis, rotation_of(runner.model, "--impress-basis"))
         shape = codec.shape(shape)
         codec.prepare(runner.model_config.context_len)
-    elif policy.codes:
+    elif policy.codes and shape.coded:
         logger.info(
             "KVs are coded without a basis of the model: `impress calibrate` makes one, with which "
             "they take two thirds of the bytes (--impress-basis)"

@@ -33,6 +33,7 @@ class Cause(enum.Enum):
     WRITE_BUDGET = 5
     READ_ONLY = 6
     BUSY = 7
+    NOT_CODABLE = 8
 
 
 _CAUSES = tuple(Cause)

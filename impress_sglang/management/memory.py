@@ -41,7 +41,7 @@ class StoreMemory:
         if policy.stores:
             _check_host(config, device)
         usual = policy.bits(LoadOptions(bits=config.usual_bits))
-        if shape.basis and usual > USUAL_BITS:
+        if not shape.coded or (shape.basis and usual > USUAL_BITS):
             # A basis has fewer bits: such requests get exact KVs.
             usual = EXACT_BITS
         page = PageShape.of(shape, config.chunk_tokens)

@@ -24,16 +24,12 @@ from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.geometry import SourceSpan
+from impress_sglang.transfer.kv_codec import is_unlike
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
 
 AnySource = SegmentSource | CodedSource
-
-# Segments are unlike what their basis knows if `codec.coder.fit_of` is larger than this on average
-# over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up to 4 in
-# some layer; languages that the calibration had not, 2.7 to 5 (docs/results.md).
-WORST_MEAN_FIT, WORST_FIT = 3.0, 16.0
 
 
 class OpenSegments:
@@ -93,7 +89,8 @@ class OpenSegments:
             PrefixUnreadable: a segment cannot be opened, or a layer of exact KVs fits no buffers.
         """
         segments = self._acquire_all(spans)
-        if any(map(_is_unlike, segments)):
+        # Of codes that stand alone this was asked when they were written.
+        if self._shape.exact and any(is_unlike(segment.fits) for segment in segments):
             source = self._exact(spans, segments, ReadNeeds(whole=True))
             if source.layer_bytes > self._memory.pool.limit_bytes:
                 # Found before it is read: it is no failure of the drive.
@@ -209,8 +206,3 @@ class OpenSegments:
 def _close_late(opening: Future[OpenSegment]) -> None:
     if opening.exception() is None:
         opening.result().close()
-
-
-def _is_unlike(segment: OpenSegment) -> bool:
-    fits = segment.fits
-    return len(fits) > 0 and bool(fits.mean() > WORST_MEAN_FIT or fits.max() > WORST_FIT)

@@ -223,9 +223,7 @@ class PrefixStore:
         if self._measuring is not None:
             return
         try:
-            source = self.open_source(
-                match, 0, match.num_tokens, ReadNeeds(whole=True, probe=False)
-            )
+            source = self.open_whole(match.spans, None if self._shape.exact else 0)
         except PrefixUnreadable as error:
             self.report(error)
             return

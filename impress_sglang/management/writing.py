@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import NotCodable
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.prefix_hashes import prefix_digest
@@ -49,6 +50,8 @@ class StoreOutcome(enum.Enum):
     """The write budget of the drive is spent for now."""
     UNAVAILABLE = "unavailable"
     """The disk accepts no writes now."""
+    NOT_CODABLE = "not_codable"
+    """Most of it turned out to have no codes before."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -200,6 +203,8 @@ class SegmentWrites:
         if self._quota.budget.is_spent:
             self._stats.offers_above_budget += 1
             return StoreOutcome.SPENT
+        if self._has_no_codes(namespace, tokens[:stop], start):
+            return StoreOutcome.NOT_CODABLE
         segment = self._planned(namespace, offer, start, stop)
         unremoved = self._worker.unremoved()
         if not self._quota.make_room(segment, known):
@@ -218,6 +223,13 @@ class SegmentWrites:
         assert attached, "the matched prefix is not in the tree"
         self._begin(segment, offer, unremoved)
         return StoreOutcome.ACCEPTED
+
+    def _has_no_codes(self, namespace: str, tokens: Tokens, start: int) -> bool:
+        """Whether most of the tokens from `start` on could not be coded when that was tried."""
+        loss = self._losses.find(namespace, tokens, start)
+        if loss is None or loss.cause is not Cause.NOT_CODABLE:
+            return False
+        return 2 * loss.num_tokens >= len(tokens) - start
 
     def poll(self) -> None:
         """Collect writes that have ended: publish their segments, or act on their failure."""
@@ -323,7 +335,7 @@ class SegmentWrites:
         if offer.coding is not None:
             coding = offer.coding(info.prefix_len)
         elif self._codec is not None:
-            coding = self._codec.rule(info.prefix_len)
+            coding = self._codec.rule(info.prefix_len, alone=not self._shape.exact)
         else:
             coding = self._meter.rule(offer.queries, behind)
         write = _Write(segment, offer)
@@ -356,6 +368,8 @@ class SegmentWrites:
             self._losses.note(segment, write.discarded)
         if isinstance(error, WrittenInVain):
             self._quota.budget.spend(segment.file_bytes)
+        if isinstance(error, NotCodable):
+            self._losses.note(segment, Cause.NOT_CODABLE)
         if isinstance(error, WriteAbandoned):
             self._stats.segments_abandoned += 1
         else:

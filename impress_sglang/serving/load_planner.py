@@ -57,7 +57,8 @@ class LoadPlanner:
         """The longest stored prefix of `tokens` that a class accepts, in whole pages."""
         if not self.looks_for(len(tokens)):
             return StoredMatch()
-        least = own.worst(self._config.approximation_depth)
+        if (least := self._service.least_of(own)) is None:
+            return StoredMatch()
         match = self._service.store.match(namespace, tokens, least=least)
         return StoredMatch(match.slice(0, self.whole_pages(match.num_tokens)))
 

@@ -41,7 +41,7 @@ class Service(Serving):
             StoreInUseError: another server uses it for the same model.
         """
         super().__init__(config, shape, identity, device, hidden_size, codec)
-        self.levels = BITS if codec is None else (codec.bits,)
+        self.levels = () if not shape.coded else BITS if codec is None else (codec.bits,)
         """The bits in which prefixes can be loaded from codes, ascending."""
         self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.usual_blend))
         """The class of a request that asks for nothing else."""
@@ -51,11 +51,19 @@ class Service(Serving):
     def class_of(self, wanted: LoadOptions) -> KVClass:
         """The class of the KVs that a request gets."""
         bits = self.policy.bits(wanted)
-        if self.codec is not None:
+        if not self.shape.coded:
+            bits = EXACT_BITS
+        elif self.codec is not None:
             # Named by its own bits; a request names those without a basis that keep as much.
             bits = self.codec.bits if bits <= self.codec.basis.keeps else EXACT_BITS
         return KVClass.of(dataclasses.replace(wanted, bits=bits))
 
-    def least(self, wanted: LoadOptions) -> Quality:
-        """The worst stored quality that a request takes."""
-        return self.class_of(wanted).worst(self.config.approximation_depth)
+    def least(self, wanted: LoadOptions) -> Quality | None:
+        """The worst stored quality that a request takes; None: nothing that is stored."""
+        return self.least_of(self.class_of(wanted))
+
+    def least_of(self, own: KVClass) -> Quality | None:
+        """The same, of a request in a class."""
+        if own.exact and not self.shape.exact:
+            return None
+        return own.worst(self.config.approximation_depth)

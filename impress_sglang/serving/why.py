@@ -41,6 +41,7 @@ class Reason(enum.StrEnum):
     WRITE_BUDGET = enum.auto()
     READ_ONLY = enum.auto()
     BUSY = enum.auto()
+    NOT_CODABLE = enum.auto()
     PURGED = enum.auto()
     EXPIRED = enum.auto()
     TOO_SHORT = enum.auto()
@@ -75,6 +76,7 @@ MEANINGS = {
     Reason.WRITE_BUDGET: "it was not stored: --impress-write-gb-per-day is used up",
     Reason.READ_ONLY: "it was not stored: the disk accepted no writes",
     Reason.BUSY: "it was not stored: other writes held half of the pool",
+    Reason.NOT_CODABLE: "it was not stored: few bits say too little of it, or nothing",
     Reason.PURGED: "it was stored, and purged by an administrator",
     Reason.EXPIRED: "it was stored, and has expired (--impress-ttl or impress_ttl)",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
@@ -133,9 +135,9 @@ class Explainer:
         self,
         config: ImpressConfig,
         served: ServedStore,
-        least: Callable[[LoadOptions], Quality],
+        least: Callable[[LoadOptions], Quality | None],
     ) -> None:
-        """`least` returns the worst quality that a request takes, by what it asks for."""
+        """`least` returns the worst quality that a request takes, if it takes what is stored."""
         self._config = config
         self._served = served
         self._least = least
@@ -183,7 +185,7 @@ class Explainer:
             return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
         # Not `store.match`, which also does work that is due.
         name, quality = store.namespace(asked.namespace), self._least(asked.wanted)
-        have = store.tree.match(name, tokens, least=quality).num_tokens
+        have = 0 if quality is None else store.tree.match(name, tokens, least=quality).num_tokens
         if have - report["prefix_tokens"] >= least:
             return Reason.NO_BUFFERS, ""
         have = max(have, report["resident_tokens"])

@@ -47,7 +47,8 @@ class KVShape:
 
     `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. If `coded`,
     all keys and values follow behind the columns in codes: by the basis with the digest `basis`, of
-    which `row_bytes_of_layers` are the bytes of a token in each layer, or without a basis.
+    which `row_bytes_of_layers` are the bytes of a token in each layer, or without a basis. If not
+    `exact`, there are only codes: the columns are empty.
     """
 
     num_layers: int
@@ -58,6 +59,7 @@ class KVShape:
     dtype: torch.dtype
     probe_kv_heads: tuple[int, ...]
     coded: bool = False
+    exact: bool = True
     basis: str = ""
     row_bytes_of_layers: tuple[int, ...] = ()
 
@@ -67,6 +69,7 @@ class KVShape:
         assert all(0 <= head < self.num_kv_heads for head in self.probe_kv_heads)
         assert len(self.row_bytes_of_layers) == (self.num_layers if self.basis else 0)
         assert self.coded or not self.basis
+        assert self.exact or (self.coded and not self.probe_kv_heads)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
@@ -93,8 +96,8 @@ class KVShape:
 
     @functools.cached_property
     def head_groups(self) -> tuple[tuple[int, ...], ...]:
-        """KV heads of each head group."""
-        heads = range(self.num_kv_heads)
+        """KV heads of each head group; none if nothing is stored exactly."""
+        heads = range(self.num_kv_heads if self.exact else 0)
         return (tuple(heads),) if self.probe_kv_heads else tuple((head,) for head in heads)
 
     @property
@@ -142,8 +145,11 @@ class KVShape:
     @functools.cached_property
     def _fields(self) -> dict[str, Any]:
         fields = {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+        # What is not set is left out, so that the headers of other files stay as they were.
         if not self.basis:
             del fields["basis"], fields["row_bytes_of_layers"]
+        if self.exact:
+            del fields["exact"]
         return fields
 
     @functools.cached_property

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,8 @@ from impress_sglang.codec.coder import (
 )
 from impress_sglang.codec.fit import SINK_TOKENS
 from impress_sglang.codec.levels import CURVES, LEVEL_TABLE
-from impress_sglang.errors import ConfigError
+from impress_sglang.errors import ConfigError, NotCodable
+from impress_sglang.loops.types import Float32s
 from impress_sglang.precision.floors import Coding, CodingRule
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.coded import CodedSource, LayerCodes
@@ -34,8 +36,20 @@ from impress_sglang.transfer.coded_slots import put_sinks
 
 # Tokens that a CPU restores at once: what is between its loops stays in a cache.
 TILE_TOKENS = 512
+# Segments are unlike what their basis knows if `codec.coder.fit_of` is larger than this on average
+# over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up to 4 in
+# some layer; languages that the calibration had not, 2.7 to 5 (docs/results.md).
+WORST_MEAN_FIT, WORST_FIT = 3.0, 16.0
 # Pools that loops fill, and what their numbers are to them.
 _WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
+
+
+def is_unlike(fits: Float32s) -> bool:
+    """Whether a segment is unlike what its basis knows, by the fits of its layers, if it has any.
+
+    Its codes then say too little.
+    """
+    return len(fits) > 0 and bool(fits.mean() > WORST_MEAN_FIT or fits.max() > WORST_FIT)
 
 
 def shape_by(basis: Basis, shape: KVShape) -> KVShape:
@@ -70,12 +84,13 @@ class KVCodec:
         """See `shape_by`."""
         return shape_by(self.basis, shape)
 
-    def rule(self, first: int) -> CodingRule:
+    def rule(self, first: int, *, alone: bool = False) -> CodingRule:
         """How the layers of a segment are coded whose tokens begin at position `first`.
 
-        It is for one segment, layers in ascending order. It raises `NotCodable`.
+        It is for one segment, layers in ascending order. It raises `NotCodable`, if codes stand
+        `alone` also for a segment that is unlike what the basis knows.
         """
-        return _SegmentCoder(self, first)
+        return _SegmentCoder(self, first, alone=alone)
 
     def prepare(self, positions: int) -> None:
         """Have rotations for so many positions, so that other threads need not make them."""
@@ -85,9 +100,10 @@ class KVCodec:
 class _SegmentCoder:
     """Codes one segment, layer by layer."""
 
-    def __init__(self, codec: KVCodec, first: int) -> None:
+    def __init__(self, codec: KVCodec, first: int, *, alone: bool) -> None:
         self._codec = codec
         self._first = first
+        self._fits: list[float] | None = [] if alone else None
         self._below: Tensor | None = None
         self._turns: Turns | None = None
 
@@ -102,7 +118,14 @@ class _SegmentCoder:
         rows, self._below = encode_layer(basis, layer, self._below, kvs)
         # Sinks are unlike everything, but what is loaded of them is exact.
         judged = rows[max(SINK_TOKENS - self._first, 0) :]
-        return Coding(rows=rows, fit=fit_of(basis, layer, judged))
+        fit = fit_of(basis, layer, judged)
+        if self._fits is not None:
+            self._fits.append(fit)
+            if layer == basis.num_layers - 1 and is_unlike(np.array(self._fits, np.float32)):
+                raise NotCodable(
+                    "it is unlike what the basis knows, and its exact KVs are not kept"
+                )
+        return Coding(rows=rows, fit=fit)
 
 
 class RowRestorer:

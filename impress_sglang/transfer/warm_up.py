@@ -113,10 +113,11 @@ def run_stages(
         _score(shape, device)
         with _fitting(shape, "choosing tokens", "--impress-policy as, which loads whole prefixes"):
             _choose(shape, rule, device)
-    with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
-        # Without a basis, of which all layers are needed.
-        plain = replace(shape, num_layers=1, basis="", row_bytes_of_layers=())
-        _load(plain, rule, chunk_tokens, device, in_slots=in_slots)
+    if shape.exact:
+        with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
+            # Without a basis, of which all layers are needed.
+            plain = replace(shape, num_layers=1, basis="", row_bytes_of_layers=())
+            _load(plain, rule, chunk_tokens, device, in_slots=in_slots)
     if codec is not None:
         with _fitting(shape, "loading codes", "no --impress-basis"):
             _load_codes(shape, chunk_tokens, device, codec)

@@ -60,6 +60,7 @@ def impress_flags(store: Path, *flags: str) -> tuple[str, ...]:
     return (
         *TINY_FLAGS,
         "--enable-impress",
+        "--impress-keep=both",
         "--impress-write-after=1",
         "--impress-load=always",
         "--impress-min-prefix-tokens=64",

@@ -133,7 +133,7 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     flags += {
         "whole": ["--impress-bits=exact"],
         "part": [f"--impress-retention={PART}"],
-        "bits": chance.choice(([], ["--impress-bits=auto"])),
+        "bits": chance.choice(([], ["--impress-bits=auto"], ["--impress-keep=auto"])),
     }[usual]
     # Of different priorities, one request may take another one's place.
     retracts = chance.random() < 0.5 or scheduler == PRIORITIES

@@ -93,12 +93,16 @@ def test_eight_at_once_load_it_once(impress: Server) -> None:
 
 
 def test_a_server_with_fewer_bits_takes_the_lower_rate(serve: Serve, basis: Path) -> None:
-    with serve("basis-5", f"--impress-basis={basis}", "--impress-bits=5") as server:
+    """And exact KVs are computed where only codes are kept."""
+    flags = (f"--impress-basis={basis}", "--impress-bits=5", "--impress-keep=codes")
+    with serve("basis-5", *flags) as server:
         prefix = server.store(400, seed=9)
-        for number, (bits, got) in enumerate([(5, LOWER_RATE), (6, 16.0)]):
-            question = [*prefix, *random_tokens(9, seed=number)]
-            said = report(server.generate(question, 1, impress_bits=bits))
-            assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(got, abs=0.02)
+        said = report(server.generate([*prefix, 7], 1))
+        assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(LOWER_RATE, abs=0.02)
+        for bits in (6, "exact"):
+            said = report(server.generate([*prefix, 8], 1, impress_bits=bits))
+            assert said["path"] == "computed" and said["why"]["reason"] == "quality"
+            server.flush()
 
 
 def test_it_is_there_after_a_restart(serve: Serve, basis: Path) -> None:

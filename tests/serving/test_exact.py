@@ -13,6 +13,7 @@ from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
 STAYS_WHOLE = "exact"
+ONLY_EXACT = ("--impress-bits=exact", "--impress-keep=exact")
 
 
 @pytest.fixture(scope="module", params=["overlap", "cramped"])
@@ -24,7 +25,7 @@ def exact(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
     if request.param == "overlap":
         yield request.getfixturevalue("roomy")
         return
-    with serve("exact-cramped", "--impress-bits=exact", *CRAMPED, retracts=True) as server:
+    with serve("exact-cramped", *ONLY_EXACT, *CRAMPED, retracts=True) as server:
         server.is_calm = False
         yield server
 

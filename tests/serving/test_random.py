@@ -33,6 +33,7 @@ FLAGS = ("--dtype=float32", "--max-running-requests=64")
 IMPRESS_FLAGS = (
     "--enable-impress",
     "--enable-metrics",
+    "--impress-keep=both",
     "--impress-load=always",
     "--impress-min-prefix-tokens=64",
     "--impress-min-free-gb=0",

@@ -45,6 +45,7 @@ def smollm_flags(store: Path) -> tuple[str, ...]:
         "--dtype=float32",
         "--max-total-tokens=12000",
         "--enable-impress",
+        "--impress-keep=both",
         "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-ssd-dir={store}",

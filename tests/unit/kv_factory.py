@@ -185,7 +185,7 @@ def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
 
 def head_groups_of(shape: KVShape) -> int:
     """Sets of heads with an order and a selection of their own."""
-    return 1 if shape.probe_kv_heads else shape.num_kv_heads
+    return 1 if shape.probe_kv_heads else shape.num_kv_heads * shape.exact
 
 
 def columns_of(shape: KVShape) -> list[Column]:

@@ -15,14 +15,14 @@ from torch import Tensor
 from impress_sglang.codec.coder import decode_layer, encode_layer, kvs_of
 from impress_sglang.codec.fit import SINK_TOKENS
 from impress_sglang.errors import ConfigError, PrefixUnreadable
-from impress_sglang.management.open_segments import WORST_FIT
+from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import LayerReader
-from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.kv_codec import WORST_FIT, KVCodec
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for, fitted
@@ -35,6 +35,8 @@ PLAIN = kv.make_shape(
 )
 CODEC = codec_for(PLAIN)
 SHAPE = CODEC.shape(PLAIN)
+# Of --impress-keep codes.
+ALONE = dataclasses.replace(SHAPE, exact=False)
 CPU = torch.device("cpu")
 FEW = KVClass(CODEC.bits)
 NUM_SLOTS, EMPTY = 4000, -77.0
@@ -127,10 +129,13 @@ def check(
             assert ((rows - right[start:]).abs() > 0.02 * scale).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("shape", [SHAPE, ALONE])
 @pytest.mark.parametrize("caches", [{}, {"host_gb": 2e-5}, {"host_gb": 2e-3, "device_gb": 2e-5}])
-def test_slots_get_what_the_basis_says(make: Callable[..., Desk], caches: dict[str, float]) -> None:
+def test_slots_get_what_the_basis_says(
+    make: Callable[..., Desk], caches: dict[str, float], shape: KVShape
+) -> None:
     """Of one or more segments, from any token on, again and again."""
-    desk = make(**caches)
+    desk = make(shape=shape, **caches)
     desk.put(FIRST, SECOND, LONG)
     for _ in range(2):
         for tokens, start in ((FIRST, 0), (SECOND, 0), (SECOND, 3), (SECOND, 95), (LONG, 1201)):
@@ -241,6 +246,32 @@ def test_what_is_unlike_the_calibration_is_loaded_exactly(
     own, right = desk.rows(job)[layer], exact(FIRST)[layer]
     assert torch.equal(own[0], right[0] * 6.0) and torch.equal(own[1], right[1] * 6.0)
     assert job.fills.mean_bits == 16.0
+
+
+@pytest.mark.parametrize("layer", range(SHAPE.num_layers))
+def test_what_is_unlike_the_calibration_is_not_stored_as_codes_alone(
+    make: Callable[..., Desk], layer: int
+) -> None:
+    """Nor is it tried again, but what only begins like it is."""
+    desk = make(shape=ALONE)
+    unlike = louder(6.0, layer, LONG)
+    desk.put(LONG, read_layers=unlike)
+    assert not look_up(desk.store, LONG).num_tokens and desk.store.stats.segments_failed == 1
+    assert desk.bench.offer(desk.store, LONG, read_layers=unlike) is StoreOutcome.NOT_CODABLE
+    other = (*LONG[:70], *prompt(4, 100))
+    desk.put(other)
+    check(desk.rows(desk.load(other)), expected(other), 0)
+
+
+def test_codes_alone_take_the_bytes_of_rows(make: Callable[..., Desk]) -> None:
+    desk = make(shape=ALONE)
+    desk.put(LONG)
+    (path,) = desk.bench.root.rglob("*.kv")
+    sizes = read_header(path, FileSystem()).info.layout()
+    assert sizes.columns_bytes == 0
+    assert path.stat().st_size < 1.1 * sum(own.layer_bytes for own in sizes.codes) + 3 * BLOCK_BYTES
+    desk.store.measure_reading(look_up(desk.store, LONG))
+    wait_until(lambda: not desk.store.poll() and desk.store.stats.bytes_read > 0)
 
 
 def test_exact_kvs_that_fit_no_buffers_are_no_failure_of_the_drive(

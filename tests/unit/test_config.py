@@ -21,6 +21,7 @@ from impress_sglang.options import (
     EXACT_BITS,
     EXACTLY,
     IO_ENGINES,
+    KEEPS,
     LOADS,
     OFF,
     ON,
@@ -45,6 +46,7 @@ WRONG_VALUES: dict[str, Sequence[object]] = {
     "retention": (0.0, -0.25, 1.0001, NO_NUMBER, "", "0.5", "Auto", "auto ", "most"),
     "min_retention": (-0.001, 1.0001, NO_NUMBER),
     "bits": (0, 3.999, 5.5, 8.001, 16.0, -5.0, NO_NUMBER, float("inf"), "", "5", "Exact", "exact "),
+    "keep": ("", "Codes", "none"),
     "base_error": (-0.5, NO_NUMBER, float("inf")),
     "probe_heads": (0, -3),
     "alpha": (0.0, 1.5, NO_NUMBER),
@@ -109,6 +111,7 @@ EDGE_VALUES: dict[str, Sequence[object]] = {
     "reorder_interval": (0, 0.001),
     "reorder_key": REORDER_KEYS,
     "basis": ("",),
+    "keep": KEEPS,
 }
 
 
@@ -240,6 +243,38 @@ def test_only_the_papers_policies_have_parts(policy: str, retention: float | str
     else:
         with pytest.raises(ConfigError, match=r"--impress-retention .* needs --impress-policy pa"):
             ImpressConfig(policy=policy, retention=retention)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": "codes", "bits": EXACTLY},
+        {"keep": "codes", "policy": "paper"},
+        {"keep": "exact", "policy": "as"},
+        {"keep": "exact", "basis": "some"},
+        {"keep": "exact", "blend": 0.15},
+    ],
+)
+def test_what_would_never_be_loaded_is_not_kept(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--impress-keep"):
+        ImpressConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, "codes"),
+        ({"bits": 5, "basis": "some", "blend": 0.15}, "codes"),
+        ({"bits": EXACTLY}, "exact"),
+        ({"bits": EXACTLY, "blend": 0.15}, "both"),
+        ({"bits": AUTO}, "both"),
+        ({"policy": "as"}, "exact"),
+        ({"keep": "both"}, "both"),
+        ({"keep": "codes", "bits": AUTO}, "codes"),
+    ],
+)
+def test_what_bits_may_load_is_kept(options: dict[str, Any], kept: str) -> None:
+    assert ImpressConfig(**options).kept == kept
 
 
 def test_only_policies_with_codes_blend() -> None:
