@@ -103,7 +103,7 @@ class Directory:
         found = PrefixFile(path)
         identity = found.contents.identity
         if not is_identity(identity):
-            raise Refused(f"{path} is of no model identity")
+            raise Refused(f"{path} is not named by a model identity")
         with contextlib.suppress(Unreachable):
             names = [own.name for own in self._stores()]
             if identity not in names:
@@ -139,7 +139,7 @@ class Directory:
                 old = [path for path in formats if formats[path] < FORMAT_VERSION]
                 yield [stack.enter_context(self._locked(path)) for path in own], old
             except (OSError, sqlite3.Error) as error:
-                raise Unreachable(f"not all was done in {self._root}: {error}") from error
+                raise Unreachable(f"not everything was done in {self._root}: {error}") from error
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[StoreDirectory]:

@@ -72,7 +72,7 @@ def check_done(health: Health) -> None:
     """
     found = health.summary()
     if found["state"] != "ok":
-        raise Unreachable(f"not all of it was done, {found['last_failure']}")
+        raise Unreachable(f"not everything was done, {found['last_failure']}")
 
 
 def in_use(path: Path) -> Unreachable:
@@ -121,7 +121,7 @@ def place_of(
         ids = which["input_ids"]
         whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
         if not whole or not all(0 <= own < 2**31 for own in ids):
-            raise Refused(f"a prefix has {BLOCK_TOKENS} tokens at least, which are from 0 to 2^31")
+            raise Refused(f"a prefix has at least {BLOCK_TOKENS} tokens, ids from 0 to 2^31")
         return name, np.array(ids[:whole], np.int32)
     if not {"extra_key", "cache_salt"} & which.keys():
         raise Refused("which prefix? give --ids, --segment, --extra-key or --older-than")
@@ -149,7 +149,7 @@ def _purge(
         try:
             done = purge.step(store, len(store.tree))
         except OSError as error:
-            raise Refused(f"the disk cannot be asked how old segments are: {error}") from error
+            raise Refused(f"the age of segments cannot be read: {error}") from error
         counts["segments"] += len(done.segment_ids)
         counts["tokens"] += done.tokens
         counts["bytes"] += done.bytes

@@ -119,4 +119,4 @@ def _config_of(model: Path) -> Mapping[str, Any]:
             return config
     except (OSError, ValueError) as error:
         raise Refused(f"{path} cannot be read: {error}") from error
-    raise Refused(f"{path} is no configuration of a model")
+    raise Refused(f"{path} is not a model's configuration")

@@ -150,7 +150,7 @@ def write_file(
         OSError: the file cannot be written; nothing is left behind.
     """
     if os.path.lexists(path):
-        raise Refused(f"{path} is there already")
+        raise Refused(f"{path} already exists")
     digests = dict.fromkeys(contents.tensors(), _NO_DIGEST)
     # All digests have the same length, so the header's length is known.
     offset = len(_header(contents, digests))
@@ -193,7 +193,7 @@ class PrefixFile:
             self.contents = _contents_of(self._file)
             self._tokens = [self._read(f"{n}.tokens") for n in range(len(self.contents.prefixes))]
         except (*_DAMAGE, OSError, SafetensorError) as error:
-            raise Refused(f"{path} is no whole file of prefixes: {error}") from error
+            raise Refused(f"{path} is not a complete file of prefixes: {error}") from error
 
     def prompt(self, number: int) -> Tokens:
         """All tokens from the start of a prompt to the end of a prefix, int32 [n]."""

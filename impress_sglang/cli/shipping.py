@@ -42,7 +42,7 @@ def export_file(
     """
     chosen = _with_bases(_chosen(store, which))
     if not chosen:
-        raise Refused("nothing is stored of that")
+        raise Refused("nothing of it is stored")
     numbers = {own: number for number, own in enumerate(chosen)}
     prefixes = [_prefix(own, numbers) for own in chosen]
     info = chosen[0].info
@@ -76,7 +76,7 @@ def import_file(
     """
     namespace, contents = namespace_in(which), found.contents
     if not contents.is_of(namespace):
-        raise Refused("it is of another namespace: give the --extra-key and --cache-salt of that")
+        raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
     now, name = time.time(), store.namespace(namespace)
     new = [
         (number, own)
@@ -136,7 +136,7 @@ def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]
         raise Refused(f"there is no segment {which['segment']}")
     name, tokens = place
     if name != store.namespace(namespace_in(which)):
-        raise Refused("it is of another namespace: give the --extra-key and --cache-salt of that")
+        raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
     if tokens is None:
         return list(store.tree.below(name))
     match = store.tree.match(name, tokens, least=ANYTHING)

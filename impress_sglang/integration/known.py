@@ -50,7 +50,7 @@ class Known:
         extra_key: as it came.
         worth: how many of its first tokens are worth storing; None before it was counted.
         seen: how many of them were asked for often enough.
-        refused: whether it was refused for want of space or of write budget.
+        refused: whether it was refused because space or write budget ran out.
         planned: whether what is to be loaded for it is known.
         leads: whether the job that it waits for was planned for it.
         admitted: whether it runs.

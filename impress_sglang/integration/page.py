@@ -52,7 +52,7 @@ def look(cache: ServedCache, text: str | None) -> str:
         return json.dumps(found)
     except Exception:
         # Whatever the error is, requests are still served.
-        logger.exception("somebody could not be shown the store")
+        logger.exception("the data of the page could not be gathered")
         return json.dumps({"error": "this cannot be shown; the server's log says why"})
 
 

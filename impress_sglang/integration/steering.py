@@ -128,7 +128,7 @@ def _purge(cache: ServedCache, order: Order, name: Any, tokens: Any) -> dict[str
         purged, pool, more = purge.step(served.store), 0, False
     except OSError as error:
         served.purges.end(text)
-        return {"error": f"the disk cannot be asked how old segments are: {error}"}
+        return {"error": f"the age of segments cannot be read: {error}"}
     if order.older_than is None:
         # The writes of what is purged have been given up, and lock nothing any more.
         space = None if order.everything else namespace_of(order)
@@ -206,7 +206,7 @@ def _checked_order(verb: str, body: object) -> Order:
     vocab_size = manager.model_config.vocab_size
     order = order_of(verb, body, getattr(manager, "tokenizer", None), vocab_size)
     if order.input_ids is not None and len(order.input_ids) > manager.context_len:
-        raise ValueError(f"no prompt has more than {manager.context_len:,} tokens here")
+        raise ValueError(f"a prompt has at most {manager.context_len:,} tokens here")
     return order
 
 

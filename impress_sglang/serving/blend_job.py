@@ -36,7 +36,7 @@ class BlendJob(LoadJob):
             are `COMPUTED`; of the loader's thread until the job is read.
         runs: what is read, in the order of the prompt.
         unreadable: why segments were left out.
-        why: why it could not be blended, if that is not for want of something to read.
+        why: why it could not be blended, unless there was nothing to read.
         row: int64 [stop], the slots of all tokens, while it is computed.
         position: where the rest begins that is to be computed.
         token_layers: computed tokens, summed over all layers.

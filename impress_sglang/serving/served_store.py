@@ -194,7 +194,7 @@ class ServedStore:
         if store is not None:
             # Now, so that no write tells the tree cache of its end from the other thread.
             store.writes.abandon()
-            # Memory is kept: allocating it again would take long, or fail for want of memory.
+            # Memory is kept: allocating it again would take long, or fail.
             self._memory = store.retire().emptied(self._config)
             self._opener.submit(_close_logged, store.leave_disk)
 

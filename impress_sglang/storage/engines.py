@@ -251,7 +251,7 @@ def make_engine(name: str, depth: int) -> BlockEngine:
     except OSError as error:
         if name == "aio":
             raise ConfigError(
-                f"--impress-io-engine aio is not to be had here ({error.strerror}); use threads"
+                f"--impress-io-engine aio is not available here ({error.strerror}); use threads"
             ) from error
         logger.warning("reads go through threads: %s", error.strerror)
         return ThreadEngine(depth)

@@ -34,15 +34,15 @@ from impress_sglang.storage.segment import reading
 logger = logging.getLogger(__name__)
 
 # The thread wakes up when a quarter of the reads in flight have ended, or as many as should end in
-# this time: only then does it begin what somebody waits for.
+# this time: only then does it start what a layer waits for.
 WAKE_SHARE = 4
 ASLEEP_SECONDS = 1e-3
-# Of reads ahead; also at most half of all. With pieces of 256 KiB enough for a drive with latency.
-# Fewer on a slow one would be better for who waits, but by its throughput a slow drive looks like
-# one that has latency and serves many at once.
+# Prefetches in flight; also at most half of all reads. In pieces of 256 KiB that is enough for a
+# drive with latency. On a slow drive fewer would delay urgent reads less, but its throughput does
+# not tell it from one with latency.
 MOST_AHEAD = 16
 # An observation of the cost of reads has this many pieces or takes so long, or less if the device
-# becomes idle. So it is seen within a request that a drive is slower than it was.
+# becomes idle. So a drive that became slower is noticed within a request.
 OBSERVED_PIECES = 64
 OBSERVED_SECONDS = 0.02
 

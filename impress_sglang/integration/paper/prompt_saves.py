@@ -200,7 +200,7 @@ class PromptSaves:
     def _may_store(self, req: Any, num_tokens: int) -> bool:
         """Whether a request may be stored, and is long enough.
 
-        One that was refused once, for want of space or of write budget, is not offered again.
+        One that was refused because space or write budget ran out is not offered again.
         """
         runtime = self._runtime
         if not runtime.served.in_use or store_refusal(req) is not None:
