@@ -44,8 +44,6 @@ class Store:
     def __init__(self) -> None:
         self.live: dict[str, StoredRequest] = {}
         self.shape = SimpleNamespace(num_layers=LAYERS)
-        self.estimator = SimpleNamespace(note_forward=self._note)
-        self.passes: list[tuple[int, float]] = []
         self.loaded: list[tuple[str, int]] = []
         self.inputs: dict[str, LayerInputs] = {}
 
@@ -62,10 +60,6 @@ class Store:
 
     def begin_saves(self, rids: Any, lengths: Any) -> dict[int, Any]:
         return {}
-
-    def _note(self, new_tokens: int, pairs: float, seconds: float) -> None:
-        assert seconds > 0
-        self.passes.append((new_tokens, pairs))
 
 
 class Row:

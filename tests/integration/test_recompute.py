@@ -218,10 +218,9 @@ class Backend(PrefixAttention, Stock):
         self, runtime: ServingRuntime, requests: list[StoredRequest], *, keys_in_pool: bool = False
     ) -> None:
         """A pass of one new token per request."""
-        shape, clock = runtime.shape, self._clock
+        shape = runtime.shape
         self._rows = [
-            attention._BatchRow(i, own, slice(i, i + 1), clock.stopwatch())
-            for i, own in enumerate(requests)
+            attention._BatchRow(i, own, slice(i, i + 1)) for i, own in enumerate(requests)
         ]
         new = torch.ones(len(requests), shape.num_query_heads * shape.key_dim)
         keys = torch.ones(len(requests), shape.num_kv_heads * shape.key_dim)

@@ -11,7 +11,9 @@ import pytest
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
+from impress_sglang.cost import RequestLengths
 from impress_sglang.integration import reports
+from impress_sglang.integration.paper.passes import Passes
 from impress_sglang.integration.reports import attach, pack, report_of, reports_to_send
 from impress_sglang.integration.request_reports import RequestReports
 from impress_sglang.serving.recent import RecentRequests
@@ -209,3 +211,54 @@ def test_times_of_a_request_add_up_where_its_prefix_is_loaded_while_it_waits(
     (row,) = service.recent.after(0)
     assert (row["waited_ms"], row["loading_ms"], row["computing_ms"]) == split
     assert learnt == [(0, 20, pytest.approx(0.1 - gated))]
+
+
+PART = {
+    "prefix_tokens": 15,
+    "used_tokens": 8,
+    "resident_tokens": 2,
+    "stored_tokens": 13,
+    "loaded_tokens": 6,
+    "probe_ms": 20.0,
+    "load_ms": 30.0,
+    "wait_ms": 10.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("told", "request_took", "load_took"),
+    [
+        ({}, (0, 20, 0.1), None),
+        (PART, (8, 5, 0.05), (RequestLengths(2, 13, 5), 0.04, False)),
+        (
+            PART | {"loaded_tokens": 13, "used_tokens": 15},
+            (15, 5, 0.05),
+            (RequestLengths(2, 13, 5), 0.04, True),
+        ),
+        (PART | {"recomputed": True}, None, None),
+        (PART | {"load_ms": 900.0}, None, None),
+    ],
+    ids=["computed", "a part", "a whole", "unreadable", "nothing but loading"],
+)
+def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
+    told: dict[str, Any], request_took: tuple[float, ...] | None, load_took: Any
+) -> None:
+    times = SimpleNamespace(queue_duration_s=0.0, forward_entry_time=7.0, prefill_finished_time=7.1)
+    req = SimpleNamespace(
+        rid="r", time_stats=times, origin_input_ids=[*range(20)], retraction_count=0
+    )
+    requests: list[Any] = []
+    loads: list[Any] = []
+    runtime: Any = SimpleNamespace(
+        count=lambda _: None,
+        recent=RecentRequests(),
+        served=SimpleNamespace(opened=None),
+        estimator=SimpleNamespace(
+            note_request=lambda *own: requests.append(own),
+            note_load=lambda work, seconds, whole: loads.append((work, round(seconds, 6), whole)),
+        ),
+    )
+    nothing: Any = None
+    Passes(runtime, nothing, nothing).note_end(req, new_report("paper", 0, 20) | told)
+    assert requests == ([] if request_took is None else [pytest.approx(request_took)])
+    assert loads == ([] if load_took is None else [load_took])

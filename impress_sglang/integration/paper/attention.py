@@ -18,7 +18,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from impress_sglang.config import bytes_of
-from impress_sglang.cost import pairs_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.paper.judged_backends import BACKENDS
 from impress_sglang.integration.paper.passes import Passes
@@ -32,7 +31,6 @@ from impress_sglang.integration.paper.recompute import (
     recompute_prefix,
 )
 from impress_sglang.integration.paper.row_starts import RowStarts
-from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save
@@ -57,16 +55,6 @@ class _BatchRow:
     index: int
     request: StoredRequest
     new: slice
-    loading: Stopwatch
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pass:
-    """An extend pass under way: its work, and a stopwatch for all of it, loading included."""
-
-    new_tokens: int
-    pairs: float
-    stopwatch: Stopwatch
 
 
 class PrefixAttention(AttentionBackend):
@@ -85,9 +73,7 @@ class PrefixAttention(AttentionBackend):
     _capture: PrefixCapture | None
     _recomputing_seconds: float
     _starts: RowStarts
-    _clock: Clock
     _rows: list[_BatchRow]
-    _pass: _Pass | None
     _saves: list[tuple[Save, slice]]
     _layer: int
     _model_runner: Any
@@ -99,12 +85,10 @@ class PrefixAttention(AttentionBackend):
         self._capture = None
         self._recomputing_seconds = 0.0
         self._rows = []
-        self._pass = None
         self._saves = []
         self._layer = 0
         self._model_runner = model_runner
         self._starts = RowStarts(model_runner.req_to_token_pool)
-        self._clock = clock_for(self._starts.on_device.device)
 
     def connect(self, runtime: ServingRuntime, passes: Passes) -> None:
         """Connect the backend to the runtime; until then no row has a stored prefix."""
@@ -129,7 +113,6 @@ class PrefixAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note which requests have a stored prefix, and where their rows start, then plan."""
         self._rows = []
-        self._pass = None
         self._saves = []
         self._recomputing_seconds = 0.0
         self._starts.void_reallocated()
@@ -144,10 +127,6 @@ class PrefixAttention(AttentionBackend):
     def _begin_extend(self, forward_batch: Any) -> None:
         live = {} if self._runtime is None else self._runtime.live
         starts, new, first, lengths = [], [], 0, forward_batch.seq_lens_cpu.tolist()
-        new_tokens, pairs = 0, 0.0
-        self._clock.poll()
-        stopwatch = self._clock.stopwatch()
-        stopwatch.begin()
         # SGLang's warm-up batches have no requests.
         rids = forward_batch.rids or [None] * forward_batch.batch_size
         for index, rid in enumerate(rids):
@@ -156,10 +135,8 @@ class PrefixAttention(AttentionBackend):
             start = 0 if request is None or request.adopted else request.start
             starts.append(start)
             new.append(slice(first, stop))
-            new_tokens += stop - first
-            pairs += pairs_of(lengths[index] - start - (stop - first), stop - first)
             if request is not None and not request.adopted:
-                self._rows.append(self._row(index, request, new[-1]))
+                self._rows.append(_BatchRow(index, request, new[-1]))
             first = stop
         rows = forward_batch.req_pool_indices
         host_rows = forward_batch.req_pool_indices_cpu
@@ -167,13 +144,6 @@ class PrefixAttention(AttentionBackend):
         if self._passes is not None:
             saves = self._passes.begin_saves(rids, lengths)
             self._saves = [(save, new[place]) for place, save in saves.items()]
-        self._pass = _Pass(new_tokens, pairs, stopwatch)
-
-    def _row(self, index: int, request: StoredRequest, new: slice) -> _BatchRow:
-        """Make a row and its stopwatch, which the request keeps if this pass loads all layers."""
-        loading = self._clock.stopwatch()
-        request.time_loading(loading)
-        return _BatchRow(index, request, new, loading)
 
     def forward(
         self,
@@ -199,8 +169,7 @@ class PrefixAttention(AttentionBackend):
             return output
         for row in self._rows:
             if row.request.layers_loaded == layer.layer_id:
-                with row.loading:
-                    self._load_layer(row, q, k, layer, forward_batch)
+                self._load_layer(row, q, k, layer, forward_batch)
                 assert self._runtime is not None
                 self._runtime.finish_layer(row.request)
         self._layer = layer.layer_id
@@ -210,8 +179,6 @@ class PrefixAttention(AttentionBackend):
                 queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[new]
                 save.note_queries(self._layer, queries, layer.scaling)
             save.open(self._layer + 1)
-        if self._runtime is not None and self._layer == self._runtime.shape.num_layers - 1:
-            self._note_pass(self._runtime)
         return output
 
     def _attend(self, *arguments: Any, **keywords: Any) -> Tensor:
@@ -225,20 +192,6 @@ class PrefixAttention(AttentionBackend):
         for row in rows:
             row.request.stats.attention_ms += (time.perf_counter() - began) * 1e3
         return output
-
-    def _note_pass(self, runtime: ServingRuntime) -> None:
-        """Tell the estimator how long computing took, unless a request's loading was disturbed."""
-        noted, self._pass = self._pass, None
-        if noted is None or not all(row.request.undisturbed for row in self._rows):
-            return
-        noted.stopwatch.end()
-
-        def note(seconds: list[float]) -> None:
-            whole, *loading = seconds
-            computing = whole - sum(loading)
-            runtime.estimator.note_forward(noted.new_tokens, noted.pairs, computing)
-
-        self._clock.when_known([noted.stopwatch, *(row.loading for row in self._rows)], note)
 
     def _load_layer(
         self, row: _BatchRow, q: Tensor, k: Tensor | None, layer: Any, forward_batch: Any

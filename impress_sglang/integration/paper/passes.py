@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from impress_sglang.cost import RequestLengths
 from impress_sglang.integration.keys import as_tokens, namespace_of
 from impress_sglang.integration.paper.prompt_saves import PromptSaves
 from impress_sglang.integration.reports import report_of
@@ -126,7 +127,7 @@ class Passes:
         report["why"] = self._runtime.explainer.explain(asked)
 
     def note_end(self, req: Any, report: dict[str, Any]) -> None:
-        """Count a request that has ended, and list it among the recent ones.
+        """Count a request that has ended, list it among the recent ones, and learn what it took.
 
         The probes of SGLang's /health are not listed: they may outnumber all other requests.
         """
@@ -146,6 +147,14 @@ class Passes:
             loading=loading,
             computing=prefill - loading,
         )
+        new = len(req.origin_input_ids) - report["prefix_tokens"]
+        if new <= 0 or prefill <= loading or report["recomputed"] or req.retraction_count:
+            return
+        runtime.estimator.note_request(report["used_tokens"], new, prefill - loading)
+        if loaded := report["loaded_tokens"]:
+            work = RequestLengths(report["resident_tokens"], report["stored_tokens"], new)
+            took = loading - report["wait_ms"] / 1e3
+            runtime.estimator.note_load(work, took, whole=loaded == work.stored)
 
     def abort(self, rid: str, reason: str) -> None:
         """End a request of the running pass with status 503; nothing of it is kept.

@@ -19,7 +19,6 @@ from impress_sglang.management.forecast import ReadForecast, StoredBytes
 from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
-from impress_sglang.serving.clocks import Clock
 from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
@@ -104,13 +103,11 @@ class Admission:
         policy: Policy,
         served: ServedStore,
         estimator: Estimator,
-        clock: Clock,
     ) -> None:
         self._config = config
         self._policy = policy
         self._served = served
         self._estimator = estimator
-        self._clock = clock
         self._probes = bool(shape.probe_kv_heads)
         self._all_keys = policy.selector.evidence == "keys"
 
@@ -202,8 +199,6 @@ class Admission:
         Returns:
             An estimate that counts all reads; the decision counts only those that are left to do.
         """
-        # Learn from what the device has finished by now.
-        self._clock.poll()
         spans = match.slice(match.num_tokens - work.stored, match.num_tokens)
         reads = _Reads(spans, self._served.store.forecast, self._policy)
         retentions = [wanted.retention]

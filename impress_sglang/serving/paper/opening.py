@@ -82,5 +82,4 @@ class RequestOpener:
             quality=plan.quality,
             loading=SourceLoading(self._loader, store, source),
             report=report,
-            new_tokens=plan.work.new,
         )

@@ -7,7 +7,6 @@ import dataclasses
 from torch import Tensor
 
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.serving.clocks import Stopwatch
 from impress_sglang.serving.paper.loading import Loading
 from impress_sglang.serving.report import split_again
 from impress_sglang.serving.why import damaged
@@ -27,7 +26,6 @@ class StoredRequest:
 
     Invariants: the k slots are private (counted as protected by the tree) until `adopted`; layers
     below `layers_loaded` are in them, or zeros if the request has `failed`.
-    `stopwatch` is set while a pass loads all layers.
     """
 
     rid: str
@@ -38,10 +36,8 @@ class StoredRequest:
     quality: Quality  # of what is computed after the prefix
     loading: Loading | None
     report: dict[str, object]
-    new_tokens: int = 0
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
     layers_loaded: int = 0
-    stopwatch: Stopwatch | None = None
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
     recomputed: bool = False  # the stored KVs could not be read
     failed: bool = False  # nor could they be computed: it ends with an error
@@ -71,15 +67,6 @@ class StoredRequest:
     def prefix_len(self) -> int:
         """Tokens of the prompt that are not computed: resident and stored."""
         return self.resident_len + self.num_tokens
-
-    @property
-    def undisturbed(self) -> bool:
-        """Whether its times show what ordinary loading takes."""
-        return not (self.recomputed or self.failed)
-
-    def time_loading(self, stopwatch: Stopwatch) -> None:
-        """Time a pass that begins; `stopwatch` is kept only if the pass loads all layers."""
-        self.stopwatch = None if self.layers_loaded else stopwatch
 
     def load_layer(self, layer: int, inputs: LayerInputs, slots: LayerSlots) -> None:
         """Fill slots with what a layer uses of the prefix; see `Loading.load`.

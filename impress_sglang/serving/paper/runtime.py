@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import OFF
-from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.paper.admission import Admission, AdmissionPlan
 from impress_sglang.serving.paper.loading import RecomputedLoading
 from impress_sglang.serving.paper.opening import Allocate, RequestOpener
@@ -61,16 +59,13 @@ class ServingRuntime(Serving):
         super().__init__(config, shape, identity, device, hidden_size)
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not yet released, by id."""
-        self._clock = clock_for(device)
         self._loader = PrefixLoader(shape, self.policy.selector)
         self.prefetches = Prefetches(self.served)
         self.queue_order: QueueOrder | None = None
         """Reorders SGLang's queue; None if `--impress-schedule` is off."""
         if config.schedule != OFF:
             self.queue_order = QueueOrder(config.schedule, self.prefetches.unread)
-        self.admission = Admission(
-            config, shape, self.policy, self.served, self.estimator, self._clock
-        )
+        self.admission = Admission(config, shape, self.policy, self.served, self.estimator)
         self.explainer = Explainer(config, self.served, self.admission.least)
         """Says why a request got its prefix, or got none."""
         self._opener = RequestOpener(self.served, self.prefetches, self._loader)
@@ -125,11 +120,10 @@ class ServingRuntime(Serving):
         self.store.ahead.top_up()
 
     def finish_layer(self, request: StoredRequest) -> None:
-        """Count a layer that is in its slots; after the last one, end loading and learn from it."""
+        """Count a layer that is in its slots; after the last one, end loading."""
         request.end_layer()
         if request.layers_loaded == self.shape.num_layers:
             request.end_loading()
-            self._learn(request)
             publish(request)
 
     def give_up_reading(self, request: StoredRequest, error: PrefixUnreadable) -> None:
@@ -160,18 +154,3 @@ class ServingRuntime(Serving):
     def summary(self) -> dict[str, Any]:
         """See `Serving.summary`."""
         return {**super().summary(), "requests_live": len(self.live)}
-
-    def _learn(self, request: StoredRequest) -> None:
-        """Tell the estimator how long loading took, less the time spent waiting for the drive."""
-        stopwatch = request.stopwatch
-        if stopwatch is None or request.recomputed or request.failed:
-            return
-        waited = request.reads.wait_ms / 1e3
-        work = RequestLengths(request.resident_len, request.num_tokens, request.new_tokens)
-        whole = request.k == request.num_tokens
-
-        def note(seconds: list[float]) -> None:
-            took = max(seconds[0] - waited, 0.0)
-            self.estimator.note_load(work, took, whole=whole)
-
-        self._clock.when_known([stopwatch], note)
