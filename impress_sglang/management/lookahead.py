@@ -11,7 +11,6 @@ for files.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -108,20 +107,20 @@ class LookAhead:
     def order(self, rids: Sequence[str]) -> None:
         """Note that these requests wait, in this order, and no others.
 
-        As many as possible keep their turns: a queue that only advances costs no more than this
-        look at it, and for a request that changes places only its own new turn is told.
+        A queue that only advances keeps its turns, which costs no more than this look at it. Of a
+        request that overtakes others only its own new turn is told; who falls back changes the
+        turns of those who pass.
         """
         # SGLang reports neither admission nor begin of a request without any prefix.
         for rid in self._ranges_of.keys() - set(rids):
             self.stop_waiting(rid)
         known = [self._turns.get(rid, -1) for rid in rids]
-        keep = _longest_rise(known)
         turns, following = dict[str, int](), LAST_TURN
-        # From here on come requests behind all that keep their turns.
-        last = max(keep, default=-1) + 1
-        for place in range(last - 1, -1, -1):
+        # From here on all are new.
+        last = max((place + 1 for place, turn in enumerate(known) if turn >= 0), default=0)
+        for place in reversed(range(last)):
             turn = known[place]
-            if place not in keep or turn >= following:
+            if not 0 <= turn < following:
                 turn = following - 1
                 self._note_turn(rids[place])
             turns[rids[place]] = following = turn
@@ -206,20 +205,3 @@ class LookAhead:
         self._found.pop(segment_id, None)
         if self._tells:
             self._changed.add(segment_id)
-
-
-def _longest_rise(turns: Sequence[int]) -> set[int]:
-    """The places of a longest rising subsequence of turns, without those that are -1."""
-    # For rises of each length: the lowest last turn and its place; for each place: the one before.
-    lowest, ends, before = list[int](), list[int](), list[int]()
-    for place, turn in enumerate(turns):
-        length = bisect.bisect_left(lowest, turn)
-        before.append(ends[length - 1] if length else -1)
-        if turn >= 0:
-            lowest[length : length + 1] = [turn]
-            ends[length : length + 1] = [place]
-    rise, place = set[int](), ends[-1] if ends else -1
-    while place >= 0:
-        rise.add(place)
-        place = before[place]
-    return rise
