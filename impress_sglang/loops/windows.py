@@ -2,6 +2,9 @@
 
 A window's hash is a polynomial of its tokens modulo 2^64, so that the hash of the next window
 follows from it; mixed with a seed, it becomes a key.
+
+A table has a power of two of places. A pair of a key and a value stands in the first place that was
+empty from the one on that the lower bits of its key name. Several pairs may have one key.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ import numpy as np
 
 from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Indices, Int32s, Words
-from impress_sglang.loops.window_table import WindowTable, values_of
 
 # Odd, so that powers of it are never zero.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 _ONE = np.uint64(1)
+# Values of places that were never taken, and of those whose pair was removed.
+EMPTY, GONE = -1, -2
 
 
 @compiled("uint64(uint64, uint64)")
@@ -94,10 +98,52 @@ def chosen_windows(
     return starts[:found].copy(), keys[:found].copy()
 
 
+def empty_table(places: int) -> tuple[Words, Indices]:
+    """Keys uint64 [places] and values int64 [places] of a table; `places`: a power of two."""
+    return np.zeros(places, np.uint64), np.full(places, EMPTY)
+
+
+@compiled("int64(uint64[::1], int64[::1], uint64[::1], int64[::1], int64)")
+def put_all(keys: Words, values: Indices, new_keys: Words, new_values: Indices, most: int) -> int:
+    """Put pairs into a table, in place, but not those whose key has `most` already.
+
+    Args:
+        keys: of the table, which has more empty places than there are pairs.
+        values: of the table.
+        new_keys: uint64 [n].
+        new_values: int64 [n], not negative.
+        most: pairs with one key.
+
+    Returns:
+        how many were put.
+    """
+    mask, count = np.uint64(len(keys)) - _ONE, 0
+    for new in range(len(new_keys)):
+        key, equal = new_keys[new], 0
+        place = key & mask
+        while values[place] != EMPTY and equal < most:
+            equal += values[place] >= 0 and keys[place] == key
+            place = (place + _ONE) & mask
+        if equal < most:
+            keys[place], values[place] = key, new_values[new]
+            count += 1
+    return count
+
+
+@compiled("(uint64[::1], int64[::1], uint64[::1], int64[::1])")
+def remove_all(keys: Words, values: Indices, old_keys: Words, old_values: Indices) -> None:
+    """Remove pairs from a table, in place; those that are not there are ignored."""
+    mask = np.uint64(len(keys)) - _ONE
+    for old in range(len(old_keys)):
+        place = old_keys[old] & mask
+        while values[place] != EMPTY and values[place] != old_values[old]:
+            place = (place + _ONE) & mask
+        if values[place] != EMPTY:
+            values[place] = GONE
+
+
 @compiled(
-    "UniTuple(int64, 2)(int32[::1], int64, int64, uint64, int64[::1], "
-    "int32[::1], uint64[::1], int64[::1], int32[::1], int64[::1])",
-    makes_arrays=False,
+    "UniTuple(int64, 2)(int32[::1], int64, int64, uint64, int64[::1], uint64[::1], int64[::1])"
 )
 def find_window(
     tokens: Int32s,
@@ -105,11 +151,8 @@ def find_window(
     length: int,
     seed: np.uint64,
     found: Indices,
-    heads: Int32s,
     keys: Words,
     values: Indices,
-    nexts: Int32s,
-    counts: Indices,
 ) -> tuple[int, int]:
     """Where the first window in a table begins, and its number of values; (-1, -1) if none.
 
@@ -119,16 +162,21 @@ def find_window(
         length: of a window.
         seed: of all keys.
         found: int64 [most of a key], receives the values.
-        heads, keys, values, nexts, counts: of the table. Unpacking a tuple would take more than
-            half of the time of a call.
+        keys: of the table.
+        values: of the table.
     """
-    table = WindowTable(heads, keys, values, nexts, counts)
     if start + length > len(tokens):
         return -1, -1
-    power = _power(length)
+    power, mask = _power(length), np.uint64(len(keys)) - _ONE
     word = _hash(tokens, start, length)
     for position in range(start, len(tokens) - length + 1):
-        count = values_of(table, mixed(word, seed), found)
+        key, count = mixed(word, seed), 0
+        place = key & mask
+        while values[place] != EMPTY:
+            if values[place] >= 0 and keys[place] == key:
+                found[count] = values[place]
+                count += 1
+            place = (place + _ONE) & mask
         if count:
             return position, count
         if position + length < len(tokens):

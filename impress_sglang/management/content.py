@@ -18,7 +18,6 @@ from impress_sglang.loops.types import Flags, Indices, Words
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.tiers.tables import grown
 
 WINDOW_TOKENS = 64
 # How many equal windows are kept, in different segments or in one; text that occurs everywhere need
@@ -27,7 +26,7 @@ SAME_WINDOWS = 4
 # A value is the number of a segment and, in these lower bits, that of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
-_LEAST_ENTRIES = 1 << 12
+_LEAST_PLACES = 1 << 12
 _SECRET_BYTES = 16
 
 
@@ -90,46 +89,33 @@ class ContentIndex:
 
     def __init__(self) -> None:
         # Imported here, so that these loops are compiled only where tokens are found by content.
-        from impress_sglang.loops import window_table, windows
+        from impress_sglang.loops import windows
 
         self._loops = windows
-        self._tables = window_table
         # Keeps anybody from sending text whose windows all fall into one place of the table.
         self._secret = secrets.token_bytes(_SECRET_BYTES)
-        self._segments: list[StoredSegment | None] = []
-        self._free: list[int] = []
+        self._segments: dict[int, StoredSegment] = {}
         self._numbers: dict[str, int] = {}
-        # Counts changes.
+        # Counts changes, and gives numbers to segments.
         self._version = 0
-        self._table = window_table.empty_table(_LEAST_ENTRIES)
+        self._keys, self._table = windows.empty_table(_LEAST_PLACES)
+        # How many places of the table are taken, also by windows that are gone.
+        self._used = 0
         # The values of the window that was found last.
         self._found = np.zeros(SAME_WINDOWS, np.int64)
 
     def __len__(self) -> int:
         """How many windows can be found."""
-        return int(self._table.counts[self._tables.TAKEN])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the table, as far as it was ever used."""
-        table, counts = self._table, self._table.counts
-        entries, buckets = int(counts[self._tables.USED]), int(counts[self._tables.BUCKETS])
-        own = table.keys.itemsize + table.values.itemsize + table.nexts.itemsize
-        return entries * own + buckets * table.heads.itemsize
+        return int(np.count_nonzero(self._table >= 0))
 
     def add(self, segment: StoredSegment) -> None:
         """Index the windows of a segment, if it is exact."""
         if segment.info.quality != EXACT or segment.info.num_tokens < WINDOW_TOKENS:
             return
-        number = self._free.pop() if self._free else len(self._segments)
-        if number == len(self._segments):
-            self._segments.append(None)
+        self._version = number = self._version + 1
         self._segments[number] = segment
         self._numbers[segment.segment_id] = number
-        self._version += 1
-        keys, values = self._windows_of(segment, number)
-        self._make_room(len(keys))
-        self._tables.put_all(self._table, keys, values, SAME_WINDOWS)
+        self._put(*self._windows_of(segment, number))
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
@@ -137,9 +123,8 @@ class ContentIndex:
         if number is None:
             return
         keys, values = self._windows_of(segment, number)
-        self._tables.remove_all(self._table, keys, values)
-        self._segments[number] = None
-        self._free.append(number)
+        self._loops.remove_all(self._keys, self._table, keys, values)
+        del self._segments[number]
         self._version += 1
 
     def rename(self, old_id: str, new_id: str) -> None:
@@ -177,7 +162,7 @@ class ContentIndex:
         vain = 0
         while True:
             position, count = self._loops.find_window(
-                tokens, position, WINDOW_TOKENS, seed, self._found, *self._table
+                tokens, position, WINDOW_TOKENS, seed, self._found, self._keys, self._table
             )
             if position < 0:
                 version = None if vain else self._version
@@ -197,17 +182,16 @@ class ContentIndex:
         Raises:
             AssertionError: they differ, which is a bug.
         """
-        tables, counts = self._tables, self._table.counts
-        found = self._table.values[: counts[tables.USED]]
-        found = found[found != tables.FREE]
-        assert len(found) == counts[tables.TAKEN] == tables.count_reachable(self._table)
-        assert len(np.unique(found)) == len(found)
+        assert sorted(self._numbers.values()) == sorted(self._segments)
         for segment_id, number in self._numbers.items():
-            segment = self._segments[number]
-            assert segment is not None and segment.segment_id == segment_id
-        assert len(self._numbers) + len(self._free) == len(self._segments)
-        numbers = np.unique(found >> _WINDOW_BITS)
-        assert all(self._segments[int(number)] is not None for number in numbers)
+            assert self._segments[number].segment_id == segment_id
+        taken = self._table[self._table >= 0]
+        assert len(np.unique(taken)) == len(taken) <= self._used <= len(self._table) // 2
+        assert np.count_nonzero(self._table != self._loops.EMPTY) == self._used
+        left = self._table.copy()
+        for number, segment in self._segments.items():
+            self._loops.remove_all(self._keys, left, *self._windows_of(segment, number))
+        assert not (left >= 0).any(), "some are out of place, or of no segment"
 
     def _holds(self, kept: FoundRuns, num_tokens: int, start: int) -> bool:
         same = (kept.num_tokens, kept.start, kept.version) == (num_tokens, start, self._version)
@@ -226,7 +210,6 @@ class ContentIndex:
         best, longest = None, 0
         for value in self._found[:count].tolist():
             segment = self._segments[value >> _WINDOW_BITS]
-            assert segment is not None
             # The seed keeps namespaces apart; this does so even where hashes are equal.
             if segment.info.namespace != namespace or (only_ready and not segment.ready):
                 continue
@@ -247,19 +230,17 @@ class ContentIndex:
         keys = self._loops.window_keys(tokens, WINDOW_TOKENS, seed)
         return keys, (number << _WINDOW_BITS) + np.arange(len(keys), dtype=np.int64)
 
-    def _make_room(self, windows: int) -> None:
-        """Make room in the table for more windows, without moving its entries."""
-        table = self._table
-        needed = int(table.counts[self._tables.USED]) + windows
-        if needed <= len(table.keys):
-            return
-        size = max(2 * len(table.keys), needed)
-        self._table = table._replace(
-            heads=grown(table.heads, self._tables.BUCKETS_PER_ENTRY * size + 2),
-            keys=grown(table.keys, size),
-            values=grown(table.values, size),
-            nexts=grown(table.nexts, size),
-        )
+    def _put(self, keys: Words, values: Indices) -> None:
+        """Put windows into the table; at most half of its places are used."""
+        if 2 * (self._used + len(keys)) > len(self._table):
+            taken = self._table >= 0
+            old_keys, old_values = self._keys[taken], self._table[taken]
+            self._used, places = 0, _LEAST_PLACES
+            while places < 4 * (len(old_keys) + len(keys)):
+                places *= 2
+            self._keys, self._table = self._loops.empty_table(places)
+            self._put(old_keys, old_values)
+        self._used += self._loops.put_all(self._keys, self._table, keys, values, SAME_WINDOWS)
 
     def _seed_of(self, namespace: str) -> np.uint64:
         digest = hashlib.blake2b(namespace.encode(), key=self._secret, digest_size=8).digest()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress_sglang.loops import window_table, windows
-from impress_sglang.loops.window_table import WindowTable
+from impress_sglang.loops import windows
+from impress_sglang.loops.types import Indices
 from impress_sglang.management.content import (
     SAME_WINDOWS,
     WINDOW_TOKENS,
@@ -98,35 +99,23 @@ def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentSta
 
 def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All windows of all texts have one key: only tokens tell them apart."""
-    stored = stored_segment("s", text(1, 200))
-    index = ContentIndex()
-    monkeypatch.setattr(
-        ContentIndex,
-        "_windows_of",
-        lambda self, segment, number: (
-            np.full(3, 7, np.uint64),
-            (number << 32) + np.arange(3, dtype=np.int64),
-        ),
-    )
-    monkeypatch.setattr(
-        windows,
-        "find_window",
-        lambda tokens, start, length, seed, found, *table: (
-            (start, window_table.values_of(WindowTable(*table), np.uint64(7), found))
-            if start + length <= len(tokens)
-            else (-1, -1)
-        ),
-    )
-    index.add(stored)
+    index = index_of(stored_segment("s", text(1, 200)))
+
+    def find_all(tokens: Tokens, start: int, *rest: Any) -> tuple[int, int]:
+        found: Indices = rest[2]
+        found[:3] = index._table[index._table >= 0]
+        return (start, 3) if start + WINDOW_TOKENS <= len(tokens) else (-1, -1)
+
+    monkeypatch.setattr(windows, "find_window", find_all)
     assert find(index, as_tokens(text(2, 300))) == ()
-    run = [*text(3, 10), *stored.info.tokens[64:192].tolist(), 5000]
+    run = [*text(3, 10), *text(1, 200)[64:192], 5000]
     assert places(find(index, as_tokens(run)))[0][:2] == (10, 138)
 
 
 def test_nobody_can_foretell_where_windows_stand() -> None:
     one, other = (index_of(stored_segment("s", text(1, 640))) for _ in range(2))
     assert len(one) == len(other) == 10
-    assert not np.intersect1d(one._table.keys[:10], other._table.keys[:10]).size
+    assert not np.intersect1d(*(own._keys[own._table >= 0] for own in (one, other))).size
 
 
 def test_what_is_everywhere_is_kept_a_few_times() -> None:
@@ -180,51 +169,34 @@ def test_a_prompt_is_looked_for_again_only_if_the_index_has_changed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_table_has_what_was_put_and_not_removed(seed: int) -> None:
-    """Of few keys, so that chains are long, and of many; each is in the chain of its bucket."""
-    rng, table = np.random.default_rng(seed), window_table.empty_table(3000)
-    known: dict[int, list[int]] = {}
-    found = np.zeros(SAME_WINDOWS, np.int64)
-    value = 0
-    for _ in range(200):
-        keys = rng.integers(0, 2**63, 12).astype(np.uint64)
-        keys[::3] = rng.integers(0, 20, 4)
-        values = np.arange(value, value + 12)
-        value += 12
-        window_table.put_all(table, keys, values, SAME_WINDOWS)
-        for key, own in zip(keys.tolist(), values.tolist(), strict=True):
-            if len(known.setdefault(key, [])) < SAME_WINDOWS:
-                known[key].append(own)
-        gone = [(key, own) for key, them in known.items() for own in them if rng.random() < 0.08]
-        # What was never there may be removed as well.
-        old = np.array([*gone, (keys[0], 10**6)], np.uint64)
-        window_table.remove_all(table, old[:, 0].copy(), old[:, 1].astype(np.int64))
-        for key, own in gone:
-            known[key].remove(own)
-        for key in range(20):
-            count = window_table.values_of(table, np.uint64(key), found)
-            assert found[:count].tolist() == known.get(key, []), "in the order in which they came"
-    taken = sum(map(len, known.values()))
-    assert table.counts[window_table.TAKEN] == window_table.count_reachable(table) == taken > 100
-    for key, them in known.items():
-        count = window_table.values_of(table, np.uint64(key), found)
-        assert found[:count].tolist() == them
+def test_an_index_has_what_was_added_and_not_discarded(seed: int) -> None:
+    """Of a few windows, which many segments share, and of many."""
+    rng, index = np.random.default_rng(seed), ContentIndex()
+    pieces = [text(number, WINDOW_TOKENS) for number in range(12)]
+    known: list[list[str]] = [[] for _ in pieces]
+    there: dict[str, StoredSegment] = {}
+    for number in range(300):
+        name, chosen = f"s{number}", rng.permutation(len(pieces))[:2]
+        own = text(1000 + number, WINDOW_TOKENS)
+        tokens = [*pieces[chosen[0]], *own, *pieces[chosen[1]]]
+        index.add(segment := stored_segment(name, tokens))
+        there[name] = segment
+        for piece in chosen:
+            known[piece] += [name] if len(known[piece]) < SAME_WINDOWS else []
+        for gone in [own for own in there if rng.random() < 0.2]:
+            index.discard(there.pop(gone))
+            known = [[own for own in names if own != gone] for names in known]
+    index.check_integrity()
+    assert len(index) == len(there) + sum(map(len, known)) > 5
+    for piece, names in zip(pieces, known, strict=True):
+        found = find(index, as_tokens([5000, *piece, 5000]))
+        assert [run.span.segment.segment_id for run in found] == names[:1]
 
 
-def test_a_table_that_grows_forgets_nothing_and_moves_nothing() -> None:
-    """But the entries of a bucket or two for each that is new."""
+def test_a_table_that_grows_forgets_nothing() -> None:
     segments = [stored_segment(f"s{n}", text(n, 640)) for n in range(3000)]
-    index = index_of(*segments[:500])
-    before, size = index._table, len(index._table.keys)
-    for segment in segments[500:]:
-        index.add(segment)
-        counts = index._table.counts
-        assert counts[window_table.TAKEN] == len(index)
-        assert counts[window_table.BUCKETS] == window_table.BUCKETS_PER_ENTRY * len(index)
-    assert len(index._table.keys) >= 4 * size
-    for old, new in zip(before, index._table, strict=True):
-        assert old.ctypes.data == new.ctypes.data
-    assert len(index) == 30_000 and index.num_bytes < 3000 * 640 * 8
+    index = index_of(*segments)
+    assert len(index) == 30_000 and 60_000 <= len(index._table) < 240_000
     for segment in segments[::3]:
         index.discard(segment)
     index.check_integrity()
@@ -235,14 +207,13 @@ def test_a_table_that_grows_forgets_nothing_and_moves_nothing() -> None:
 
 def test_come_and_go_takes_no_memory() -> None:
     index = index_of(stored_segment("s", text(0, 640)))
-    before = index.num_bytes
-    index.discard(stored_segment("s", text(0, 640)))
+    before = len(index._table)
     for number in range(2000):
-        segment = stored_segment("s", text(number, 640))
+        segment = stored_segment("t", text(number, 640))
         index.add(segment)
         index.discard(segment)
     index.check_integrity()
-    assert index.num_bytes == before
+    assert len(index._table) == before and len(index) == 10
 
 
 def test_a_segment_that_is_rewritten_stays() -> None:
