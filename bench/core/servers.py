@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -101,6 +102,21 @@ def store_flags(store: Path) -> list[str]:
         "--impress-host-gb=0",
         "--impress-device-gb=0",
     ]
+
+
+def link_store(source: Path, target: Path) -> None:
+    """Make a store with the same prefixes: segments, which never change, are hard links.
+
+    The catalog is copied, since servers write to it; a lock belongs to one directory.
+    """
+    for path in sorted(source.rglob("*")):
+        copy = target / path.relative_to(source)
+        if path.is_dir():
+            copy.mkdir(parents=True, exist_ok=True)
+        elif "segments" in path.relative_to(source).parts:
+            os.link(path, copy)
+        elif path.name != "lock":
+            shutil.copy2(path, copy)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> Result:
     if not torch.cuda.is_available():
         raise BenchFailed("there is no CUDA device; on a CPU kernels are only tested")
     torch.manual_seed(0)
-    watch = _Watch(args.repeat)
+    watch = Watch(args.repeat)
     card = _measure_card(watch)
     figures = {
         "card": card,
@@ -78,17 +78,7 @@ def run(args: argparse.Namespace) -> Result:
     return Result(figures, [Table(plain("of", "figure", "value"), rows)])
 
 
-class Watch(Protocol):
-    """Times work."""
-
-    def microseconds(self, work: Callable[[], Any]) -> float:
-        """On the device."""
-
-    def host_microseconds(self, work: Callable[[], Any]) -> float:
-        """Of the host, to queue it."""
-
-
-class _Watch:
+class Watch:
     """Times work on the device."""
 
     def __init__(self, repeat: int) -> None:
@@ -122,7 +112,7 @@ class _Watch:
         return seconds / self._repeat * 1e6
 
 
-def _measure_card(watch: _Watch) -> dict[str, float]:
+def _measure_card(watch: Watch) -> dict[str, float]:
     """GB/s of reading device memory, and of a plain copy from pinned host memory."""
     words = torch.ones(PLAIN_BYTES // 4, dtype=torch.float32, device="cuda")
     pinned = torch.empty(PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -136,7 +126,7 @@ def _measure_card(watch: _Watch) -> dict[str, float]:
     }
 
 
-def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
+def _codes(args: argparse.Namespace, watch: Watch, card: dict[str, float]) -> dict[str, Any]:
     """A prefix in codes, all heads of it, into slots."""
     m, heads, dim = args.tokens, args.kv_heads, args.dim
     layout = CodeLayout(m, heads, dim, dim, BLOCK_BYTES)

@@ -23,8 +23,8 @@ Columns, tokens in percent of those of all prompts:
   endless       found, if nothing ever left
   idle, queued  TTFT in ms of a request alone, and with those before it: p50 and p99
   crowded       segments that left, and prompts for which there was no room
-  written       bytes per token of a prompt; tb a day, and times the drive of --drive-tb, at the
-                traffic of the first nine tenths of the trace; lru tb a day: of the baseline
+  written       bytes per token of a prompt; tb a day and drives of --drive-tb a day, at the traffic
+                of the first nine tenths of the trace; lru tb a day: of the baseline
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.writer import LayerReader
 from impress_sglang.tiers.placement import Placement, Tier
+
+# In which sessions without a common clock begin.
+SPREAD_SECONDS = 1800.0
 
 
 class Model(NamedTuple):
@@ -102,7 +106,6 @@ OPTIONS = (
     Option("host-gb", 64.0, "cache of chunks on the host"),
     Option("bus-gbps", 50.0, "GB/s from there to the GPU"),
     Option("drive-tb", 7.68, "of the drive whose writes are counted"),
-    Option("spread", 1800.0, "seconds in which sessions of agents begin"),
     SEED,
 )
 
@@ -134,12 +137,12 @@ class Ask(NamedTuple):
         return list(zip(self.blocks.tolist(), asked, whole, strict=False))
 
 
-def read_asks(path: Path, spread: float, seed: int) -> list[Ask]:
+def read_asks(path: Path, seed: int) -> list[Ask]:
     """The requests of a trace in their order; sessions that begin at 0 do so at random."""
     chance, numbers = random.Random(f"{seed} sessions"), dict[tuple[int, int], int]()
     asks: list[Ask] = []
     for session in read_sessions(path):
-        begins = 0.0 if session[0].at else chance.random() * spread
+        begins = 0.0 if session[0].at else chance.random() * SPREAD_SECONDS
         paths = [_numbered(turn.blocks, numbers) for turn in session]
         for turn, own, after in zip(session, paths, [*paths[1:], None], strict=True):
             told, count = turn.prompt_tokens, len(own) - 1
@@ -235,15 +238,8 @@ class Store:
             return False
         first = loaded.num_tokens if quality.depth else 0
         if len(tokens) >= max(self._config.min_prefix_tokens, first + 1):
-            offer = Offer(
-                tokens,
-                lambda start: lambda layer: (torch.empty(0), torch.empty(0)),
-                on_done=lambda: None,
-                abandon=lambda: None,
-                min_tokens=self._config.chunk_tokens,
-                quality=quality,
-                available_from=first,
-            )
+            nothing, least = lambda *_: None, self._config.chunk_tokens
+            offer = Offer(tokens, _no_layers, nothing, nothing, least, quality, first)
             outcome = self._writes.offer("", offer)
             assert outcome is not StoreOutcome.UNREACHABLE
             self._writes.poll()
@@ -268,6 +264,10 @@ class Store:
                 self._cache.detach(*place)
             self.quota.remove(segment)
             self.tree.lose(segment)
+
+
+def _no_layers(start: int) -> LayerReader:
+    return lambda layer: (torch.empty(0), torch.empty(0))
 
 
 def replay(asks: Sequence[Ask], store: Store, model: Model, args: argparse.Namespace) -> Row:
@@ -359,7 +359,7 @@ def tokens_a_day(asks: Sequence[Ask]) -> float:
 
 def run(args: argparse.Namespace) -> Result:
     """Replay the trace with all kinds of files in all rooms."""
-    asks, model = read_asks(args.trace, args.spread, args.seed), MODELS[args.model]
+    asks, model = read_asks(args.trace, args.seed), MODELS[args.model]
     prompts, a_day = sum(ask.prompt_tokens for ask in asks), tokens_a_day(asks)
     compared: dict[tuple[float, float], Row] = {}
     rows: list[Row] = []
@@ -389,11 +389,9 @@ def run(args: argparse.Namespace) -> Result:
                     "bound": _percent(bound(asks, room), prompts),
                 }
         rows.append(row | compared[kind.file, tb])
-    figures: Row = {"trace": args.trace.stem, "requests": len(asks), "prompt_tokens": prompts}
-    figures["tokens_a_day"] = round(a_day)
-    figures["endless"] = _percent(bound(asks, math.inf), prompts)
-    figures["rows"] = rows
-    return Result(figures, [Table(plain(*rows[0]), rows, f"endless: {figures['endless']}%")])
+    told: Row = {"trace": args.trace.stem, "requests": len(asks), "prompt_tokens": prompts}
+    told |= {"tokens_a_day": round(a_day), "endless": _percent(bound(asks, math.inf), prompts)}
+    return Result(told | {"rows": rows}, [Table(plain(*rows[0]), rows, str(told))])
 
 
 def _percent(part: float, of: float) -> float:

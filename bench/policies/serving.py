@@ -22,30 +22,48 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.core.data import READERS, load_tokenize, model_folder, read_rows
 from bench.core.options import ASKING, Option, one_of
-from bench.core.report import Result, Row, Table
-from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
+from bench.core.report import Column, Result, Row, Table, ratio
+from bench.core.servers import SPARE_TOKENS, Server, Servers, link_store, servers
 from bench.core.session import BenchFailed, step
-from bench.policies.compared import (
-    LOADED,
-    MIN_PREFIX_TOKENS,
-    NO_TIERS,
-    POLICIES,
-    REORDERING,
-    STORED_BY,
-    TIMES,
-    Tiers,
-    add_speedups,
-    link_store,
-    make_row,
-    ordinary,
-    policy,
-    policy_flags,
-    segment_sizes,
-    store_kind,
-)
 from bench.policies.trace import MIN_SIGMA, Request, Trace, TraceOptions, make_trace
+from impress_sglang.options import PART_POLICIES
+from impress_sglang.options import POLICIES as ALL_POLICIES
+
+POLICIES = (
+    *("recompute", "as", "as+h2o+lru", "as+h2o+lfu"),
+    *("paper+itf", "paper+itf+reorder", "paper", "impress"),
+)
+BASELINES = POLICIES[:4]
+REORDERING = ("paper+itf+reorder", "paper")
+# Appended to a policy: the queue does not say what its server evicts.
+NO_LOOKAHEAD = "-off"
+# Stores differ by whether they have probe heads; each is written by a policy that reads it.
+STORED_BY = {"codes": "impress", "paper": "paper"}
+# Shorter than any prefix of a trace.
+MIN_PREFIX_TOKENS = 128
+
+
+def store_kind(policy: str) -> str:
+    """A key of `STORED_BY`."""
+    return "paper" if policy.startswith("paper") else "codes"
+
+
+def ordinary(policy: str) -> str:
+    """The same policy with look-ahead."""
+    return policy.removesuffix(NO_LOOKAHEAD)
+
+
+def policy(text: str) -> str:
+    """A policy, perhaps with `NO_LOOKAHEAD`; for `Option.parse`."""
+    if ordinary(text) not in ALL_POLICIES:
+        names = ", ".join(ALL_POLICIES)
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {names}, or {NO_LOOKAHEAD} more")
+    return text
+
 
 OPTIONS = (
     Option("policies", POLICIES, "to compare; with -off also without look-ahead", parse=policy),
@@ -69,6 +87,17 @@ OPTIONS = (
 # Part of the warm-up before reordering, and of requests at the emulated speed beside it.
 FIRST_SHARE = 2 / 3
 SETTLE_SHARE = 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiers:
+    """Caches in MB in front of the SSD."""
+
+    device_mb: float
+    host_mb: float
+
+
+NO_TIERS = Tiers(0, 0)
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -107,7 +136,7 @@ def run(args: argparse.Namespace) -> Result:
         "emulated_ssd_mbps": args.ssd_mbps or None,
         "policies": rows,
     }
-    return Result(figures, [Table([*TIMES, *LOADED], rows, caption)], warnings(rows))
+    return Result(figures, [Table(COLUMNS, rows, caption)], warnings(rows))
 
 
 class Comparison:
@@ -147,7 +176,7 @@ class Comparison:
                 # While a prefix is written, the pool has no room to write another.
                 server.store(prefix)
             server.stop()
-        sizes = segment_sizes(store)
+        sizes = [path.stat().st_size for path in store.glob("*/segments/*/*") if path.is_file()]
         if len(sizes) != len(self.trace.prefixes):
             raise BenchFailed(
                 f"{len(sizes)} segments were stored for {len(self.trace.prefixes)} prefixes; is "
@@ -213,6 +242,84 @@ class Comparison:
             *policy_flags(policy, store, self._args.retention, tiers),
             *self._args.server_flag,
         )
+
+
+def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
+    """Arguments of the extension for one policy; `retention` is for those that use parts."""
+    name = ordinary(policy)
+    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={name}"]
+    if name == "recompute":
+        return flags
+    flags += [
+        # What is compared is loading, so prefixes are stored at once and never computed instead.
+        "--impress-write-after=1",
+        "--impress-load=always",
+        f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
+        f"--impress-retention={retention if name in PART_POLICIES else 1.0}",
+        # A measured request leaves nothing behind.
+        "--impress-approximation-depth=0",
+        f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
+        f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
+    ]
+    if policy.endswith(NO_LOOKAHEAD):
+        flags.append("--impress-lookahead=off")
+    if name in REORDERING:
+        flags.append("--impress-reorder-interval=0")
+    return flags
+
+
+def make_row(policy: str, ttft_ms: Sequence[float], found: Mapping[str, float]) -> Row:
+    """The figures of one policy, from counters of all its requests; a ratio of nothing is None."""
+    accessed = found["chunks_accessed"]
+    quantiles = dict(zip(("p50", "p99"), np.percentile(ttft_ms, [50, 99]), strict=True))
+    layers = found["layers_by_probe"] + found["layers_by_fallback"]
+    return {
+        "policy": policy,
+        "requests": len(ttft_ms),
+        "ttft_ms_mean": round(float(np.mean(ttft_ms)), 2),
+        **{f"ttft_ms_{name}": round(float(ms), 2) for name, ms in quantiles.items()},
+        "io_share": ratio(found["wait_ms"], sum(ttft_ms)),
+        "device_hit_ratio": ratio(found["device_chunks"], accessed),
+        "host_hit_ratio": ratio(found["host_chunks"], accessed),
+        "ssd_ratio": ratio(found["ssd_chunks"], accessed),
+        "important_device_hit_ratio": ratio(
+            found["important_device_bytes"], found["important_bytes"]
+        ),
+        "read_amplification": ratio(found["ssd_bytes"], found["ssd_needed_bytes"]),
+        "ahead_share": ratio(found["ahead_used_bytes"], found["ssd_bytes"]),
+        "fallback_share": ratio(found["layers_by_fallback"], layers),
+        **{name: round(total, 2) for name, total in found.items()},
+        "ttft_ms": [round(ms, 2) for ms in ttft_ms],
+    }
+
+
+def per_request(name: str, unit: float = 1.0) -> Any:
+    """What a column shows of a counter; for `Column.value`."""
+    return lambda row: row[name] / unit / row["requests"]
+
+
+COLUMNS = (
+    Column("policy", "policy"),
+    Column("n", "requests"),
+    Column("TTFT ms", "ttft_ms_mean", "{:,.1f}"),
+    Column("p50", "ttft_ms_p50", "{:,.1f}"),
+    Column("p99", "ttft_ms_p99", "{:,.1f}"),
+    Column("speed-up", "speedup_over_best_baseline", "{:.2f}x"),
+    Column("I/O", "io_share", "{:.0%}"),
+    Column("SSD MB", per_request("ssd_bytes", 1e6), "{:,.1f}"),
+    Column("chunks", per_request("chunks_loaded"), "{:,.0f}"),
+    Column("device", "device_hit_ratio", "{:.0%}"),
+    Column("host", "host_hit_ratio", "{:.0%}"),
+    Column("important", "important_device_hit_ratio", "{:.0%}"),
+    Column("fallback", "fallback_share", "{:.0%}"),
+)
+
+
+def add_speedups(rows: Sequence[Row]) -> None:
+    """Add to each row how many times faster it is than the fastest baseline of the run."""
+    means = [row["ttft_ms_mean"] for row in rows if ordinary(row["policy"]) in BASELINES]
+    for row in rows:
+        row["speedup_over_best_baseline"] = ratio(min(means, default=0.0), row["ttft_ms_mean"])
 
 
 def counted(before: Mapping[str, Any], after: Mapping[str, Any], requests: int) -> dict[str, float]:

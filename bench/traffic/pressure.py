@@ -41,9 +41,8 @@ import requests
 from bench.core.data import model_folder
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
 from bench.core.report import Column, Result, Row, Table, plain
-from bench.core.servers import Server, Servers, servers, store_flags
+from bench.core.servers import Server, Servers, link_store, servers, store_flags
 from bench.core.session import BenchFailed, step
-from bench.policies.compared import link_store
 from bench.traffic.prompts import QUESTIONS, Handbook, draw
 from bench.traffic.reading import Counts
 

@@ -104,7 +104,7 @@ def test_answers_are_text_where_the_next_request_begins_with_them(tmp_path: Path
         for at, size, blocks in lines
     ]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    first, second, third = read_asks(tmp_path / "trace.jsonl", 0.0, 1)
+    first, second, third = read_asks(tmp_path / "trace.jsonl", 1)
     assert [own.text_tokens for own in (first, second, third)] == [700, 2000, 600]
     texts = [own.text()[:512].tolist() for own in (first, second, third)]
     assert texts[0] == texts[1] == texts[2]

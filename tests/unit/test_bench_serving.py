@@ -15,8 +15,9 @@ import pytest
 
 from bench.core.data import Question
 from bench.core.report import Table
+from bench.core.servers import link_store
 from bench.core.session import BenchFailed
-from bench.policies import compared
+from bench.policies import serving
 from bench.policies.serving import counted, warnings
 from bench.policies.trace import MAX_QUESTION_TOKENS, Trace, TraceOptions, draw_prefixes, make_trace
 from impress_sglang.config import ImpressConfig
@@ -107,11 +108,11 @@ def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*compared.POLICIES, "impress-off", "impress+lru", "impress+lfu-off"]
+    "name", [*serving.POLICIES, "impress-off", "impress+lru", "impress+lfu-off"]
 )
 def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
-    assert compared.policy(name) == name
-    flags = compared.policy_flags(name, Path("kv"), 0.25, compared.Tiers(70, 104))
+    assert serving.policy(name) == name
+    flags = serving.policy_flags(name, Path("kv"), 0.25, serving.Tiers(70, 104))
     given = dict(flag.removeprefix("--impress-").split("=") for flag in flags[1:])
     fields = {own.name: own.default for own in dataclasses.fields(ImpressConfig)}
     assert {key.replace("-", "_") for key in given} <= set(fields)
@@ -120,13 +121,13 @@ def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     if name != "recompute":
         assert given["retention"] == ("1.0" if name == "as" or name[0] == "i" else "0.25")
         assert float(given["device-gb"]) == 0.07 and given["load"] == "always"
-    assert compared.store_kind(name) == ("paper" if name.startswith("paper") else "codes")
+    assert serving.store_kind(name) == ("paper" if name.startswith("paper") else "codes")
 
 
 @pytest.mark.parametrize("name", ["lru", "impress@5", "lru-off"])
 def test_what_is_no_policy_is_refused(name: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not one of"):
-        compared.policy(name)
+        serving.policy(name)
 
 
 def stats(**totals: float) -> dict[str, Any]:
@@ -139,15 +140,15 @@ def test_a_row_has_what_was_counted_in_between() -> None:
         requests=5, requests_ssd=1, ssd_bytes=400, ssd_needed_bytes=200, wait_ms=30, device_chunks=3
     )
     after["totals"]["chunks_accessed"] = 4
-    row = compared.make_row("as", [100.0, 200.0], counted(before, after, 2))
+    row = serving.make_row("as", [100.0, 200.0], counted(before, after, 2))
     assert (row["ttft_ms_mean"], row["io_share"], row["ssd_bytes"]) == (150.0, 0.1, 300)
     assert (row["read_amplification"], row["device_hit_ratio"]) == (1.5, 0.75)
     assert row["important_device_hit_ratio"] is None
     assert "only 1 of 2 requests" in warnings([row])[0]
     fast = {**row, "policy": "impress", "ttft_ms_mean": 50.0}
-    compared.add_speedups([row, fast])
+    serving.add_speedups([row, fast])
     assert (row["speedup_over_best_baseline"], fast["speedup_over_best_baseline"]) == (1.0, 3.0)
-    assert "3.00x" in str(Table([*compared.TIMES, *compared.LOADED], [row, fast])).splitlines()[-1]
+    assert "3.00x" in str(Table(serving.COLUMNS, [row, fast])).splitlines()[-1]
 
 
 def test_requests_of_others_are_noticed() -> None:
@@ -163,11 +164,10 @@ def test_a_linked_store_shares_segments_but_not_the_catalog_or_the_lock(tmp_path
     (source / "model" / "catalog.sqlite").write_bytes(b"rows")
     (source / "model" / "lock").touch()
 
-    compared.link_store(source, target)
+    link_store(source, target)
 
     copy = target / "model"
     assert (copy / "segments/ab/ab1.kv").samefile(segments / "ab1.kv")
     assert (copy / "catalog.sqlite").read_bytes() == b"rows"
     assert not (copy / "catalog.sqlite").samefile(source / "model" / "catalog.sqlite")
     assert not (copy / "lock").exists()
-    assert compared.segment_sizes(target) == [200]

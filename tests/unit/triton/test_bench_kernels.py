@@ -24,7 +24,8 @@ class Watch:
 def test_a_layer_is_restored_by_a_basis(device: str) -> None:
     given = ["--tokens=70", "--kv-heads=2", "--dim=18"]
     args = parse("kernels", "", kernels.OPTIONS, given)
-    found = kernels.by_a_basis(args, Watch(), {"memory_gbps": 10.0}, torch.device(device))
+    watch: Any = Watch()
+    found = kernels.by_a_basis(args, watch, {"memory_gbps": 10.0}, torch.device(device))
     size, components = 72, 64
     assert found["shape"]["components"] == components
     assert found["tflops"] == round(2 * 70 * (components + size) * size / 2e6, 2)
