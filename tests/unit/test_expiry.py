@@ -220,29 +220,30 @@ def tokens(number: int, length: int = LENGTH) -> np.ndarray[tuple[int], np.dtype
     return as_tokens(range(10_000 * number, 10_000 * number + length))
 
 
-def test_a_loss_is_found_by_who_has_the_same_tokens() -> None:
+FORK = np.concatenate([tokens(1, 100), tokens(2)])
+# Who asks: namespace, tokens, and from which on; and how many of these are gone.
+ASKED = {
+    "more tokens": ("a", tokens(1, LENGTH + 30), 0, LENGTH),
+    "fewer": ("a", tokens(1, 2 * BLOCK_TOKENS + 1), 0, 128),
+    "later ones": ("a", tokens(1), 70, LENGTH - 70),
+    "a fork": ("a", FORK, 0, BLOCK_TOKENS),
+    "behind the fork": ("a", FORK, BLOCK_TOKENS, 0),
+    "another namespace": ("b", tokens(1), 0, 0),
+    "another prompt": ("a", tokens(2), 0, 0),
+    "another start": ("a", tokens(1)[1:], 0, 0),
+    "no whole block": ("a", tokens(1, BLOCK_TOKENS - 1), 0, 0),
+    "nothing": ("a", tokens(1, 0), 0, 0),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_loss_is_found_by_who_has_the_same_tokens(asked: str) -> None:
     clock = Clock()
     losses = Losses(clock=clock)
     losses.note_tokens("a", tokens(1), Cause.EVICTED)
     clock.now += 5
-
-    whole = Loss(Cause.EVICTED, LENGTH, 5.0)
-    assert losses.find("a", tokens(1, LENGTH + 30), 0) == whole
-    assert losses.find("a", tokens(1, 2 * BLOCK_TOKENS + 1), 0) == Loss(Cause.EVICTED, 128, 5.0)
-    assert losses.find("a", tokens(1), 70) == Loss(Cause.EVICTED, LENGTH - 70, 5.0)
-    fork = np.concatenate([tokens(1, 100), tokens(2)])
-    assert losses.find("a", fork, 0) == Loss(Cause.EVICTED, BLOCK_TOKENS, 5.0)
-    assert losses.find("a", fork, BLOCK_TOKENS) is None
-
-
-def test_it_is_not_found_by_anybody_else() -> None:
-    losses = Losses()
-    losses.note_tokens("a", tokens(1), Cause.EVICTED)
-    assert losses.find("b", tokens(1), 0) is None
-    assert losses.find("a", tokens(2), 0) is None
-    assert losses.find("a", tokens(1)[1:], 0) is None
-    assert losses.find("a", tokens(1, BLOCK_TOKENS - 1), 0) is None
-    assert losses.find("a", tokens(1, 0), 0) is None
+    *question, count = ASKED[asked]
+    assert losses.find(*question) == (Loss(Cause.EVICTED, count, 5.0) if count else None)
 
 
 def test_only_what_a_segment_had_is_lost_with_it() -> None:

@@ -102,38 +102,30 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     return Held(monkeypatch)
 
 
-def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: PrefixStore) -> None:
-    put_selected(bench, store, prompt(1, 40), 3, 17, 39)
-    old = stores.path_of(bench, look_up(store, prompt(1, 40)))
+@pytest.mark.parametrize("count", [40, 1000])
+def test_a_new_file_takes_the_place_of_the_old_one(
+    bench: Workbench, store: PrefixStore, count: int
+) -> None:
+    """Mapping lists of a long one take more than what the header has left of its last block."""
+    put_selected(bench, store, tokens := prompt(1, count), 3, 17, 39)
+    old = stores.path_of(bench, look_up(store, tokens))
     used = store.summary()["used_bytes"]
 
     assert store.reorders.enqueue(force=True) == 1
     assert store.reorders.summary()["pending"] == 1
     finish(store)
 
-    new = stores.path_of(bench, look_up(store, prompt(1, 40)))
+    new = stores.path_of(bench, look_up(store, tokens))
     assert new != old and bench.files() == {new.name}
     (segment,) = store.tree.segments()
     assert segment.segment_id == new.stem and segment.info.generation == 1
     assert store.summary()["used_bytes"] == new.stat().st_size == segment.file_bytes
+    assert (segment.file_bytes > used) == (count == 1000)
     nothing = dict.fromkeys(store.reorders.summary(), 0)
     done = {"segments": 1, "bytes_written": segment.file_bytes}
     assert store.reorders.summary() == nothing | done
     assert store.stats.bytes_written == used + segment.file_bytes
-    check_rows(store, prompt(1, 40))
-
-
-def test_mapping_lists_count(bench: Workbench, store: PrefixStore) -> None:
-    """Of a long segment they take more than what the header has left of its last block."""
-    tokens = prompt(1, 1000)
-    bench.put(store, tokens)
-    (segment,) = store.tree.segments()
-    before = segment.file_bytes
-    select(store, tokens, 3, 17)
-    reorder(store)
-    path = stores.path_of(bench, look_up(store, tokens))
-    assert before < segment.file_bytes == path.stat().st_size
-    assert store.summary()["used_bytes"] == segment.file_bytes
+    check_rows(store, tokens)
     check_rows(bench.reopen(store), tokens)
 
 
