@@ -79,7 +79,7 @@ class RequestReports:
             layers_whole=self._service.shape.num_layers,
             prefetched=True,
         )
-        # With `--enable-trace` it becomes a part of the span of waiting; otherwise this is nothing.
+        # With `--enable-trace` a part of the span in which this is told, else nothing.
         known.req.time_stats.trace_ctx.trace_event(
             "impress.load",
             1,

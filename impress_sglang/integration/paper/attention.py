@@ -75,7 +75,6 @@ class PrefixAttention(AttentionBackend):
     _starts: RowStarts
     _rows: list[_BatchRow]
     _saves: list[tuple[Save, slice]]
-    _layer: int
     _model_runner: Any
 
     def begin_serving(self, model_runner: Any) -> None:
@@ -86,7 +85,6 @@ class PrefixAttention(AttentionBackend):
         self._recomputing_seconds = 0.0
         self._rows = []
         self._saves = []
-        self._layer = 0
         self._model_runner = model_runner
         self._starts = RowStarts(model_runner.req_to_token_pool)
 
@@ -172,13 +170,12 @@ class PrefixAttention(AttentionBackend):
                 self._load_layer(row, q, k, layer, forward_batch)
                 assert self._runtime is not None
                 self._runtime.finish_layer(row.request)
-        self._layer = layer.layer_id
         output = self._attend(*arguments, **kwargs)
         for save, new in self._saves:
             if self._runtime is not None and self._runtime.shape.coded:
                 queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[new]
-                save.note_queries(self._layer, queries, layer.scaling)
-            save.open(self._layer + 1)
+                save.note_queries(layer.layer_id, queries, layer.scaling)
+            save.open(layer.layer_id + 1)
         return output
 
     def _attend(self, *arguments: Any, **keywords: Any) -> Tensor:
