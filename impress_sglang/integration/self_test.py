@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import tempfile
 import time
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.capabilities import attention_layers
+from impress_sglang.integration.eligibility import check_plain
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer
 from impress_sglang.precision.codec import NUM_PLANES
@@ -30,6 +32,8 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.kv_codec import KVCodec
+
+logger = logging.getLogger(__name__)
 
 # More than the tokens of a group of codes, and of a chunk.
 MOST_TOKENS = 72
@@ -43,8 +47,9 @@ def check_kvs(runner: Any, config: ImpressConfig, shape: KVShape, codec: KVCodec
     `runner` is SGLang's `ModelRunner` after its pools are made, before any request.
 
     Raises:
-        UnsupportedError: they are not what they were.
+        UnsupportedError: they are not what they were, or requests are made in another way.
     """
+    check_plain()
     began = time.perf_counter()
     # Also where only codes are kept: what is exact shows every error.
     shape = dataclasses.replace(shape, exact=True)
@@ -65,7 +70,9 @@ def check_kvs(runner: Any, config: ImpressConfig, shape: KVShape, codec: KVCodec
             f"KVs do not come back from a store as they were, with this SGLang on this machine: "
             f"{error}"
         )
-    return time.perf_counter() - began
+    seconds = round(time.perf_counter() - began, 3)
+    logger.info("KVs come back as they were, by a self-test of %.2f s", seconds)
+    return seconds
 
 
 def _error(

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.request_fields import MESSAGES
 from impress_sglang.serving.served_store import ServedStore
 
@@ -103,8 +104,17 @@ def watch_messages(scheduler: Any, weights: WeightWatch) -> None:
     """Set the store aside around each message that may change weights, or the pool.
 
     That is each that a complete scheduler of SGLang's takes and that is not known not to.
+
+    Raises:
+        UnsupportedError: this SGLang handles messages in another way.
     """
-    table = scheduler._request_dispatcher._mapping
+    try:
+        table = scheduler._request_dispatcher._mapping
+        _is_settled(scheduler)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"IMPRESS does not know how this SGLang replaces weights: {error}"
+        ) from error
     for kind, handler in table.items():
         if kind.__name__ not in MESSAGES:
             table[kind] = functools.partial(around_handler, handler, scheduler, weights)
@@ -120,8 +130,13 @@ def around_handler(
     try:
         return original(request)
     finally:
-        updater = scheduler.weight_updater
-        weights.end(settled=updater._session is None and not updater.offload_tags)
+        weights.end(settled=_is_settled(scheduler))
+
+
+def _is_settled(scheduler: Any) -> bool:
+    """Whether no update of weights continues, and nothing is released."""
+    updater = scheduler.weight_updater
+    return updater._session is None and not updater.offload_tags
 
 
 def _only_reads(request: Any) -> bool:

@@ -21,6 +21,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import eligibility
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.request_fields import MESSAGES, REQUEST, SAMPLING
@@ -183,6 +184,27 @@ def test_the_field_that_tells_most() -> None:
     assert serve_refusal(req) == "positional_embed_overrides"
 
 
+def test_plain_requests(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A release that gives each of them an object of its own keeps all from the store."""
+    eligibility.check_plain()
+    assert not caplog.records
+    plain = Req.__init__
+
+    def later(self: Any, *args: Any, **fields: Any) -> None:
+        plain(self, *args, **fields)
+        self.teleport = object()
+        self.beamed = torch.ones(2)
+
+    monkeypatch.setattr(Req, "__init__", later)
+    eligibility.check_plain()
+    assert "field beamed" in caplog.text
+    monkeypatch.setattr(Req, "__init__", lambda self, rid: None)
+    with pytest.raises(UnsupportedError, match="does not know requests"):
+        eligibility.check_plain()
+    monkeypatch.undo()
+    eligibility._plain_fields.cache_clear()
+
+
 def test_fields_of_later_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """They keep only requests from the store that set them."""
     req = request()
@@ -193,6 +215,6 @@ def test_fields_of_later_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     req.teleported = True
     assert refusals(req) == ("teleported", "teleported")
     sampling = request({"min_p": 0.5})
-    monkeypatch.setattr(eligibility, "SAMPLING", SAMPLING - {"min_p"})
+    monkeypatch.setattr(eligibility, "_sampling_fields", lambda: ["min_p"])
     assert refusals(sampling) == ("min_p", "min_p")
     assert refusals(request()) == (None, None)

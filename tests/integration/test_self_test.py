@@ -45,7 +45,7 @@ def run(
     return check_kvs(runner, config, dataclasses.replace(shape, exact=not shape.coded), None)
 
 
-@pytest.mark.parametrize("policy", ["impress", "as"])
+@pytest.mark.parametrize("policy", ["impress", "as", "paper"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_pools(dtype: torch.dtype, policy: str) -> None:
     assert run(dtype=dtype, policy=policy) < 5.0

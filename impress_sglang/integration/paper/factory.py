@@ -10,10 +10,12 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.capabilities import check_layers, check_options
+from impress_sglang.integration.compat import warn_if_untested
 from impress_sglang.integration.factory import identity_of, kv_shape
 from impress_sglang.integration.paper.attention import PrefixAttention
 from impress_sglang.integration.paper.backends import check_parts
 from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
+from impress_sglang.integration.self_test import check_kvs
 from impress_sglang.management.policies import LoadOptions, make_policy
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.paper.runtime import ServingRuntime
@@ -58,13 +60,17 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         return identity_of(context, shape)
 
     device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
+    self_test = None
     # Kernels first: opening the store takes much memory.
     if policy.stores:
         selects = not policy.exact(LoadOptions(config.min_retention))
         rule = policy.selector if selects else None
         warm_up(shape, rule, config.chunk_tokens, device)
+        self_test = check_kvs(runner, config, shape, None)
+    warn_if_untested()
     hidden_size = runner.model_config.hidden_size
     runtime = ServingRuntime(config, shape, read_identity(), device, hidden_size)
+    runtime.self_test_seconds = self_test
     cache = ImpressRadixCache(context.params, runtime, read_identity, runner.forward_stream)
     if cache.metrics_collector is not None:
         runtime.metrics = ServingMetrics(cache.metrics_collector.labels)
