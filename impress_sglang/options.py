@@ -187,9 +187,8 @@ OPTIONS: tuple[Option, ...] = (
         "retention",
         _number_or(AUTO),
         Rule(f"0 < r <= 1, or {AUTO}", _is_retention),
-        "Policies paper* and as+h2o*, all others refuse it: fraction of a stored prefix that each "
-        "layer attends to. auto: the largest whose I/O hides behind compute, at least "
-        f"{AUTO_FLOOR:g}. A request overrides it with custom_params impress_retention.",
+        "Policies paper* and as+h2o*: fraction of a stored prefix that each layer attends to. "
+        f"auto: the largest whose I/O hides behind compute, at least {AUTO_FLOOR:g}.",
     ),
     Option(
         "min_retention", float, between(0, 1), "Floor under the retention that a request asks for."
@@ -201,27 +200,23 @@ OPTIONS: tuple[Option, ...] = (
             f"{BITS_TEXT}, {EXACTLY} or {AUTO}",
             lambda bits: is_bits(bits) or bits == AUTO,
         ),
-        f"Policy impress: bits per element of a stored prefix when it is loaded: {BITS_TEXT}. "
-        "exact: KVs as they were computed. auto: of these, the most that take hardly longer than "
-        f"the fastest, at least {USUAL_BITS:g}. A request overrides it with custom_params "
-        "impress_bits.",
+        "Bits per element of a stored prefix when it is loaded. exact: KVs as they were computed. "
+        f"auto: the most that take hardly longer than the fastest, at least {USUAL_BITS:g}.",
     ),
     Option(
         "basis",
         str,
         ANYTHING,
-        "A file that `impress calibrate` has made for this model. KVs are then coded by it, in "
-        "fewer bytes: as well as in 6 bits without it, or as in 5 with --impress-bits 5. Requests "
-        "for more get exact KVs.",
+        "File made by `impress calibrate` for this model. KVs are coded by it in fewer bytes, as "
+        "accurately as in 6 bits without it, or in 5 with --impress-bits 5.",
     ),
     Option(
         "keep",
         str,
         one_of(KEEPS),
-        "Policy impress: what is written of a prefix. codes: KVs in few bits; requests for exact "
-        "KVs compute them, as does text unlike --impress-basis. exact: KVs as they were computed; "
-        "every request gets these. both: three to five times the bytes of codes. auto: what "
-        "--impress-bits may load, so codes by default.",
+        "What is written of a prefix. codes: KVs in few bits; requests for exact KVs compute "
+        "them. exact: KVs as they were computed. both: three to five times the bytes of codes. "
+        "auto: what --impress-bits may load.",
     ),
     Option(
         "base_error",
@@ -234,15 +229,14 @@ OPTIONS: tuple[Option, ...] = (
         "probe_heads",
         int,
         at_least(1),
-        "Policies paper*: number of probe heads N of a multi-head model. A GQA model with G KV "
-        "heads probes max(1, round(N * G / 32)) of them.",
+        "Policies paper*: probe heads N of a multi-head model. With G KV heads, max(1, round(N * "
+        "G / 32)) of them.",
     ),
     Option(
         "alpha",
         float,
         Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1),
-        "Policies paper*: exponent of the similarity threshold t = j**alpha. A larger one makes "
-        "fewer layers fall back to reading all keys.",
+        "Policies paper*: exponent of the similarity threshold t = j**alpha.",
     ),
     Option(
         "chunk_tokens",
@@ -260,11 +254,9 @@ OPTIONS: tuple[Option, ...] = (
         "policy",
         str,
         one_of(POLICIES),
-        "impress: prefixes in few bits. Baselines: "
-        "impress+lfu and impress+lru (the same with other caches), paper "
-        "(IMPRESS as published: tokens found by probe heads, reordering, caches by score), "
-        "paper+itf+reorder (the same with LFU caches), paper+itf (nor reordering), as+h2o+lru and "
-        "as+h2o+lfu (all keys, important values), as (whole prefixes, LRU caches, like "
+        "impress: prefixes in few bits. Baselines: impress+lfu, impress+lru (other caches), paper "
+        "(IMPRESS as published), paper+itf+reorder (LFU caches), paper+itf (nor reordering), "
+        "as+h2o+lru, as+h2o+lfu (all keys, important values), as (whole prefixes, like "
         "AttentionStore), recompute (no store).",
     ),
     Option(
@@ -299,10 +291,9 @@ OPTIONS: tuple[Option, ...] = (
         "schedule",
         str,
         one_of(SCHEDULES),
-        "How the first 16 queued requests of equal priority change places. classes: requests that "
-        "are ready go before those to compute, these before those to read. shortest: the shortest "
-        "prefill, among requests that need not wait for the drive. A request that was delayed by "
-        "its own service time is not overtaken again. off: they keep their places.",
+        "How the first 16 queued requests of equal priority change places. classes: ready ones go "
+        "before those to compute, these before those to read. shortest: the shortest prefill, "
+        "among those that need not wait for the drive.",
     ),
     Option(
         "load",
@@ -390,8 +381,8 @@ OPTIONS: tuple[Option, ...] = (
         "reorder_key",
         str,
         one_of(REORDER_KEYS),
-        "Moving average by which tokens are reordered. selected: how often a token was selected. "
-        "importance: its attention column sum, as in the paper.",
+        "Average by which tokens are reordered. selected: how often a token was. importance: its "
+        "attention column sum, as in the paper.",
     ),
     Option(
         "show_prompts",

@@ -35,7 +35,7 @@ def options() -> str:
     parts = []
     for name, fields in GROUPS.items():
         rows = [_option(left.pop(field)) for field in fields.split()]
-        table = _table(("flag", "default", "values", "meaning"), rows)
+        table = _table(("flag", "default (values)", "meaning"), rows)
         parts.append(f"### {name}\n\n{table}")
     assert not left, f"give these options a group: {', '.join(left)}"
     return "\n\n".join(parts)
@@ -61,7 +61,7 @@ def _option(option: Option) -> Sequence[str]:
     shown = f"{default:g}" if isinstance(default, float) else str(default)
     cell = f"`{shown}`" if shown else "none"
     values = option.rule.expected.removeprefix("one of ").removesuffix(" and finite")
-    return f"`{option.flag}`", cell, values, option.help
+    return f"`{option.flag}`", f"{cell} ({values})", option.help
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
