@@ -12,8 +12,7 @@ pair, so that what else the machine does hits both.
             --pool-tokens have no room for them
 
 The ratio is the median over pairs of the throughput with IMPRESS over that of the other, with its
-95% interval (bootstrap). --stock-twice says what the method finds where there is no
-difference.
+95% interval (bootstrap).
 """
 
 from __future__ import annotations
@@ -93,7 +92,6 @@ OPTIONS = (
     Option("concurrency", 8, "requests under way"),
     Option("pool-tokens", 16000, "of the device pool"),
     Option("write-after", 1, "sights after which a prompt is written"),
-    Option("stock-twice", False, "compare stock with itself"),
     Option("against", (), "flags for the other server: --impress-lookahead=off", parse=str),
     DTYPE,
     SEED,
@@ -105,8 +103,7 @@ def run(args: argparse.Namespace) -> Result:
     """Measure all workloads."""
     with _both(args) as pair:
         rows = [_compare(args, pair, name) for name in args.workloads]
-        if not args.stock_twice:
-            _check_use(pair["impress"].stats(), args.workloads, args.write_after)
+        _check_use(pair["impress"].stats(), args.workloads, args.write_after)
     names = ("workload", "pairs", "other_s", "impress_s", "throughput_ratio", "from", "to")
     return Result({"workloads": rows}, [Table(plain(*names), rows)])
 
@@ -131,8 +128,7 @@ def _both(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
             server = pool.running(name, model, args.dtype, *flags, *own, preload=preload)
             return stack.enter_context(server)
 
-        impress = start("impress", None if args.stock_twice else [])
-        yield {"other": start("other", args.against or None), "impress": impress}
+        yield {"other": start("other", args.against or None), "impress": start("impress", [])}
 
 
 def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Row:

@@ -1,7 +1,7 @@
 """What a store of so many terabytes is worth on published traces, in full and without a model.
 
 Each request of --trace is matched, loaded and offered in the product's own tree, quota, counts of
-prompts, writes and host cache, of which only the keeper writes no files. Rates are stated: a GPU
+prompts, writes and host cache; only no files are written. Rates are stated: a GPU
 computes, a drive reads, a bus copies, and a request loads only what takes no longer than computing
 it. Prompts are computed one after the other on each of --gpus, and loaded one after the other;
 nothing stays in a pool, and answers take no time. A token of llama-3-8b has 128 KiB, and a GPU
@@ -63,7 +63,6 @@ from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.storage.writer import LayerReader
 from impress_sglang.tiers.placement import Placement, Tier
 
 # In which sessions without a common clock begin.
@@ -192,15 +191,13 @@ class Store:
         self._config, self._own = config, KVClass(kind.bits)
         self._sights = Sights(config.write_after) if config.write_after > 1 else None
         self._page_bytes = config.chunk_tokens * self.token_bytes
-        rule, pages = make_policy(config).replacement(), int(config.host_gb * 1e9)
-        pages //= int(self._page_bytes)
-        self._cache = Placement(rule, device_pages=0, host_pages=pages, max_chunk_pages=1)
+        rule, pages = make_policy(config).replacement(), config.host_gb * 1e9 / self._page_bytes
+        self._cache = Placement(rule, device_pages=0, host_pages=int(pages), max_chunk_pages=1)
         # Of each segment the first of its chunks in the cache, and their number.
         self._places: dict[str, tuple[int, int]] = {}
         none: Any = _NoFiles()
-        budget = WriteBudget()
         none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
-        self.quota = Quota(config, none, self._evict, lambda _: False, lambda: 0, budget)
+        self.quota = Quota(config, none, self._evict, lambda _: False, lambda: 0, WriteBudget())
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)
         shape = KVShape(1, 1, 1, dim, dim, torch.float16, ())
@@ -266,7 +263,7 @@ class Store:
             self.tree.lose(segment)
 
 
-def _no_layers(start: int) -> LayerReader:
+def _no_layers(start: int) -> Any:
     return lambda layer: (torch.empty(0), torch.empty(0))
 
 
