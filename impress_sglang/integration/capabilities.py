@@ -245,9 +245,11 @@ def _own_attributes(layer: Any) -> set[str]:
 
 
 def _alike(value: object, plain: object) -> bool:
-    if type(value) is not type(plain):
-        return False
-    return not isinstance(plain, (int, float, str, enum.Enum)) or value == plain
+    simple = (int, float, str, enum.Enum)
+    if isinstance(plain, simple):
+        # Models may pass 0 for 0.0.
+        return isinstance(value, simple) and value == plain
+    return type(value) is type(plain)
 
 
 def _check_heads(layer: Any, pool: Any, num_query_heads: int) -> None:

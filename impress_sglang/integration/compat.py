@@ -24,6 +24,7 @@ RELIED_ON = (
     "sglang.srt.arg_groups.overrides.declare_resolution",
     "sglang.srt.arg_groups.overrides.get_default_attn_backend",
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook",
+    "sglang.srt.configs.hybrid_arch.mambaish_config",
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
     "sglang.srt.layers.rotary_embedding.base._is_cpu",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",

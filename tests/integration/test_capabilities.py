@@ -155,6 +155,9 @@ def make_pool(**changed: Any) -> MHATokenToKVPool:
 def test_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a release that adds an attribute to all of them."""
     check_layers(runner(Layers()))
+    model = Layers()
+    model.layers[1].logit_cap = 0
+    check_layers(runner(model))
     plain = RadixAttention.__init__
 
     def later(self: Any, *args: Any, **fields: Any) -> None:
