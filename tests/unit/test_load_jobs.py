@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.management.losses import Cause
 from impress_sglang.management.open_segments import OpenSegments
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSegment
@@ -301,7 +302,7 @@ def test_a_segment_that_goes_while_it_is_opened_in_vain(
     acquire = OpenSegments.acquire
 
     def acquire_late(readers: OpenSegments, stored: StoredSegment) -> OpenSegment:
-        desk.store._evict([stored])
+        desk.store._evict([stored], Cause.EVICTED)
         desk.store.writes.drain()
         return acquire(readers, stored)
 
