@@ -3,8 +3,8 @@
 A window's hash is a polynomial of its tokens modulo 2^64, so that the hash of the next window
 follows from it; mixed with a seed, it becomes a key.
 
-A table has a power of two of places. A pair of a key and a value stands in the first place that was
-empty from the one on that the lower bits of its key name. Several pairs may have one key.
+A table has a power of two of places. A pair of a key and a value is put into the first free place
+from the one on that the lower bits of its key name. Several pairs may have one key.
 """
 
 from __future__ import annotations
@@ -115,18 +115,22 @@ def put_all(keys: Words, values: Indices, new_keys: Words, new_values: Indices, 
         most: pairs with one key.
 
     Returns:
-        how many were put.
+        how many places were taken that were empty: those of removed pairs are taken first.
     """
     mask, count = np.uint64(len(keys)) - _ONE, 0
     for new in range(len(new_keys)):
-        key, equal = new_keys[new], 0
-        place = key & mask
+        key, equal, freed = new_keys[new], 0, False
+        place = free = key & mask
         while values[place] != EMPTY and equal < most:
-            equal += values[place] >= 0 and keys[place] == key
+            if values[place] != GONE:
+                equal += keys[place] == key
+            elif not freed:
+                freed, free = True, place
             place = (place + _ONE) & mask
         if equal < most:
+            place = free if freed else place
             keys[place], values[place] = key, new_values[new]
-            count += 1
+            count += not freed
     return count
 
 

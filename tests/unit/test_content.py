@@ -190,7 +190,8 @@ def test_an_index_has_what_was_added_and_not_discarded(seed: int) -> None:
     assert len(index) == len(there) + sum(map(len, known)) > 5
     for piece, names in zip(pieces, known, strict=True):
         found = find(index, as_tokens([5000, *piece, 5000]))
-        assert [run.span.segment.segment_id for run in found] == names[:1]
+        assert len(found) == bool(names)
+        assert all(run.span.segment.segment_id in names for run in found)
 
 
 def test_a_table_that_grows_forgets_nothing() -> None:
@@ -205,15 +206,18 @@ def test_a_table_that_grows_forgets_nothing() -> None:
         assert found == ([] if number % 3 == 0 else [(0, 640, f"s{number}", 0)])
 
 
-def test_come_and_go_takes_no_memory() -> None:
+@pytest.mark.parametrize("texts", [1, 2000])
+def test_come_and_go_takes_no_memory(texts: int) -> None:
+    """Nor does the same text take more and more places, all of which would be looked at."""
     index = index_of(stored_segment("s", text(0, 640)))
     before = len(index._table)
     for number in range(2000):
-        segment = stored_segment("t", text(number, 640))
+        segment = stored_segment("t", text(number % texts, 640))
         index.add(segment)
         index.discard(segment)
     index.check_integrity()
     assert len(index._table) == before and len(index) == 10
+    assert index._used <= (30 if texts == 1 else before // 2)
 
 
 def test_a_segment_that_is_rewritten_stays() -> None:
