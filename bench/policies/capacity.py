@@ -1,16 +1,16 @@
 """What a store of so many terabytes is worth on published traces, in full and without a model.
 
 Each request of --trace is matched, loaded and offered in the product's own tree, quota, counts of
-prompts, writes and host cache; only no files are written. Rates are stated: a GPU
-computes, a drive reads, a bus copies, and a request loads only what takes no longer than computing
-it. Prompts are computed one after the other on each of --gpus, and loaded one after the other;
-nothing stays in a pool, and answers take no time. A token of llama-3-8b has 128 KiB, and a GPU
-computes 30,000 per second; of qwen-0.5b 12 KiB and 300,000. In shares of these bytes, --kinds are
+prompts, writes and host cache; only no files are written. Rates are stated: a GPU computes, a drive
+reads, a bus copies, and a request loads only what takes no longer than computing it. Prompts are
+computed one after the other on each of --gpus, and loaded one after the other; nothing stays in a
+pool, and answers take no time. A token of llama-3-8b has 128 KiB, and a GPU computes 30,000 per
+second; of qwen-0.5b 12 KiB and 300,000. In shares of these bytes, --kinds of files are
 
-  exact         1 in the file, all of it read
-  6 bits        .41 read of codes beside exact KVs, as files are without a basis
-  basis         .26 read of codes beside exact KVs
-  ... alone     the codes alone; with 3 bits .20
+  exact         1, all of it read (--impress-keep exact)
+  6 bits        codes of .41, which are read, beside exact KVs (both)
+  basis         codes of .26 beside exact KVs
+  ... alone     the codes alone (codes); with 3 bits .20
 
 Columns, tokens in percent of those of all prompts:
 
