@@ -75,7 +75,6 @@ class ImpressConfig:
     device_gb: float = 0.5
     host_gb: float = 3.0
     buffer_gb: float = 1.0
-    recompute_gb: float = 5.0
     half_life: float = 200.0
     reorder_interval: float = 60.0
     reorder_key: str = "selected"

@@ -358,13 +358,6 @@ OPTIONS: tuple[Option, ...] = (
         "computed.",
     ),
     Option(
-        "recompute_gb",
-        float,
-        at_least(0),
-        "Policies paper* and as+h2o*: CPU memory, in GB, for recomputing unreadable prefixes. A "
-        "request that needs more ends with status 503.",
-    ),
-    Option(
         "half_life",
         float,
         at_least(0),

@@ -22,7 +22,7 @@ GROUPS = {
     "min_prefix_tokens approximation_depth chunk_tokens",
     "Precision and retention": "bits basis keep base_error retention min_retention load",
     "Text that is no prefix": "blend blend_min_tokens blend_seconds truncate",
-    "Memory": "device_gb host_gb buffer_gb recompute_gb half_life",
+    "Memory": "device_gb host_gb buffer_gb half_life",
     "Queue": "lookahead schedule",
     "Disk": "readahead io_engine io_depth io_timeout show_prompts",
     "Comparison": "policy probe_heads alpha reorder_interval reorder_key",

@@ -95,7 +95,7 @@ function showTiers(stats) {
 
 function showFacts({ totals, store, pins, integrity }) {
   const rows = [["Requests", count(totals.requests)], ["Computing was faster", count(totals.requests_declined)],
-    ["Could not be read", count(totals.requests_recomputed)], ["Failed", count(totals.requests_failed)]];
+    ["Could not be read", count(totals.requests_recomputed)]];
   if (store) {
     const amplified = totals.ssd_needed_bytes ? (totals.ssd_bytes / totals.ssd_needed_bytes).toFixed(2) : "none";
     const damaged = store.segments_quarantined + store.segments_gone;

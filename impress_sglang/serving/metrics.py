@@ -140,11 +140,6 @@ COUNTERS = (
         _total("requests_recomputed"),
     ),
     Series(
-        "requests_failed_total",
-        "Requests that ended with status 503 because it could not be computed either.",
-        _total("requests_failed"),
-    ),
-    Series(
         "requests_not_served_total",
         "Requests that may not be served from the store, by the field that forbids it.",
         _by_key("requests_not_served"),

@@ -123,7 +123,6 @@ class RequestTotals:
     requests_device: int = 0
     requests_computed: int = 0
     requests_recomputed: int = 0
-    requests_failed: int = 0
     requests_declined: int = 0
     requests_prefetched: int = 0
     requests_approximate: int = 0

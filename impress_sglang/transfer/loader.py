@@ -17,7 +17,6 @@ from torch import Tensor
 from impress_sglang.importance.selectors import TokenSelector
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.fence import to_device
-from impress_sglang.transfer.memory import rows_of_head_groups
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots, Slots, head_index
 from impress_sglang.transfer.source import PrefixSource
@@ -252,6 +251,15 @@ class LayerEvidence:
         size = self._shape.group_size
         heads = tuple(h * size + g for h in kv_heads for g in range(size))
         return head_index(heads, self._inputs.queries.device)
+
+
+def rows_of_head_groups(whole: Tensor, tokens: Tensor) -> Tensor:
+    """Pick the rows of tokens [head groups, k] from those of all tokens [m, G, D]: [k, G, D]."""
+    index = to_device(tokens, whole.device)
+    if len(tokens) == 1:
+        return whole.index_select(0, index[0])
+    heads = torch.arange(whole.shape[1], device=whole.device)
+    return whole[index.T, heads]
 
 
 def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:

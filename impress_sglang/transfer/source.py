@@ -1,8 +1,7 @@
 """Where the KVs of a request's stored prefix come from.
 
 Stage: load. A source gives rows (tokens) of a layer. `SegmentSource` takes them from the device
-cache, the host cache and SSD; `transfer.memory.MemorySource` has them in host memory, after a
-prefix whose chunks were unreadable was computed again.
+cache, the host cache and SSD.
 """
 
 from __future__ import annotations

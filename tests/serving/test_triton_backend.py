@@ -122,7 +122,7 @@ def test_what_loads_beside_the_pass_is_an_ordinary_prefix(
     assert_same(few[:1], few[1:], 1e-4)
 
 
-def test_damaged_prefix_is_computed_within_the_pass(stock_triton: Server, triton: Server) -> None:
+def test_a_damaged_prefix_is_computed(stock_triton: Server, triton: Server) -> None:
     prompt = [*store_prefix([triton], 140, seed=41), *random_tokens(6, seed=42)]
     directory = Path(triton.stats()["store"]["directory"])
     newest = max(directory.glob("segments/*/*.kv"), key=lambda path: path.stat().st_mtime)

@@ -19,4 +19,4 @@ def stored_request(
     quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
     report = new_report("impress", len(resident), len(tokens))
     own = {"quality": quality, "loading": None, "report": report}
-    return StoredRequest(rid, tokens, resident, slots, m, **(own | fields))
+    return StoredRequest(rid, resident, slots, m, **(own | fields))

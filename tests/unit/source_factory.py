@@ -20,10 +20,10 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 from impress_sglang.transfer.buffers import BufferPool, Tenant
 from impress_sglang.transfer.geometry import SourceSpan
-from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.source import PrefixSource, ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
+from tests.unit.memory_source import MemorySource
 from tests.unit.reading import read_rows
 
 BLOCK = 4096

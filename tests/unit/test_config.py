@@ -71,7 +71,7 @@ WRONG_VALUES: dict[str, Sequence[object]] = {
     "ssd_dir": ("", "   "),
     "reorder_key": ("frequency", ""),
     **dict.fromkeys(("ssd_gb", "io_timeout", "buffer_gb"), NO_ROOM),
-    **dict.fromkeys(("device_gb", "host_gb", "recompute_gb", "min_free_gb"), NO_SIZE),
+    **dict.fromkeys(("device_gb", "host_gb", "min_free_gb"), NO_SIZE),
     **dict.fromkeys(("half_life", "readahead", "reorder_interval"), NO_SIZE),
 }
 
@@ -106,7 +106,6 @@ EDGE_VALUES: dict[str, Sequence[object]] = {
     "policy": POLICIES,
     "ssd_dir": ("/kv", "\u00e9 \"'\n\\", "\U0001f4be"),
     **dict.fromkeys(("device_gb", "host_gb", "half_life"), (0,)),
-    "recompute_gb": (0, 0.001),
     "readahead": (0, 7.5),
     "reorder_interval": (0, 0.001),
     "reorder_key": REORDER_KEYS,

@@ -15,11 +15,11 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.importance.selectors import Evidence, H2OSelector, PaperSelector, TokenSelector
 from impress_sglang.storage.layout import Column, KVShape
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.slots import Slots
 from impress_sglang.transfer.source import PrefixSource
 from tests.unit import dense
 from tests.unit import kv_factory as kv
+from tests.unit.memory_source import MemorySource
 from tests.unit.reading import LoadedLayer, load_layer
 
 SHAPES = {

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from impress_sglang.serving.paper.request import publish
 from impress_sglang.serving.recent import (
     MOST_PERIODS,
     MOST_REQUESTS,
@@ -22,7 +20,6 @@ from impress_sglang.serving.report import (
     new_report,
     split_tokens,
 )
-from tests.unit.request_factory import stored_request
 from tests.unit.waiting import Clock
 
 
@@ -45,19 +42,6 @@ def test_tokens_are_split_by_their_sources(
     num_tokens: int, found: dict[str, int], expected: dict[str, int]
 ) -> None:
     assert split_tokens(num_tokens, **found) == expected
-
-
-def test_what_could_not_be_read_was_computed() -> None:
-    report: dict[str, Any] = new_report("impress", 3, 20)
-    tokens = split_tokens(20, resident=3, shared=4, loaded=5, unused=1)
-    report.update(tokens=tokens, path="ssd")
-    request = stored_request(torch.arange(13), torch.arange(3), torch.arange(3, 13), report=report)
-    publish(request)
-    assert report["tokens"] == tokens
-    request.compute_again()
-    publish(request)
-    publish(request)
-    assert report["tokens"] == split(3, 0, 0, 0, 0, 17)
 
 
 def test_totals_are_sums_of_reports() -> None:

@@ -17,19 +17,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from impress_sglang.config import bytes_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.paper.judged_backends import BACKENDS
 from impress_sglang.integration.paper.passes import Passes
-from impress_sglang.integration.paper.recompute import (
-    PrefixCapture,
-    block_tokens,
-    held_by,
-    host_shortage,
-    is_out_of_memory,
-    pass_seconds,
-    recompute_prefix,
-)
 from impress_sglang.integration.paper.row_starts import RowStarts
 from impress_sglang.serving.paper.request import StoredRequest
 from impress_sglang.serving.paper.runtime import ServingRuntime
@@ -39,18 +29,13 @@ from impress_sglang.transfer.slots import LayerSlots
 
 logger = logging.getLogger(__name__)
 
-_FUSED = "this server keeps no new keys outside its pool, which computing it again needs"
-
 # From the name of SGLang's class to the name of ours.
 ADOPTED = {backend.kind: backend.own for backend in BACKENDS.values()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _BatchRow:
-    """A request of the batch with a stored prefix: its place, and its rows of the new tokens.
-
-    `loading` runs while this pass loads the layers of the request.
-    """
+    """A request of the batch with a stored prefix: its place, and its rows of the new tokens."""
 
     index: int
     request: StoredRequest
@@ -70,8 +55,6 @@ class PrefixAttention(AttentionBackend):
 
     _runtime: ServingRuntime | None
     _passes: Passes | None
-    _capture: PrefixCapture | None
-    _recomputing_seconds: float
     _starts: RowStarts
     _rows: list[_BatchRow]
     _saves: list[tuple[Save, slice]]
@@ -81,8 +64,6 @@ class PrefixAttention(AttentionBackend):
         """Set the attributes that this class needs on an object made as SGLang's own class."""
         self._runtime = None
         self._passes = None
-        self._capture = None
-        self._recomputing_seconds = 0.0
         self._rows = []
         self._saves = []
         self._model_runner = model_runner
@@ -94,11 +75,7 @@ class PrefixAttention(AttentionBackend):
         self._passes = passes
 
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
-        """Whether a batch loads nothing; SGLang asks before it runs one in a graph.
-
-        What is computed again while a layer is loaded runs layers of the model, which take part in
-        a graph as long as one runs.
-        """
+        """Whether a batch loads nothing; SGLang asks before it runs one in a graph."""
         if self._runtime is None:
             return True
         live, layers = self._runtime.live, self._runtime.shape.num_layers
@@ -112,7 +89,6 @@ class PrefixAttention(AttentionBackend):
         """Note which requests have a stored prefix, and where their rows start, then plan."""
         self._rows = []
         self._saves = []
-        self._recomputing_seconds = 0.0
         self._starts.void_reallocated()
         if forward_batch.forward_mode.is_extend():
             self._begin_extend(forward_batch)
@@ -155,12 +131,8 @@ class PrefixAttention(AttentionBackend):
     ) -> Tensor:
         """SGLang's entry point, even if it then dispatches to an object of another class.
 
-        An extend first loads what the layer uses of each stored prefix. While a prefix is computed
-        again, its KVs are kept outside the pool.
+        An extend first loads what the layer uses of each stored prefix.
         """
-        if self._capture is not None:
-            assert k is not None and v is not None
-            return self._capture.attend(q, k, v, layer)
         arguments = q, k, v, layer, forward_batch, save_kv_cache
         if not forward_batch.forward_mode.is_extend():
             output: Tensor = super().forward(*arguments, **kwargs)
@@ -193,7 +165,7 @@ class PrefixAttention(AttentionBackend):
     def _load_layer(
         self, row: _BatchRow, q: Tensor, k: Tensor | None, layer: Any, forward_batch: Any
     ) -> None:
-        """Fill a request's slots for a layer; if that is impossible, only this request fails.
+        """Fill a request's slots for a layer; if that is impossible, the request begins again.
 
         Where SGLang fuses rotating keys with writing them, `k` is None: the keys are in the pool.
         """
@@ -207,45 +179,20 @@ class PrefixAttention(AttentionBackend):
                 new_keys = key_pool[forward_batch.out_cache_loc[row.new]]
             else:
                 new_keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[row.new]
-            reason = self._try_to_load(row, q, new_keys, layer, slots, can_compute=k is not None)
-            if reason is None:
+            try:
+                self._load(row, q, new_keys, layer, slots)
                 return
-            assert self._passes is not None
-            self._runtime.fail(request)
-            self._passes.abort(request.rid, reason)
+            except (PrefixUnreadable, MemoryError, torch.OutOfMemoryError) as error:
+                assert self._passes is not None
+                self._runtime.fail(request, error)
+                self._passes.fail(request.rid)
         # The row stays in the pass to its end and must not bring NaN into it.
         slots.keys.clear()
         slots.values.clear()
 
-    def _try_to_load(
-        self,
-        row: _BatchRow,
-        q: Tensor,
-        new_keys: Tensor,
-        layer: Any,
-        slots: LayerSlots,
-        *,
-        can_compute: bool,
-    ) -> str | None:
-        """Load a layer, computing its KVs here if need be; returns why it failed, None if not."""
-        try:
-            return self._load(row, q, new_keys, layer, slots, can_compute=can_compute)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            logger.warning("request %s: out of memory: %s", row.request.rid, error)
-            return "out of memory"
-
     def _load(
-        self,
-        row: _BatchRow,
-        q: Tensor,
-        new_keys: Tensor,
-        layer: Any,
-        slots: LayerSlots,
-        *,
-        can_compute: bool,
-    ) -> str | None:
+        self, row: _BatchRow, q: Tensor, new_keys: Tensor, layer: Any, slots: LayerSlots
+    ) -> None:
         assert self._runtime is not None
         request = row.request
         # Resident keys are needed only for scoring, in the softmax.
@@ -257,39 +204,7 @@ class PrefixAttention(AttentionBackend):
             scaling=layer.scaling,
             resident_rows=request.resident_slots[: request.resident_len if scores else 0],
         )
-        try:
-            self._runtime.load_layer(layer.layer_id, request, inputs, slots)
-            return None
-        except PrefixUnreadable as error:
-            self._runtime.give_up_reading(request, error)
-        if not can_compute:
-            return _FUSED
-        shortage = self._recompute(request, q.device)
-        if shortage is None:
-            self._runtime.load_layer(layer.layer_id, request, inputs, slots)
-        return shortage
-
-    def _recompute(self, request: StoredRequest, device: torch.device) -> str | None:
-        """Compute the KVs of an unreadable prefix here; returns why that failed, or None."""
-        assert self._runtime is not None
-        shape, num_tokens = self._runtime.shape, request.num_tokens
-        limit = bytes_of(self._runtime.config.recompute_gb)
-        held = held_by(self._runtime.live.values())
-        shortage = host_shortage(shape, num_tokens, limit, held)
-        if shortage is not None:
-            return shortage
-        pool, model = self._model_runner.token_to_kv_pool, self._model_runner.model
-        self._capture = capture = PrefixCapture(pool, request.resident_slots, shape, num_tokens)
-        began = time.monotonic()
-        deadline = began + pass_seconds() - self._recomputing_seconds
-        try:
-            if not recompute_prefix(model, request, device, block_tokens(), deadline):
-                return "computing it again takes too long"
-            self._runtime.load_computed(request, capture.source(request.layers_loaded))
-        finally:
-            self._capture = None
-            self._recomputing_seconds += time.monotonic() - began
-        return None
+        self._runtime.load_layer(layer.layer_id, request, inputs, slots)
 
 
 def adopt_backend(backend: Any, model_runner: Any) -> None:

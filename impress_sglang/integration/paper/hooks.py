@@ -11,7 +11,6 @@ from impress_sglang.integration.hooks import Hook, check_in_place, register
 from impress_sglang.integration.paper.attention import adopt_backend
 from impress_sglang.integration.paper.eviction import refresh_waiting
 from impress_sglang.integration.paper.paged import keep_host_rows
-from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
 from impress_sglang.integration.served_cache import served_cache_of
 
 
@@ -48,21 +47,6 @@ def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) ->
     refresh_waiting(original, req, tree_cache)
 
 
-def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    """Give a request that failed in a chunk of its prefill no further chunk.
-
-    SGLang does the same, at this place, where an external cache could not load.
-    """
-    cache, chunked = scheduler.tree_cache, scheduler.chunked_req
-    if (
-        chunked is not None
-        and isinstance(cache, ImpressRadixCache)
-        and cache.passes.has_failed(chunked)
-    ):
-        scheduler._pending_chunked_abort_req = chunked
-    return result
-
-
 HOOKS = (
     Hook("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, "after"),
     Hook(
@@ -76,5 +60,4 @@ HOOKS = (
         "after",
     ),
     Hook("sglang.srt.managers.schedule_policy.touch_waiting_prefix", _around_refresh, "around"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
 )

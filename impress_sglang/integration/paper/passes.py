@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -21,7 +20,7 @@ from impress_sglang.serving.paper.admission import AdmissionPlan
 from impress_sglang.serving.paper.runtime import ServingRuntime
 from impress_sglang.serving.paper.saving import Save
 from impress_sglang.serving.report import new_report
-from impress_sglang.serving.why import Asked
+from impress_sglang.serving.why import Asked, damaged
 from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
@@ -37,6 +36,8 @@ class KnownRequest:
     """Whether its use of the resident prefix has been counted."""
     declined: bool = False
     """Whether its plan could not be opened, so that it does without a stored prefix."""
+    failed: bool = False
+    """Whether loading failed in a pass, so that it does without a stored prefix."""
 
 
 class KnownRequests(dict[str, KnownRequest]):
@@ -114,6 +115,9 @@ class Passes:
         report = report_of(req)
         if report is None or report["why"] is not None:
             return
+        if known.failed:
+            report["why"] = damaged()
+            return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
         asked = Asked(
@@ -156,19 +160,10 @@ class Passes:
             took = loading - report["wait_ms"] / 1e3
             runtime.estimator.note_load(work, took, whole=loaded == work.stored)
 
-    def abort(self, rid: str, reason: str) -> None:
-        """End a request of the running pass with status 503; nothing of it is kept.
+    def fail(self, rid: str) -> None:
+        """Let SGLang drop what the running pass computes of a request, and nothing of it be kept.
 
-        SGLang does the same where an external cache could not load: the request goes through its
-        pass, whose output is dropped.
+        SGLang does the same where an external cache could not load.
         """
-        message = f"the stored prefix of this request cannot be used now: {reason}; send it again"
-        logger.error("request %s fails: %s", rid, message)
         self._saves.abandon(rid)
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-        self._known[rid].req.discard_output_reason = FINISH_ABORT(message, status)
-
-    def has_failed(self, req: Any) -> bool:
-        """Whether a request was ended by `abort`."""
-        request = self._runtime.live.get(req.rid)
-        return request is not None and request.failed
+        self._known[rid].req.discard_output_reason = FINISH_ABORT("its prefix cannot be loaded")

@@ -36,6 +36,7 @@ from impress_sglang.integration.paper.eviction import Awaited, ScoreEviction
 from impress_sglang.integration.paper.passes import KnownRequest, KnownRequests, Passes
 from impress_sglang.integration.paper.pool_sweeps import PoolSweeps
 from impress_sglang.integration.paper.prompt_saves import PromptSaves
+from impress_sglang.integration.paper.retries import Retries
 from impress_sglang.integration.paper.served import PaperServedCache
 from impress_sglang.integration.reports import attach, report_of
 from impress_sglang.integration.served_cache import ServedCache
@@ -67,6 +68,8 @@ class ImpressRadixCache(RadixCache):
         """Told of forward passes by the attention backend."""
         self.weights = WeightWatch(runtime.served, read_identity, self._set_aside, self._is_empty)
         """Told of new weights by the hooks around SGLang's handlers."""
+        self.retries = Retries()
+        """Queues requests again whose stored prefix failed in a pass."""
         self.sweeps = PoolSweeps(self)
         """Frees the slots of what is purged."""
         self._private_tokens = 0
@@ -81,6 +84,7 @@ class ImpressRadixCache(RadixCache):
             self.weights,
             self.passes,
             self.sweeps,
+            self.retries,
             self.prefetch,
             params.page_size,
         )
@@ -130,6 +134,7 @@ class ImpressRadixCache(RadixCache):
             not_served=refusal,
             not_stored=store_refusal(req),
             truncated_tokens=truncated_tokens_of(req.sampling_params),
+            recomputed=known.failed,
         )
         if report["not_stored"] is None:
             self._saves.sight(req)
@@ -239,7 +244,9 @@ class ImpressRadixCache(RadixCache):
             if not request.adopted:
                 self._private_tokens -= request.k
                 self.token_to_kv_pool_allocator.free(request.slots)
-            self._end_failed(req, request)
+            if request.failed:
+                self._begin_again(req)
+                return
         report = report_of(req)
         if req.finished():
             self._saves.end(req)
@@ -295,6 +302,7 @@ class ImpressRadixCache(RadixCache):
         if served.opened is not None:
             served.opened.ahead.top_up()
         self.runtime.tell_metrics()
+        self.retries.poll()
 
     def evictable_size(self) -> int:
         """Tokens that `evict` can free: SGLang's, and those that only writes hold."""
@@ -353,7 +361,7 @@ class ImpressRadixCache(RadixCache):
         """Match a request with the store, and plan how it would use what was found."""
         admission = self.runtime.admission
         # The tokens are copied only if the prompt may be found.
-        if known.declined or not admission.looks_for(len(key)):
+        if known.declined or known.failed or not admission.looks_for(len(key)):
             return StoredMatch(), None
         tokens = as_tokens(key.raw_token_ids())
         wanted = self.passes.wanted_by(known.req)
@@ -387,12 +395,15 @@ class ImpressRadixCache(RadixCache):
         slots: Tensor | None = allocator.alloc(num_tokens)
         return None if slots is None else slots.to(torch.int64)
 
-    def _end_failed(self, req: Any, request: StoredRequest) -> None:
-        """Count a failed request that has ended; let one that SGLang put back try again."""
-        if request.failed and req.finished():
-            self.runtime.totals.requests_failed += 1
-        elif request.failed:
-            req.discard_output_reason = None
+    def _begin_again(self, req: Any) -> None:
+        """Let a request whose loading failed begin again without a stored prefix.
+
+        If it is not finished, SGLang has put it back by itself.
+        """
+        self._known.note(req).failed = True
+        req.discard_output_reason = None
+        if req.finished():
+            self.retries.add(req)
 
     def _adopt(self, req: Any, request: StoredRequest) -> None:
         """Hand the slots of a whole, exact prefix to SGLang's tree, like computed ones."""

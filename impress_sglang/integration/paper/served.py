@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.paper.passes import Passes
 from impress_sglang.integration.paper.pool_sweeps import PoolSweeps
+from impress_sglang.integration.paper.retries import Retries
 from impress_sglang.integration.served_cache import ServedCache
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.serving.paper.runtime import ServingRuntime
@@ -26,6 +27,7 @@ class PaperServedCache(ServedCache):
         weights: WeightWatch,
         passes: Passes,
         sweeps: PoolSweeps,
+        retries: Retries,
         prefetch: Callable[..., None],
         page_size: int,
     ) -> None:
@@ -36,7 +38,12 @@ class PaperServedCache(ServedCache):
         self._runtime = runtime
         self._passes = passes
         self._sweeps = sweeps
+        self._retries = retries
         self._prefetch = prefetch
+
+    def attach(self, scheduler: Any) -> None:
+        """See `ServedCache.attach`."""
+        self._retries.attach(scheduler)
 
     def prefetch(self, req: Any, *, again: bool = False) -> None:
         """See `ImpressRadixCache.prefetch`."""
@@ -49,6 +56,7 @@ class PaperServedCache(ServedCache):
     def tell_idle(self) -> None:
         """Tell the metrics what has happened; also polls, since no batch will come that would."""
         self._runtime.tell_metrics(idle=True)
+        self._retries.poll()
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""

@@ -10,9 +10,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
 from impress_sglang.config import ImpressConfig
 from impress_sglang.cost import Estimate, Estimator, RequestLengths
 from impress_sglang.management.forecast import ReadForecast, StoredBytes
@@ -37,7 +34,6 @@ class AdmissionPlan:
     match: StoredMatch
     work: RequestLengths
     k: int
-    tokens: Tokens
     estimate: Estimate
     needs: ReadNeeds
 
@@ -79,10 +75,6 @@ class AdmissionPlan:
             PrefixUnreadable: a segment is gone or cannot be opened.
         """
         return store.open_source(self.match, self.resident_len, self.stop, self.needs)
-
-    def token_tensor(self) -> Tensor:
-        """The tokens of the prefix, int64 [stop] on the CPU."""
-        return torch.from_numpy(self.tokens[: self.stop]).to(torch.int64)
 
 
 Ahead = Callable[[Sequence[StoredSpan]], float]
@@ -153,7 +145,7 @@ class Admission:
         if not k or not self._served.store.forecast.can_read(spans, in_codes=False):
             return None
         needs = ReadNeeds(k == num_tokens, self._probes, all_keys=self._all_keys)
-        return AdmissionPlan(match, work, k, tokens, estimate, needs)
+        return AdmissionPlan(match, work, k, estimate, needs)
 
     def accept(
         self, plan: AdmissionPlan | None, unread: float, *, measure: bool

@@ -75,7 +75,6 @@ class RequestOpener:
         )
         return StoredRequest(
             rid=rid,
-            token_ids=plan.token_tensor(),
             resident_slots=resident_slots,
             slots=slots,
             num_tokens=plan.work.stored,

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.paper.loading import Loading
-from impress_sglang.serving.report import split_again
-from impress_sglang.serving.why import damaged
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
@@ -29,7 +27,6 @@ class StoredRequest:
     """
 
     rid: str
-    token_ids: Tensor  # int64 [resident + m], CPU: the whole prefix, for a recompute
     resident_slots: Tensor  # int64 [resident]
     slots: Tensor  # int64 [k]
     num_tokens: int
@@ -39,8 +36,7 @@ class StoredRequest:
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
     layers_loaded: int = 0
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
-    recomputed: bool = False  # the stored KVs could not be read
-    failed: bool = False  # nor could they be computed: it ends with an error
+    failed: bool = False  # they could not be loaded: SGLang drops what its pass computes
     adopted: bool = False  # its slots belong to SGLang's tree
 
     @property
@@ -89,18 +85,8 @@ class StoredRequest:
         if loading is not None:
             self.reads.add(loading.close())
 
-    def compute_again(self) -> None:
-        """Give up stored KVs that cannot be read; `load_computed` follows, or `fail`."""
-        self.end_loading()
-        self.recomputed = True
-
-    def load_computed(self, loading: Loading) -> None:
-        """Go on with KVs that were computed instead."""
-        assert self.recomputed and self.loading is None
-        self.loading = loading
-
     def fail(self) -> None:
-        """End the prefix, which can neither be read nor computed."""
+        """End the prefix, which cannot be loaded."""
         self.failed = True
         self.end_loading()
 
@@ -121,8 +107,4 @@ def publish(request: StoredRequest) -> None:
         probe_ms=round(stats.probe_ms, 3),
         load_ms=round(stats.load_ms, 3),
         attention_ms=round(stats.attention_ms, 3),
-        recomputed=request.recomputed,
     )
-    if request.recomputed:
-        tokens = split_again(request.report, resident=request.resident_len)
-        request.report.update(why=damaged(), tokens=tokens)

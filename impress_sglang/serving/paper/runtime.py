@@ -17,7 +17,6 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import OFF
 from impress_sglang.serving.paper.admission import Admission, AdmissionPlan
-from impress_sglang.serving.paper.loading import RecomputedLoading
 from impress_sglang.serving.paper.opening import Allocate, RequestOpener
 from impress_sglang.serving.paper.prefetch import Prefetches
 from impress_sglang.serving.paper.request import StoredRequest, publish
@@ -26,7 +25,6 @@ from impress_sglang.serving.serving import Serving
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
-from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.slots import LayerSlots
 
 logger = logging.getLogger(__name__)
@@ -126,19 +124,12 @@ class ServingRuntime(Serving):
             request.end_loading()
             publish(request)
 
-    def give_up_reading(self, request: StoredRequest, error: PrefixUnreadable) -> None:
-        """Handle an unreadable chunk: forget its segment; the prefix is then computed, or fails."""
-        logger.warning("stored prefix of request %s is computed again: %s", request.rid, error)
-        request.compute_again()
-        self.store.report(error)
-
-    def load_computed(self, request: StoredRequest, source: MemorySource) -> None:
-        """Load the layers that are missing from KVs that were computed instead."""
-        request.load_computed(RecomputedLoading(self._loader, source))
-
-    def fail(self, request: StoredRequest) -> None:
-        """Fail a request whose prefix can neither be read nor computed; other requests go on."""
+    def fail(self, request: StoredRequest, error: Exception) -> None:
+        """Give up a prefix that cannot be loaded; an unreadable segment is forgotten."""
+        logger.warning("the stored prefix of request %s is computed: %s", request.rid, error)
         request.fail()
+        if isinstance(error, PrefixUnreadable):
+            self.store.report(error)
 
     def release(self, rid: str) -> StoredRequest | None:
         """End a request, or take it off its slots; None if it has no stored prefix.

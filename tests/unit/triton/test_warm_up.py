@@ -29,7 +29,6 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.kv_codec import KernelRestorer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
@@ -44,6 +43,7 @@ from impress_sglang.triton import selection as selection_kernels
 from tests.unit.basis_factory import codec_for
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape, random_kvs
+from tests.unit.memory_source import MemorySource
 from tests.unit.reading import load_layer
 from tests.unit.row_factory import random_rows
 from tests.unit.source_factory import SEVERAL, CacheKind, Case, Part, open_case

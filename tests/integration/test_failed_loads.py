@@ -1,0 +1,160 @@
+"""A prefix that cannot be loaded in a pass: the request goes through it and is then computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor
+
+from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.integration.paper import attention
+from impress_sglang.integration.paper.attention import PrefixAttention
+from impress_sglang.integration.reports import report_of
+from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.serving.why import Reason
+from tests.integration.tiny_model import Pool, layer_of
+from tests.integration.worlds import TOKENS, World, make_runtime
+from tests.unit.kv_factory import make_shape
+from tests.unit.request_factory import stored_request
+
+UNREADABLE = SegmentUnreadable("ab12", "test")
+
+
+class Failing:
+    """Loads ones, and fails in a layer."""
+
+    def __init__(self, layer: int | None, error: Exception) -> None:
+        self.layer, self.error = layer, error
+
+    def load(self, layer: int, inputs: Any, slots: Any, stats: Any) -> None:
+        for own in (slots.keys, slots.values):
+            own.put(torch.ones_like(own.pool[own.rows]))
+        if layer == self.layer:
+            raise self.error
+
+    def end_layer(self, layer: int) -> None: ...
+
+    def close(self) -> Any:
+        return StoredRequest.__dataclass_fields__["reads"].default_factory()
+
+
+class Stock(AttentionBackend):
+    def forward_extend(self, q: Tensor, *_: Any, **__: Any) -> Tensor:
+        return q
+
+
+class Backend(PrefixAttention, Stock):
+    """Of one pass over all layers."""
+
+    def __init__(self, runtime: ServingRuntime, pool: Pool, failed: list[str]) -> None:
+        rows = SimpleNamespace(req_to_token=torch.zeros(8, 512, dtype=torch.int32))
+        self.begin_serving(SimpleNamespace(req_to_token_pool=rows, token_to_kv_pool=pool))
+        self.connect(runtime, SimpleNamespace(fail=failed.append))
+
+    def extend(self, runtime: ServingRuntime, requests: list[StoredRequest]) -> None:
+        """A pass of one new token per request."""
+        shape = runtime.shape
+        self._rows = [
+            attention._BatchRow(i, own, slice(i, i + 1)) for i, own in enumerate(requests)
+        ]
+        new = torch.ones(len(requests), shape.num_query_heads * shape.key_dim)
+        keys = torch.ones(len(requests), shape.num_kv_heads * shape.key_dim)
+        batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+        for index in range(shape.num_layers):
+            self.forward(new, keys, keys, layer_of(shape, index), batch)
+
+
+@dataclasses.dataclass
+class Serving:
+    runtime: ServingRuntime
+    pool: Pool
+    backend: Backend
+    failed: list[str]
+
+    def request(self, rid: str, layer: int | None, error: Exception = UNREADABLE) -> StoredRequest:
+        first = 100 * (1 + len(self.runtime.live))
+        tokens, slots = torch.arange(40), torch.arange(first, first + 40)
+        request = stored_request(tokens, tokens[:0], slots, rid, loading=Failing(layer, error))
+        self.runtime.live[rid] = request
+        return request
+
+    def layers(self, request: StoredRequest) -> list[float]:
+        """What is in its slots, all the same in a layer."""
+        found = []
+        for layer in zip(self.pool.keys, self.pool.values, strict=True):
+            values = torch.cat([own[request.slots].flatten() for own in layer]).unique()
+            found.append(float(values.item()))
+        return found
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    shape = make_shape(layers=3)
+    runtime, pool = make_runtime(tmp_path, shape), Pool(shape, 512, 7.0)
+    failed: list[str] = []
+    yield Serving(runtime, pool, Backend(runtime, pool, failed), failed)
+    runtime.live.clear()
+    runtime.close()
+
+
+@pytest.mark.parametrize("error", [UNREADABLE, MemoryError(), torch.OutOfMemoryError()])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_only_the_request_fails_and_brings_no_nan_into_the_pass(
+    serving: Serving, layer: int, error: Exception
+) -> None:
+    broken, intact = serving.request("broken", layer, error), serving.request("intact", None)
+
+    serving.backend.extend(serving.runtime, [broken, intact])
+
+    assert serving.failed == ["broken"]
+    assert broken.failed and broken.loading is None and broken.layers_loaded == 3
+    assert serving.layers(broken) == [1.0] * layer + [0.0] * (3 - layer)
+    assert not intact.failed and serving.layers(intact) == [1.0] * 3
+
+
+def test_another_error_is_not_hidden(serving: Serving) -> None:
+    request = serving.request("r", 1, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        serving.backend.extend(serving.runtime, [request])
+
+
+@pytest.mark.parametrize("options", [{"load": "always"}])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_failed_request_is_computed(world: World, finished: bool) -> None:
+    """SGLang ends it after its pass, or may have put it back before."""
+    queued: list[Any] = []
+    world.cache.impress.attach(
+        SimpleNamespace(_add_request_to_queue=lambda *own, is_retracted: queued.extend(own))
+    )
+    world.store_prompt(1000)
+    req = world.ask("r", retention=1.0)
+    request = world.admit(req)
+    assert request is not None and req.storage_hit_length == TOKENS
+    (segment,) = world.runtime.store.tree.segments()
+    world.runtime.fail(request, SegmentUnreadable(segment.segment_id, "test"))
+    world.cache.passes.fail("r")
+    if finished:
+        req.to_finish = req.discard_output_reason
+        req.update_finish_state(0)
+    world.cache.on_release(req, checkpointed=False)
+    assert not world.runtime.live and not world.cache._private_tokens
+    assert req.discard_output_reason is None and bool(req.finished_output) == finished
+
+    world.cache.flush_pending_backups()
+    assert not queued, "the next pass, which was launched already, may have it"
+    world.cache.impress.tell_idle()
+    assert queued == [req] * finished and not req.finished()
+    assert not req.finished_output and world.match(req).host_hit_length == 0
+    assert not world.cache.passes.begin_saves(["r"], [1])
+    report = report_of(req)
+    assert report is not None and report["recomputed"] and report["path"] == "computed"
+    assert report["why"]["reason"] == Reason.DAMAGED
