@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from impress_sglang.management.expiry import Expiry
+from impress_sglang.management.purging import Expiry
 from impress_sglang.management.quota import _Choice
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment

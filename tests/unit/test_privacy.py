@@ -78,7 +78,7 @@ def test_the_probes_are_not_open_to_others_either(
     require_writable(tmp_path / "a" / "b")
     FileSystem().supports_direct_io(tmp_path / "a")
     store = Workbench(tmp_path / "a", store_factory.SHAPES["probe heads"]).open()
-    store._directory.check_writable()
+    store._disk.directory.check_writable()
 
     assert len(list((tmp_path / "a").rglob("*probe*"))) == 2
     assert open_to_others(tmp_path / "a") == []
@@ -131,7 +131,7 @@ def test_salts_are_nowhere_on_the_disk(bench: Workbench) -> None:
             assert form not in content, path
     name = store.namespace(SALT).encode()
     assert name in everything[path_of(bench, look_up(store, prompt(1), SALT))], "guards this test"
-    key = store._directory._key.hex().encode()
+    key = store._disk.directory._key.hex().encode()
     assert [path.name for path, content in everything.items() if key in content] == ["store.json"]
 
 
