@@ -1,8 +1,7 @@
 """From scores to tokens: top-k sets, their similarity, the vote, the per-head fallback.
 
-Stage: select. Pure functions of scores; they read no keys and know no storage (IMPRESS, 4.3). The
-functions that rules call, `agreed_tokens` and `own_tokens`, compute where the scores are: on a GPU
-by kernels, with one copy of the result; the other functions are the reference of these kernels.
+Stage: select. Pure functions of scores; they read no keys and know no storage (IMPRESS, 4.3). They
+compute where the scores are; on a GPU a kernel finds the top-k sets.
 """
 
 from __future__ import annotations
@@ -37,9 +36,6 @@ def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
     Returns:
         Ascending int64 [k] on the CPU: the tokens that most heads chose; None if heads differ.
     """
-    if (kernels := _kernels(scores)) is not None:
-        choice = kernels.paper_choice(scores, k, threshold).to_host()
-        return choice.tokens.long() if choice.alike else None
     sets = top_tokens(scores, k)
     if len(sets) > 1 and mean_jaccard(sets, scores.shape[1]) <= threshold:
         return None
@@ -47,24 +43,35 @@ def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
 
 
 def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
-    """Each KV head's own best tokens, on the CPU; see `per_head_tokens`."""
-    if (kernels := _kernels(scores)) is not None:
-        return kernels.to_host(kernels.top_tokens_per_head(scores, group_size, k)).long()
-    return per_head_tokens(scores, group_size, k).cpu()
+    """The k best tokens of each KV head, by the summed scores of its query heads.
 
+    Args:
+        scores: float32 [Hq, m].
+        group_size: query heads that share a KV head.
+        k: tokens per head.
 
-def _kernels(scores: Tensor) -> Any:
-    """The kernels, if the scores are on a GPU; Triton is not needed on a CPU."""
-    if scores.device.type != "cuda":
-        return None
-    from impress_sglang.triton import selection
-
-    return selection
+    Returns:
+        int64 [Hq // group_size, k] on the CPU, each row ascending.
+    """
+    by_kv_head = scores.view(-1, group_size, scores.shape[1]).sum(1)
+    return top_tokens(by_kv_head, k).sort(dim=-1).values.cpu()
 
 
 def top_tokens(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores of each row: [H, m] -> int64 [H, k], in no order."""
+    if (kernels := _kernels(scores)) is not None:
+        found: Tensor = kernels.top_tokens(scores, k)
+        return found.long()
     return torch.topk(scores, k, dim=-1, sorted=False).indices
+
+
+def _kernels(scores: Tensor) -> Any:
+    """The kernels, if the scores are on a GPU; Triton is not needed on a CPU."""
+    if not scores.is_cuda:
+        return None
+    from impress_sglang.triton import selection
+
+    return selection
 
 
 def mean_jaccard(token_sets: Tensor, num_tokens: int) -> float:
@@ -86,21 +93,6 @@ def vote(scores: Tensor, token_sets: Tensor, k: int) -> Tensor:
     # Below 1, so that a score never outweighs a vote.
     tie_break = summed / (summed.sum() + 1.0)
     return torch.topk(votes + tie_break, k, sorted=False).indices.sort().values
-
-
-def per_head_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
-    """The k best tokens of each KV head, by the summed scores of its query heads.
-
-    Args:
-        scores: [Hq, m].
-        group_size: query heads that share a KV head.
-        k: tokens per head.
-
-    Returns:
-        int64 [Hq // group_size, k], each row ascending.
-    """
-    by_kv_head = scores.view(-1, group_size, scores.shape[1]).sum(1)
-    return top_tokens(by_kv_head, k).sort(dim=-1).values
 
 
 def _membership(token_sets: Tensor, num_tokens: int) -> Tensor:

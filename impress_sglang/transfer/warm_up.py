@@ -26,7 +26,7 @@ from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.importance.selection import agreed_tokens, own_tokens
+from impress_sglang.importance.selection import own_tokens
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.direct_io import AlignedMemory
@@ -112,7 +112,7 @@ def run_stages(
     if rule is not None:
         _score(shape, device)
         with _fitting(shape, "choosing tokens", "--impress-policy as, which loads whole prefixes"):
-            _choose(shape, rule, device)
+            _choose(shape, device)
     if shape.exact:
         with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
             # Without a basis, of which all layers are needed.
@@ -196,15 +196,13 @@ def _powers_of_two(most: int) -> list[int]:
     return [1 << bit for bit in range(most.bit_length())]
 
 
-def _choose(shape: KVShape, rule: TokenSelector, device: torch.device) -> None:
+def _choose(shape: KVShape, device: torch.device) -> None:
     """Choose tokens of a short and of a long prefix."""
     from impress_sglang.triton.selection import SMALL_BLOCK
 
     for tokens in (2, SMALL_BLOCK + 1):
         scores = torch.zeros(shape.num_query_heads, tokens, dtype=torch.float32, device=device)
         own_tokens(scores, shape.group_size, 1)
-        if shape.probe_kv_heads and rule.evidence == "probe":
-            agreed_tokens(scores[: len(shape.probe_kv_heads) * shape.group_size], 1, 0.5)
 
 
 def _load(

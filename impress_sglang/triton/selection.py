@@ -1,7 +1,6 @@
-"""Selects tokens by scores on the device: top-k sets, and the paper's similarity and vote.
+"""Selects the tokens with the highest scores of each row on the device.
 
-Stage: select. The torch code in `impress_sglang.importance.selection` is the oracle. Nothing here
-waits for the device, except `to_host`.
+Stage: select. `torch.topk` in `impress_sglang.importance.selection` is the oracle.
 
 Scores become integers of the same order. The k-th highest integer is found by narrowing a range:
 each pass over a row counts how many integers reach three bounds, which quarters the range (as in a
@@ -11,196 +10,172 @@ integers reach a bound. Prefix sums then write the tokens in ascending order.
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from impress_sglang.triton.selection_kernels import choice_kernel, top_kernel, vote_kernel
-
-# Elements of a choice's buffer before its tokens: the decision, and the similarity's bits.
-HEADER = 2
+INT32_MIN = tl.constexpr(-(2**31))
+INT32_MAX = tl.constexpr(2**31 - 1)
 
 # A row of keys is read in blocks; two sizes, so that few variants are compiled.
 SMALL_BLOCK, SMALL_WARPS = 2048, 8
 LARGE_BLOCK, LARGE_WARPS = 8192, 32
-# Flags that a program of the vote holds at once.
-VOTE_FLAGS = 8192
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """What the probe heads agree on: IMPRESS 4.3.
+def top_tokens(scores: Tensor, k: int) -> Tensor:
+    """The k best tokens of each row, in one launch that is not waited for.
 
-    `buffer` is int32 [HEADER + k]; the decision and similarity can be read after `to_host`.
-    """
-
-    buffer: Tensor
-
-    def to_host(self) -> Choice:
-        """A copy in CPU memory; waits for that copy alone."""
-        return Choice(to_host(self.buffer))
-
-    @property
-    def alike(self) -> bool:
-        """Whether the heads' sets are so alike that one set serves all heads."""
-        assert self.buffer.device.type == "cpu", "to_host() comes first"
-        return bool(self.buffer[0])
-
-    @property
-    def similarity(self) -> float:
-        """Mean Jaccard index over all pairs of heads; 1.0 for a single head."""
-        assert self.buffer.device.type == "cpu", "to_host() comes first"
-        return float(self.buffer[1:HEADER].view(torch.float32))
-
-    @property
-    def tokens(self) -> Tensor:
-        """Ascending int32 [k]: the tokens that most heads chose, wherever the buffer is."""
-        return self.buffer[HEADER:]
-
-
-def top_tokens_per_head(scores: Tensor, group_size: int, k: int) -> Tensor:
-    """The k best tokens of each KV head, by the summed scores of its query heads.
-
-    Oracle: `importance.selection.per_head_tokens`. Of equal sums at the boundary any are taken,
-    but always k in all. A NaN counts as the highest score. One launch, which is not waited for.
+    Of equal scores at the boundary any are taken, but always k in all. A NaN is the highest score.
 
     Args:
-        scores: float32 [Hq, m], each row contiguous.
-        group_size: query heads that share a KV head.
-        k: tokens per head, from 1 to m.
+        scores: float32 [rows, m], each row contiguous.
+        k: from 1 to m.
 
     Returns:
-        int32 [Hq // group_size, k] on the device of the scores, each row ascending.
+        int32 [rows, k] on the device of the scores, each row ascending.
     """
-    rows, m = scores.shape[0] // group_size, scores.shape[1]
-    assert scores.shape[0] == rows * group_size, "heads do not fill groups"
-    _check(scores, k)
-    block, warps = _block(m)
-    keys = scores.new_empty((rows, _padded(m, block)), dtype=torch.int32)
+    rows, m = scores.shape
+    assert scores.dtype == torch.float32 and scores.stride(1) == 1 and 1 <= k <= m
+    block, warps = (SMALL_BLOCK, SMALL_WARPS) if m <= SMALL_BLOCK else (LARGE_BLOCK, LARGE_WARPS)
+    # Whole blocks, so that reading them needs no mask.
+    keys = scores.new_empty((rows, triton.cdiv(m, block) * block), dtype=torch.int32)
     tokens = scores.new_empty((rows, k), dtype=torch.int32)
-    top_kernel[(rows,)](
-        scores,
-        scores.stride(0),
-        keys,
-        tokens,
-        None,
-        m,
-        k,
-        GROUP=group_size,
-        BLOCK=block,
-        num_warps=warps,
-    )
+    top_kernel[(rows,)](scores, scores.stride(0), keys, tokens, m, k, BLOCK=block, num_warps=warps)
     return tokens
 
 
-def paper_choice(scores: Tensor, k: int, threshold: float) -> Choice:
-    """Similarity of the probe heads' top-k sets, the decision, and the vote: IMPRESS 4.3.
+# Lengths differ from request to request, and with them where rows begin.
+@triton.jit(do_not_specialize=["row_stride", "m", "k"])
+def top_kernel(
+    scores: tl.tensor,
+    row_stride: tl.tensor,
+    keys: tl.tensor,
+    out: tl.tensor,
+    m: tl.tensor,
+    k: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write the k best tokens of a row to out [rows, k]; a program per row of `keys`."""
+    row = tl.program_id(0).to(tl.int64)
+    own_keys = keys + row * tl.cdiv(m, BLOCK) * BLOCK
+    own_scores = scores + row * row_stride
+    for start in range(0, m, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        inside = tokens < m
+        own = tl.load(own_scores + tokens, mask=inside, other=0.0)
+        own = tl.where(own == 0.0, 0.0, own)  # -0 is no less than 0
+        # No token inside has the key INT32_MIN.
+        tl.store(own_keys + tokens, tl.where(inside, _float_order(own), INT32_MIN))
+    # Other threads read what was stored.
+    tl.debug_barrier()
+    bound, reaching = _kth_highest(own_keys, m, k, BLOCK)
+    _store(own_keys, bound, reaching - k, out + row * k, m, BLOCK)
 
-    Oracle: `importance.selectors.PaperSelector` with `mean_jaccard` and `vote` of
-    `importance.selection`. Three launches, which are not waited for.
 
-    Args:
-        scores: float32 [Hp, m] >= 0 of the probe heads, each row contiguous.
-        k: tokens per head, from 1 to m.
-        threshold: heads are alike if the similarity is greater; a single head always is.
+@triton.jit
+def _float_order(numbers: tl.tensor) -> tl.tensor:
+    """float32 -> int32 in the same order; NaN is highest, and INT32_MIN does not come out."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & INT32_MAX)
+    return tl.where(numbers == numbers, ordered, INT32_MAX)
 
-    Returns:
-        The choice, on the device of the scores.
+
+@triton.jit
+def _kth_highest(
+    keys: tl.tensor, m: tl.tensor, k: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Find a bound that at least k of m keys reach, and how many do.
+
+    More than k reach it only if several are equal to it, so that exactly k cannot be told apart.
+    Keys beyond m, up to whole blocks, must be INT32_MIN.
     """
-    heads, m = scores.shape
-    _check(scores, k)
-    block, warps = _block(m)
-    length = _padded(m, block)
-    top_keys = scores.new_empty((heads, length), dtype=torch.int32)
-    flags = scores.new_empty((heads, length), dtype=torch.uint8)
-    common = scores.new_empty((heads, heads), dtype=torch.int32)
-    vote_keys = scores.new_empty(length, dtype=torch.int64)
-    buffer = scores.new_empty(HEADER + k, dtype=torch.int32)
-    heads_padded = triton.next_power_of_2(heads)
-    top_kernel[(heads,)](
-        scores,
-        scores.stride(0),
-        top_keys,
-        flags,
-        common,
-        m,
-        k,
-        GROUP=1,
-        BLOCK=block,
-        num_warps=warps,
+    low = tl.full((), INT32_MIN + 1, tl.int32)
+    high = tl.full((), INT32_MAX, tl.int32)
+    reaching = tl.zeros((), tl.int32) + m
+    # At least k keys reach `low`, and fewer than k are above `high`.
+    while low < high:
+        second = _between(low, high)
+        first = _between(low, second)
+        third = _between(second, high)
+        at_first = tl.zeros((BLOCK,), tl.int32)
+        at_second = tl.zeros((BLOCK,), tl.int32)
+        at_third = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, m, BLOCK):
+            own = tl.load(keys + start + tl.arange(0, BLOCK))
+            at_first += (own >= first).to(tl.int32)
+            at_second += (own >= second).to(tl.int32)
+            at_third += (own >= third).to(tl.int32)
+        low, high, reaching = _narrow(low, high, reaching, first, tl.sum(at_first, 0), k)
+        low, high, reaching = _narrow(low, high, reaching, second, tl.sum(at_second, 0), k)
+        low, high, reaching = _narrow(low, high, reaching, third, tl.sum(at_third, 0), k)
+        high = tl.where(reaching == k, low, high)
+    return low, reaching
+
+
+@triton.jit
+def _narrow(
+    low: tl.tensor,
+    high: tl.tensor,
+    reaching: tl.tensor,
+    bound: tl.tensor,
+    count: tl.tensor,
+    k: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The range once `count` keys were found to reach a bound; call with ascending bounds."""
+    enough = count >= k
+    return (
+        tl.where(enough, bound, low),
+        tl.where(enough, high, tl.minimum(high, bound - 1)),
+        tl.where(enough, count, reaching),
     )
-    vote_block = min(SMALL_BLOCK, max(128, VOTE_FLAGS // heads_padded))
-    vote_kernel[(length // vote_block,)](
-        scores,
-        scores.stride(0),
-        flags,
-        common,
-        vote_keys,
-        m,
-        length,
-        HEADS=heads,
-        HEADS_PADDED=heads_padded,
-        DROPPED_BITS=max(0, heads.bit_length() - 2),
-        BLOCK=vote_block,
-        num_warps=8,
-    )
-    choice_kernel[(1,)](
-        vote_keys,
-        common,
-        buffer,
-        m,
-        k,
-        _float32_at_most(threshold),
-        HEADS=heads,
-        HEADS_PADDED=heads_padded,
-        HEADER=HEADER,
-        BLOCK=block,
-        num_warps=warps,
-    )
-    return Choice(buffer)
 
 
-def to_host(buffer: Tensor) -> Tensor:
-    """A copy of a contiguous tensor in CPU memory, pinned if it comes from a CUDA device.
-
-    Waits until what the current stream of that device has computed so far is done and the copy is
-    made, and for nothing else.
-    """
-    if buffer.device.type == "cpu":
-        return buffer.clone()
-    assert buffer.is_contiguous()
-    host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
-    stream = torch.cuda.current_stream(buffer.device)
-    host.copy_(buffer, non_blocking=True)
-    stream.record_event().synchronize()
-    return host
+@triton.jit
+def _between(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """The mean, rounded up, without overflow: above `low` unless both are equal."""
+    return (low | high) - ((low ^ high) >> 1)
 
 
-def _check(scores: Tensor, k: int) -> None:
-    assert scores.dtype == torch.float32 and scores.stride(1) == 1
-    assert 1 <= k <= scores.shape[1]
+@triton.jit
+def _store(
+    keys: tl.tensor,
+    bound: tl.tensor,
+    spare: tl.tensor,
+    out: tl.tensor,
+    m: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write the tokens whose keys reach the bound, ascending, less the first `spare` equal ones."""
+    better = tl.zeros((), tl.int32)
+    equal = tl.zeros((), tl.int32)
+    for start in range(0, m, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        taken, better_before, equal_before, better, equal = _take(
+            keys, tokens, bound, spare, better, equal
+        )
+        place = better_before + tl.maximum(equal_before - spare, 0)
+        tl.store(out + place, tokens, mask=taken)
 
 
-def _block(m: int) -> tuple[int, int]:
-    """Elements of a block and warps of its program, for rows of m."""
-    return (SMALL_BLOCK, SMALL_WARPS) if m <= SMALL_BLOCK else (LARGE_BLOCK, LARGE_WARPS)
-
-
-def _padded(m: int, block: int) -> int:
-    """Length of a row in whole blocks, so that reading it needs no mask."""
-    return triton.cdiv(m, block) * block
-
-
-def _float32_at_most(number: float) -> float:
-    """The largest float32 that is not greater than `number`.
-
-    Kernels take float32. A float32 similarity is greater than `number` exactly if it is greater
-    than this.
-    """
-    rounded = np.float32(number)
-    if float(rounded) > number:
-        rounded = np.nextafter(rounded, np.float32(-np.inf))
-    return float(rounded)
+@triton.jit
+def _take(
+    keys: tl.tensor,
+    tokens: tl.tensor,
+    bound: tl.tensor,
+    spare: tl.tensor,
+    better: tl.tensor,
+    equal: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Which tokens of a block to take; how many are better and equal, before each and in all."""
+    own = tl.load(keys + tokens)
+    is_better = own > bound
+    is_equal = own == bound
+    # Both counts in one scan, since a block has fewer than 2**15 tokens.
+    both = is_better.to(tl.int32) | (is_equal.to(tl.int32) << 16)
+    before = tl.cumsum(both, 0) - both
+    better_before = better + (before & 0xFFFF)
+    equal_before = equal + (before >> 16)
+    taken = is_better | (is_equal & (equal_before >= spare))
+    total = tl.sum(both, 0)
+    return taken, better_before, equal_before, better + (total & 0xFFFF), equal + (total >> 16)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from impress_sglang.importance.selection import (
     mean_jaccard,
-    per_head_tokens,
+    own_tokens,
     retained_tokens,
     similarity_threshold,
     top_tokens,
@@ -146,7 +146,7 @@ def test_per_head_tokens_are_the_best_by_the_sum_of_their_query_heads(
 ) -> None:
     scores, k = case
 
-    found = per_head_tokens(scores, 3, k)
+    found = own_tokens(scores, 3, k)
 
     assert found.shape == (len(scores) // 3, k)
     for head, picked in enumerate(found.tolist()):
