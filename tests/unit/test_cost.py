@@ -28,12 +28,10 @@ from impress_sglang.options import EXACT_BITS
 
 HIDDEN_SIZE = 2048
 
-# Seconds per piece, bytes per second: fast and usual NVMe drives, SATA, and volumes over a network.
+# Seconds per piece, bytes per second: an NVMe drive, SATA, and volumes over a network.
 DEVICES = [
     (20e-6, 7e9),
-    (80e-6, 3e9),
     (100e-6, 500e6),
-    (300e-6, 1e9),
     (500e-6, 250e6),
     (5e-3, 150e6),
     (10e-6, 100e6),
@@ -228,15 +226,6 @@ def test_a_device_that_changes_to_and_fro_leaves_numbers() -> None:
                 cost.observe(20, 2e4, take(20, 2e4, times) * pick.uniform(0.95, 1.05))
 
     assert 0.3 < cost.seconds(9000, 5e7) / take(9000, 5e7) < 3.0
-
-
-def test_sizes_that_take_turns_are_no_change() -> None:
-    cost, pick = learnt(), random.Random(4)
-    for new, count in ((1050, 100), (1900, 9), (1050, 40), (1900, 9)) * 5:
-        for _ in range(count):
-            cost.observe(new, 1e3 * new, take(new, 1e3 * new) * pick.uniform(0.9, 1.1))
-
-    assert cost.seconds(9000, 5e7) == pytest.approx(take(9000, 5e7), rel=0.15)
 
 
 @given(
