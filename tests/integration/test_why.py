@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.integration.paper import radix_cache
 from impress_sglang.integration.paper.passes import KnownRequest
 from impress_sglang.integration.reports import report_of
@@ -197,17 +196,6 @@ def test_what_is_computed_faster(
 def test_a_policy_without_a_store(world: World) -> None:
     why = admitted(world)
     assert why["reason"] == Reason.NO_STORE and why["text"].endswith(": recompute.")
-
-
-@pytest.mark.usefixtures("stored")
-def test_what_turned_out_to_be_damaged(world: World) -> None:
-    request = world.admit(world.ask("reads"))
-    assert request is not None
-    request.report["why"] = {"reason": Reason.LOADED}
-    (segment,) = world.runtime.store.tree.segments()
-    world.runtime.give_up_reading(request, SegmentUnreadable(segment.segment_id, "a test"))
-    world.end(request)
-    assert request.report["why"]["reason"] == Reason.DAMAGED  # type: ignore[index]
 
 
 def test_reasons_are_counted_and_known_before_anybody_asks() -> None:
