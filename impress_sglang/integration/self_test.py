@@ -2,14 +2,15 @@
 
 SGLang's pool is given random KVs as a pass gives them to it. They are stored and loaded by the ways
 of all KVs, in a store of a moment, into other slots, and SGLang is asked what is there. Nobody uses
-a slot yet. What a basis says of them is not looked at: it knows nothing like them, so that they
-come back exactly.
+a slot yet. Of codes by a basis, which knows nothing like these KVs, it only shows that they can be
+restored, to finite numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import logging
 import tempfile
 import time
@@ -113,7 +114,8 @@ def _error(
             fill = layer, source, *layers(layer), filled, FillStats(), contextlib.nullcontext
             filler.fill(*fill)
         store.close_source(source)
-        least = 0.0 if planes is None else WORST_ERROR
+        worst = WORST_ERROR if codec is None else math.inf
+        most = 0.0 if planes is None else worst
         for layer, own in enumerate(kvs):
             number = layer + pool.start_layer
             for kind, kv, now in zip(
@@ -125,7 +127,7 @@ def _error(
                 if not torch.equal(now[others].cpu(), kv[2 * count :]):
                     return f"{kind} of layer {layer} are in slots of others"
                 off = _relative(now[filled].cpu(), kv[:count])
-                if not off <= least:
+                if not off <= most:
                     return f"{kind} of layer {layer} are off by {off:.1%}"
     return ""
 
