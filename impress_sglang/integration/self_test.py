@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import logging
+import math
 import tempfile
 import time
 from typing import Any

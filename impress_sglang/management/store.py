@@ -223,7 +223,11 @@ class PrefixStore:
         if self._measuring is not None:
             return
         try:
-            source = self.open_whole(match.spans, None if self._shape.exact else 0)
+            if self._shape.exact:
+                needs = ReadNeeds(whole=True, probe=False)
+                source: AnySource = self.open_source(match, 0, match.num_tokens, needs)
+            else:
+                source = self.open_whole(match.spans, 0)
         except PrefixUnreadable as error:
             self.report(error)
             return
