@@ -103,14 +103,18 @@ class ImpressConfig:
             )
         if self.keep in (CODES, EXACTLY) and self.policy not in CODED_POLICIES:
             raise ConfigError(f"--impress-keep {self.keep} needs --impress-policy impress")
-        if self.keep == CODES and self.usual_bits == EXACT_BITS:
+        if self.keep == CODES and self._loads_exact:
             raise ConfigError(
-                f"--impress-bits {EXACTLY} loads nothing that --impress-keep {CODES} has written"
+                f"--impress-bits {self.bits} loads nothing that --impress-keep {CODES} has written"
             )
         if self.keep == EXACTLY and (self.basis or self.blend != OFF):
             raise ConfigError(
                 f"--impress-keep {EXACTLY} writes no codes, which --impress-basis and "
                 "--impress-blend need"
+            )
+        if self.blend != OFF and self.basis and self.usual_bits < USUAL_BITS:
+            raise ConfigError(
+                f"--impress-blend with --impress-basis needs --impress-bits {USUAL_BITS:g} or more"
             )
         if self.basis and self.policy not in CODED_POLICIES:
             raise ConfigError(
@@ -134,10 +138,15 @@ class ImpressConfig:
             return self.keep
         if self.policy not in CODED_POLICIES:
             return EXACTLY
-        exact = self.usual_bits == EXACT_BITS
-        if self.bits == AUTO or (exact and self.blend != OFF):
+        # Blended text is reused from codes, after it was computed behind exact KVs.
+        if self.bits == AUTO or self.blend != OFF or (self._loads_exact and self.basis):
             return BOTH
-        return EXACTLY if exact else CODES
+        return EXACTLY if self._loads_exact else CODES
+
+    @property
+    def _loads_exact(self) -> bool:
+        """Whether usual requests load exact KVs, as they do where a basis keeps too little."""
+        return self.usual_bits == EXACT_BITS or bool(self.basis and self.usual_bits > USUAL_BITS)
 
     @property
     def auto_retention(self) -> bool:

@@ -41,15 +41,17 @@ BASELINES = POLICIES[:4]
 REORDERING = ("paper+itf+reorder", "paper")
 # Appended to a policy: the queue does not say what its server evicts.
 NO_LOOKAHEAD = "-off"
-# Stores differ by whether they have probe heads; each is written by a policy that reads it.
-STORED_BY = {"codes": "impress", "paper": "paper"}
+# Stores differ by what they keep; each is written by a policy that reads it.
+STORED_BY = {"exact": "as", "codes": "impress", "paper": "paper"}
 # Shorter than any prefix of a trace.
 MIN_PREFIX_TOKENS = 128
 
 
 def store_kind(policy: str) -> str:
     """A key of `STORED_BY`."""
-    return "paper" if policy.startswith("paper") else "codes"
+    if policy.startswith("paper"):
+        return "paper"
+    return "codes" if policy.startswith("impress") else "exact"
 
 
 def ordinary(policy: str) -> str:

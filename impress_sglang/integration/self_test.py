@@ -2,8 +2,8 @@
 
 SGLang's pool is given random KVs as a pass gives them to it. They are stored and loaded by the ways
 of all KVs, in a store of a moment, into other slots, and SGLang is asked what is there. Nobody uses
-a slot yet. Of codes by a basis, which knows nothing like these KVs, it only shows that they can be
-restored, to finite numbers.
+a slot yet. Of codes by a basis it shows little: most bases find these KVs unlike all that they
+know, so that they come back exactly.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ServedCache(ABC):
     def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
         """What is stored of a prompt that is not being served, and why no more of it.
 
-        `exactly`: of exact KVs, and not of those that a usual request takes.
+        `exactly`: of KVs that were computed exactly, and not of those that a usual request takes.
         """
 
     @abstractmethod

@@ -23,6 +23,7 @@ from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.sights import Sights
 from impress_sglang.serving.why import Asked
+from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
 
 
@@ -91,7 +92,11 @@ class ServedTree(ServedCache):
         """See `ServedCache.foretell`."""
         service, sights = self._service, self._sights
         wanted = LoadOptions() if exactly else load_options_of(None, service.config)
-        stored = self._planner.find(namespace, tokens, service.class_of(wanted)).num_tokens
+        if exactly:
+            match = self._planner.match(namespace, tokens, EXACT)
+        else:
+            match = self._planner.find(namespace, tokens, service.class_of(wanted))
+        stored = match.num_tokens
         report = new_report(service.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)
         why = service.explainer.foretell(Asked(report, namespace, tokens, wanted, seen))

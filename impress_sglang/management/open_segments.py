@@ -114,6 +114,7 @@ class OpenSegments:
         segments: Sequence[OpenSegment],
         needs: ReadNeeds,
     ) -> SegmentSource:
+        assert self._shape.exact, "only codes are kept"
         self._memory.cache.placement.advance()
         opened = []
         for span, segment in zip(spans, segments, strict=True):

@@ -77,8 +77,7 @@ class Policy:
     codes: bool = False
     """Whether prefixes are loaded from codes."""
     probes: bool = False
-    """Whether segments keep the keys of probe heads apart; otherwise they have codes. Policies that
-    agree on this can use the same store."""
+    """Whether segments keep the keys of probe heads apart."""
     reorders: bool = False
     """Whether stored segments are rewritten by importance."""
     scores: bool = False

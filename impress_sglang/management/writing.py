@@ -21,8 +21,8 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import NotCodable
 from impress_sglang.management.disk import StoreDisk
-from impress_sglang.management.losses import Cause, Losses
-from impress_sglang.management.prefix_hashes import prefix_digest
+from impress_sglang.management.losses import Cause, Losses, prompt_of
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, prefix_digest
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.precision.floors import CodingRule, QuerySource, no_queries
@@ -366,10 +366,13 @@ class SegmentWrites:
         self._worker.delete({segment.segment_id: segment.file_bytes})
         if write.discarded is not None:
             self._losses.note(segment, write.discarded)
-        if isinstance(error, WrittenInVain):
+        if isinstance(error, (WrittenInVain, NotCodable)):
             self._quota.budget.spend(segment.file_bytes)
         if isinstance(error, NotCodable):
-            self._losses.note(segment, Cause.NOT_CODABLE)
+            # The end stands for all: others may begin like it, and have codes.
+            tokens = prompt_of(segment)
+            end = max(segment.info.prefix_len, len(tokens) - BLOCK_TOKENS)
+            self._losses.note_tokens(segment.info.namespace, tokens, Cause.NOT_CODABLE, end)
         if isinstance(error, WriteAbandoned):
             self._stats.segments_abandoned += 1
         else:

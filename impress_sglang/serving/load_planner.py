@@ -8,6 +8,7 @@ from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.service import Service
+from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens
 
 
@@ -59,6 +60,10 @@ class LoadPlanner:
             return StoredMatch()
         if (least := self._service.least_of(own)) is None:
             return StoredMatch()
+        return self.match(namespace, tokens, least)
+
+    def match(self, namespace: str, tokens: Tokens, least: Quality) -> StoredMatch:
+        """The longest stored prefix of `tokens` that was computed so well, in whole pages."""
         match = self._service.store.match(namespace, tokens, least=least)
         return StoredMatch(match.slice(0, self.whole_pages(match.num_tokens)))
 

@@ -188,7 +188,7 @@ class Explainer:
         have = 0 if quality is None else store.tree.match(name, tokens, least=quality).num_tokens
         if have - report["prefix_tokens"] >= least:
             return Reason.NO_BUFFERS, ""
-        have = max(have, report["resident_tokens"])
+        have = max(have, report["resident_tokens"], report["prefix_tokens"])
         if (found := self._stored_otherwise(store, name, tokens, have)) is not None:
             return found
         if asked.blend is not None:

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,7 +102,8 @@ class _SegmentCoder:
     def __init__(self, codec: KVCodec, first: int, *, alone: bool) -> None:
         self._codec = codec
         self._first = first
-        self._fits: list[float] | None = [] if alone else None
+        self._alone = alone
+        self._sum = 0.0
         self._below: Tensor | None = None
         self._turns: Turns | None = None
 
@@ -119,9 +119,10 @@ class _SegmentCoder:
         # Sinks are unlike everything, but what is loaded of them is exact.
         judged = rows[max(SINK_TOKENS - self._first, 0) :]
         fit = fit_of(basis, layer, judged)
-        if self._fits is not None:
-            self._fits.append(fit)
-            if layer == basis.num_layers - 1 and is_unlike(np.array(self._fits, np.float32)):
+        if self._alone:
+            # Layers that are to come do not make it better.
+            self._sum += fit
+            if fit > WORST_FIT or self._sum > WORST_MEAN_FIT * basis.num_layers:
                 raise NotCodable(
                     "it is unlike what the basis knows, and its exact KVs are not kept"
                 )

@@ -103,6 +103,11 @@ def test_a_server_with_fewer_bits_takes_the_lower_rate(serve: Serve, basis: Path
             said = report(server.generate([*prefix, 8], 1, impress_bits=bits))
             assert said["path"] == "computed" and said["why"]["reason"] == "quality"
             server.flush()
+        warmed = random_tokens(300, seed=12)
+        for outcomes in ({"stored", "being_written"}, {"stored_before"}):
+            told = server.post("/impress/warm", input_ids=warmed).json()
+            assert told["outcome"] in outcomes
+            server.flush()
 
 
 def test_it_is_there_after_a_restart(serve: Serve, basis: Path) -> None:

@@ -258,9 +258,9 @@ def test_what_is_unlike_the_calibration_is_not_stored_as_codes_alone(
     desk.put(LONG, read_layers=unlike)
     assert not look_up(desk.store, LONG).num_tokens and desk.store.stats.segments_failed == 1
     assert desk.bench.offer(desk.store, LONG, read_layers=unlike) is StoreOutcome.NOT_CODABLE
-    other = (*LONG[:70], *prompt(4, 100))
-    desk.put(other)
-    check(desk.rows(desk.load(other)), expected(other), 0)
+    for other in (LONG[:1400], (*LONG[:1400], *prompt(4, 100))):
+        desk.put(other)
+        check(desk.rows(desk.load(other)), expected(other), 0)
 
 
 def test_codes_alone_take_the_bytes_of_rows(make: Callable[..., Desk]) -> None:

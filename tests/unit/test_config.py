@@ -248,6 +248,7 @@ def test_only_the_papers_policies_have_parts(policy: str, retention: float | str
     "options",
     [
         {"keep": "codes", "bits": EXACTLY},
+        {"keep": "codes", "bits": 8, "basis": "some"},
         {"keep": "codes", "policy": "paper"},
         {"keep": "exact", "policy": "as"},
         {"keep": "exact", "basis": "some"},
@@ -263,7 +264,10 @@ def test_what_would_never_be_loaded_is_not_kept(options: dict[str, Any]) -> None
     ("options", "kept"),
     [
         ({}, "codes"),
-        ({"bits": 5, "basis": "some", "blend": 0.15}, "codes"),
+        ({"bits": 5, "basis": "some"}, "codes"),
+        ({"bits": 7}, "codes"),
+        ({"blend": 0.15}, "both"),
+        *(({"bits": own, "basis": "some"}, "both") for own in (7, 8, EXACTLY, AUTO)),
         ({"bits": EXACTLY}, "exact"),
         ({"bits": EXACTLY, "blend": 0.15}, "both"),
         ({"bits": AUTO}, "both"),
