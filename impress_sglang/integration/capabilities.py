@@ -72,6 +72,7 @@ _ENVIRONMENT: dict[str, tuple[object, str]] = {
     "SGLANG_USE_BREAKABLE_CUDA_GRAPH": (False, "loads prefixes in eager passes"),
     "SGLANG_USE_SAGE_ATTENTION_IMPL": ("", "needs keys as they were computed"),
     "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": (False, "does not promise the same bits"),
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": ("", "knows models by SGLang's own classes"),
     "SGLANG_RUST_SERVER": (False, "checks requests in the Python server"),
 }
 

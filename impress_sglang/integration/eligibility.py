@@ -45,7 +45,7 @@ def serve_refusal(req: Any) -> str | None:
 
 
 def _refusal(req: Any, allowed: frozenset[str]) -> str | None:
-    fields, plain = vars(req), _plain_fields()
+    fields, plain = vars(req), plain_fields()
     # Nearly all that is left is the very same: None or False.
     found = [
         name
@@ -83,7 +83,7 @@ def check_plain() -> None:
         UnsupportedError: it makes requests in another way.
     """
     try:
-        _plain_fields.cache_clear()
+        plain_fields.cache_clear()
         refusal = serve_refusal(_plain())
     except Exception as error:
         raise UnsupportedError(
@@ -98,7 +98,8 @@ def _plain() -> Any:
 
 
 @functools.cache
-def _plain_fields() -> dict[str, Any]:
+def plain_fields() -> dict[str, Any]:
+    """The fields of a request that asks for nothing special; not to be changed."""
     return vars(_plain())
 
 

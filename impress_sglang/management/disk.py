@@ -113,11 +113,19 @@ class StoreDisk:
         self._say_what_is_there()
 
     def poll(self) -> list[tuple[Task, Future[Any]]]:
-        """Begin what `health` finds due; returns the tasks that have ended since the last call."""
-        self._tasks += [(task, self._begin(task)) for task in self.health.due()]
-        ended = [own for own in self._tasks if own[1].done()]
-        self._tasks = [own for own in self._tasks if own not in ended]
+        """Collect the tasks that have ended since the last call.
+
+        `begin_due` comes when their results are known: one that was there long ago is not late.
+        """
+        tasks, self._tasks = self._tasks, []
+        ended: list[tuple[Task, Future[Any]]] = []
+        for own in tasks:
+            (ended if own[1].done() else self._tasks).append(own)
         return ended
+
+    def begin_due(self) -> None:
+        """Begin what `health` finds due."""
+        self._tasks += [(task, self._begin(task)) for task in self.health.due()]
 
     def _begin(self, task: Task) -> Future[Any]:
         if task.work is Work.MEASURE:

@@ -129,8 +129,9 @@ class Purge:
             if not self._among and not self._looked(store, self._seconds):
                 return Purged()
             going = self._next_named(store.tree, self._among, most)
-            # Reordered segments have other names.
-            self.left = bool(self._among) or self._replaced != store.tree.replaced
+            # Reordered segments have other names; expiry finds them when it looks again.
+            missed = self._cause is Cause.PURGED and self._replaced != store.tree.replaced
+            self.left = bool(self._among) or missed
         else:
             going = self._next_stored(store.tree, most)
             if first:

@@ -262,6 +262,7 @@ class PrefixStore:
                 # A look that failed for another reason says nothing about the segment.
                 verdict = Verdict.UNCLEAR if future.exception() else future.result()
                 self._judge(task.info.segment_id, verdict)
+        self._disk.begin_due()
         if (outcome := self.reorders.take_finished()) is not None:
             self._settle(outcome)
         if not self.health.writable:

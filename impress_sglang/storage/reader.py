@@ -288,7 +288,6 @@ class BlockReader:
     def _take_in(self, ended: list[tuple[PendingRead, int]], results: list[int]) -> None:
         """Complete the pieces that have arrived, and wake up their callers."""
         self._arrived_at = time.monotonic()
-        self._watch.ended(len(ended))
         arrived: dict[PendingRead, int] = {}
         for (read, place), result in zip(ended, results, strict=True):
             arrived[read] = arrived.get(read, 0) + 1
@@ -300,6 +299,8 @@ class BlockReader:
                 read.in_flight -= count
                 self._flying_ahead -= count * read.ahead
                 self._settle(read)
+        # Last: whoever waits for these bytes does not wait for what is learnt from them.
+        self._watch.ended(len(ended))
 
     def _settle(self, read: PendingRead) -> None:
         read.settle()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
@@ -128,12 +129,31 @@ def test_another_error_is_not_hidden(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("options", [{"load": "always"}])
+def test_one_that_is_aborted_stays_ended(world: World) -> None:
+    """While its prompt is computed in chunks, say."""
+    world.store_prompt(1000)
+    req = world.ask("r", retention=1.0)
+    request = world.admit(req)
+    assert request is not None
+    (segment,) = world.runtime.store.tree.segments()
+    world.runtime.fail(request, SegmentUnreadable(segment.segment_id, "test"))
+    world.cache.passes.fail("r")
+    req.finished_reason = FINISH_ABORT("its client has left")
+    world.cache.on_release(req, checkpointed=False)
+    assert not req.finished_output and req.discard_output_reason is None
+    assert req.finished() and not world.runtime.live and not world.cache._private_tokens
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_failed_request_is_computed(world: World, finished: bool) -> None:
     """SGLang ends it after its pass, or may have put it back before."""
     queued: list[Any] = []
+    running = SimpleNamespace(reqs=[])
     world.cache.impress.attach(
-        SimpleNamespace(_add_request_to_queue=lambda *own, is_retracted: queued.extend(own))
+        SimpleNamespace(
+            running_batch=running,
+            _add_request_to_queue=lambda *own, is_retracted: queued.extend(own),
+        )
     )
     world.store_prompt(1000)
     req = world.ask("r", retention=1.0)
@@ -151,6 +171,10 @@ def test_a_failed_request_is_computed(world: World, finished: bool) -> None:
 
     world.cache.flush_pending_backups()
     assert not queued, "the next pass, which was launched already, may have it"
+    running.reqs = [req]
+    world.cache.impress.tell_idle()
+    assert not queued, "the running batch still has it"
+    running.reqs = []
     world.cache.impress.tell_idle()
     assert queued == [req] * finished and not req.finished()
     assert not req.finished_output and world.match(req).host_hit_length == 0

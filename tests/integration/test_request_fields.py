@@ -202,7 +202,7 @@ def test_plain_requests(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     with pytest.raises(UnsupportedError, match="does not know requests"):
         eligibility.check_plain()
     monkeypatch.undo()
-    eligibility._plain_fields.cache_clear()
+    eligibility.plain_fields.cache_clear()
 
 
 def test_fields_of_later_releases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_fields_of_later_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     req = request()
     req.teleported = False
     assert refusals(req) == ("teleported", "teleported")
-    monkeypatch.setitem(eligibility._plain_fields(), "teleported", False)
+    monkeypatch.setitem(eligibility.plain_fields(), "teleported", False)
     assert refusals(req) == (None, None)
     req.teleported = True
     assert refusals(req) == ("teleported", "teleported")

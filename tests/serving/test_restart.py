@@ -46,7 +46,12 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
     assert list(store.glob("*/segments/*/*.kv")) != [segment]
     other = make_model("llama", workdir / "other", initializer_range=0.1)
     with running(
-        tiny_llama, workdir / "chunks.log", *base, "--impress-chunk-tokens=16", zygote=zygote
+        tiny_llama,
+        workdir / "chunks.log",
+        *base,
+        "--impress-policy=as",
+        "--impress-chunk-tokens=16",
+        zygote=zygote,
     ) as server:
         assert paths([server.generate(question, 1)]) == ["ssd"]
         fresh = random_tokens(300, seed=13)

@@ -11,6 +11,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.capabilities import check_layers, check_options
 from impress_sglang.integration.compat import warn_if_untested
+from impress_sglang.integration.eligibility import plain_fields
 from impress_sglang.integration.factory import identity_of, kv_shape
 from impress_sglang.integration.paper.attention import PrefixAttention
 from impress_sglang.integration.paper.backends import check_parts
@@ -46,6 +47,11 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     check_options(config, options)
     check_parts(config, options)
     check_layers(runner)
+    if "discard_output_reason" not in plain_fields():
+        raise UnsupportedError(
+            "this SGLang cannot drop the output of a request whose prefix turns out to be damaged: "
+            "use --impress-policy impress"
+        )
     policy = make_policy(config)
     shape = kv_shape(runner, policy, config.probe_heads)
     if policy.probes and not shape.other_kv_heads:

@@ -398,10 +398,13 @@ class ImpressRadixCache(RadixCache):
     def _begin_again(self, req: Any) -> None:
         """Let a request whose loading failed begin again without a stored prefix.
 
-        If it is not finished, SGLang has put it back by itself.
+        If it is not finished, SGLang has put it back by itself. One that was aborted stays
+        ended.
         """
+        reason, req.discard_output_reason = req.discard_output_reason, None
+        if req.finished() and req.finished_reason is not reason:
+            return
         self._known.note(req).failed = True
-        req.discard_output_reason = None
         if req.finished():
             self.retries.add(req)
 
