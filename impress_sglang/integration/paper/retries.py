@@ -30,12 +30,12 @@ class Retries:
 
     def poll(self) -> None:
         """Queue what had failed before the last call; called after each batch, and when idle."""
-        # Not every release removes what has ended from the running batch after each pass.
-        running = {id(req) for req in self._scheduler.running_batch.reqs}
-        ready = [req for req in self._ready if id(req) not in running]
-        held = [req for req in self._ready if id(req) in running]
-        self._ready, self._failed = held + self._failed, []
+        ready, self._ready, self._failed = self._ready, self._failed, []
         for req in ready:
+            # Not every release removes what has ended from the running batch after each pass.
+            if any(req is own for own in self._scheduler.running_batch.reqs):
+                self._ready.append(req)
+                continue
             req.finished_reason = req.finished_len = req.finished_output = None
             req.reset_for_retract()
             # Its first pass does not count.
