@@ -56,14 +56,13 @@ class LoadPlanner:
 
     def find(self, namespace: str, tokens: Tokens, own: KVClass) -> StoredMatch:
         """The longest stored prefix of `tokens` that a class accepts, in whole pages."""
-        if not self.looks_for(len(tokens)):
-            return StoredMatch()
-        if (least := self._service.least_of(own)) is None:
-            return StoredMatch()
-        return self.match(namespace, tokens, least)
+        least = self._service.least_of(own)
+        return StoredMatch() if least is None else self.match(namespace, tokens, least)
 
     def match(self, namespace: str, tokens: Tokens, least: Quality) -> StoredMatch:
         """The longest stored prefix of `tokens` that was computed so well, in whole pages."""
+        if not self.looks_for(len(tokens)):
+            return StoredMatch()
         match = self._service.store.match(namespace, tokens, least=least)
         return StoredMatch(match.slice(0, self.whole_pages(match.num_tokens)))
 
