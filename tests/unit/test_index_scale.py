@@ -348,10 +348,12 @@ def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: Prefix
     assert store._disk._note_at > 0.0
 
 
-def test_many_uses_are_told_in_several_steps(bench: Workbench, store: PrefixStore) -> None:
+def test_many_uses_are_told_in_several_steps(
+    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.put_all(store, *range(3))
     told: list[int] = []
-    store._disk._record = lambda uses: told.append(len(uses))  # type: ignore
+    monkeypatch.setattr(store._disk, "_record", lambda uses: told.append(len(uses)))
     store._disk._note_at = 0.0
     many = [dataclasses.replace(s, last_access=0) for s in store.tree.segments()] * 200
 
