@@ -35,7 +35,7 @@ AUTO = "auto"
 AUTO_FLOOR = 0.25
 AUTO_SHARE = 0.15
 # The value of --impress-bits for KVs as they were computed, and the number that stands for it,
-# whatever their dtype has; else the bits of the base, and with each plane (`precision.codec`).
+# whatever their dtype has; else the bits of the base, and with each plane (`codes.planes.codec`).
 EXACTLY = "exact"
 EXACT_BITS = 16.0
 # What is written of a prefix.

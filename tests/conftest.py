@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from impress_sglang.management import prefix_hashes
+from impress_sglang.store import prefix_hashes
 from tests.checkout import Checkout
 from tests.matrix import select_pairs
 

@@ -15,8 +15,8 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.integration.reporting import add_order, give_order
-from impress_sglang.integration.served_cache import ServedCache
+from impress_sglang.plugin.reporting import add_order, give_order
+from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.storage.files import install
 
 _FILES = SlowFileSystem()

@@ -164,8 +164,8 @@ def _import_servers() -> None:
         "sglang.srt.managers.scheduler",
         "sglang.srt.models.llama",
         "sglang.srt.models.registry",
-        "impress_sglang.integration.paper.factory",
-        "impress_sglang.integration.plugin",
+        "impress_sglang.paper.plugin.factory",
+        "impress_sglang.plugin.entry",
     ):
         importlib.import_module(module)
 

@@ -33,13 +33,13 @@ from bench.core.report import Result, Row, Table, plain, ratio
 from bench.core.session import BenchFailed, step, work_folder
 from bench.engine.model import MODELS, Model
 from bench.policies.trace import MIN_SIGMA, draw_prefixes
+from impress_sglang.codes.planes.codec import planes_of
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.options import BITS, USUAL_BITS
-from impress_sglang.precision.codec import planes_of
 from impress_sglang.storage.files import install
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.warm_up import warm_up

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from impress_sglang.attention.rectangular import rectangular_attention
+from impress_sglang.plugin.rectangular import rectangular_attention
 from impress_sglang.storage.layout import KVShape
 
 

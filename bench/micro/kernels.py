@@ -27,14 +27,14 @@ from torch import Tensor
 from bench.core.options import Option
 from bench.core.report import Result, Table, plain
 from bench.core.session import BenchFailed
-from impress_sglang.attention.rotation import KeyRotation
-from impress_sglang.codec.basis import Basis, LayerBasis
-from impress_sglang.codec.coder import decode_layer, product_matrix
-from impress_sglang.codec.rows import GAINS
-from impress_sglang.precision.codec import GROUP_TOKENS
-from impress_sglang.precision.layer import CodedLayer, encode_layer
-from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
+from impress_sglang.codes.planes.codec import GROUP_TOKENS
+from impress_sglang.codes.planes.layer import CodedLayer, encode_layer
+from impress_sglang.codes.planes.layout import CodeLayout
+from impress_sglang.codes.planes.tokens import CodedTokens, planes_by_unit
+from impress_sglang.codes.rotation import KeyRotation
+from impress_sglang.codes.rows.basis import Basis, LayerBasis
+from impress_sglang.codes.rows.coder import decode_layer, product_matrix
+from impress_sglang.codes.rows.row import GAINS
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec

@@ -34,22 +34,22 @@ from torch import Tensor
 
 from bench.core.options import Option, one_of
 from bench.core.report import Result, Table, plain
-from impress_sglang.codec.fit import SINK_TOKENS
+from impress_sglang.codes.planes.codec import planes_of
+from impress_sglang.codes.planes.floors import CodingMeter
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.loops.types import Indices
-from impress_sglang.management.forecast import ReadForecast
-from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree
-from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.options import BITS
-from impress_sglang.precision.codec import planes_of
-from impress_sglang.precision.floors import CodingMeter
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.store.forecast import ReadForecast
+from impress_sglang.store.memory import StoreMemory
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.versions import SegmentVersions
 from impress_sglang.tiers import slab
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks

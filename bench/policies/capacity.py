@@ -51,18 +51,18 @@ from bench.core.report import Result, Row, Table, plain
 from bench.core.session import step
 from bench.traffic.sessions import TRACE, read_sessions
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.losses import Cause, Losses
-from impress_sglang.management.policies import make_policy
-from impress_sglang.management.quota import Quota, WriteBudget
-from impress_sglang.management.stored import StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree
-from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.losses import Cause, Losses
+from impress_sglang.store.policies import make_policy
+from impress_sglang.store.quota import Quota, WriteBudget
+from impress_sglang.store.stored import StoredMatch, StoredSegment
+from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
 from impress_sglang.tiers.placement import Placement, Tier
 
 # In which sessions without a common clock begin.

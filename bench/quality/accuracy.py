@@ -38,7 +38,7 @@ from bench.core.servers import SPARE_TOKENS, Server, Servers, servers, store_fla
 from bench.core.session import step
 from bench.quality.asking import Answer, Asked, ask, centred_shift, chosen_option
 from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
-from impress_sglang.codec.basis import Basis
+from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, PART_POLICIES
 
 Floats = NDArray[np.float64]

@@ -36,11 +36,11 @@ from bench.core.session import BenchFailed, step
 from bench.quality.asking import centred_shift
 from bench.quality.tasks import SQUAD, Item, TaskOptions, make_task
 from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
-from impress_sglang.codec.basis import RATES, Basis
-from impress_sglang.codec.fit import SINK_TOKENS
-from impress_sglang.precision.codec import GROUP_TOKENS, LEVELS, code_keys, code_values, restore
+from impress_sglang.codes.planes.codec import GROUP_TOKENS, LEVELS, code_keys, code_values, restore
+from impress_sglang.codes.rows.basis import RATES, Basis
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 
-# Of the last tokens of a prefix; see `precision.floors`.
+# Of the last tokens of a prefix; see `codes.planes.floors`.
 MEASURED_QUERIES = 16
 
 

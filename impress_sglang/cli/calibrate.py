@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.cli.outcome import Refused
-from impress_sglang.codec.basis import RATES, Basis
-from impress_sglang.codec.coder import encode_layer, kvs_of
-from impress_sglang.codec.fit import SINK_TOKENS, Moments, fit
-from impress_sglang.management.identity import weights_digest
+from impress_sglang.codes.rotation import KeyRotation
+from impress_sglang.codes.rows.basis import RATES, Basis
+from impress_sglang.codes.rows.coder import encode_layer, kvs_of
+from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit
+from impress_sglang.store.identity import weights_digest
 
 # Of a prompt, so much is followed by the rest, by whose predictions errors are judged.
 _JUDGED_SHARE = 0.25
@@ -313,7 +313,7 @@ def _read(texts: Sequence[Path]) -> dict[str, str]:
 
 
 def _bundled() -> Iterator[Any]:
-    folder = resources.files("impress_sglang.codec") / "texts"
+    folder = resources.files("impress_sglang.codes.rows") / "texts"
     return (own for own in folder.iterdir() if own.name.endswith(".txt"))
 
 

@@ -19,15 +19,15 @@ import torch
 from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreInUseError, StoreUnavailable
-from impress_sglang.management.health import Health
-from impress_sglang.management.losses import prompt_of
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, namespace_text
-from impress_sglang.management.purging import Purge
-from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import segment_files
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens, read_header
+from impress_sglang.store.health import Health
+from impress_sglang.store.losses import prompt_of
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.store import PrefixStore
 
 # So long, because no request waits for the disk.
 PATIENCE_S = 3600.0

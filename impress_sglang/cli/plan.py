@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from impress_sglang.cli.outcome import Refused
-from impress_sglang.codec.basis import Basis
+from impress_sglang.codes.planes.codec import DIM_GRAIN, NUM_PLANES, planes_of
+from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
-from impress_sglang.management.forecast import CodedBytes
 from impress_sglang.options import BITS, CODES, USUAL_BITS
-from impress_sglang.precision.codec import DIM_GRAIN, NUM_PLANES, planes_of
 from impress_sglang.storage.layout import KVShape, SegmentLayout
+from impress_sglang.store.forecast import CodedBytes
 from impress_sglang.transfer.kv_codec import shape_by
 
 _GB = 1e9

@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from impress_sglang.cli.outcome import Refused
-from impress_sglang.codec.pages import RowPages
-from impress_sglang.precision.floors import Coding, CodingRule, Floors
+from impress_sglang.codes.planes.floors import Coding, CodingRule, Floors
+from impress_sglang.codes.rows.pages import RowPages
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import decode_layer

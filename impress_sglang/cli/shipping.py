@@ -17,15 +17,15 @@ from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.cli.prefix_file import Contents, Prefix, PrefixFile, write_file
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import StoredSegment
-from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.directory import segment_files
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.writer import LayerReader
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.writing import Offer, StoreOutcome
 
 
 def export_file(

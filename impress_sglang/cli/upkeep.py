@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from impress_sglang.cli.orders import PATIENCE_S, check_done
-from impress_sglang.management.disk_worker import DiskWorker
-from impress_sglang.management.health import Health
-from impress_sglang.management.restoring import restore_entries
-from impress_sglang.management.survey import survey
-from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.directory import StoreDirectory, quarantined_files
+from impress_sglang.store.disk_worker import DiskWorker
+from impress_sglang.store.health import Health
+from impress_sglang.store.restoring import restore_entries
+from impress_sglang.store.survey import survey
+from impress_sglang.store.tree import StoredTree
 
 
 def rebuild(directory: StoreDirectory) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Loops over coded keys and values, compiled; `precision.codec` is their reference.
+"""Loops over coded keys and values, compiled; `codes.planes.codec` is their reference.
 
-Bytes are laid out as in `precision.layout.CodeLayout`: 4 bits of each element, and sections of one
-bit of each value, or of pairs of bits of some channels of keys. An element is restored as the
+Bytes are laid out as in `codes.planes.layout.CodeLayout`: 4 bits of each element, and sections of
+one bit of each value, or of pairs of bits of some channels of keys. An element is restored as the
 middle of the values that share its known bits. Pools are float32, or bfloat16 as the bits of its
 numbers in uint16.
 
@@ -114,7 +114,7 @@ def restore_keys(
     Args:
         groups: groups of `group_bytes` bytes.
         group_bytes: see there.
-        sections: where in a group those of pairs begin, [G, Dk]; see `precision.codec.Codes`.
+        sections: where in a group those of pairs begin, [G, Dk]; see `codes.planes.codec.Codes`.
         upper: where upper bits begin, [tokens of a group, G, Dk / 2].
         pairs: where the first section begins, [tokens of a group, G, Dk / 8].
         ranges: [groups, n], of each group [G, 2, Dk] first, low and step of each channel.
@@ -250,7 +250,7 @@ def raise_keys(
             which of `planes` are its planes, -1 for one that is not added.
         groups: groups of `group_bytes` bytes.
         group_bytes: see there.
-        sections: where in a group those of pairs begin, [G, Dk]; see `precision.codec.Codes`.
+        sections: where in a group those of pairs begin, [G, Dk]; see `codes.planes.codec.Codes`.
         ranges: as of `restore_keys`.
         first: place of the first slot's token in the first group.
         slots: [n], distinct.

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Float32s, Indices, Uint8s
 
-# As in `precision.codec`, which this package may not import.
+# As in `codes.planes.codec`, which this package may not import.
 GROUP_TOKENS = 64
 NUM_SECTIONS = 4
 # Bytes of a word, and thus of what is turned at once: so many tokens by so many channels.
@@ -177,7 +177,7 @@ def find_pairs(
     """Where the pairs of channels are in the columns of all sections.
 
     Args:
-        sections: from `at` on of each channel, see `precision.codec.Codes`.
+        sections: from `at` on of each channel, see `codes.planes.codec.Codes`.
         at: see there.
         dim: number of channels.
         wanted: has a bit for each section that is present, the lowest for the first.

@@ -1,4 +1,4 @@
-"""Loops that restore rows of coded keys and values, compiled; `codec.coder` is their reference.
+"""Loops that restore rows of keys and values, compiled; `codes.rows.coder` is their reference.
 
 One takes codes apart and computes what they stand for, another turns keys and fills slots; what is
 between them, a product of matrices, is torch's. Indices are unsigned: loops are made into vectors
@@ -49,7 +49,7 @@ class RowTables:
 
         Args:
             bits: of each component, descending.
-            places: `codec.rows.RowLayout.parts`.
+            places: `codes.rows.row.RowLayout.parts`.
             bounds: see above.
         """
         areas, most = [], 0
@@ -99,7 +99,7 @@ def unpack(
         areas: see `RowTables`.
         runs: see there.
         bounds: see there.
-        curves: `codec.levels.CURVES`.
+        curves: `codes.rows.levels.CURVES`.
         gains: [32].
         parts: [t, parts], zeros at the end of each row; others are overwritten.
         out: [t, C], is filled.
@@ -169,7 +169,7 @@ def fill(
         mean: [X].
         cos: [t, rotated dimensions / 2].
         sin: as `cos`.
-        halves: see `attention.rotation.KeyRotation`.
+        halves: see `codes.rotation.KeyRotation`.
         slots: [t], distinct.
         heads: G.
         dim: Dk.
@@ -243,7 +243,7 @@ def quantise(
         bounds: see `RowTables`.
         levels: of 0 to 8 bits; those of b bits begin at 2**b - 1.
         ends: where cells of levels end, at the same places; the last one of each is infinite.
-        gains: [32], see `codec.coder.GAIN_TABLE`.
+        gains: [32], see `codes.rows.coder.GAIN_TABLE`.
         guesses: [9, bins], the code of the lower end of each bin, `BINS` of them for 1.
         worth: what the squared error of a component counts, [C].
         codes: [t, C], is filled.
@@ -298,13 +298,13 @@ def quantise(
 
 @compiled("(uint8[:, ::1], uint8[:, ::1], uint8[::1], int32[:, :, ::1], uint8[:, ::1])")
 def pack(codes: Uint8s, gains: Uint8s, bits: Uint8s, places: Int32s, rows: Uint8s) -> None:
-    """Write rows, for `codec.rows.RowLayout.pack`.
+    """Write rows, for `codes.rows.row.RowLayout.pack`.
 
     Args:
         codes: [t, C].
         gains: [t, 6].
         bits: of each component, [C].
-        places: `codec.rows.RowLayout.parts`.
+        places: `codes.rows.row.RowLayout.parts`.
         rows: zeros [t, row_bytes].
     """
     for token in range(len(rows)):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import (
     AUTO,
     BITS_TEXT,
@@ -19,6 +18,7 @@ from impress_sglang.options import (
 )
 from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY, params_of
 from impress_sglang.storage.segment import Priority
+from impress_sglang.store.policies import LoadOptions
 
 # Keys of `sampling_params.custom_params`: the retention, bits and blending that a request asks for.
 RETENTION_KEY = "impress_retention"

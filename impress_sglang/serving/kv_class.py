@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from impress_sglang.management.policies import LoadOptions
+from impress_sglang.codes.planes.codec import planes_of
 from impress_sglang.options import EXACT_BITS, OFF
-from impress_sglang.precision.codec import planes_of
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store.policies import LoadOptions
 
 _MARK = "impress-class:"
 

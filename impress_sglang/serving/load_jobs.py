@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.management.open_segments import AnySource
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.open_segments import AnySource
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.threads import compute_alone
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.kv_codec import KVCodec

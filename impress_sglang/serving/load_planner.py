@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from impress_sglang.cost import Estimate, RequestLengths, most_of
-from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.service import Service
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.stored import StoredMatch, StoredSpan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

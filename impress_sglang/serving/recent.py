@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 from impress_sglang.serving.report import SOURCES
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 
 Row: TypeAlias = dict[str, Any]
 

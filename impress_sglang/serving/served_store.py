@@ -13,14 +13,14 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError, PrefixUnreadable
-from impress_sglang.management.disk import StoreDisk
-from impress_sglang.management.lookahead import LookAhead
-from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.policies import make_policy
-from impress_sglang.management.purging import Expiry, MultiStepJobs, Purge
-from impress_sglang.management.quota import WriteBudget
-from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.store.disk import StoreDisk
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.memory import StoreMemory
+from impress_sglang.store.policies import make_policy
+from impress_sglang.store.purging import Expiry, MultiStepJobs, Purge
+from impress_sglang.store.quota import WriteBudget
+from impress_sglang.store.store import PrefixStore
 from impress_sglang.threads import BackgroundThread
 from impress_sglang.transfer.kv_codec import KVCodec
 
@@ -58,7 +58,7 @@ class ServedStore:
         self.identity = identity
         """The model identity of the store that is open or being opened; empty if there is none."""
         self.aside: str | None = None
-        """Why the store may not be used, even if open (`integration.weights`); None if it may."""
+        """Why the store may not be used, even if open (`plugin.weights`); None if it may."""
         self.expiry = Expiry(config.ttl)
         self.purges = MultiStepJobs[str, Purge]()
         self._budget = WriteBudget(config.write_gb_per_day)

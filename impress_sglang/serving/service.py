@@ -8,13 +8,13 @@ import logging
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import BITS, EXACT_BITS
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.serving import Serving
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import Quality
+from impress_sglang.store.policies import LoadOptions
 from impress_sglang.transfer.kv_codec import KVCodec
 
 logger = logging.getLogger(__name__)

@@ -10,15 +10,15 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.cost import Estimator
-from impress_sglang.management.lookahead import LookAhead
-from impress_sglang.management.policies import make_policy
-from impress_sglang.management.store import PrefixStore
 from impress_sglang.options import ON
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.recent import RecentRequests
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.policies import make_policy
+from impress_sglang.store.store import PrefixStore
 from impress_sglang.transfer.kv_codec import KVCodec
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.loops.types import Flags, Indices
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashes
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashes
 
 _ROWS = 4
 _COLUMNS = 1 << 22

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.losses import Loss
-from impress_sglang.management.policies import LoadOptions
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import SegmentState, StoredMatch
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import ANYTHING, Quality
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.losses import Loss
+from impress_sglang.store.policies import LoadOptions
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import SegmentState, StoredMatch
 
 Why: TypeAlias = dict[str, str | None]
 """`reason`, `text`, and `rest`: why a request that has a prefix has no longer one, else None."""

@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.codec.pages import RowPages
+from impress_sglang.codes.planes.floors import Coding
+from impress_sglang.codes.planes.layer import CodedLayer
+from impress_sglang.codes.planes.layer import encode_layer as encode_codes
+from impress_sglang.codes.rows.pages import RowPages
 from impress_sglang.loops.types import Uint8s
-from impress_sglang.precision.floors import Coding
-from impress_sglang.precision.layer import CodedLayer
-from impress_sglang.precision.layer import encode_layer as encode_codes
 from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 
 # The mapping lists of one layer: for each head group and token, the row of the token.

@@ -2,8 +2,8 @@
 
 Per layer a segment has columns, each cut into chunks of `chunk_tokens` rows (a row is a token): a
 probe column, and the keys and values of each head group. Behind these come all keys and values of
-the layer again in a few bits, laid out by `precision.layout.CodeLayout`, or with a basis by
-`codec.pages.RowPages`:
+the layer again in a few bits, laid out by `codes.planes.layout.CodeLayout`, or with a basis by
+`codes.rows.pages.RowPages`:
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from impress_sglang.codec.pages import RowPages, page_tokens_for
-from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.codes.planes.layout import CodeLayout
+from impress_sglang.codes.rows.pages import RowPages, page_tokens_for
 
 BLOCK_BYTES = 4096
 

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from impress_sglang.codec.fit import SINK_TOKENS
+from impress_sglang.codes.planes.floors import Floors
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Float32s, Uint8s
-from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 from impress_sglang.storage.quality import EXACT, Quality
@@ -186,7 +186,7 @@ class SegmentHeader:
     KV head, [0, 0] if there are no codes; `sinks` uint8 [L, sinks, bytes], of each its keys and
     then its values, see `SegmentInfo.sinks_shape`; `mapping` unsigned [L, head groups, t], each row
     a permutation, or None when the tokens are in logical order; `fits` float32 [L], with a basis
-    `codec.coder.fit_of` each layer.
+    `codes.rows.coder.fit_of` each layer.
     """
 
     info: SegmentInfo

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from impress_sglang.precision.floors import Coding, CodingRule
+from impress_sglang.codes.planes.floors import Coding, CodingRule
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import encode_layer, put_sinks

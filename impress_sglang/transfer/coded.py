@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.attention.rotation import Turns
+from impress_sglang.codes.rotation import Turns
 from impress_sglang.loops import areas
 from impress_sglang.loops.types import Flags, Indices, Uint8s
 from impress_sglang.storage.layer_codec import sinks_of

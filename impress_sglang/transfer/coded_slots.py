@@ -11,24 +11,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from impress_sglang.precision.codec import GROUP_TOKENS
-from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
+from impress_sglang.codes.planes.codec import GROUP_TOKENS
+from impress_sglang.codes.planes.layout import CodeLayout
+from impress_sglang.codes.planes.tokens import CodedTokens, planes_by_unit
 from impress_sglang.tiers.staging import Staging
 from impress_sglang.transfer.coded import CodedSource, LayerCodes
 
 
 class CodeWriter(Protocol):
-    """The contract; `precision.codec` defines the numbers."""
+    """The contract; `codes.planes.codec` defines the numbers."""
 
     def restore_base(self, tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
-        """See `precision.slots.restore_base`."""
+        """See `codes.planes.slots.restore_base`."""
         ...
 
     def raise_units(
         self, tokens: CodedTokens, raised: Tensor, planes: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        """See `precision.slots.raise_units`; `planes` are where the pools are."""
+        """See `codes.planes.slots.raise_units`; `planes` are where the pools are."""
         ...
 
 
@@ -37,7 +37,7 @@ def code_writer_for(device: torch.device) -> CodeWriter:
     if device.type == "cuda":
         return KernelCodeWriter(device)
     # Imported only where it is used: Numba is not needed on a GPU.
-    from impress_sglang.precision import slots
+    from impress_sglang.codes.planes import slots
 
     return slots
 

@@ -11,11 +11,11 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang.codes.planes.codec import NUM_PLANES
+from impress_sglang.codes.planes.floors import Floors
+from impress_sglang.codes.planes.layout import CodeLayout
 from impress_sglang.loops import areas
 from impress_sglang.loops.types import Flags, Indices, Uint8s
-from impress_sglang.precision.codec import NUM_PLANES
-from impress_sglang.precision.floors import Floors
-from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES, AnyCodes
 from impress_sglang.storage.open_segment import OpenSegment
 

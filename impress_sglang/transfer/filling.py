@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.planes.codec import BASE_BITS, PLANE_BITS
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.precision.codec import BASE_BITS, PLANE_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from impress_sglang.attention.rotation import KeyRotation, Turns
-from impress_sglang.codec.basis import Basis
-from impress_sglang.codec.coder import (
+from impress_sglang.codes.planes.floors import Coding, CodingRule
+from impress_sglang.codes.rotation import KeyRotation, Turns
+from impress_sglang.codes.rows.basis import Basis
+from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
     encode_layer,
     fit_of,
@@ -24,20 +25,19 @@ from impress_sglang.codec.coder import (
     product_matrix,
     product_of,
 )
-from impress_sglang.codec.fit import SINK_TOKENS
-from impress_sglang.codec.levels import CURVES, LEVEL_TABLE
+from impress_sglang.codes.rows.fit import SINK_TOKENS
+from impress_sglang.codes.rows.levels import CURVES, LEVEL_TABLE
 from impress_sglang.errors import ConfigError, NotCodable
 from impress_sglang.loops.types import Float32s
-from impress_sglang.precision.floors import Coding, CodingRule
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.coded import CodedSource, LayerCodes
 from impress_sglang.transfer.coded_slots import put_sinks
 
 # Tokens that a CPU restores at once: what is between its loops stays in a cache.
 TILE_TOKENS = 512
-# Segments are unlike what their basis knows if `codec.coder.fit_of` is larger than this on average
-# over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up to 4 in
-# some layer; languages that the calibration had not, 2.7 to 5 (docs/results.md).
+# Segments are unlike what their basis knows if `codes.rows.coder.fit_of` is larger than this on
+# average over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up
+# to 4 in some layer; languages that the calibration had not, 2.7 to 5 (docs/results.md).
 WORST_MEAN_FIT, WORST_FIT = 3.0, 16.0
 # Pools that loops fill, and what their numbers are to them.
 _WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
@@ -108,7 +108,7 @@ class _SegmentCoder:
         self._turns: Turns | None = None
 
     def __call__(self, layer: int, keys: Tensor, values: Tensor) -> Coding:
-        """See `precision.floors.CodingRule`."""
+        """See `codes.planes.floors.CodingRule`."""
         basis, rotation = self._codec.basis, self._codec.rotation
         if self._turns is None:
             # Of all layers.
@@ -174,7 +174,7 @@ class RowRestorer:
 
 
 class LayerRestorer(Protocol):
-    """The contract; `codec.coder.decode_layer` defines the numbers."""
+    """The contract; `codes.rows.coder.decode_layer` defines the numbers."""
 
     def put(
         self,

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.importance.selection import own_tokens
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape

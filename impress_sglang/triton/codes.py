@@ -1,8 +1,8 @@
 """Decodes keys and values from codes anywhere in memory into slots of a pool, and adds planes.
 
 Stage: load. Planes are addresses, of memory on the device or of pinned CPU memory; see `gather`.
-Within groups and units, bytes are laid out by `impress_sglang.precision.layout.CodeLayout`; units
-may be anywhere. `impress_sglang.precision.slots` does the same on the CPU.
+Within groups and units, bytes are laid out by `codes.planes.layout.CodeLayout`; units may be
+anywhere. `codes.planes.slots` does the same on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from impress_sglang.triton.sizes import power_of_two
 
 # Tokens of one head that one program handles.
 TILE_TOKENS = 16
-# As in `precision.codec`, which this package may not import.
+# As in `codes.planes.codec`, which this package may not import.
 _NUM_PLANES = tl.constexpr(3)
 
 

@@ -1,6 +1,6 @@
 """Restores rows of coded keys and values into slots of a pool.
 
-Stage: load. `impress_sglang.codec.coder.decode_layer` defines the numbers, and loops do the same on
+Stage: load. `codes.rows.coder.decode_layer` defines the numbers, and loops do the same on
 a CPU. One kernel takes codes apart and scales their levels; the other multiplies them by the basis,
 adds what is predicted from the layer below, turns keys, and puts keys and values into slots.
 """
@@ -54,7 +54,7 @@ def places_of(bits: Sequence[int], parts: NDArray[np.int32], bounds: Sequence[in
 
     Args:
         bits: of each component.
-        parts: `codec.rows.RowLayout.parts`.
+        parts: `codes.rows.row.RowLayout.parts`.
         bounds: where groups that share a gain begin, and where the last one ends.
     """
     places = np.empty((len(bits), _FIELDS.value), np.int32)
@@ -118,7 +118,7 @@ def restore(
         slots: int64 [t] on the device, distinct.
         keys: pool [slots, G, Dk]; the last stride is 1.
         values: pool [slots, G, Dv] of the same dtype.
-        halves: see `attention.rotation.KeyRotation`.
+        halves: see `codes.rotation.KeyRotation`.
 
     Returns:
         What the layer was restored to, less the mean: bfloat16 [t, X].

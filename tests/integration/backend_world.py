@@ -25,9 +25,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
-from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.integration.paper.attention import adopt_backend
-from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.paper.plugin.attention import adopt_backend
+from impress_sglang.paper.request import StoredRequest
+from impress_sglang.plugin.rectangular import rectangular_attention
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.tiny_model import LLAMA, write_config

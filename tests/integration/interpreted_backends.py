@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from torch import Tensor
 
-from impress_sglang.integration.paper.paged import keep_host_rows
+from impress_sglang.paper.plugin.paged import keep_host_rows
 from tests.integration.backend_world import (
     CAPTURED,
     DIM,

@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import WAITING_PREFIX_REFRESH_INTERVAL, SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, EvictParams
 
-from impress_sglang.management.lookahead import AwaitedRange
+from impress_sglang.store.lookahead import AwaitedRange
 from tests.integration.worlds import TOKENS, World
 
 WANTED, POPULAR = 1000, 2000

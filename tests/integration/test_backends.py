@@ -18,11 +18,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as prefill_runner
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration.paper.attention import PrefixAttention, adopt_backend
-from impress_sglang.integration.paper.hooks import _after_batch
-from impress_sglang.integration.paper.judged_backends import BACKENDS
-from impress_sglang.integration.paper.paged import PagedPrefixAttention, _host_rows
-from impress_sglang.integration.paper.row_starts import RowStarts
+from impress_sglang.paper.plugin.attention import PrefixAttention, adopt_backend
+from impress_sglang.paper.plugin.hooks import _after_batch
+from impress_sglang.paper.plugin.judged_backends import BACKENDS
+from impress_sglang.paper.plugin.paged import PagedPrefixAttention, _host_rows
+from impress_sglang.paper.plugin.row_starts import RowStarts
 from impress_sglang.serving.pool_reader import reading_stream
 from tests.unit.request_factory import stored_request
 

@@ -18,17 +18,17 @@ from sglang.srt.model_executor.forward_context import get_attn_backend, has_forw
 from sglang.srt.models.opt import OPTForCausalLM, OPTLearnedPositionalEmbedding
 from torch import Tensor
 
-from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration.blend_steps import (
+from impress_sglang.blend.plan import Kind, share_of_layer
+from impress_sglang.blend.plugin.steps import (
     BlendSteps,
     BlockAttention,
     BlockSize,
     check_blended,
     rotation_of,
 )
-from impress_sglang.integration.capabilities import ROPE_TYPES
-from impress_sglang.serving.blend_plan import Kind, share_of_layer
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.plugin.capabilities import ROPE_TYPES
+from impress_sglang.plugin.rectangular import rectangular_attention
 from tests.integration.tiny_model import SCALING, KVs, Model, Pool, layer_of, tokens_of
 from tests.unit.kv_factory import make_shape
 

@@ -22,19 +22,19 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, mistral, qwen2, qwen3
 from sglang.srt.server_args import ServerArgs
 
+from impress_sglang.blend.plugin.steps import BLENDED
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration import capabilities
-from impress_sglang.integration.blend_steps import BLENDED
-from impress_sglang.integration.capabilities import (
+from impress_sglang.plugin import capabilities
+from impress_sglang.plugin.capabilities import (
     check_layers,
     check_model,
     check_options,
     identity_of_options,
 )
-from impress_sglang.integration.compat import NEWEST, sglang_version
-from impress_sglang.integration.factory import _architecture, kv_shape
-from impress_sglang.management.policies import make_policy
+from impress_sglang.plugin.compat import NEWEST, sglang_version
+from impress_sglang.plugin.factory import _architecture, kv_shape
+from impress_sglang.store.policies import make_policy
 from tests.integration.tiny_model import LLAMA, write_config
 
 

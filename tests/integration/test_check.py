@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.integration import checking, reporting
-from impress_sglang.integration.checking import CHECK, GO_ON
-from impress_sglang.integration.reporting import add_totals, check_all
-from impress_sglang.integration.reports import REPORT_KEY
+from impress_sglang.plugin import checking, reporting
+from impress_sglang.plugin.checking import CHECK, GO_ON
+from impress_sglang.plugin.reporting import add_totals, check_all
+from impress_sglang.plugin.reports import REPORT_KEY
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 

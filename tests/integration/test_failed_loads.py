@@ -16,11 +16,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.integration.paper import attention
-from impress_sglang.integration.paper.attention import PrefixAttention
-from impress_sglang.integration.reports import report_of
-from impress_sglang.serving.paper.request import StoredRequest
-from impress_sglang.serving.paper.runtime import ServingRuntime
+from impress_sglang.paper.plugin import attention
+from impress_sglang.paper.plugin.attention import PrefixAttention
+from impress_sglang.paper.request import StoredRequest
+from impress_sglang.paper.runtime import ServingRuntime
+from impress_sglang.plugin.reports import report_of
 from impress_sglang.serving.why import Reason
 from tests.integration.tiny_model import Pool, layer_of
 from tests.integration.worlds import TOKENS, World, make_runtime

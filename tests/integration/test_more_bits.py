@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.store.writing import StoreOutcome
 from tests.integration.test_tree_loads import ASKED, EXACT, PREFIX, STORED, draw
 from tests.integration.tree_world import TreeWorld, told_of
 

@@ -18,9 +18,9 @@ import pytest
 from PIL import Image
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from impress_sglang.integration import page
-from impress_sglang.integration.page import document, look, with_text
-from impress_sglang.integration.paper.prompt_saves import as_tokens
+from impress_sglang.paper.plugin.prompt_saves import as_tokens
+from impress_sglang.plugin import page
+from impress_sglang.plugin.page import document, look, with_text
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.serving.paper.saving import Save
+from impress_sglang.paper.saving import Save
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.writer import WriteAbandoned
 from tests.integration.worlds import SHAPE, TOKENS, World

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.integration.paper import radix_cache
-from impress_sglang.integration.paper.passes import KnownRequest
-from impress_sglang.integration.reports import report_of
 from impress_sglang.options import AUTO
-from impress_sglang.serving.paper.admission import AdmissionPlan
+from impress_sglang.paper.admission import AdmissionPlan
+from impress_sglang.paper.plugin import radix_cache
+from impress_sglang.paper.plugin.passes import KnownRequest
+from impress_sglang.plugin.reports import report_of
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from impress_sglang.serving.paper.loading import SourceLoading
-from impress_sglang.serving.paper.saving import Save
+from impress_sglang.paper.loading import SourceLoading
+from impress_sglang.paper.saving import Save
 from impress_sglang.storage.quality import Quality
 from tests.integration.worlds import SHAPE, TOKENS, World
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from impress_sglang.integration.query_sampling import QuerySampler
-from impress_sglang.precision.floors import MEASURED_QUERIES
+from impress_sglang.codes.planes.floors import MEASURED_QUERIES
+from impress_sglang.plugin.query_sampling import QuerySampler
 
 HEADS, DIM, SCALING = 2, 8, 0.5
 

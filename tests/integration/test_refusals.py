@@ -25,13 +25,14 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration import capabilities, compat, hooks, plugin
-from impress_sglang.integration.flags import CONFIG_ATTRIBUTE, config_of
-from impress_sglang.integration.hooks import Hook
-from impress_sglang.integration.paper import backends
-from impress_sglang.integration.paper.factory import make_tree_cache
-from impress_sglang.integration.paper.hooks import HOOKS as PAPER_HOOKS
-from impress_sglang.integration.paper.hooks import add_hooks
+from impress_sglang.paper.plugin import backends
+from impress_sglang.paper.plugin.factory import make_tree_cache
+from impress_sglang.paper.plugin.hooks import HOOKS as PAPER_HOOKS
+from impress_sglang.paper.plugin.hooks import add_hooks
+from impress_sglang.plugin import capabilities, compat, hooks
+from impress_sglang.plugin import entry as plugin
+from impress_sglang.plugin.flags import CONFIG_ATTRIBUTE, config_of
+from impress_sglang.plugin.hooks import Hook
 from tests.integration.tiny_model import LLAMA, write_config
 
 

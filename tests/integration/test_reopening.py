@@ -12,12 +12,12 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.errors import StoreInUseError
-from impress_sglang.integration.reporting import REORDER_ORDER, take_order
-from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.store import PrefixStore
+from impress_sglang.plugin.reporting import REORDER_ORDER, take_order
 from impress_sglang.serving import served_store
 from impress_sglang.storage import files as files_module
 from impress_sglang.storage.layout import SegmentLayout
+from impress_sglang.store.memory import StoreMemory
+from impress_sglang.store.store import PrefixStore
 from tests.faults import Faults, FaultyFileSystem, Rule
 from tests.integration.worlds import NEW, OLD, SHAPE, STORED, TOKENS, World
 from tests.unit.kv_factory import attach

@@ -12,10 +12,10 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
 from impress_sglang.cost import RequestLengths
-from impress_sglang.integration import reports
-from impress_sglang.integration.paper.passes import Passes
-from impress_sglang.integration.reports import attach, pack, report_of, reports_to_send
-from impress_sglang.integration.request_reports import RequestReports
+from impress_sglang.paper.plugin.passes import Passes
+from impress_sglang.plugin import reports
+from impress_sglang.plugin.reports import attach, pack, report_of, reports_to_send
+from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.serving.recent import RecentRequests
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.why import Reason

@@ -22,9 +22,9 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration import eligibility
-from impress_sglang.integration.eligibility import serve_refusal, store_refusal
-from impress_sglang.integration.request_fields import MESSAGES, REQUEST, SAMPLING
+from impress_sglang.plugin import eligibility
+from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
+from impress_sglang.plugin.request_fields import MESSAGES, REQUEST, SAMPLING
 
 OVERRIDES = PositionalEmbeds(embeds=[torch.ones(4)], positions=[1])
 # What SGLang gives a request at its making, or later, that makes its KVs depend on more than they

@@ -11,14 +11,14 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from impress_sglang.codes.planes import slots
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration import self_test
-from impress_sglang.integration.capabilities import check_layers
-from impress_sglang.integration.factory import kv_shape
-from impress_sglang.integration.self_test import check_kvs
-from impress_sglang.management.policies import make_policy
-from impress_sglang.precision import slots
+from impress_sglang.plugin import self_test
+from impress_sglang.plugin.capabilities import check_layers
+from impress_sglang.plugin.factory import kv_shape
+from impress_sglang.plugin.self_test import check_kvs
+from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer import filling
 from tests.integration.test_capabilities import Layers
 

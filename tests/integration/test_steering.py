@@ -20,14 +20,14 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.integration import reporting, steering, sweeps
-from impress_sglang.integration.page import look
-from impress_sglang.integration.reporting import add_routes
-from impress_sglang.integration.steering import Order, carry_out, obey
-from impress_sglang.management import purging
+from impress_sglang.plugin import reporting, steering, sweeps
+from impress_sglang.plugin.page import look
+from impress_sglang.plugin.reporting import add_routes
+from impress_sglang.plugin.steering import Order, carry_out, obey
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Priority, read_header
+from impress_sglang.store import purging
 from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.spying import calls_of

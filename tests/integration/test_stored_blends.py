@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from impress_sglang.blend.job import BlendJob
+from impress_sglang.blend.plan import Kind
+from impress_sglang.blend.plugin.steps import BlendSteps
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.integration.blend_steps import BlendSteps
-from impress_sglang.management.prefix_hashes import namespace_text
-from impress_sglang.serving.blend_job import BlendJob
-from impress_sglang.serving.blend_plan import Kind
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store.prefix_hashes import namespace_text
 from impress_sglang.transfer.coded import CodedSource
 from tests.integration.tiny_model import WORDS
 from tests.integration.tree_world import TreeWorld, install, told_of

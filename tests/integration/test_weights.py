@@ -11,11 +11,11 @@ import torch
 from sglang.srt.managers import io_struct
 from sglang.utils import TypeBasedDispatcher
 
-from impress_sglang.integration.factory import kv_tensors
-from impress_sglang.integration.weights import around_handler, watch_messages
-from impress_sglang.management.store import PrefixStore
+from impress_sglang.plugin.factory import kv_tensors
+from impress_sglang.plugin.weights import around_handler, watch_messages
 from impress_sglang.serving.pool_reader import PoolAccess
 from impress_sglang.storage.writer import WriteAbandoned
+from impress_sglang.store.store import PrefixStore
 from tests.integration.worlds import NEW, OLD, SHAPE, TOKENS, World
 
 

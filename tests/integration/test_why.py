@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.integration.paper import radix_cache
-from impress_sglang.integration.paper.passes import KnownRequest
-from impress_sglang.integration.reports import report_of
-from impress_sglang.management.losses import Cause
-from impress_sglang.management.stored import SegmentState, StoredSegment
+from impress_sglang.paper.plugin import radix_cache
+from impress_sglang.paper.plugin.passes import KnownRequest
+from impress_sglang.plugin.reports import report_of
 from impress_sglang.serving.report import RequestTotals, new_report
 from impress_sglang.serving.why import MEANINGS, Reason
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.integration.worlds import STORED, TOKENS, World
 
 

@@ -15,8 +15,8 @@ from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.codes.rotation import KeyRotation
+from impress_sglang.plugin.rectangular import rectangular_attention
 from impress_sglang.storage.layout import KVShape
 
 HIDDEN, WORDS, SCALING = 24, 50, 0.3

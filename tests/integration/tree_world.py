@@ -27,10 +27,10 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
+from impress_sglang.blend.plugin import blends
 from impress_sglang.config import ImpressConfig
-from impress_sglang.integration import blends
-from impress_sglang.integration.reports import report_of
-from impress_sglang.integration.tree_cache import ImpressTreeCache
+from impress_sglang.plugin.reports import report_of
+from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.service import Service
 from tests.integration import tiny_model
 from tests.unit.kv_factory import make_shape

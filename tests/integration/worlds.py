@@ -34,13 +34,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
-from impress_sglang.integration.paper.passes import KnownRequest
-from impress_sglang.integration.paper.radix_cache import ImpressRadixCache
-from impress_sglang.integration.reporting import take_order
-from impress_sglang.integration.weights import around_handler
-from impress_sglang.serving.paper.request import StoredRequest
-from impress_sglang.serving.paper.runtime import ServingRuntime
-from impress_sglang.serving.paper.saving import Save
+from impress_sglang.paper.plugin.passes import KnownRequest
+from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
+from impress_sglang.paper.request import StoredRequest
+from impress_sglang.paper.runtime import ServingRuntime
+from impress_sglang.paper.saving import Save
+from impress_sglang.plugin.reporting import take_order
+from impress_sglang.plugin.weights import around_handler
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
@@ -388,7 +388,7 @@ def install_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a server; what needs several processes or an accelerator is left out."""
     from sglang.srt.plugins import load_plugins
 
-    from impress_sglang.integration.paper.hooks import add_hooks
+    from impress_sglang.paper.plugin.hooks import add_hooks
 
     load_plugins()
     add_hooks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.codes.planes.layout import CodeLayout
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.damage import flip_bit

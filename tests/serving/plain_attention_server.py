@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from impress_sglang.integration import tree_cache_factory
+from impress_sglang.plugin import tree_cache_factory
 
 
 def _leave_alone(backend: Any) -> None:

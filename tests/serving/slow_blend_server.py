@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import bench.core.server as bench_server
-from impress_sglang.integration import blend_steps
+from impress_sglang.blend.plugin import steps as blend_steps
 
 SECONDS = 0.05
 # So many tokens at once, however fast they are.

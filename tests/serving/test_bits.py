@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.options import BITS, BITS_TEXT
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import assert_same, paths, report

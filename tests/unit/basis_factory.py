@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from impress_sglang.attention.rotation import KeyRotation
-from impress_sglang.codec.basis import Basis
-from impress_sglang.codec.fit import Moments, fit
+from impress_sglang.codes.rotation import KeyRotation
+from impress_sglang.codes.rows.basis import Basis
+from impress_sglang.codes.rows.fit import Moments, fit
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.kv_codec import KVCodec
 from tests.unit import kv_factory as kv

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.blend.job import BlendJob
+from impress_sglang.blend.plan import BlendNotes, BlendPlan
+from impress_sglang.blend.planner import BlendPlanner
+from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.cost import Estimator
-from impress_sglang.management.policies import LoadOptions, make_policy
-from impress_sglang.serving.blend_job import BlendJob
-from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
-from impress_sglang.serving.blend_planner import BlendPlanner
 from impress_sglang.serving.kv_class import KVClass
+from impress_sglang.store.policies import LoadOptions, make_policy
 from tests.unit.kv_factory import as_tokens, make_shape
 from tests.unit.store_factory import Workbench, make_config
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.codec.fit import SINK_TOKENS
-from impress_sglang.precision.codec import (
+from impress_sglang.codes.planes.codec import (
     GROUP_TOKENS,
     LEVELS,
     NUM_PLANES,
@@ -20,7 +19,8 @@ from impress_sglang.precision.codec import (
     code_values,
     restore,
 )
-from impress_sglang.precision.floors import Floors
+from impress_sglang.codes.planes.floors import Floors
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment

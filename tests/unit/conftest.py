@@ -46,8 +46,8 @@ def step() -> Iterator[Step]:
 def short_pauses() -> Iterator[None]:
     """A disk that failed is asked again soon, so that tests do not wait for its next chance."""
     with (
-        mock.patch("impress_sglang.management.health.FIRST_PAUSE_S", 0.05),
-        mock.patch("impress_sglang.management.health.FIRST_LOOK_S", 0.1),
+        mock.patch("impress_sglang.store.health.FIRST_PAUSE_S", 0.05),
+        mock.patch("impress_sglang.store.health.FIRST_LOOK_S", 0.1),
     ):
         yield
 

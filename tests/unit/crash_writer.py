@@ -23,10 +23,10 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.writing import Offer, StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import DEFAULTS, look_again, open_source, rows, until

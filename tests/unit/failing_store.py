@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.management.store import PrefixStore
+from impress_sglang.store.store import PrefixStore
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import store_factory
 from tests.unit.store_factory import Workbench, check_rows, look_up, path_of, prompt, until

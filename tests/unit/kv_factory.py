@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.planes.floors import Coding, Floors
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.management.prefix_hashes import prefix_digest
-from impress_sglang.management.stored import SegmentState, StoredSegment
-from impress_sglang.precision.floors import Coding, Floors
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
@@ -23,6 +21,8 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
+from impress_sglang.store.prefix_hashes import prefix_digest
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.tiers.slab import PageShape

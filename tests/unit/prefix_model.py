@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from impress_sglang.management.stored import SegmentState
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store.stored import SegmentState
 
 # Best first. Of the last three none takes the place of another.
 QUALITIES = (EXACT, Quality(1, 0.5), Quality(1, 0.25), Quality(2, 0.5), Quality(1, 1.0, 6.0, 0.15))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from impress_sglang.serving.paper.request import StoredRequest
+from impress_sglang.paper.request import StoredRequest
 from impress_sglang.serving.report import new_report
 from impress_sglang.storage.quality import EXACT, Quality
 

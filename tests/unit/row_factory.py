@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from impress_sglang.attention.rotation import KeyRotation, Turns
-from impress_sglang.codec.basis import Basis, LayerBasis
-from impress_sglang.codec.coder import spread
-from impress_sglang.codec.levels import LEVEL_TABLE
-from impress_sglang.codec.rows import GAINS
+from impress_sglang.codes.rotation import KeyRotation, Turns
+from impress_sglang.codes.rows.basis import Basis, LayerBasis
+from impress_sglang.codes.rows.coder import spread
+from impress_sglang.codes.rows.levels import LEVEL_TABLE
+from impress_sglang.codes.rows.row import GAINS
 
 # Bits of the components of each layer.
 ALL_BITS = tuple(bits for bits in range(8, 0, -1) for _ in range(5))

@@ -1,7 +1,7 @@
 """SGLang's scheduler around a job queue, as far as slots and order are concerned.
 
 What it admits, allocates, evicts, retracts and puts back follows SGLang 0.5.23 (`PrefillAdder`,
-`retract_decode`); what it asks of the queue follows `integration.tree_cache`. A page has one token.
+`retract_decode`); what it asks of the queue follows `plugin.tree_cache`. A page has one token.
 """
 
 from __future__ import annotations

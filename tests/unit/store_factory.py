@@ -16,16 +16,16 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.management.lookahead import LookAhead
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import SegmentState, StoredMatch
-from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.options import PART_POLICIES
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import SegmentState, StoredMatch
+from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv

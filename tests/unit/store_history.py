@@ -19,15 +19,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.management.health import Task, Verdict, Work
-from impress_sglang.management.reordering import Rewrite, Shares
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.store.health import Task, Verdict, Work
+from impress_sglang.store.reordering import Rewrite, Shares
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.source import SegmentSource
 from tests.faults import FaultyFileSystem
 from tests.unit import kv_factory as kv
@@ -87,7 +87,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.same_ids.start()
         # A disk that has failed is asked again at once.
         self.no_pause = mock.patch.multiple(
-            "impress_sglang.management.health", FIRST_PAUSE_S=0.0, LONGEST_PAUSE_S=0.0
+            "impress_sglang.store.health", FIRST_PAUSE_S=0.0, LONGEST_PAUSE_S=0.0
         )
         self.no_pause.start()
         self.files = FaultyFileSystem()

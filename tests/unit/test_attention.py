@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.attention.rotation import KeyRotation
-from impress_sglang.attention.tiled import KEY_TILE, QUERY_TILE, tiled_attention, tiles_of
+from impress_sglang.blend.tiled import KEY_TILE, QUERY_TILE, tiled_attention, tiles_of
+from impress_sglang.codes.rotation import KeyRotation
+from impress_sglang.plugin.rectangular import rectangular_attention
 
 
 def dense_attention(

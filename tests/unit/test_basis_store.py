@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.codec.coder import decode_layer, encode_layer, kvs_of
-from impress_sglang.codec.fit import SINK_TOKENS
+from impress_sglang.codes.rows.coder import decode_layer, encode_layer, kvs_of
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import ConfigError, PrefixUnreadable
-from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import LayerReader
+from impress_sglang.store.writing import StoreOutcome
 from impress_sglang.transfer.kv_codec import WORST_FIT, KVCodec
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores

@@ -14,8 +14,8 @@ from bench.core.session import BenchFailed
 from bench.quality import precision
 from bench.quality.precision import Reader, Rule
 from impress_sglang.cli.calibrate import KVs, Prompts, calibrated
-from impress_sglang.codec.basis import Basis
-from impress_sglang.codec.fit import SINK_TOKENS
+from impress_sglang.codes.rows.basis import Basis
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 from tests.serving.tiny_models import make_model, random_tokens
 
 RULES = ("coded 5", "coded 8", "basis 4")

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.codec.fit import SINK_TOKENS
+from impress_sglang.blend.job import BlendJob
+from impress_sglang.blend.plan import BlendPlan, Kind, apart
+from impress_sglang.codes.planes.codec import GROUP_TOKENS, LEVELS, code_keys, code_values
+from impress_sglang.codes.planes.codec import restore as restore_codes
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.management.policies import LoadOptions
-from impress_sglang.precision.codec import GROUP_TOKENS, LEVELS, code_keys, code_values
-from impress_sglang.precision.codec import restore as restore_codes
-from impress_sglang.serving.blend_job import BlendJob
-from impress_sglang.serving.blend_plan import BlendPlan, Kind, apart
 from impress_sglang.serving.load_jobs import JobLoader, JobState
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.store.policies import LoadOptions
 from impress_sglang.transfer.coded import CodedSource
 from tests.unit import blending_desk
 from tests.unit.blending_desk import ROTATION, SHAPE, Desk, texts

@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 
+from impress_sglang.blend.plan import BlendNotes, BlendPlan
+from impress_sglang.blend.planner import ANSWER_SECONDS, ANSWER_SHARE, MEASURE_SECONDS, SHARES
 from impress_sglang.cost import Estimate
 from impress_sglang.loops import windows
-from impress_sglang.management.policies import LoadOptions
-from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
-from impress_sglang.serving.blend_planner import (
-    ANSWER_SECONDS,
-    ANSWER_SHARE,
-    MEASURE_SECONDS,
-    SHARES,
-)
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store.policies import LoadOptions
 from tests.unit import blending_desk
 from tests.unit.basis_factory import codec_for
 from tests.unit.blending_desk import APPROXIMATE, Desk, texts

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from impress_sglang.cli.calibrate import Gradients, Prompts, calibrated, coded_kvs
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, REFUSED, Refused
-from impress_sglang.codec.basis import RATES, Basis
-from impress_sglang.codec.fit import SINK_TOKENS
+from impress_sglang.codes.rows.basis import RATES, Basis
+from impress_sglang.codes.rows.fit import SINK_TOKENS
 
 VOCABULARY = 256
 SIZES = {

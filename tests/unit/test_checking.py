@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from impress_sglang.management import checking
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.storage.segment import Priority
+from impress_sglang.store import checking
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.tiers.placement import Tier
 from tests.unit import store_factory
 from tests.unit.store_factory import Workbench, check_rows, look_up, lose, name_of, prompt, use

@@ -14,9 +14,9 @@ import pytest
 
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
-from impress_sglang.management.prefix_hashes import namespace_text
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit import store_factory
 from tests.unit.basis_factory import codec_for
 from tests.unit.kv_factory import IDENTITY, flip_byte, make_shape

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.codec.basis import Basis
-from impress_sglang.codec.coder import (
+from impress_sglang.codes.rows.basis import Basis
+from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
     decode_layer,
     encode_layer,
@@ -20,9 +20,9 @@ from impress_sglang.codec.coder import (
     group_bounds,
     kvs_of,
 )
-from impress_sglang.codec.fit import SINK_TOKENS, Moments, fit
-from impress_sglang.codec.levels import LEVELS
-from impress_sglang.codec.rows import GAINS
+from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit
+from impress_sglang.codes.rows.levels import LEVELS
+from impress_sglang.codes.rows.row import GAINS
 from impress_sglang.errors import BasisUnreadable, NotCodable
 
 LAYERS, HEADS, DIM = 3, 2, 6

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.codec.pages import (
+from impress_sglang.codes.rows.pages import (
     MOST_PAGE_TOKENS,
     PADDING_SHARE,
     PAGE_GRAIN,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.planes.codec import NUM_PLANES
+from impress_sglang.codes.planes.floors import Floors
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.precision.codec import NUM_PLANES
-from impress_sglang.precision.floors import Floors
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.loader import LayerInputs
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart

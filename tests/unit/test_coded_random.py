@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead

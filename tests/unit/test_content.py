@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 
 from impress_sglang.loops import windows
 from impress_sglang.loops.types import Indices
-from impress_sglang.management.content import (
-    SAME_WINDOWS,
-    WINDOW_TOKENS,
-    ContentIndex,
-    FoundRuns,
-    Run,
-)
-from impress_sglang.management.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, FoundRuns, Run
+from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import calls_of
 

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import ConfigError, StoreInUseError
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.directory import (
     CODING,
     MARKER,
@@ -29,6 +27,8 @@ from impress_sglang.storage.directory import (
     segment_files,
 )
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY

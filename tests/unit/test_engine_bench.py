@@ -17,7 +17,7 @@ from bench.core.session import BenchFailed
 from bench.engine.engine import IDENTITY, OPTIONS, Engine, run, save, tokens_of
 from bench.engine.model import MODELS, Model, ModelShape, aligned_attention, attention
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.store import PrefixStore
+from impress_sglang.store.store import PrefixStore
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("small", 2, 8, 4, 48, 64, head_dim=32)
@@ -111,7 +111,7 @@ sys.modules["triton"] = None
 from bench.core.cli import main
 
 assert main(["engine", *sys.argv[1:]]) == 0
-assert not any(name.startswith("impress_sglang.integration") for name in sys.modules)
+assert not any(name.startswith("impress_sglang.plugin") for name in sys.modules)
 """
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from impress_sglang.management.losses import Cause, Loss, Losses, prompt_of
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.management.purging import MOST_JOBS, Expiry, MultiStepJobs, Purge
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.store.losses import Cause, Loss, Losses, prompt_of
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.store.purging import MOST_JOBS, Expiry, MultiStepJobs, Purge
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.precision import floors as measuring
-from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
-from impress_sglang.precision.floors import (
+from impress_sglang.codes.planes import floors as measuring
+from impress_sglang.codes.planes.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.codes.planes.floors import (
     FIRST_PROMPTS,
     MEASURED_TOKENS,
     ONE_OF_PROMPTS,
@@ -27,6 +26,7 @@ from impress_sglang.precision.floors import (
 )
 from impress_sglang.storage import layer_codec
 from impress_sglang.storage.directory import CODING
+from impress_sglang.store.store import PrefixStore
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedPart
 from tests.unit.kv_factory import make_shape
 from tests.unit.spying import calls_of

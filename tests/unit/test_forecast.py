@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from impress_sglang.management.forecast import CodedBytes, StoredBytes
+from impress_sglang.store.forecast import CodedBytes, StoredBytes
 
 CODES = 256
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from impress_sglang.management.health import Health, Task, Verdict, Work
+from impress_sglang.store.health import Health, Task, Verdict, Work
 from tests.unit.kv_factory import stored_segment
 from tests.unit.waiting import Clock
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.management import identity
-from impress_sglang.management.identity import model_identity, weights_digest
+from impress_sglang.store import identity
+from impress_sglang.store.identity import model_identity, weights_digest
 from tests.unit.kv_factory import make_shape
 
 Named = dict[str, Tensor]

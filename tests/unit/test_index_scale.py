@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.management import disk, restoring
-from impress_sglang.management import tree as tree_module
-from impress_sglang.management.disk import NOTED_TOGETHER
-from impress_sglang.management.losses import Cause
-from impress_sglang.management.nodes import Node
-from impress_sglang.management.restoring import restore_segments
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import StoredSegment
-from impress_sglang.management.tree import StoredTree
-from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.catalog import Catalog
+from impress_sglang.store import disk, restoring
+from impress_sglang.store import tree as tree_module
+from impress_sglang.store.disk import NOTED_TOGETHER
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.nodes import Node
+from impress_sglang.store.restoring import restore_segments
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import Call, calls_of

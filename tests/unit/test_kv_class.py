@@ -6,11 +6,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from impress_sglang.management.policies import LoadOptions
+from impress_sglang.codes.planes.codec import LEVELS
 from impress_sglang.options import AUTO, AUTO_SHARE, BITS, EXACT_BITS, OFF
-from impress_sglang.precision.codec import LEVELS
 from impress_sglang.serving.kv_class import KVClass, marked, unmarked
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store.policies import LoadOptions
 
 SHARES = st.floats(0.0, 1.0, allow_nan=False)
 CLASSES = st.just(KVClass()) | st.builds(KVClass, st.sampled_from(BITS), SHARES)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.precision.codec import NotCodable
-from impress_sglang.precision.floors import Coding
-from impress_sglang.precision.layer import CodedLayer
-from impress_sglang.precision.layer import encode_layer as encode_codes
-from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.codes.planes.codec import NotCodable
+from impress_sglang.codes.planes.floors import Coding
+from impress_sglang.codes.planes.layer import CodedLayer
+from impress_sglang.codes.planes.layer import encode_layer as encode_codes
+from impress_sglang.codes.planes.layout import CodeLayout
 from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit import kv_factory as kv

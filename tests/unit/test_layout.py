@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.codes.planes.layout import CodeLayout
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.transfer.geometry import ColumnGroup, LayerGeometry, geometry_of
 from tests.unit import kv_factory as kv

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
-from impress_sglang.management.losses import Cause
-from impress_sglang.management.open_segments import OpenSegments
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import StoredMatch, StoredSegment
 from impress_sglang.options import BITS
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobRevoked, JobState, LoadJob
 from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.open_segments import OpenSegments
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredMatch, StoredSegment
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
 from tests.faults import Faults, FaultyFileSystem, Rule

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.management.lookahead import _GAP, LookAhead
-from impress_sglang.management.purging import Purge
-from impress_sglang.management.stored import StoredSpan
-from impress_sglang.management.versions import SegmentVersions, turns_of
+from impress_sglang.store.lookahead import _GAP, LookAhead
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.stored import StoredSpan
+from impress_sglang.store.versions import SegmentVersions, turns_of
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 from impress_sglang.transfer.source import ReadNeeds

@@ -7,11 +7,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from impress_sglang.management.health import Health
-from impress_sglang.management.quota import WriteBudget
-from impress_sglang.management.writing import StoreStats
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PERIOD_SECONDS, PREFIX, ServingMetrics
 from impress_sglang.serving.report import RequestTotals, new_report, split_tokens
+from impress_sglang.store.health import Health
+from impress_sglang.store.quota import WriteBudget
+from impress_sglang.store.writing import StoreStats
 
 LABELS = {"tp_rank": "0"}
 TIER = {"used_bytes": 7, "capacity_bytes": 9, "evicted_score": None}

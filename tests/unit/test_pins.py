@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.management import pins as pins_module
-from impress_sglang.management import purging
-from impress_sglang.management.losses import Cause
-from impress_sglang.management.purging import Purge, Purged
-from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import PINS
+from impress_sglang.store import pins as pins_module
+from impress_sglang.store import purging
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.purging import Purge, Purged
+from impress_sglang.store.store import PrefixStore
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens

@@ -9,8 +9,8 @@ import pytest
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
-from impress_sglang.management.policies import LoadOptions, Policy, make_policy
 from impress_sglang.options import CODED_POLICIES, EXACT_BITS, PART_POLICIES, POLICIES
+from impress_sglang.store.policies import LoadOptions, Policy, make_policy
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
 CONFIGS = [ImpressConfig(policy=policy) for policy in POLICIES]

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.loops import packed
-from impress_sglang.options import BITS
-from impress_sglang.precision.codec import (
+from impress_sglang.codes.planes.codec import (
     CODE_BITS,
     GROUP_TOKENS,
     LEVELS,
@@ -32,10 +30,12 @@ from impress_sglang.precision.codec import (
     sections_of,
     unpack,
 )
-from impress_sglang.precision.layer import CodedLayer, encode_layer
-from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.slots import raise_units, restore_base
-from impress_sglang.precision.tokens import CodedTokens
+from impress_sglang.codes.planes.layer import CodedLayer, encode_layer
+from impress_sglang.codes.planes.layout import CodeLayout
+from impress_sglang.codes.planes.slots import raise_units, restore_base
+from impress_sglang.codes.planes.tokens import CodedTokens
+from impress_sglang.loops import packed
+from impress_sglang.options import BITS
 from tests.unit.coded_factory import check_pool, gained_of, restored
 
 COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from impress_sglang.management.purging import Expiry
-from impress_sglang.management.quota import _Choice
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import StoredSegment
-from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.segment import Priority, read_header
+from impress_sglang.store.purging import Expiry
+from impress_sglang.store.quota import _Choice
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.spying import calls_of

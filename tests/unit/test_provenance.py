@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from impress_sglang.integration.provenance import Provenance
+from impress_sglang.plugin.provenance import Provenance
 
 SLOTS = 12
 CPU = torch.device("cpu")

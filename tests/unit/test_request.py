@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import (
     AUTO,
     AUTO_FLOOR,
@@ -36,6 +35,7 @@ from impress_sglang.serving.custom_params import (
 )
 from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY
 from impress_sglang.storage.segment import Priority
+from impress_sglang.store.policies import LoadOptions
 
 CONFIG = ImpressConfig()
 USUAL = CONFIG.usual_bits

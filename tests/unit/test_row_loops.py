@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.attention.rotation import Turns
-from impress_sglang.codec.basis import Basis
-from impress_sglang.codec.coder import (
+from impress_sglang.codes.rotation import Turns
+from impress_sglang.codes.rows.basis import Basis
+from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
     decode_layer,
     encode_layer,
@@ -18,7 +18,7 @@ from impress_sglang.codec.coder import (
     kvs_of,
     spread,
 )
-from impress_sglang.codec.levels import CURVES, LEVEL_TABLE
+from impress_sglang.codes.rows.levels import CURVES, LEVEL_TABLE
 from impress_sglang.loops import rows as loops
 from impress_sglang.transfer import kv_codec
 from impress_sglang.transfer.kv_codec import KVCodec, LoopRestorer

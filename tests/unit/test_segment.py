@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import sinks_of

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, REFUSED, UNREACHABLE
 from impress_sglang.cli.prefix_file import Contents, Prefix, PrefixFile, _header, write_file
-from impress_sglang.management.prefix_hashes import namespace_text
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import Priority, read_header
+from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit.basis_factory import codec_for
 from tests.unit.kv_factory import (
     IDENTITY,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 from impress_sglang.serving.sights import Sights
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 from tests.unit.kv_factory import as_tokens
 
 COLUMNS = 1 << 16

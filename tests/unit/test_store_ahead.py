@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.management.forecast import StoredBytes
-from impress_sglang.management.store import PrefixStore
+from impress_sglang.store.forecast import StoredBytes
+from impress_sglang.store.store import PrefixStore
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.management.health import MOST_LOOKS
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import SegmentState
-from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.store.health import MOST_LOOKS
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import SegmentState
+from impress_sglang.store.writing import StoreOutcome
 from tests import damage
 from tests.faults import Faults, FaultyFileSystem, Rule, read_only
 from tests.unit import failing_store
@@ -220,8 +220,8 @@ def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: 
 
 @pytest.fixture
 def frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("impress_sglang.management.health.FIRST_LOOK_S", 0.01)
-    monkeypatch.setattr("impress_sglang.management.health.LONGEST_LOOK_S", 0.01)
+    monkeypatch.setattr("impress_sglang.store.health.FIRST_LOOK_S", 0.01)
+    monkeypatch.setattr("impress_sglang.store.health.LONGEST_LOOK_S", 0.01)
 
 
 def looks_at(faults: Faults, store: PrefixStore, rule: Rule, count: int) -> None:

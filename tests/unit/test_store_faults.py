@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
-from impress_sglang.management.losses import Cause
-from impress_sglang.management.purging import Purge
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import SegmentState
-from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import SegmentState
+from impress_sglang.store.writing import StoreOutcome
 from tests import damage
 from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
 from tests.unit import failing_store
@@ -287,7 +287,7 @@ def test_the_free_space_may_not_be_known(
     bench: Workbench, store: PrefixStore, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`statvfs` of a directory that is gone once killed the server."""
-    monkeypatch.setattr("impress_sglang.management.health.MEASURE_S", 0.0)
+    monkeypatch.setattr("impress_sglang.store.health.MEASURE_S", 0.0)
     with faults.injected(Rule("EIO", "free_bytes")):
         stores.until(store, lambda: store.health.state == "degraded")
     until_well(store)

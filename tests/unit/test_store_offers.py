@@ -7,12 +7,12 @@ import threading
 import pytest
 from torch import Tensor
 
-from impress_sglang.management.losses import Cause
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.management.purging import Purge
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.writing import StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit.store_factory import Workbench, check_rows, length, prompt
 from tests.unit.waiting import wait_until

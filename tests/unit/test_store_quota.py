@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management import disk_worker
-from impress_sglang.management.lookahead import LookAhead
-from impress_sglang.management.quota import Quota, WriteBudget
-from impress_sglang.management.tree import StoredTree
-from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.store import disk_worker
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.quota import Quota, WriteBudget
+from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import stored_segment

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.management import reordering
-from impress_sglang.management.lookahead import LookAhead
-from impress_sglang.management.losses import Cause
-from impress_sglang.management.purging import Purge
-from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.token_order import mapping_lists
-from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
+from impress_sglang.store import reordering
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.token_order import mapping_lists
+from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import flip_byte, head_groups_of, kv_of, row_size

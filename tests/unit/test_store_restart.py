@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.quality import EXACT
+from impress_sglang.store.store import PrefixStore
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from impress_sglang.errors import StoreUnavailable
-from impress_sglang.management.health import Verdict
-from impress_sglang.management.purging import Purge
-from impress_sglang.management.stored import SegmentState
-from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store.health import Verdict
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.stored import SegmentState
+from impress_sglang.store.writing import StoreOutcome
 from impress_sglang.transfer.source import ReadNeeds
 from tests.faults import Rule
 from tests.unit import kv_factory as kv

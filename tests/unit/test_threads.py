@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.store import PrefixStore
+from impress_sglang.store.store import PrefixStore
 from impress_sglang.threads import BackgroundThread
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS

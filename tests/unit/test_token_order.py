@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.management.token_order import (
+from impress_sglang.storage.layout import KVShape, SegmentLayout
+from impress_sglang.store.token_order import (
     chunk_shares,
     expected_bytes,
     expected_shares,
     mapping_lists,
 )
-from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit.kv_factory import PROBE, head_group_of, kv_of, make_shape, row_size
 
 # A row of other keys takes a quarter of a block, a row of values half of one.

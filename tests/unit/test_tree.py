@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from impress_sglang.management.prefix_hashes import prefix_digest
-from impress_sglang.management.restoring import newest_files, restore_segments
-from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store.prefix_hashes import prefix_digest
+from impress_sglang.store.restoring import newest_files, restore_segments
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
 
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share

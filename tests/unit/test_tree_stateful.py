@@ -9,13 +9,13 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from impress_sglang.management.prefix_hashes import prefix_digest
-from impress_sglang.management.purging import _Place
-from impress_sglang.management.restoring import newest_files, restore_segments
-from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Priority
+from impress_sglang.store.prefix_hashes import prefix_digest
+from impress_sglang.store.purging import _Place
+from impress_sglang.store.restoring import newest_files, restore_segments
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel
 

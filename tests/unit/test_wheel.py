@@ -62,5 +62,5 @@ def test_wheel_works_in_an_environment_that_has_nothing_else(wheel: Path, tmp_pa
     # Isolated: neither this directory nor PYTHONPATH may stand in for what was installed.
     said = run(python, "-I", "-c", code, cwd=tmp_path).split()
     version = impress_sglang.__version__
-    assert said[:3] == [version, version, "impress_sglang.integration.plugin:activate"]
+    assert said[:3] == [version, version, "impress_sglang.plugin.entry:activate"]
     assert Path(said[3]).is_relative_to(tmp_path)

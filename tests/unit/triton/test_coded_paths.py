@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.cost import ReadCost
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module

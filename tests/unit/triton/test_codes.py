@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from impress_sglang.precision import slots as loops
-from impress_sglang.precision.codec import (
+from impress_sglang.codes.planes import slots as loops
+from impress_sglang.codes.planes.codec import (
     GROUP_TOKENS,
     LEVELS,
     NUM_PLANES,
@@ -18,9 +18,9 @@ from impress_sglang.precision.codec import (
     code_values,
     restore,
 )
-from impress_sglang.precision.layer import CodedLayer, encode_layer
-from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.tokens import CodedTokens
+from impress_sglang.codes.planes.layer import CodedLayer, encode_layer
+from impress_sglang.codes.planes.layout import CodeLayout
+from impress_sglang.codes.planes.tokens import CodedTokens
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.triton import codes
 from impress_sglang.triton.sizes import power_of_two

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from impress_sglang.codec.coder import decode_layer, kvs_of
+from impress_sglang.codes.rows.coder import decode_layer, kvs_of
 from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
 from impress_sglang.triton import rows as kernels
 from impress_sglang.triton.sizes import power_of_two

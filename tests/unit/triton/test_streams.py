@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.importance.selection import top_tokens, vote
 from impress_sglang.importance.selectors import PaperSelector
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import page_copies

@@ -20,10 +20,10 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 
+from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance import selection
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
-from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter

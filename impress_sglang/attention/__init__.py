@@ -1,1 +1,0 @@
-"""Attention over the rows that a request really has; no storage, no selection."""

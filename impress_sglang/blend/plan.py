@@ -1,0 +1,202 @@
+"""What a blended prefix consists of: runs stored behind other text, and computed tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from impress_sglang.codes.planes.codec import planes_of
+from impress_sglang.cost import Estimate, RequestLengths
+from impress_sglang.loops.types import Uint8s
+from impress_sglang.serving.why import Detail
+from impress_sglang.storage.quality import Quality
+from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.content import FoundRuns, Run
+from impress_sglang.store.stored import StoredMatch, StoredSpan
+
+# Layers in which deviations are looked for among all tokens; the first never deviates.
+CHECKED_LAYERS = 2
+
+
+class Kind(enum.IntEnum):
+    """How a token of a blended prefix gets its KVs."""
+
+    KEPT = 0
+    """It is stored behind the same tokens."""
+    COMPUTED = 1
+    """It is computed in all layers."""
+    REUSED = 2
+    """It is stored behind other tokens; it is computed while its KVs are among the most deviant."""
+
+
+@dataclasses.dataclass(slots=True)
+class BlendNotes:
+    """What is known of a request that may blend, until it is over."""
+
+    found: FoundRuns | None = None
+    """The runs of its prompt that the last search found."""
+    answer: BlendPlan | Detail | None = None
+    """The last answer: how it would blend, or why it would not."""
+    asked: tuple[int, int] | None = None
+    """What that answers: tokens then in SGLang's tree, and where the usual plan ended."""
+    answered: float = 0.0
+    """When it was answered, by `time.monotonic`."""
+    why: Detail | None = None
+    """Why it does not blend, although it accepts blending and some of its text is stored."""
+    declined: bool = False
+    """Whether it goes on without a blend."""
+    measures: bool = False
+    """Whether it blends to measure how fast blending is now."""
+
+    def decline(self, why: Detail) -> None:
+        """Let the request go on as if there were no blending."""
+        self.declined = True
+        self.why = self.why or why
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlendPlan:
+    """A prefix of which some runs are stored, each behind other tokens.
+
+    Attributes:
+        match: what is stored as a prefix of the prompt.
+        work: how many of its tokens are resident, are blended, and follow.
+        tokens: the prompt, as far as a prefix may reach.
+        estimate: how long blending it takes.
+        runs: what is read, from the first token that is not resident.
+        kinds: uint8 [work.stored], the `Kind` of each token behind the resident ones.
+        share: how many of the `REUSED` tokens are computed, on average over the layers.
+        read_tokens: at most so many tokens are read at once.
+        notes: those of its request.
+    """
+
+    match: StoredMatch
+    work: RequestLengths
+    tokens: Tokens = dataclasses.field(compare=False)
+    estimate: Estimate
+    runs: tuple[Run, ...]
+    kinds: Uint8s = dataclasses.field(compare=False)
+    share: float
+    read_tokens: int
+    notes: BlendNotes = dataclasses.field(compare=False)
+
+    @property
+    def loads(self) -> bool:
+        """Whether it is carried out: always."""
+        return True
+
+    @property
+    def start(self) -> int:
+        """Where it begins: behind what was resident when it was planned."""
+        return self.work.resident
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.work.resident + self.work.stored
+
+    @property
+    def planes(self) -> int:
+        """How many planes are read of codes."""
+        return planes_of(self.estimate.bits)
+
+    @property
+    def spans(self) -> tuple[StoredSpan, ...]:
+        """The stored tokens that are read, in the order of the prompt."""
+        return tuple(run.span for run in self.runs)
+
+    @property
+    def quality(self) -> Quality:
+        """The quality of what is blended, and of what is computed after it."""
+        return self.match.quality.after(1.0, self.estimate.bits, self.share)
+
+    @property
+    def reused(self) -> int:
+        """How many tokens are `REUSED`."""
+        return int(np.count_nonzero(self.kinds == Kind.REUSED))
+
+    @property
+    def groups(self) -> list[tuple[Run, ...]]:
+        """What is read at once, in order."""
+        return groups_of(self.runs, self.read_tokens)
+
+    def begun_at(self, start: int) -> tuple[Uint8s, tuple[Run, ...]]:
+        """Kinds and runs of the same prefix if `start` tokens are resident now."""
+        before = self.work.resident
+        if start >= before:
+            runs = [run.part(start, run.stop) for run in self.runs if run.stop > start]
+            return self.kinds[start - before :].copy(), tuple(runs)
+        known = min(max(self.match.num_tokens, start), before)
+        kept, computed = known - start, before - known
+        kinds = np.repeat(np.array([Kind.KEPT, Kind.COMPUTED], np.uint8), [kept, computed])
+        kept_runs = (run.part(start, known) for run in runs_of(self.match, start) if kept)
+        return np.concatenate([kinds, self.kinds]), (*kept_runs, *self.runs)
+
+    def same_tokens(self, other: BlendPlan) -> bool:
+        """Whether another plan blends the same runs into a prompt of the same lengths."""
+        return (self.work, self.runs) == (other.work, other.runs)
+
+
+def runs_of(match: StoredMatch, start: int) -> list[Run]:
+    """The runs of a stored prefix from token `start` on."""
+    runs = []
+    for span in match.slice(start, match.num_tokens):
+        runs.append(Run(start, span))
+        start += len(span)
+    return runs
+
+
+def groups_of(runs: Sequence[Run], most: int) -> list[tuple[Run, ...]]:
+    """Split runs into groups that are read at once, each within so many tokens of a prompt.
+
+    No page of a segment's codes is twice in the runs of a group, so one source can read the group.
+    """
+    return [group for own in _windows(runs, most) for group in map(tuple, apart(own))]
+
+
+def _windows(runs: Sequence[Run], most: int) -> Iterator[list[Run]]:
+    """The parts of runs within each window of so many tokens, which begins with the first run."""
+    own: list[Run] = []
+    end = 0
+    for run in runs:
+        start = run.start
+        while start < run.stop:
+            if start >= end:
+                if own:
+                    yield own
+                own, end = [], start + most
+            stop = min(run.stop, end)
+            own.append(run.part(start, stop))
+            start = stop
+    if own:
+        yield own
+
+
+def share_of_layer(share: float, layer: int, num_layers: int) -> float:
+    """The share of the reused tokens that is computed in a layer after the checked ones.
+
+    CacheBlend 4.3 filters gradually: more than `share` at first, less in the end, `share` on
+    average.
+    """
+    first, last = CHECKED_LAYERS, max(num_layers - 1, CHECKED_LAYERS + 1)
+    spread = min(0.5, (1.0 - share) / share) if share else 0.0
+    return share * (1.0 + spread * (1.0 - 2.0 * (layer - first) / (last - first)))
+
+
+def apart(runs: Sequence[Run]) -> list[list[Run]]:
+    """Split runs into few groups, none of which has a page of a segment's codes twice."""
+    groups: list[tuple[list[Run], set[tuple[str, int]]]] = []
+    for run in runs:
+        span, layout = run.span, run.span.segment.info.layout().codes[0]
+        size = layout.page_groups * layout.group_tokens
+        last = (span.stop - 1) // size
+        pages = {(span.segment.segment_id, page) for page in range(span.start // size, last + 1)}
+        free = next((group for group in groups if group[1].isdisjoint(pages)), None)
+        if free is None:
+            groups.append(free := ([], set()))
+        free[0].append(run)
+        free[1].update(pages)
+    return [own for own, _ in groups]

@@ -1,0 +1,1 @@
+"""What blends need of SGLang: its model, run over single blocks between its passes."""

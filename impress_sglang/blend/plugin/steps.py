@@ -1,0 +1,326 @@
+"""Runs the model over the computed tokens of a blended prefix, a block between two passes.
+
+What is stored of the prefix is in the job's slots already (`blend.job`). SGLang's model is
+run layer by layer over fewer and fewer tokens of a block, as in its split prefill, and rows are
+dropped between layers by SGLang's own handoff of the residual. Its layers attend by an object of
+ours, which SGLang's forward context names meanwhile; keys and values are written into the job's
+slots, beside those restored there.
+
+A block occupies the scheduler's thread, and takes the device memory of its activations. It has at
+most as many tokens as a chunk of prefill, and fewer if these take longer than one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from torch import Tensor
+
+from impress_sglang.blend.job import BlendJob
+from impress_sglang.blend.plan import CHECKED_LAYERS, Kind, share_of_layer
+from impress_sglang.blend.plugin.block_batch import block_batch
+from impress_sglang.blend.tiled import tiled_attention, tiles_of
+from impress_sglang.codes.rotation import KeyRotation
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.loops.types import Indices
+
+logger = logging.getLogger(__name__)
+
+# Most tokens of a block, and least ones however long they take.
+BLOCK_TOKENS = 2048
+LEAST_TOKENS = 32
+# Before anything was measured, a block has this share of the most.
+FIRST_SHARE = 0.25
+
+# Models that can be run layer by layer, with fewer rows from layer to layer.
+BLENDED = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+# Rotations whose factors depend on the position alone, as rows of `cos_sin_cache`.
+_KNOWN_ROTATIONS = (
+    RotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+
+Layers = Callable[[int], tuple[Tensor, Tensor]]
+"""Pools of keys and values of a layer, counted from the first."""
+
+
+def check_blended(model: Any) -> None:
+    """Check that blending knows a model.
+
+    Raises:
+        UnsupportedError: its rotation is not known, or running it layer by layer was not judged.
+    """
+    name = type(model).__name__
+    if name not in BLENDED:
+        raise UnsupportedError(
+            f"IMPRESS does not know how to blend with {name}, only with "
+            f"{', '.join(sorted(BLENDED))}: drop --impress-blend"
+        )
+    rotation_of(model, "--impress-blend")
+
+
+def rotation_of(model: Any, option: str) -> KeyRotation:
+    """Make the rotation that moves a model's keys to other positions, as an option needs.
+
+    Raises:
+        UnsupportedError: its rotation is not known.
+    """
+    found = [own for own in model.modules() if hasattr(own, "cos_sin_cache")]
+    # One object serves all layers.
+    if len(found) != 1 or type(found[0]) not in _KNOWN_ROTATIONS:
+        kinds = ", ".join(sorted({type(own).__name__ for own in found})) or "no rotary embedding"
+        raise UnsupportedError(
+            f"IMPRESS cannot move keys of {type(model).__name__} to other positions ({kinds}): "
+            f"drop {option}"
+        )
+    (rotary,) = found
+
+    def table(rows: int) -> Tensor:
+        rotary._ensure_cos_sin_cache_length(rows - 1)
+        cache: Tensor = rotary.cos_sin_cache
+        return cache
+
+    return KeyRotation(table, halves=rotary.is_neox_style)
+
+
+class BlockComputed(Exception):
+    """The KVs of a block are there: leaves the model before it computes what is not needed.
+
+    That is the rest of the last layer, and logits.
+    """
+
+
+class BlendBlock:
+    """Attention of the computed tokens of a block, each over all tokens up to itself."""
+
+    def __init__(self, job: BlendJob, layers: Layers, num_layers: int, rows: Indices) -> None:
+        """`rows`: int64 [n], ascending, the tokens of the prompt that are computed."""
+        assert job.row is not None
+        self.job = job
+        self.start, self.stop = int(rows[0]), int(rows[-1]) + 1
+        self.rows = self.next_rows = rows
+        self._layers = layers
+        self._num_layers = num_layers
+        self._row = job.row
+        kinds = job.kinds[self.start - job.start : self.stop - job.start]
+        self._reused = int(np.count_nonzero(kinds == Kind.REUSED))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+        """Attend in one layer for the computed tokens, [n, Hq * Dv]; zero for dropped tokens.
+
+        Raises:
+            BlockComputed: this was the last layer, whose output is not needed.
+        """
+        index, job = layer.layer_id, self.job
+        job.token_layers += len(self.rows)
+        keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        key_pool, value_pool = self._layers(index)
+        slots = self._row[torch.from_numpy(self.rows).to(self._row.device)]
+        self.next_rows = self.rows
+        if job.plan.share and index >= CHECKED_LAYERS - 1:
+            self._drop(index, keys, values, key_pool[slots], value_pool[slots])
+        key_pool[slots] = keys.to(key_pool.dtype)
+        value_pool[slots] = values.to(value_pool.dtype)
+        if index == self._num_layers - 1:
+            raise BlockComputed
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        going_on = torch.from_numpy(np.isin(self.rows, self.next_rows)).to(q.device)
+        output = queries.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim)
+        if len(self.next_rows):
+            output[going_on] = tiled_attention(
+                queries[going_on],
+                self._tiles(key_pool, value_pool),
+                positions=self.next_rows,
+                scaling=layer.scaling,
+            )
+        return output.reshape(len(queries), -1)
+
+    def _drop(
+        self, index: int, keys: Tensor, values: Tensor, old_keys: Tensor, old_values: Tensor
+    ) -> None:
+        """Keep, for the next layer, the reused tokens that deviate most and all other tokens."""
+        reused = self.job.kinds[self.rows - self.job.start] == Kind.REUSED
+        share = share_of_layer(self.job.plan.share, index + 1, self._num_layers)
+        count = min(round(share * self._reused), int(reused.sum()))
+        deviation = (_squares(keys - old_keys) + _squares(values - old_values)).cpu().numpy()
+        kept = ~reused
+        # Tokens that are not reused have -1 and sort first; the most deviant sort last.
+        kept[np.argsort(np.where(reused, deviation, -1.0))[len(kept) - count :]] = True
+        self.next_rows = self.rows[kept]
+
+    def _tiles(self, key_pool: Tensor, value_pool: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for tile in tiles_of(self.stop):
+            slots = self._row[tile]
+            yield key_pool[slots], value_pool[slots]
+
+
+class BlockAttention(AttentionBackend):
+    """What the model's layers attend by while a block is computed."""
+
+    def __init__(self, pool: Any) -> None:
+        """`pool`: SGLang's KV pool, for whatever asks the backend for it."""
+        self.token_to_kv_pool = pool
+        self.block: BlendBlock | None = None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> Tensor:
+        """See `BlendBlock.attend`."""
+        assert self.block is not None
+        if k is None or v is None:
+            raise UnsupportedError("this model keeps no new keys outside of the pool")
+        return self.block.attend(q, k, v, layer)
+
+
+class BlockSize:
+    """How many tokens a block has, so that it takes no longer than a chunk of prefill."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.tokens = max(int(FIRST_SHARE * most), min(LEAST_TOKENS, most))
+
+    def note(self, tokens: int, seconds: float, most_seconds: float | None) -> None:
+        """Note that a block took `seconds`, and how long it may take, if that is known."""
+        least = min(LEAST_TOKENS, self._most)
+        if most_seconds is not None and seconds > most_seconds:
+            fewer = int(min(tokens, self.tokens) * most_seconds / seconds)
+            self.tokens = max(fewer, least)
+        elif tokens >= self.tokens and (most_seconds is None or 2 * seconds <= most_seconds):
+            self.tokens = min(2 * self.tokens, self._most)
+
+
+class BlendSteps:
+    """Computes what is to be computed of blend jobs, block by block; on the scheduler's thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        pool: Any,
+        layers: Layers,
+        num_layers: int,
+        forward_stream: Any,
+        most_tokens: int,
+        most_seconds: Callable[[int], float | None],
+    ) -> None:
+        """Begin with nothing measured.
+
+        Args:
+            model: SGLang's.
+            pool: its KV pool.
+            layers: the pools of its layers, without waiting for any.
+            num_layers: how many there are.
+            forward_stream: on which passes run; None without an accelerator.
+            most_tokens: of a block.
+            most_seconds: returns how long a block may take behind so many tokens, if known.
+        """
+        self.size = BlockSize(min(most_tokens, BLOCK_TOKENS))
+        self._model = model
+        self._attention = BlockAttention(pool)
+        self._layers = layers
+        self._num_layers = num_layers
+        self._stream = forward_stream
+        self._most_seconds = most_seconds
+
+    def step(self, job: BlendJob) -> bool:
+        """Compute the next block of a job, all layers of it; returns whether that was the last."""
+        rows = self._next_rows(job)
+        if len(rows):
+            began = time.perf_counter()
+            waiting = self._compute(BlendBlock(job, self._layers, self._num_layers, rows))
+            seconds = time.perf_counter() - began
+            job.spent += seconds - waiting
+            job.position = int(rows[-1]) + 1
+            self.size.note(len(rows), seconds - waiting, self._most_seconds(job.position))
+            rows = self._next_rows(job)
+        return not len(rows)
+
+    def _next_rows(self, job: BlendJob) -> Indices:
+        """Positions of the next tokens that are computed, those of a block."""
+        kinds = job.kinds[job.position - job.start :]
+        computed = kinds != Kind.KEPT if job.plan.share else kinds == Kind.COMPUTED
+        return job.position + np.flatnonzero(computed)[: self.size.tokens]
+
+    def _compute(self, block: BlendBlock) -> float:
+        """Compute a block; returns the seconds in which the device did other work before."""
+        if self._stream is None or block.job.row is None or not block.job.row.is_cuda:
+            self._run(block)
+            return 0.0
+        # Behind the pass that is in flight, and before the next one.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        before = time.perf_counter()
+        with torch.cuda.stream(self._stream):
+            torch.cuda.current_stream().synchronize()
+            waiting = time.perf_counter() - before
+            self._run(block)
+            torch.cuda.current_stream().synchronize()
+        return waiting
+
+    def _run(self, block: BlendBlock) -> None:
+        job, device, batch = block.job, self._layers(0)[0].device, None
+        self._attention.block = block
+        try:
+            for layer in range(self._num_layers):
+                if not len(block.rows):
+                    return
+                if batch is None:
+                    tokens = torch.from_numpy(job.tokens[block.rows]).to(device, torch.int64)
+                    batch = block_batch(tokens, block.start)
+                    batch.positions = torch.from_numpy(block.rows).to(device)
+                context = ForwardContext(attn_backend=self._attention)
+                with torch.no_grad(), forward_context(context):
+                    self._model.forward_split_prefill(
+                        batch.input_ids, batch.positions, batch, (layer, layer + 1)
+                    )
+                if len(block.next_rows) < len(block.rows):
+                    kept = np.isin(block.rows, block.next_rows)
+                    batch = _with_rows(batch, torch.from_numpy(kept).to(device), block.start)
+                block.rows = block.next_rows
+        except BlockComputed:
+            return
+        finally:
+            self._attention.block = None
+
+
+def _with_rows(batch: Any, kept: Tensor, start: int) -> Any:
+    """Reduce a batch between two layers to the tokens that are `kept`, bool [n]."""
+    handoff = residual_batch.to_pp(batch.hidden_states, batch).tensors
+    value, residual = handoff["hidden_states"], handoff.get("residual")
+    fewer = block_batch(batch.input_ids[kept], start)
+    fewer.positions = batch.positions[kept]
+    # The models that are known add, and nothing else.
+    fewer.hidden_states, fewer.residual_stream = ResidualStream.from_handoff(
+        value[kept], None if residual is None else residual[kept], PLAIN_ADD
+    )
+    return fewer
+
+
+def _squares(difference: Tensor) -> Tensor:
+    return difference.float().square().sum((1, 2))

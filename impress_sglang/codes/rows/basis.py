@@ -1,0 +1,235 @@
+"""What a model's KVs are coded with: means, predictions and transforms of all layers; and its file.
+
+A file is a safetensors file. Its metadata hold everything but arrays, with a digest of their own.
+It has two rates, of the same arrays: components that get no bits at the lower one are its last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from impress_sglang.codes.rows.row import RowLayout
+from impress_sglang.errors import BasisUnreadable
+
+_KIND = "impress-sglang basis 2"
+# Mean bits per feature, by the bits that codes without a basis need to be no better
+# (docs/results.md, "By a basis").
+RATES = {5.0: 3.0, 6.0: 4.0}
+_ARRAYS = ("mean", "predict", "forward", "inverse")
+# Exceptions that a damaged file raises.
+_DAMAGE = (
+    OSError,
+    SafetensorError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerBasis:
+    """How one layer is coded, with X features and C components.
+
+    Features x of a token are its keys of all heads, turned back to position 0, and then its values.
+    They are predicted as p = mean + y @ predict, where y is what the layer below was restored to,
+    less its mean. Components are (x - p) @ forward, sorted by the variance
+    that they had before they were scaled to 1; x is restored as p + components @ inverse.
+
+    Attributes:
+        bits: of each component, 1 to 8, descending.
+        mean: float32 [X].
+        predict: bfloat16 [X, X]; None in layer 0.
+        forward: float32 [X, C]; rounded, large components would leak into small ones.
+        inverse: bfloat16 [C, X].
+    """
+
+    bits: tuple[int, ...]
+    mean: Tensor
+    predict: Tensor | None
+    forward: Tensor
+    inverse: Tensor
+
+    def __post_init__(self) -> None:
+        components, features = len(self.bits), len(self.mean)
+        assert self.mean.dtype == self.forward.dtype == torch.float32
+        assert self.forward.shape == (features, components)
+        assert self.inverse.shape == (components, features)
+        assert self.predict is None or self.predict.shape[1] == features
+
+    def cut(self, bits: tuple[int, ...]) -> LayerBasis:
+        """The same with fewer bits for each component, and none for the last ones."""
+        kept = len(bits)
+        return dataclasses.replace(
+            self,
+            bits=bits,
+            forward=self.forward[:, :kept].contiguous(),
+            inverse=self.inverse[:kept].contiguous(),
+        )
+
+    def arrays(self) -> dict[str, Tensor]:
+        """All arrays by their names."""
+        found = {name: getattr(self, name) for name in _ARRAYS}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def to(self, device: torch.device | str) -> LayerBasis:
+        """The same on a device."""
+        return dataclasses.replace(
+            self, **{name: own.to(device) for name, own in self.arrays().items()}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Basis:
+    """How KVs of a model are coded.
+
+    Attributes:
+        model: which model it was fitted for.
+        shapes: heads and dimensions of a head, (G, D), of keys and of values.
+        layers: of each layer.
+        keeps: its codes are at least as good as those of so many bits without a basis.
+        fewer: bits of each layer's components at the lower rates, by what these keep; not a part of
+            its digest.
+        notes: what is known about it, as JSON can hold it; not a part of its digest.
+    """
+
+    model: str
+    shapes: tuple[tuple[int, int], ...]
+    layers: tuple[LayerBasis, ...]
+    keeps: float = max(RATES)
+    fewer: Mapping[float, tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=dict)
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @functools.cached_property
+    def layouts(self) -> tuple[RowLayout, ...]:
+        """The rows of each layer."""
+        return tuple(RowLayout(layer.bits) for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the rows of a token in all layers."""
+        return sum(layout.row_bytes for layout in self.layouts)
+
+    @property
+    def rate(self) -> float:
+        """Mean bits of codes per feature."""
+        features = self.num_layers * sum(heads * dim for heads, dim in self.shapes)
+        return sum(sum(layer.bits) for layer in self.layers) / features
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hex digits of all that changes codes or what they are restored to."""
+        state = hashlib.sha256(json.dumps([self.model, self.shapes]).encode())
+        for name, array in self._arrays().items():
+            state.update(f"{name} {tuple(array.shape)} {array.dtype}".encode())
+            state.update(array.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        for layer in self.layers:
+            state.update(json.dumps(layer.bits).encode())
+        return state.hexdigest()[:16]
+
+    def keeping(self, bits: float) -> Basis:
+        """The one of its rates whose codes are as good as those of so many bits without a basis."""
+        if bits == self.keeps:
+            return self
+        cut = tuple(
+            layer.cut(own) for layer, own in zip(self.layers, self.fewer[bits], strict=True)
+        )
+        return dataclasses.replace(self, layers=cut, keeps=bits, fewer={})
+
+    def to(self, device: torch.device | str) -> Basis:
+        """The same on a device."""
+        return dataclasses.replace(self, layers=tuple(own.to(device) for own in self.layers))
+
+    def save(self, path: Path) -> None:
+        """Write a file; it appears, or takes the place of an older one, in one step."""
+        fields = {
+            "digest": self.digest,
+            "model": self.model,
+            "shapes": self.shapes,
+            "keeps": self.keeps,
+            "bits": [layer.bits for layer in self.layers],
+            "fewer": list(self.fewer.items()),
+            "notes": self.notes,
+        }
+        text = json.dumps(fields)
+        metadata = {"kind": _KIND, "fields": text, "check": _check(text)}
+        arrays = {name: array.cpu().contiguous() for name, array in self._arrays().items()}
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            save_file(arrays, new, metadata)
+            with open(new, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                new.unlink()
+
+    @classmethod
+    def load(cls, path: Path) -> Basis:
+        """Read a file that `save` has written.
+
+        Raises:
+            BasisUnreadable: there is none, it is damaged, or it is of another version.
+        """
+        try:
+            return cls._read(path)
+        except _DAMAGE as error:
+            raise BasisUnreadable(
+                f"{path} is no basis of this version, or is damaged; "
+                f"make it anew with `impress calibrate`: {error!r}"
+            ) from error
+
+    @classmethod
+    def _read(cls, path: Path) -> Basis:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata["kind"] != _KIND:
+                raise ValueError(f"its kind is {metadata['kind']!r}")
+            if metadata["check"] != _check(metadata["fields"]):
+                raise ValueError("its metadata do not match their digest")
+            fields = json.loads(metadata["fields"])
+            # Copies: what it returns is mapped, and changes with a file that is written over.
+            arrays = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+        def layer(number: int, bits: list[int]) -> LayerBasis:
+            own = {array: arrays.get(f"{number}.{array}") for array in _ARRAYS}
+            return LayerBasis(tuple(bits), **own)
+
+        layers = tuple(layer(i, bits) for i, bits in enumerate(fields["bits"]))
+        shapes = tuple((heads, dim) for heads, dim in fields["shapes"])
+        fewer = {keeps: tuple(map(tuple, bits)) for keeps, bits in fields["fewer"]}
+        found = cls(fields["model"], shapes, layers, fields["keeps"], fewer, fields["notes"])
+        if found.digest != fields["digest"]:
+            raise ValueError("its arrays do not match their digest")
+        return found
+
+    def _arrays(self) -> dict[str, Tensor]:
+        return {
+            f"{i}.{name}": array
+            for i, layer in enumerate(self.layers)
+            for name, array in layer.arrays().items()
+        }
+
+
+def _check(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,150 @@
+"""Codes the KVs of a layer as rows and restores them, in torch and float32.
+
+The encoder returns what the decoder restores, because the layer above is predicted from that. Each
+row depends on rows of the same token in lower layers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from impress_sglang.codes.rows.basis import Basis, LayerBasis
+from impress_sglang.codes.rows.levels import BOUNDS, LEVEL_TABLE
+from impress_sglang.codes.rows.row import GAIN_BITS, GAINS, gains_of
+from impress_sglang.errors import NotCodable
+from impress_sglang.loops.rows import BINS, GAIN_STEPS, GAIN_UNIT, quantise
+
+# float32 [32]: factors of all gains.
+GAIN_TABLE = np.exp2((np.arange(1 << GAIN_BITS) - GAIN_UNIT) / GAIN_STEPS).astype(np.float32)
+# For `quantise`: where cells end, and the codes of the lower ends of bins from -6 to 6.
+_ENDS = np.concatenate([np.append(own, np.float32(np.inf)) for own in BOUNDS])
+_BINS = (np.arange(12 * BINS) - 6 * BINS) / BINS
+_GUESSES = np.stack([np.searchsorted(own, _BINS) for own in BOUNDS]).astype(np.uint8)
+# Errors of such components may be infinite as float32: then `quantise` knows no best gain.
+_TOO_LARGE = 1e15
+
+
+def encode_layer(
+    basis: Basis, layer: int, below: Tensor | None, kvs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Code one layer; all tensors are on the CPU.
+
+    Args:
+        below: what this or `decode_layer` returned for the layer below; None in layer 0.
+        kvs: keys [t, G, Dk], turned back to position 0, and values [t, G, Dv], in any dtype.
+
+    Returns:
+        Rows, uint8 [t, row_bytes], and what they are restored to, less the mean: bfloat16 [t, X].
+
+    Raises:
+        NotCodable: a number is not finite, or too large.
+    """
+    own = basis.layers[layer]
+    x = torch.cat([part.flatten(1).float() for part in kvs], 1)
+    components = (x - own.mean - _predicted(own, below)) @ own.forward
+    if not (x.isfinite().all() and (components.abs() < _TOO_LARGE).all()):
+        raise NotCodable(f"KVs of layer {layer} are infinite, not a number, or too large")
+    codes = torch.empty_like(components, dtype=torch.uint8)
+    gains = torch.empty(len(x), GAINS, dtype=torch.uint8)
+    bits = np.array(own.bits, np.uint8)
+    quantise(
+        components.numpy(),
+        bits,
+        np.array(group_bounds(len(bits)), np.uint64),
+        LEVEL_TABLE,
+        _ENDS,
+        GAIN_TABLE,
+        _GUESSES,
+        # Bits go where an error counts, in proportion.
+        np.float32(4.0) ** bits,
+        codes.numpy(),
+        gains.numpy(),
+    )
+    return basis.layouts[layer].pack(codes, gains), _product(own, components, below)
+
+
+def decode_layer(basis: Basis, layer: int, below: Tensor | None, rows: Tensor) -> Tensor:
+    """Restore one layer from its rows: bfloat16 [t, X], less its mean.
+
+    Components and the result are rounded to bfloat16, because loops and kernels multiply such: an
+    encoder and a decoder that round otherwise would part by a quarter of the error of the codes,
+    for each layer is predicted from the one below. Sums are in float32.
+    """
+    codes, gains = basis.layouts[layer].unpack(rows)
+    return _restored(basis.layers[layer], codes, gains, below)
+
+
+def product_matrix(own: LayerBasis) -> Tensor:
+    """What `product_of` takes for components, and behind them `below`: [C + X, X].
+
+    It is float32 where a CPU does not multiply bfloat16 numbers, which would take it far longer.
+    """
+    joined = own.inverse if own.predict is None else torch.cat([own.inverse, own.predict])
+    slow = joined.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return joined.float() if slow else joined
+
+
+def product_of(factors: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    """The product of bfloat16 factors [t, C + X], in bfloat16; sums are in float32."""
+    if matrix.dtype == torch.bfloat16:
+        return torch.mm(factors, matrix, out=out)
+    product = factors.float() @ matrix
+    return product.bfloat16() if out is None else out.copy_(product)
+
+
+def kvs_of(basis: Basis, layer: int, restored: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [t, G, Dk], as at position 0, and values [t, G, Dv] of what a layer was restored to."""
+    (heads, key_dim), (value_heads, value_dim) = basis.shapes
+    x = restored + basis.layers[layer].mean
+    keys, values = x.split([heads * key_dim, value_heads * value_dim], 1)
+    return keys.unflatten(1, (heads, key_dim)), values.unflatten(1, (value_heads, value_dim))
+
+
+def fit_of(basis: Basis, layer: int, rows: Tensor) -> float:
+    """How unlike its calibration a basis finds rows of a layer.
+
+    It is the mean square of their gains: 1 for text like that of the calibration, and 0 where there
+    are no rows, or no components.
+    """
+    factors = spread(gains_of(rows), len(basis.layers[layer].bits))
+    return float(factors.square().mean()) if factors.numel() else 0.0
+
+
+def group_bounds(components: int) -> list[int]:
+    """Where the groups of components that share a gain begin, and where the last one ends.
+
+    Component i is of group i * GAINS // components.
+    """
+    return [-(-group * components // GAINS) for group in range(GAINS + 1)]
+
+
+def spread(gains: Tensor, components: int) -> Tensor:
+    """The factor of each component, of gains uint8 [t, GAINS]: float32 [t, components]."""
+    factors = torch.from_numpy(GAIN_TABLE).to(gains.device)[gains.int()]
+    sizes = torch.tensor(group_bounds(components), device=gains.device).diff()
+    return factors.repeat_interleave(sizes, 1)
+
+
+def _restored(own: LayerBasis, codes: Tensor, gains: Tensor, below: Tensor | None) -> Tensor:
+    levels = torch.from_numpy(LEVEL_TABLE).to(codes.device)
+    offsets = 2 ** torch.tensor(own.bits, dtype=torch.int64, device=codes.device) - 1
+    return _product(own, levels[codes + offsets] * spread(gains, len(own.bits)), below)
+
+
+def _product(own: LayerBasis, components: Tensor, below: Tensor | None) -> Tensor:
+    factors = components.bfloat16()
+    if own.predict is not None:
+        assert below is not None
+        factors = torch.cat([factors, below], 1)
+    return product_of(factors, product_matrix(own))
+
+
+def _predicted(own: LayerBasis, below: Tensor | None) -> Tensor | float:
+    if own.predict is None:
+        return 0.0
+    assert below is not None
+    return below.float() @ own.predict.float()

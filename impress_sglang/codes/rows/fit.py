@@ -1,0 +1,220 @@
+"""Fits a basis to KVs: moments are accumulated over prompts, then bases of all layers are solved.
+
+The error that is kept small is the sum of e^T M e over heads, with a metric M of each head's keys
+and of its values. Within it, components are uncorrelated, and bits go where they take most from the
+error, in all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impress_sglang.codes.rows.basis import Basis, LayerBasis
+from impress_sglang.codes.rows.levels import MAX_BITS
+
+# The first tokens of a prompt are attention sinks (https://arxiv.org/abs/2309.17453): nearly every
+# query attends to them, and their keys and values are unlike all others. They are never in codes,
+# which halves the error of the whole. One is enough for the models that were measured.
+SINK_TOKENS = 4
+# Shares of what is on a diagonal that are added to it: of features that predict, and of a metric.
+_RIDGE = 1e-3
+_METRIC_FLOOR = 0.02
+# Variances that are a smaller share of a layer's largest are rounding.
+_LEAST_VARIANCE = 1e-12
+# What the 1st, 2nd ... bit is worth to a component of variance 1. Of a normal law the first bits
+# gain less than this; but in new text, small components are larger than in what was fitted.
+_WORTH = 4.0 ** -torch.arange(1.0, MAX_BITS + 1, dtype=torch.float64)
+
+# Of each layer the metrics of keys' heads and of values' heads: float [G, Dk, Dk], [G, Dv, Dv].
+Metric = Sequence[Sequence[Tensor]]
+
+
+@dataclasses.dataclass(slots=True)
+class _Sums:
+    """Of one layer, less `origin`: float64 [X], [X, X], and with the layer below [X, X]."""
+
+    origin: Tensor
+    first: Tensor
+    second: Tensor
+    below: Tensor | None
+
+
+class Moments:
+    """Means and covariances of KVs: of each layer in itself and with the layer below."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shapes: tuple[tuple[int, int], ...] = ()
+        self._sums: list[_Sums] = []
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers; 0 before anything was added."""
+        return len(self._sums)
+
+    def add(self, layers: Sequence[Sequence[Tensor]]) -> None:
+        """Count the KVs of a prompt, but for its first tokens.
+
+        Args:
+            layers: of each layer keys [t, G, Dk], turned back to position 0, and values [t, G, Dv].
+        """
+        flat = [
+            torch.cat([own[SINK_TOKENS:].flatten(1).float() for own in layer], 1)
+            for layer in layers
+        ]
+        if not self._sums:
+            self.shapes = tuple((own.shape[1], own.shape[2]) for own in layers[0])
+            # Products of what is far from zero would round their differences away.
+            self._sums = [_new_sums(own.mean(0), below=i > 0) for i, own in enumerate(flat)]
+        self.count += len(flat[0])
+        under = None
+        for to, own in zip(self._sums, flat, strict=True):
+            here = own - to.origin
+            to.first += here.sum(0)
+            to.second += here.T @ here
+            if to.below is not None and under is not None:
+                to.below += under.T @ here
+            under = here
+
+    def mean(self, layer: int) -> Tensor:
+        """Float64 [X]."""
+        own = self._sums[layer]
+        return own.origin + own.first / self.count
+
+    def covariance(self, layer: int) -> Tensor:
+        """Float64 [X, X]."""
+        own = self._sums[layer]
+        mean = own.first / self.count
+        return own.second / self.count - mean[:, None] * mean
+
+    def with_below(self, layer: int) -> Tensor:
+        """The covariance with the layer below, which there must be: float64 [X, X]."""
+        own, under = self._sums[layer], self._sums[layer - 1]
+        assert own.below is not None
+        return own.below / self.count - under.first[:, None] * own.first / self.count**2
+
+
+def fit(
+    moments: Moments,
+    metric: Metric | None,
+    rate: float,
+    *,
+    fewer: Mapping[float, float] | None = None,
+    model: str = "",
+    notes: Mapping[str, Any] | None = None,
+) -> Basis:
+    """Fit a basis of at most `rate` bits per feature, without gains; the same for the same numbers.
+
+    Args:
+        metric: what errors cost; None: keys and values of each layer count by their own variance.
+        rate: mean bits per feature.
+        fewer: lower rates, by the bits that their codes keep; see `Basis.fewer`.
+        model: which model it is for.
+        notes: of the basis.
+    """
+    assert moments.count > 0, "nothing was added"
+    solved = [
+        _solve(moments, layer, None if metric is None else metric[layer])
+        for layer in range(moments.num_layers)
+    ]
+    variances = [own.variances for own in solved]
+    bits = _share_bits(variances, rate)
+    layers = tuple(own.basis(given) for own, given in zip(solved, bits, strict=True))
+    lower = {keeps: tuple(_share_bits(variances, own)) for keeps, own in (fewer or {}).items()}
+    return Basis(model, moments.shapes, layers, fewer=lower, notes=notes or {})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Solved:
+    """A layer before bits are known: variances of all X components, descending, and matrices."""
+
+    variances: Tensor
+    mean: Tensor
+    predict: Tensor | None
+    forward: Tensor
+    inverse: Tensor
+
+    def basis(self, bits: tuple[int, ...]) -> LayerBasis:
+        kept = len(bits)
+        scale = self.variances[:kept].sqrt()
+        return LayerBasis(
+            bits,
+            self.mean.float(),
+            self.predict,
+            (self.forward[:, :kept] / scale).float(),
+            (self.inverse[:kept] * scale[:, None]).bfloat16(),
+        )
+
+
+def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _Solved:
+    residual, predict = moments.covariance(layer), None
+    if layer:
+        under, cross = moments.covariance(layer - 1), moments.with_below(layer)
+        ridge = torch.diag(under.diagonal() * _RIDGE + torch.finfo(torch.float64).tiny)
+        predict = torch.linalg.solve(under + ridge, cross).bfloat16()
+        # What is left after the prediction as it is stored.
+        used = predict.double()
+        both = used.T @ cross
+        residual = residual - both - both.T + used.T @ under @ used
+    if metric is None:
+        metric = _by_variance(moments, layer)
+    roots = [_roots(own.double()) for own in metric]
+    root, inverse_root = (torch.block_diag(*own) for own in zip(*roots, strict=True))
+    variances, vectors = torch.linalg.eigh(root @ residual @ root)
+    variances, vectors = variances.flip(0), vectors.flip(1)
+    # What never varies has no scale, and gets no bits.
+    variances = variances.where(variances > _LEAST_VARIANCE * variances[0], 0.0)
+    # An eigenvector may have either sign.
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    vectors = vectors * torch.where(largest < 0, -1.0, 1.0)
+    mean = moments.mean(layer)
+    return _Solved(variances, mean, predict, root @ vectors, vectors.T @ inverse_root)
+
+
+def _by_variance(moments: Moments, layer: int) -> list[Tensor]:
+    """A metric by which keys, and values, cost as much as they vary: float64 [G, D, D] of each."""
+    found, begin = [], 0
+    variances = moments.covariance(layer).diagonal()
+    for heads, dim in moments.shapes:
+        size = variances[begin : begin + heads * dim].mean()
+        eye = torch.eye(dim, dtype=torch.float64, device=variances.device)
+        found.append((eye / size).expand(heads, -1, -1))
+        begin += heads * dim
+    return found
+
+
+def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Square roots of the metrics of all heads, and their inverses: float64 [X, X]."""
+    size = metric.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float64).tiny)
+    eye = torch.eye(metric.shape[1], dtype=torch.float64, device=metric.device)
+    values, vectors = torch.linalg.eigh(
+        (metric + metric.mT) / 2 + _METRIC_FLOOR * size[:, None, None] * eye
+    )
+    roots = [(vectors * power[:, None]) @ vectors.mT for power in (values.sqrt(), values.rsqrt())]
+    return torch.block_diag(*roots[0]), torch.block_diag(*roots[1])
+
+
+def _share_bits(variances: list[Tensor], rate: float) -> list[tuple[int, ...]]:
+    """Bits of the components of all layers, as many as pay; those without bits are left out."""
+    worth = torch.cat(variances)[:, None].cpu() * _WORTH
+    wanted = int(rate * len(worth))
+    assert 0 < wanted <= MAX_BITS * len(worth)
+    least = worth.flatten().sort(descending=True).values[wanted - 1]
+    least = least.clamp_min(torch.finfo(torch.float64).tiny)
+    found = []
+    for own in variances:
+        bits = (own[:, None].cpu() * _WORTH >= least).sum(1)
+        found.append(tuple(int(own) for own in bits if own))
+    return found
+
+
+def _new_sums(origin: Tensor, *, below: bool) -> _Sums:
+    size = len(origin)
+    square = origin.new_zeros(size, size, dtype=torch.float64)
+    first = origin.new_zeros(size, dtype=torch.float64)
+    return _Sums(origin, first, square, square.clone() if below else None)

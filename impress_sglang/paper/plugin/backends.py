@@ -1,0 +1,99 @@
+"""Which attention backends can load within a pass: chooses one, or refuses what was asked for.
+
+What is known of each is in `judged_backends.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.paper.plugin.judged_backends import BACKENDS
+
+# The backend for a device if none is asked for and SGLang's own choice is not supported.
+DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
+# What SGLang logs as the cause of what is declared here.
+CHOSEN_BY = "impress"
+
+logger = logging.getLogger(__name__)
+
+
+def choose_attention(server_args: Any) -> None:
+    """Choose a backend if none was asked for, and SGLang's own choice is not supported."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+
+    # What the user asked for; declarations do not change these.
+    asked = (
+        server_args.attention_backend,
+        server_args.prefill_attention_backend,
+        server_args.decode_attention_backend,
+    )
+    default = DEFAULT_ATTENTION.get(resolved_view(server_args).device)
+    unasked = asked == (None, None, None) and default is not None
+    if unasked and _usual_attention(server_args) not in BACKENDS:
+        declare_resolution(server_args, CHOSEN_BY, attention_backend=default)
+
+
+def _usual_attention(server_args: Any) -> str:
+    """The backend that SGLang chooses if none is asked for."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import (
+        get_default_attn_backend,
+        resolved_view,
+        use_mla_backend,
+    )
+
+    usual: str | None = resolved_view(server_args).attention_backend
+    if usual is None:
+        is_mla = use_mla_backend(server_args)
+        usual = get_default_attn_backend(server_args, is_mla, model_config_of(server_args))
+    return usual
+
+
+def refuse_whole_graphs(server_args: Any) -> None:
+    """Turn off CUDA graphs of a whole prefill, and log it; refuse them if the user asks for them.
+
+    Breakable ones leave attention out, and only batches that load nothing run in them
+    (`PrefixAttention.can_run_prefill_cuda_graph`).
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = resolved_view(server_args).cuda_graph_config
+    if graphs is None or graphs.prefill.backend in (Backend.DISABLED, Backend.BREAKABLE):
+        return
+    kind = graphs.prefill.backend
+    why = "IMPRESS works between the layers of prefill, and a graph of the whole pass skips that"
+    if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
+        raise UnsupportedError(f"{why}: drop --cuda-graph-backend-prefill {kind}")
+    logger.info("%s CUDA graphs of prefill are switched off: %s", kind, why)
+    declare_resolution(
+        server_args,
+        CHOSEN_BY,
+        cuda_graph_config=with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED),
+    )
+
+
+def check_parts(config: ImpressConfig, options: Any) -> None:
+    """Refuse options with which no part of a prefix can be used; `options` is the resolved view.
+
+    That needs offset rows: attention must start behind their zeros.
+
+    Raises:
+        UnsupportedError: with one sentence.
+    """
+    refusal, usual = None, options.attention_backend
+    prefill = options.prefill_attention_backend or usual
+    decode = options.decode_attention_backend or usual
+    if options.page_size not in (None, 1):
+        refusal = f"--page-size 1, and this server has {options.page_size}"
+    elif prefill != decode or prefill not in BACKENDS:
+        both = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
+        refusal = f"one --attention-backend of {', '.join(BACKENDS)}, and this server has {both}"
+    if refusal is not None:
+        raise UnsupportedError(
+            f"parts of prefixes need {refusal}: change that, or drop --impress-policy "
+            f"{config.policy}"
+        )

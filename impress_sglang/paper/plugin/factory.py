@@ -1,0 +1,84 @@
+"""Builds the tree cache that loads within a pass, and connects it to the attention backend."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import resolved_view
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.paper.plugin.attention import PrefixAttention
+from impress_sglang.paper.plugin.backends import check_parts
+from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
+from impress_sglang.paper.runtime import ServingRuntime
+from impress_sglang.plugin.capabilities import check_layers, check_options
+from impress_sglang.plugin.compat import warn_if_untested
+from impress_sglang.plugin.eligibility import plain_fields
+from impress_sglang.plugin.factory import identity_of, kv_shape
+from impress_sglang.plugin.self_test import check_kvs
+from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.store.policies import LoadOptions, make_policy
+from impress_sglang.transfer.warm_up import warm_up
+
+logger = logging.getLogger(__name__)
+
+
+def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        UnsupportedError: the attention backend is not ours, so that prefixes would be read wrong;
+            the options or the model are not known to be right; the options ask for parts of
+            prefixes that this server cannot use; or a kernel for the model does not fit the GPU.
+        ConfigError: a directory cannot be written, or the caches do not fit in memory.
+        StoreInUseError: another server uses it for the same model.
+    """
+    runner = context.tp_worker.model_runner
+    backend = runner.attn_backend
+    if not isinstance(backend, PrefixAttention):
+        raise UnsupportedError(
+            f"the attention hook of IMPRESS is not in place ({type(backend).__name__} is active), "
+            "so prefixes would be read wrong; check that no other plugin replaces "
+            "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
+        )
+    options = resolved_view(context.server_args)
+    check_options(config, options)
+    check_parts(config, options)
+    check_layers(runner)
+    if "discard_output_reason" not in plain_fields():
+        raise UnsupportedError(
+            "this SGLang cannot drop the output of a request whose prefix turns out to be damaged: "
+            "use --impress-policy impress"
+        )
+    policy = make_policy(config)
+    shape = kv_shape(runner, policy, config.probe_heads)
+    if policy.probes and not shape.other_kv_heads:
+        logger.warning(
+            "this model has %d KV heads and all of them are probe heads: --impress-policy %s "
+            "reads all keys of a stored prefix, and saves values only",
+            shape.num_kv_heads,
+            policy.name,
+        )
+
+    def read_identity() -> str:
+        return identity_of(context, shape)
+
+    device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
+    self_test = None
+    # Kernels first: opening the store takes much memory.
+    if policy.stores:
+        selects = not policy.exact(LoadOptions(config.min_retention))
+        rule = policy.selector if selects else None
+        warm_up(shape, rule, config.chunk_tokens, device)
+        self_test = check_kvs(runner, config, shape, None)
+    warn_if_untested()
+    hidden_size = runner.model_config.hidden_size
+    runtime = ServingRuntime(config, shape, read_identity(), device, hidden_size)
+    runtime.self_test_seconds = self_test
+    cache = ImpressRadixCache(context.params, runtime, read_identity, runner.forward_stream)
+    if cache.metrics_collector is not None:
+        runtime.metrics = ServingMetrics(cache.metrics_collector.labels)
+    backend.connect(runtime, cache.passes)
+    return cache

@@ -1,0 +1,80 @@
+"""What each kind of tree cache is built from: the shape and the identity of a model's KVs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.overrides import resolved_view
+from torch import Tensor
+
+from impress_sglang.codes.planes.codec import DIM_GRAIN
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.importance.selectors import probe_kv_heads
+from impress_sglang.plugin.capabilities import identity_of_options
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.store.identity import model_identity, weights_digest
+from impress_sglang.store.policies import Policy
+
+# Parameters of a Hugging Face configuration that name a model or its training, not its KVs.
+_NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
+
+
+def identity_of(context: Any, shape: KVShape) -> str:
+    """The model identity of the current weights, for SGLang's `TreeCacheBuildContext`.
+
+    It is read anew each time: weights may change while a server runs.
+    """
+    runner = context.tp_worker.model_runner
+    return model_identity(
+        weights=weights_digest(kv_tensors(runner.model)),
+        architecture=_architecture(runner.model_config.hf_text_config)
+        | identity_of_options(resolved_view(context.server_args)),
+        shape=shape,
+        tp_rank=context.tp_rank,
+        tp_size=context.tp_size,
+    )
+
+
+def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors of a model that determine its KVs: parameters, and buffers saved with them.
+
+    Other buffers follow from the configuration, which is in the identity itself. While serving,
+    SGLang gives some of them (rotary tables) another dtype or length, without effect on KVs.
+    """
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    return [*model.named_parameters(), *buffers]
+
+
+def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
+    """The shape of the KVs in the pool of a model runner, as a policy stores them.
+
+    Raises:
+        UnsupportedError: it stores codes, and vectors of the model do not fill their bytes.
+    """
+    pool = runner.token_to_kv_pool
+    num_query_heads = runner.model_config.num_attention_heads
+    dims = pool.head_dim, pool.v_head_dim
+    if policy.codes and any(dim % DIM_GRAIN for dim in dims):
+        raise UnsupportedError(
+            f"IMPRESS codes keys and values whose dimensions are multiples of {DIM_GRAIN}, and "
+            f"those of this model are {dims[0]} and {dims[1]}: use --impress-policy paper"
+        )
+    probes = probe_kv_heads(num_query_heads, pool.head_num, probe_heads) if policy.probes else ()
+    return KVShape(
+        num_layers=pool.layer_num,
+        num_query_heads=num_query_heads,
+        num_kv_heads=pool.head_num,
+        key_dim=pool.head_dim,
+        value_dim=pool.v_head_dim,
+        dtype=pool.dtype,
+        probe_kv_heads=probes,
+        coded=policy.codes,
+    )
+
+
+def _architecture(hf_config: Any) -> dict[str, object]:
+    return {
+        key: value for key, value in hf_config.to_dict().items() if key not in _NOT_ARCHITECTURE
+    }

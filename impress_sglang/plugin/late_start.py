@@ -1,0 +1,139 @@
+"""Late start: a pass begins while the last layers of its prefix are on their way.
+
+On an idle server, a request may be admitted when what is left of its job takes no longer than its
+own pass, which then waits for each layer (`layer_gate`). While others run it is not: they would
+wait for the drive with it. Nobody else shares the slots before they are filled. If a layer does not
+come, what the pass computes is dropped, its requests go back into the queue, as SGLang puts them
+there without room, and the slots leave the tree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import time
+from typing import Any
+
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from impress_sglang.cost import Estimator
+from impress_sglang.plugin.known import Known, KnownRequests
+from impress_sglang.plugin.layer_gate import LayerGate
+from impress_sglang.plugin.slot_pool import TreeSlots
+from impress_sglang.serving.job_queue import WINDOW, JobQueue
+from impress_sglang.serving.load_jobs import LoadJob
+
+logger = logging.getLogger(__name__)
+
+# Polls for which a request that was put back is not admitted: SGLang may process the results of its
+# pass after the next one was chosen.
+POLLS_APART = 2
+
+
+class LateStart:
+    """Starts passes early, and takes back those that should not have been."""
+
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        scheduler: Any,
+        known: KnownRequests,
+        estimator: Estimator,
+        jobs: JobQueue,
+        slots: TreeSlots,
+        num_layers: int,
+    ) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._known = known
+        self._estimator = estimator
+        self._jobs = jobs
+        self._slots = slots
+        self._num_layers = num_layers
+        chunk = scheduler.chunked_prefill_size
+        self._most_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize
+        pool = cache.token_to_kv_pool_allocator.get_kvcache()
+        self.gate = LayerGate(pool, self._note_broken)
+        self.polls = 0
+
+    def poll(self) -> None:
+        """Once per pass: put back whose pass lacked a layer, and forget jobs that have ended."""
+        self.polls += 1
+        for job in self.gate.jobs:
+            if job.revoked:
+                self.put_back(job)
+        for job in [own for own in self.gate.jobs if own not in self._jobs.jobs]:
+            self.gate.remove(job)
+
+    def may_start(self, known: Known) -> bool:
+        """Whether a request may be admitted although its job is not done."""
+        job, req = known.waiter.job, known.req
+        if job is None or job.done.is_set() or job.revoked or job.computes or not known.leads:
+            # Others may lack more than this job brings, which is planned when it is done.
+            return False
+        if job.early:
+            return True
+        now, new = time.monotonic(), len(req.origin_input_ids) - job.stop
+        left = job.seconds_left(self._num_layers, now)
+        # The row of a session may outlive its request, so that it could not be put back.
+        if job.slots is None or left is None or new > self._most_tokens or req.session is not None:
+            return False
+        most = self._estimator.late_seconds(left, job.stop, new)
+        if most is None or not self._is_alone(req) or self._slots.lacking(job) < len(job):
+            return False
+        job.deadline = now + most
+        self._jobs.start_early(job)
+        self.gate.add(job)
+        # What was read is told when all of it was.
+        job.told, known.early = True, job
+        known.brought.loaded += len(job)
+        known.brought.stop = job.stop
+        return True
+
+    def _is_alone(self, req: Any) -> bool:
+        """Whether nobody else would wait in the pass of a request."""
+        queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
+        others = (own.rid for own in queue if own is not req)
+        return self._slots.is_idle() and all(map(self._jobs.waits, others))
+
+    def is_blocked(self, known: Known) -> bool:
+        """Whether a request is not to be admitted: it was put back just now, or it would share
+        slots that are being filled."""
+        if self.polls < known.not_before:
+            return True
+        return any(
+            job is not known.waiter.job and known.begins_like(job, self._cache.page_size)
+            for job in self.gate.jobs
+        )
+
+    def put_back(self, job: LoadJob) -> None:
+        """Put the users of a job that failed back into the queue."""
+        scheduler, users = self._scheduler, self._users_of(job)
+        requests = [own.req for own in users]
+        for batch in (scheduler.last_batch, scheduler.running_batch):
+            if batch is not None and any(req in requests for req in batch.reqs):
+                batch.filter_batch(reqs_to_exclude=requests)
+        for known in users:
+            req = known.req
+            logger.warning("request %s begins again: what it used could not be loaded", req.rid)
+            release_kv_cache(req, self._cache, checkpoint=False)
+            req.reset_for_retract()
+            if scheduler.chunked_req is req:
+                scheduler.chunked_req = None
+            known.not_before = self.polls + POLLS_APART
+            scheduler._add_request_to_queue(req, is_retracted=True)
+
+    def _note_broken(self, job: LoadJob) -> None:
+        """A pass has attended to a layer that is not there: SGLang drops its results.
+
+        The users are put back before the next pass.
+        """
+        for known in self._users_of(job):
+            known.req.is_retracted = True
+
+    def _users_of(self, job: LoadJob) -> list[Known]:
+        """The admitted requests that may attend to the slots of a job."""
+        page = self._cache.page_size
+        return [own for own in self._known if own.admitted and own.begins_like(job, page)]

@@ -1,0 +1,172 @@
+"""The page for people: `GET /impress`, and its data, `GET /impress/overview`.
+
+The page is three files beside this package, served as one self-contained document. Its data are
+gathered on the scheduler's thread, in time that does not grow with the store; the HTTP process
+turns tokens into text, if prompts may be shown at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastapi import Depends
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.steering import refuse_foreign, send, tokenizer_manager
+from impress_sglang.serving.recent import RecentRequests
+from impress_sglang.store.losses import prompt_of
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.tiers.placement import Tier
+
+logger = logging.getLogger(__name__)
+
+PAGE_ROUTE = "/impress"
+OVERVIEW_ROUTE = "/impress/overview"
+LOOK = {"impress_look": 1}
+"""`server_args` of a message whose `rid` says what to show."""
+MOST_SEGMENTS = 100
+_MOST_LETTERS = 120
+_FILES = Path(__file__).parents[1] / "page"
+
+
+def look(cache: ServedCache, text: str | None) -> str:
+    """Gather the data of the page on the scheduler's thread, as JSON. Raises nothing.
+
+    `text`: a JSON object, `{"after": N}` for everything but requests up to number N, or
+    `{"below": ID}` for the segments that build on the segment ID.
+    """
+    try:
+        wanted = json.loads(text or "{}")
+        below = wanted.get("below")
+        found = _all(cache, wanted["after"]) if below is None else _below(cache, str(below))
+        return json.dumps(found)
+    except Exception:
+        # Whatever the error is, requests are still served.
+        logger.exception("the data of the page could not be gathered")
+        return json.dumps({"error": "this cannot be shown; the server's log says why"})
+
+
+def _all(cache: ServedCache, after: int) -> dict[str, Any]:
+    recent, stats = cache.recent, cache.summary()
+    store = cache.served.opened
+    latest = () if store is None else itertools.islice(store.tree.order.latest(), MOST_SEGMENTS)
+    return {
+        "since": recent.since,
+        "now": recent.now(),
+        "stats": stats,
+        "requests": recent.after(after),
+        "periods": recent.periods(),
+        "segments": _rows(cache, store, latest),
+    }
+
+
+def _below(cache: ServedCache, segment_id: str) -> dict[str, Any]:
+    store = cache.served.opened
+    segment = None if store is None else store.tree.get(segment_id)
+    if store is None or segment is None:
+        return {"segments": []}
+    own = itertools.islice(store.tree.on_top(segment), MOST_SEGMENTS)
+    return {"segments": _rows(cache, store, own)}
+
+
+def _rows(
+    cache: ServedCache, store: PrefixStore | None, segments: Iterable[StoredSegment]
+) -> list[dict[str, Any]]:
+    if store is None:
+        return []
+    return [_row(cache.recent, store, own) for own in segments]
+
+
+def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> dict[str, Any]:
+    info, cached = segment.info, store.versions.cached_bytes(segment.segment_id)
+    parent = segment.parent
+    return {
+        "segment": segment.segment_id,
+        "on": None if parent is None else parent.segment_id,
+        "namespace": info.namespace,
+        "begins": _digest(recent, segment),
+        "words": recent.words(info.tokens),
+        "from_token": info.prefix_len,
+        "tokens": info.num_tokens,
+        "ssd_bytes": segment.file_bytes,
+        "host_bytes": int(cached[Tier.HOST]),
+        "device_bytes": int(cached[Tier.DEVICE]),
+        "hits": segment.hits,
+        "uses_ago": store.tree.order.now - segment.last_access,
+        "pinned": segment.segment_id in store.pins,
+        "state": segment.state.value,
+        "priority": info.priority.name.lower(),
+        "exact": not info.approximate,
+        "builders": segment.num_dependents,
+    }
+
+
+def _digest(recent: RecentRequests, segment: StoredSegment) -> str | None:
+    """The digest of requests that begin like a segment; None if it only continues a prompt."""
+    info = segment.info
+    if info.prefix_len >= BLOCK_TOKENS:
+        return None
+    return recent.digest(info.namespace, prompt_of(segment) if segment.parent else info.tokens)
+
+
+def with_text(found: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Replace tokens by text; by None if they are hidden or there is no tokenizer."""
+    for row in (*found.get("requests", ()), *found.get("segments", ())):
+        tokens = row.pop("words")
+        shown = tokens is not None and tokenizer is not None
+        row["text"] = tokenizer.decode(tokens)[:_MOST_LETTERS] if shown else None
+    return found
+
+
+def document() -> tuple[str, str]:
+    """The page, and a content security policy that lets a browser run only what belongs to it."""
+    html, style, script = (
+        (_FILES / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    policy = (
+        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html.replace("/* page.css */", style).replace("/* page.js */", script), policy
+
+
+def _source(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def add_page(app: Any) -> None:
+    """Add both routes. The page itself holds no data; the data need the key of `/flush_cache`."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    html, policy = document()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+    @app.get(PAGE_ROUTE)
+    async def impress_page() -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    @app.get(OVERVIEW_ROUTE, dependencies=[Depends(refuse_foreign)])
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def impress_overview(after: int = 0, below: str | None = None) -> JSONResponse:
+        found = await send(LOOK, json.dumps({"after": after, "below": below}))
+        return JSONResponse(
+            with_text(found, getattr(tokenizer_manager(), "tokenizer", None)),
+            status_code=500 if "error" in found else 200,
+            headers={"Cache-Control": "no-store"},
+        )

@@ -1,0 +1,295 @@
+"""Plans what is loaded for queued requests, and lets them wait for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from impress_sglang.blend.job import BlendJob
+from impress_sglang.blend.plan import BlendNotes, BlendPlan
+from impress_sglang.blend.plugin.blends import Blends
+from impress_sglang.cost import RequestLengths
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.options import OFF
+from impress_sglang.plugin.keys import as_tokens
+from impress_sglang.plugin.known import Brought, Known, KnownRequests, key_of
+from impress_sglang.plugin.late_start import LateStart
+from impress_sglang.plugin.provenance import Provenance
+from impress_sglang.plugin.request_reports import RequestReports
+from impress_sglang.plugin.slot_pool import TreeSlots
+from impress_sglang.plugin.tree_nodes import match_resident
+from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
+from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob, PoolLayers
+from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
+from impress_sglang.serving.report import estimate_fields
+from impress_sglang.serving.scheduling import CacheState, QueueOrder
+from impress_sglang.serving.service import Service
+from impress_sglang.storage.segment import Tokens
+
+logger = logging.getLogger(__name__)
+
+# A request plans at most so many jobs that end without having brought anything.
+MOST_TRIES = 3
+# While all requests wait for jobs, the scheduler looks after so many seconds at the latest.
+IDLE_SECONDS = 0.002
+
+
+class PrefixLoads:
+    """The load jobs of one tree cache, and the requests that wait for them."""
+
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        scheduler: Any,
+        service: Service,
+        planner: LoadPlanner,
+        known: KnownRequests,
+        provenance: Provenance,
+        reports: RequestReports,
+        device: torch.device,
+    ) -> None:
+        """`device`: where the slots are."""
+        self._cache = cache
+        self._scheduler = scheduler
+        self._service = service
+        self._planner = planner
+        self._known = known
+        self._reports = reports
+        self._loader = JobLoader(
+            service.shape,
+            device,
+            PoolLayers(cache.token_to_kv_pool_allocator.get_kvcache()),
+            service.codec,
+        )
+        slots = TreeSlots(
+            cache, scheduler, known, provenance, service.usual, lambda job: self._late.put_back(job)
+        )
+        least = service.config.min_prefix_tokens
+        self.jobs = JobQueue(slots, self._loader, self._note_end, self._after_job, least)
+        layers = service.shape.num_layers
+        self._late = LateStart(cache, scheduler, known, service.estimator, self.jobs, slots, layers)
+        self._blends: Blends | None = None
+        if service.config.blend != OFF:
+            self._blends = Blends(cache, scheduler, service, self.jobs, self._late.gate)
+
+    def plan(self, known: Known) -> None:
+        """Plan what is to be loaded for a queued request; join or begin a job for it."""
+        known.planned = True
+        # What it used instead may be gone.
+        self._known.lower_bits(known)
+        waiter, req = known.waiter, known.req
+        key, not_served = key_of(req), known.report["not_served"]
+        if self._cache.disable or waiter.tries >= MOST_TRIES or not_served is not None:
+            return
+        if not self._planner.looks_for(len(key)):
+            return
+        waiter.found = resident = match_resident(self._cache, key).device_prefix_len
+        tokens = as_tokens(key.raw_token_ids())
+        plan: LoadPlan | BlendPlan | None
+        plan = usual = self._planner.plan(known.namespace, tokens, resident, known.kv_class)
+        if self._blends is not None:
+            plan = self._blends.plan(known, tokens, resident, usual) or usual
+        if plan is None:
+            return
+        known.report.update(estimate_fields(plan.estimate, loads=plan.loads))
+        if not plan.loads:
+            # Otherwise what is not loaded because reads were slow would never be loaded again.
+            self._loader.measure(self._service.store, plan.spans[:1], known.kv_class.planes)
+            return
+        self._service.store.tree.touch(plan.match)
+        self._service.lookahead.wait(req.rid, plan.spans)
+        left = len(tokens) - resident
+        waiter.patience = self._service.estimator.computing_seconds(resident, left)
+        known.stored, known.io = plan.stop, plan.estimate.io
+        self.jobs.join(waiter, self._job(known, plan, tokens))
+
+    def may_run(self, known: Known) -> bool:
+        """Whether a request may be admitted now; plans it again if what was planned is gone."""
+        rid = known.req.rid
+        if known.waiter.job is None and not known.planned:
+            self.plan(known)
+        if self._late.is_blocked(known):
+            return False
+        if not self.jobs.waits(rid) and self._has_lost(known):
+            self.plan(known)
+        return not self.jobs.waits(rid) or self._late.may_start(known)
+
+    def end_waiting(self, known: Known) -> None:
+        """Note that a request was admitted, or is gone."""
+        self.jobs.leave(known.req.rid)
+        self._service.lookahead.stop_waiting(known.req.rid)
+        if not self._service.lookahead.awaits:
+            self._service.lookahead.tell()
+
+    def end_pass(self, known: Known) -> None:
+        """Tell of the reads of a job that a request did not wait for; its pass is over."""
+        job, known.early = known.early, None
+        if job is not None:
+            job.done.wait(IDLE_SECONDS)
+            known.gated += job.gated
+            # On an accelerator, passes wait on its stream.
+            known.disturbed = known.disturbed or bool(job.events)
+            self._reports.tell_reads(known, job)
+
+    def poll(self) -> None:
+        """Once per pass: take in what the loader has done, and give slots to jobs."""
+        if self.jobs.active:
+            # Also without jobs: what they brought may be held.
+            self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
+            self._raise_bits()
+            self._give_up_slow()
+        if self._blends is not None and self._blends.step():
+            for known in self._known:
+                # A block was computed between the chunks of its prompt, or before its first token.
+                if known.admitted and not known.req.time_stats.prefill_finished_time:
+                    known.disturbed = True
+        self._late.poll()
+
+    def rest(self) -> bool:
+        """Wait a little for jobs, if there are any; returns whether there are."""
+        if self.jobs.jobs and not self.jobs.computing:
+            self._loader.wake.wait(IDLE_SECONDS)
+        return bool(self.jobs.jobs)
+
+    def drop_all(self) -> None:
+        """Drop all jobs and plans."""
+        for known in self._known:
+            known.planned = False
+            # What was found in a store ends with it.
+            known.blend = BlendNotes()
+        self.jobs.drop_all()
+
+    def wait_for_loader(self) -> None:
+        """Wait until nothing is read for dropped jobs, unless the disk does not answer."""
+        self.jobs.wait_for_loader(self._service.config.io_timeout)
+
+    def close(self) -> None:
+        """Drop all jobs, and end the loader's thread."""
+        self.drop_all()
+        self._loader.close(self._service.config.io_timeout)
+
+    def note_state(self, known: Known, order: QueueOrder) -> None:
+        """Note what is cached of a waiting request, for the order of the queue."""
+        total, job = len(known.req.full_untruncated_fill_ids), known.waiter.job
+        length, stored = known.report["prefix_tokens"], 0 if job is None else len(job)
+        cached = length + stored >= self._service.config.min_prefix_tokens
+        work = RequestLengths(length, stored, total - length - stored)
+        estimate = self._service.estimator.estimate(work, 1.0, known.io)
+        order.note(known.req.rid, CacheState(cached, estimate))
+
+    def unread(self, rid: str) -> float:
+        """The share of a waiting request's reads that is left to do."""
+        known = self._known.get(rid)
+        job = None if known is None else known.waiter.job
+        return 0.0 if job is None else job.unread(self._service.shape.num_layers)
+
+    def is_queued(self, req: Any) -> bool:
+        """Whether a request of SGLang's waits in its queue."""
+        return any(own is req for own in self._scheduler.waiting_queue)
+
+    def check(self) -> None:
+        """Check that jobs, and the requests that wait for them, agree.
+
+        Raises:
+            AssertionError: they do not, which is a bug.
+        """
+        for rid, waiter in self.jobs.waiters.items():
+            assert self._known[rid].waiter is waiter
+        for job in self.jobs.jobs:
+            assert all(self.jobs.waiters[rid].job is job for rid in job.waiters)
+
+    def _job(self, known: Known, plan: LoadPlan | BlendPlan, tokens: Tokens) -> LoadJob:
+        """A job that brings what is planned, or the beginning of that; new, or one of others."""
+        if isinstance(plan, BlendPlan):
+            assert self._blends is not None
+            job: LoadJob = self._blends.job(known, plan)
+        else:
+            store, own = self._service.store, known.kv_class
+            job = LoadJob(store, own, known.space, tokens[: plan.stop], plan.match, plan.start)
+        least = self._service.config.min_prefix_tokens
+        other = overlapping(self.jobs.jobs, job, least)
+        known.leads = other is None
+        return other or job
+
+    def _has_lost(self, known: Known) -> bool:
+        """Whether what was resident for a request was evicted before it was admitted."""
+        found = max(known.brought.stop, known.waiter.found)
+        if not found or known.waiter.hold is not None:
+            return False
+        resident = match_resident(self._cache, key_of(known.req)).device_prefix_len
+        if resident >= found:
+            return False
+        if resident < known.brought.stop:
+            known.brought = Brought()
+        return True
+
+    def _note_end(self, job: LoadJob) -> None:
+        """A job has ended: the store hears of what could not be read."""
+        if isinstance(job.error, PrefixUnreadable) and self._service.served.opened is job.store:
+            logger.warning("a stored prefix is computed: %s", job.error)
+            job.store.report(job.error)
+        if self._blends is not None:
+            self._blends.note_end(job)
+
+    def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
+        """A job for a request has ended: note what it brought, and plan what it did not."""
+        known = self._known[waiter.rid]
+        if isinstance(job, BlendJob):
+            assert self._blends is not None
+            # Of a blend, its own notes say whether it may be tried again.
+            self._blends.settle(known, job)
+        elif job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
+            # What is damaged the store itself knows.
+            known.declined = True
+        if job.state is JobState.LOADED and not job.revoked:
+            self._reports.tell_loaded(known, job)
+        self.plan(known)
+
+    def _raise_bits(self) -> None:
+        """Let requests whose jobs have no room use more bits that are resident.
+
+        What they ask for would be another copy of that, and wait for room.
+        """
+        blocked = [own for own in self.jobs.waiters.values() if own.is_blocked]
+        # Looked for once, however many wait: the queue may be long.
+        users = self._known.in_use() if blocked else []
+        for waiter in blocked:
+            known, job = self._known[waiter.rid], waiter.job
+            if isinstance(job, BlendJob) or known.kv_class.exact or known.req.session is not None:
+                continue
+            if self._known.raise_bits(known, users):
+                self.jobs.leave(waiter.rid)
+
+    def _give_up_slow(self) -> None:
+        """Let requests compute what would take longer to load, by the progress of their jobs."""
+        if self._service.config.load == "always":
+            return
+        now = time.monotonic()
+        for job in list(self.jobs.loading):
+            left = job.seconds_left(self._service.shape.num_layers, now)
+            if left is None:
+                left = now - job.began_at if job.began_at else 0.0
+            computing = self._service.estimator.faster_seconds(left, job.start, len(job))
+            if computing is not None:
+                logger.info("loading %d tokens is slower than computing them", len(job))
+                for rid in job.waiters:
+                    self._decline(self._known[rid], job, left, computing)
+                self.jobs.give_up(job)
+
+    def _decline(self, known: Known, job: LoadJob, left: float, computing: float) -> None:
+        """Let a request compute in `computing` seconds what a job would bring in `left` more."""
+        if isinstance(job, BlendJob):
+            assert self._blends is not None
+            self._blends.too_slow(known)
+            known.planned = False
+        else:
+            known.report.update(
+                decision="recompute",
+                estimated_load_ms=round(left * 1e3, 3),
+                estimated_recompute_ms=round(computing * 1e3, 3),
+            )
+            known.waiter.tries = MOST_TRIES

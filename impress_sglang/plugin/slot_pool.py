@@ -1,0 +1,187 @@
+"""SGLang's pool and tree as load jobs need them (`serving.job_queue.SlotPool`)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from torch import Tensor
+
+from impress_sglang.blend.job import BlendJob
+from impress_sglang.plugin.known import KnownRequests, key_of
+from impress_sglang.plugin.provenance import Provenance
+from impress_sglang.plugin.tree_nodes import drop_below, match_resident
+from impress_sglang.serving.job_queue import Waiter
+from impress_sglang.serving.kv_class import KVClass, marked
+from impress_sglang.serving.load_jobs import LoadJob
+
+
+class TreeSlots:
+    """Slots of SGLang's pool for jobs; the scheduler's thread owns them."""
+
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        scheduler: Any,
+        known: KnownRequests,
+        provenance: Provenance,
+        usual: KVClass,
+        put_back: Callable[[LoadJob], None],
+    ) -> None:
+        """`usual` class of the server; `put_back` puts the users of a job back into the queue."""
+        self._cache = cache
+        self._scheduler = scheduler
+        self._known = known
+        self._provenance = provenance
+        self._usual = usual
+        self._put_back = put_back
+        self._allocator = cache.token_to_kv_pool_allocator
+
+    def room(self) -> int:
+        """See `SlotPool.room`."""
+        return int(self._allocator.available_size() + self._cache.evictable_size()) - self._promised
+
+    @property
+    def _promised(self) -> int:
+        """What SGLang counts on for what it has admitted: the rest of a prompt, and answers."""
+        scheduler = self._scheduler
+        requests = {id(own): own for own in scheduler.running_batch.reqs}
+        if scheduler.last_batch is not None:
+            requests |= {id(own): own for own in scheduler.last_batch.reqs}
+        tokens, chunked = 0, scheduler.chunked_req
+        if chunked is not None:
+            requests[id(chunked)] = chunked
+            tokens = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
+        ratio, page = scheduler.new_token_ratio_tracker.current, self._cache.page_size
+        for own in requests.values():
+            if not own.finished():
+                # Rounded up as SGLang does, and the page that the next token may need.
+                share = 1.0 if own.sampling_params.ignore_eos else ratio
+                tokens += int(_new_tokens(own) * share) + page
+        return max(tokens, 0)
+
+    def need(self, waiter: Waiter, counted: set[object]) -> int:
+        """See `SlotPool.need`."""
+        known, job = self._known.get(waiter.rid), waiter.job
+        if known is None:
+            return 0
+        req = known.req
+        total = len(req.full_untruncated_fill_ids) + _new_tokens(req) + self._cache.page_size
+        if job is not None and (job.slots is not None or job in counted):
+            return total - job.stop
+        if job is not None:
+            counted.add(job)
+        match = match_resident(self._cache, key_of(req))
+        node, length = match.last_device_node, match.device_prefix_len
+        if node in counted:
+            return total - length
+        counted.add(node)
+        return total - length + self._unlocked(node)
+
+    def _unlocked(self, node: Any) -> int:
+        """How many tokens up to a node nobody has locked: locking them takes them from the room."""
+        cache = self._cache
+        before = cache.tree_core.protected_size()
+        lock = cache.lock(node)
+        after = cache.tree_core.protected_size()
+        cache.unlock(lock)
+        return int(after - before)
+
+    def is_idle(self) -> bool:
+        """See `SlotPool.is_idle`."""
+        scheduler, last = self._scheduler, self._scheduler.last_batch
+        ended = last is None or all(own.finished() for own in last.reqs)
+        return bool(scheduler.running_batch.is_empty() and scheduler.chunked_req is None and ended)
+
+    def lacking(self, job: LoadJob) -> int:
+        """See `SlotPool.lacking`."""
+        return job.stop - int(match_resident(self._cache, self._key(job)).device_prefix_len)
+
+    def take(self, job: LoadJob) -> bool:
+        """See `SlotPool.take`."""
+        cache = self._cache
+        match = match_resident(cache, self._key(job))
+        start, hold = match.device_prefix_len, cache.lock(match.last_device_node)
+        count = job.stop - start
+        missing = count - self._allocator.available_size()
+        if missing > 0:
+            cache.evict(EvictParams(num_tokens=missing))
+        slots = self._allocator.alloc(count)
+        if slots is None:
+            cache.unlock(hold)
+            return False
+        job.begin_at(start)
+        job.hold = hold
+        job.slots = job.target = slots.to(torch.int64)
+        if slots.is_cuda:
+            # A pass in flight may still use them.
+            job.after = self._scheduler.forward_stream.record_event()
+        return True
+
+    def give_back(self, job: LoadJob) -> None:
+        """See `SlotPool.give_back`."""
+        slots, job.slots = job.slots, None
+        self._allocator.free(slots)
+        self._cache.unlock(job.hold)
+
+    def insert(self, job: LoadJob) -> None:
+        """See `SlotPool.insert`; SGLang frees slots of tokens that were computed meanwhile."""
+        cache, slots = self._cache, job.slots
+        assert slots is not None
+        path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
+        self._note(job, path, slots)
+        result = cache.insert(
+            InsertParams(
+                key=self._key(job),
+                value=torch.cat([path, slots]),
+                prev_prefix_len=job.start,
+                inserted_len=job.start,
+            )
+        )
+        job.slots = None
+        lock = cache.lock(result.last_device_node)
+        cache.unlock(job.hold)
+        job.hold = lock
+
+    def _note(self, job: LoadJob, path: Tensor, slots: Tensor) -> None:
+        """Note on what the KVs of a job rest, behind those in the slots of `path`."""
+        provenance, stored = self._provenance, job.match.quality
+        depth = stored.depth + (job.kv_class.planes is not None)
+        if isinstance(job, BlendJob):
+            provenance.note_loaded(slots[: job.kept], depth, blended=stored.blended)
+            depth = max(job.plan.quality.depth, provenance.depth(path))
+            provenance.note_blended(slots[job.kept :], depth)
+        else:
+            provenance.note_loaded(slots, depth, blended=stored.blended)
+
+    def discard(self, job: LoadJob) -> None:
+        """See `SlotPool.discard`; SGLang puts requests back as if there were no room for them."""
+        self._put_back(job)
+        self._cache.unlock(job.hold)
+        drop_below(self._cache, self._key(job), job.start)
+
+    def hold_for(self, waiter: Waiter) -> Any:
+        """See `SlotPool.hold_for`."""
+        match = match_resident(self._cache, key_of(self._known[waiter.rid].req))
+        return self._cache.lock(match.last_device_node)
+
+    def release(self, hold: Any) -> None:
+        """See `SlotPool.release`."""
+        self._cache.unlock(hold)
+
+    def _key(self, job: LoadJob) -> RadixKey:
+        extra_key, salt = job.space
+        extra_key = marked(extra_key, job.kv_class, self._usual)
+        return RadixKey(array("q", job.tokens.tolist()), extra_key, cache_salt=salt)
+
+
+def _new_tokens(req: Any) -> int:
+    """Tokens that a request may still generate, as far as SGLang reserves room for them."""
+    left = req.sampling_params.max_new_tokens - len(req.output_ids)
+    return max(min(left, CLIP_MAX_NEW_TOKENS), 0)

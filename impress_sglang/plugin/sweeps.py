@@ -1,0 +1,109 @@
+"""Frees what a tree of SGLang's has of purged prefixes, in steps; trees differ in their nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from impress_sglang.plugin.keys import namespace_of
+from impress_sglang.store.purging import MultiStepJobs
+
+# Most nodes that one step of a sweep frees, and that it looks at.
+MOST_FREED = 64
+MOST_LOOKS = 2048
+
+
+@dataclasses.dataclass(slots=True)
+class Sweep:
+    """The nodes that are left to look at; `ends` are above them all, and stay."""
+
+    waiting: list[Any]
+    ends: list[Any]
+    namespace: str | None
+    """Only nodes of this namespace are freed; None for all."""
+
+
+class Sweeps(ABC):
+    """Frees what a tree has of purged prefixes, in steps between which requests are served.
+
+    Otherwise a later request would be served from there, and stored again. Nodes may be split,
+    evicted or added meanwhile. The scheduler's thread owns it.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        """`cache`: SGLang's tree cache."""
+        self._cache = cache
+        self._sweeps = MultiStepJobs[str, Sweep]()
+
+    def step(self, order: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
+        """Take a step of the sweep that an order asks for; begin it if it is new.
+
+        Args:
+            order: identifies the order; whoever gave it repeats it until it is done.
+            namespace: from `namespace_of`; None for all.
+            prefix: sweep only what begins with it, in whole pages, in any class; None: all.
+
+        Returns:
+            How many slots came free, and whether there is more to do.
+        """
+        sweep = self._sweeps.go_on(order, lambda: self._begin(namespace, prefix))
+        freed = self._go_on(sweep)
+        if not sweep.waiting:
+            self._sweeps.end(order)
+        return freed, bool(sweep.waiting)
+
+    def clear(self) -> None:
+        """Drop all sweeps: the tree is a new one."""
+        self._sweeps.clear()
+
+    def _begin(self, namespace: str | None, prefix: RadixKey | None) -> Sweep:
+        root = self._cache.root_node
+        if prefix is None:
+            return Sweep(list(root.children.values()), [root], namespace)
+        found = self._find(prefix)
+        return Sweep(found, [node.parent for node in found], namespace)
+
+    def _go_on(self, sweep: Sweep) -> int:
+        looks, left, tokens = MOST_LOOKS, MOST_FREED, 0
+        # As a group: an allocator copies all of its free slots each time it frees.
+        allocator = self._cache.token_to_kv_pool_allocator
+        allocator.free_group_begin()
+        try:
+            while sweep.waiting and looks > 0 and left > 0:
+                node = sweep.waiting.pop()
+                looks -= 1
+                others = sweep.namespace not in (None, self._namespace_of(node))
+                if others or not self._is_there(node):
+                    continue
+                sweep.waiting.extend(node.children.values())
+                # A node goes with the last node below it, even if it was split off meanwhile.
+                while node not in sweep.ends and not node.children and not self._is_locked(node):
+                    above = node.parent
+                    tokens += self._free(node)
+                    left -= 1
+                    node = above
+        finally:
+            allocator.free_group_end()
+        return tokens
+
+    def _namespace_of(self, node: Any) -> str | None:
+        return namespace_of(node.key)
+
+    @abstractmethod
+    def _find(self, prefix: RadixKey) -> list[Any]:
+        """The highest nodes whose tokens all stand behind a prefix, which is resident."""
+
+    @abstractmethod
+    def _is_there(self, node: Any) -> bool:
+        """Whether a node is still in the tree."""
+
+    @abstractmethod
+    def _is_locked(self, node: Any) -> bool:
+        """Whether somebody has locked a node."""
+
+    @abstractmethod
+    def _free(self, node: Any) -> int:
+        """Free a leaf as SGLang's `evict` does; returns its number of slots."""

@@ -1,0 +1,369 @@
+"""The tree cache: SGLang's own, into which load jobs bring what is stored before a request runs.
+
+SGLang owns slots, tree and passes. Its seams for stores, which `enable_lmcache` of the scheduler
+switches on, are all that is used of it:
+
+    _prefetch_kvcache            -> match_prefix, prefetch_from_storage: plan, begin or join a job
+    get_new_batch_prefill        -> check_prefetch_progress: hold a request back; others pass
+                                 -> pop_prefetch_loaded_span: what is reported as from storage
+    PrefillAdder                 -> finish_storage_prefetch_admission: a request is admitted
+    _process_hicache_events      -> check_hicache_events: once per pass
+    is_fully_idle                -> has_pending_cache_operations: no flush while slots are filled
+    _release_aborted_request     -> release_aborted_request
+
+What a request accepts is part of its key (`serving.kv_class`), so that within a class what was
+loaded and what was computed behind it are shared, evicted, locked and reported as SGLang always
+does. Only the scheduler's thread calls this class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    EvictParams,
+    EvictResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from impress_sglang.plugin.checking import IntegrityCheck
+from impress_sglang.plugin.known import Brought, Known, KnownRequests
+from impress_sglang.plugin.prefix_loads import PrefixLoads
+from impress_sglang.plugin.provenance import Provenance
+from impress_sglang.plugin.query_sampling import QuerySampler
+from impress_sglang.plugin.request_reports import RequestReports
+from impress_sglang.plugin.served_tree import ServedTree
+from impress_sglang.plugin.weights import WeightWatch
+from impress_sglang.plugin.write_back import WriteBack
+from impress_sglang.serving.load_planner import LoadPlanner
+from impress_sglang.serving.service import Service
+
+
+class ImpressTreeCache(UnifiedRadixCache):
+    """SGLang's `UnifiedRadixCache`; what left it is brought back from the store by load jobs."""
+
+    def __init__(self, params: CacheInitParams) -> None:
+        self.impress: ServedTree | None = None
+        """What hooks, routes and orders need; None before it is connected."""
+        self.loads: PrefixLoads | None = None
+        """The load jobs; None before a scheduler is attached."""
+        self._released: list[Known] = []
+        super().__init__(params)
+
+    def connect(
+        self,
+        service: Service,
+        model: Any,
+        forward_stream: Any,
+        read_identity: Callable[[], str],
+    ) -> None:
+        """Connect the cache to its store; it is SGLang's until a scheduler is attached.
+
+        Args:
+            service: the store, and what goes with it.
+            model: whose queries are sampled.
+            forward_stream: SGLang's, on which passes run.
+            read_identity: returns the model identity; called again after each flush.
+        """
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        keys = pool._get_key_buffer(pool.start_layer)
+        self._device = keys.device
+        self._service = service
+        self._planner = planner = LoadPlanner(service, self.page_size)
+        self._provenance = Provenance(len(keys), keys.device)
+        sampler = QuerySampler(model)
+        self._saves = WriteBack(self, service, planner, self._provenance, sampler, forward_stream)
+        self._known = KnownRequests(self, service, planner, self._saves.sight)
+        counts = self._saves.sights is not None
+        self._reports = RequestReports(self, service, self._provenance, counts=counts)
+        weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
+        check = IntegrityCheck(service.served, self._check_requests)
+        self.impress = ServedTree(
+            self, self, service, planner, self._known, self._saves.sights, check, weights
+        )
+        service.describe_pool = self._describe_pool
+
+    def attach(self, scheduler: Any) -> None:
+        """Begin to serve, for a scheduler that is complete."""
+        self.loads = PrefixLoads(
+            self,
+            scheduler,
+            self._service,
+            self._planner,
+            self._known,
+            self._provenance,
+            self._reports,
+            self._device,
+        )
+        # SGLang's seams for caches that load while requests queue.
+        scheduler.enable_lmcache = True
+
+    # A request's way: match, plan, wait, be admitted, end.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """SGLang's, in the class of the request."""
+        req = params.req
+        if req is None or self.loads is None or self.disable:
+            return super().match_prefix(params)
+        known = self._known.note(req)
+        key = params.key
+        if key.extra_key != req.extra_key:
+            # Its first match: SGLang made the key before the request had a class.
+            key = RadixKey(
+                key.token_ids,
+                req.extra_key,
+                is_bigram=key.is_bigram,
+                limit=key.limit,
+                cache_salt=key.cache_salt,
+            )
+            params = dataclasses.replace(params, key=key)
+        result = super().match_prefix(params)
+        if not known.admitted:
+            self._reports.tell_resident(known, result.device_prefix_len)
+        return result
+
+    def is_backuped(self, node_id: Any) -> bool:
+        """Whether SGLang asks for what is stored behind a node: always."""
+        return self.loads is not None or bool(super().is_backuped(node_id))
+
+    def prefetch_from_storage(
+        self, handle: CacheRequestHandle, *arguments: Any, **keywords: Any
+    ) -> bool:
+        """A request is queued: plan what is to be loaded for it."""
+        known = self._known.get(handle.rid)
+        if known is not None and self.loads is not None:
+            self.loads.plan(known)
+            if self.impress is not None and self.impress.queue_order is not None:
+                self.loads.note_state(known, self.impress.queue_order)
+        return False
+
+    def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
+        """Whether a request may be admitted now; others pass it if not."""
+        known = self._known.get(request.rid)
+        return known is None or self.loads is None or self.loads.may_run(known)
+
+    def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
+        """How many tokens were brought for a request, and where they begin."""
+        known = self._known.get(request.rid)
+        if known is None or not known.brought.loaded:
+            return 0, None
+        return known.brought.loaded, known.brought.stop - known.brought.loaded
+
+    def finish_storage_prefetch_admission(
+        self, request: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        """A request is admitted, and has locked what it uses."""
+        known = self._known.get(request.rid)
+        if known is not None and not known.admitted:
+            known.admitted = True
+            self._reports.explain(known)
+            self._saves.expect(known)
+            self._end_waiting(request.rid)
+
+    def discard_storage_prefetch_accounting(self, request: CacheRequestHandle) -> None:
+        """SGLang's counts of its own storage, which is not ours."""
+
+    def waiting_storage_span(self, request: CacheRequestHandle) -> tuple[int, int] | None:
+        """What is being brought for a waiting request."""
+        known = None if self.loads is None else self._known.get(request.rid)
+        job = None if known is None else known.waiter.job
+        return None if job is None else (job.start, job.stop)
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """SGLang's, which inserts what was computed; then offer what is new to the store."""
+        known = None if self.loads is None else self._known.get(req.rid)
+        if known is None or self.loads is None or self.disable:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+            return
+        self.loads.end_pass(known)
+        before, row = req.kv.cache_protected_len, None
+        if self._provenance.mixed and not known.kv_class.exact and req.session is None:
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, before:up_to].clone()
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        if row is not None:
+            path = self.path_device_indices(req.last_node)
+            fresh = path[before:]
+            # Tokens that others had inserted before keep their slots, and what these rest on.
+            fresh = fresh[fresh == row[: len(fresh)].to(fresh.dtype)]
+            self._provenance.note_computed(path[:before].long(), fresh.long())
+        self._saves.offer(known, up_to)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """A request gives its row back: it is over, or SGLang put it back into the queue."""
+        super().on_release(req, checkpointed=checkpointed)
+        known = None if self.loads is None else self._known.get(req.rid)
+        if known is None or self.loads is None:
+            return
+        self.loads.end_pass(known)
+        self._end_waiting(req.rid)
+        if req.finished():
+            self._forget(known)
+            return
+        known.admitted = known.planned = False
+        known.brought = Brought()
+        if req.to_finish is not None:
+            self._released.append(known)
+
+    def _forget_ended(self) -> None:
+        """Forget requests that SGLang has ended without saying so.
+
+        It does so with a beam group, or the last request of a batch, that it cannot put back into
+        the queue; others of these are in the queue, where they end.
+        """
+        released, self._released = self._released, []
+        for known in released:
+            if self.loads is not None and not self.loads.is_queued(known.req):
+                self._forget(known)
+
+    def _forget(self, known: Known) -> None:
+        self._saves.end(known)
+        self._reports.count(known)
+        self._known.forget(known.req.rid)
+
+    def release_aborted_request(self, request: CacheRequestHandle) -> None:
+        """Forget a request that ended without having been admitted."""
+        super().release_aborted_request(request)
+        known = None if self.loads is None else self._known.get(request.rid)
+        if known is not None and not known.admitted:
+            self._end_waiting(request.rid)
+            self._known.forget(request.rid)
+
+    def _end_waiting(self, rid: str) -> None:
+        """Note that a request was admitted, or is gone."""
+        assert self.loads is not None and self.impress is not None
+        self.loads.end_waiting(self._known[rid])
+        if self.impress.queue_order is not None:
+            self.impress.queue_order.forget(rid)
+
+    # Once per pass.
+
+    def check_hicache_events(self) -> None:
+        """Take in what other threads have done, and give slots to jobs."""
+        if self.loads is not None:
+            self._service.served.poll()
+            if self._released:
+                self._forget_ended()
+            self.loads.poll()
+            self._service.tell_metrics()
+
+    def flush_pending_backups(self) -> None:
+        """SGLang's call after each batch; writes need none."""
+
+    def has_pending_cache_operations(self) -> bool:
+        """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
+        return self.loads is not None and self.loads.jobs.filling
+
+    # Room.
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """SGLang's eviction; writes are given up if nothing else is left."""
+        return self._evicting(params, super().evict(params), jobs=False)
+
+    def evict_for_alloc(self, params: EvictParams, **keywords: Any) -> EvictResult:
+        """The same, for what SGLang must allocate: then jobs give up their slots as well."""
+        return self._evicting(params, super().evict_for_alloc(params, **keywords), jobs=True)
+
+    def _evicting(self, params: EvictParams, result: EvictResult, *, jobs: bool) -> EvictResult:
+        left = params.num_tokens - result.num_tokens_evicted
+        if left <= 0 or self.loads is None:
+            return result
+        allocator = self.token_to_kv_pool_allocator
+        target = allocator.available_size() + left
+
+        def missing() -> int:
+            lacking = target - allocator.available_size()
+            if lacking > 0 and self.tree_core.evictable_size():
+                super(ImpressTreeCache, self).evict(EvictParams(num_tokens=lacking))
+                lacking = target - allocator.available_size()
+            return int(lacking)
+
+        self._saves.give_up(missing)
+        if jobs and missing() > 0:
+            self.loads.jobs.make_room(missing)
+        result.num_tokens_evicted += left - max(missing(), 0)
+        return result
+
+    def evictable_size(self) -> int:
+        """Tokens that `evict` can free: SGLang's, and those that only writes have locked."""
+        return int(super().evictable_size()) + self._locked_for_writes()
+
+    def full_evictable_size(self) -> int:
+        """See `evictable_size`."""
+        return int(super().full_evictable_size()) + self._locked_for_writes()
+
+    def protected_size(self) -> int:
+        """Tokens that cannot be evicted: SGLang's, and the slots of jobs."""
+        return int(super().protected_size()) + self._loading() - self._locked_for_writes()
+
+    def full_protected_size(self) -> int:
+        """See `protected_size`."""
+        return int(super().full_protected_size()) + self._loading() - self._locked_for_writes()
+
+    def _loading(self) -> int:
+        return 0 if self.loads is None else self.loads.jobs.loading_tokens
+
+    def _locked_for_writes(self) -> int:
+        return 0 if self.loads is None else self._saves.locked_tokens()
+
+    # The whole cache.
+
+    def reset(self) -> None:
+        """SGLang's flush, which it does when idle: drops what is resident, keeps what is stored."""
+        if self.loads is None or self.impress is None:
+            super().reset()
+            return
+        assert not self.has_pending_cache_operations(), "SGLang flushes while slots are filled"
+        store = self._service.served.opened
+        if store is not None:
+            # Accepted writes read slots that are about to be given away.
+            store.writes.drain()
+            # Other weights may follow, and with them another store.
+            self._service.tell_metrics(now=True)
+        self.loads.drop_all()
+        self._provenance.clear()
+        self.impress.clear()
+        super().reset()
+        self.impress.weights.flushed()
+
+    def release_host_resources(self) -> None:
+        """Shut down gracefully: finish writes, and save what the next start should know."""
+        super().release_host_resources()
+        loads, self.loads = self.loads, None
+        if loads is not None:
+            loads.close()
+            self._service.close()
+
+    def _set_aside(self) -> None:
+        """Prepare for new weights or a new pool: end jobs and writes, forget plans."""
+        assert self.loads is not None
+        self.loads.drop_all()
+        self.loads.wait_for_loader()
+        self._saves.revoke()
+        store = self._service.served.opened
+        if store is not None:
+            store.writes.abandon()
+
+    def _is_empty(self) -> bool:
+        """Whether no KV is left in the pool."""
+        allocator = self.token_to_kv_pool_allocator
+        return bool(allocator.available_size() == allocator.size)
+
+    def _describe_pool(self) -> dict[str, int]:
+        """How many tokens of the pool are ours, by what they are for."""
+        return {
+            "tokens": self.token_to_kv_pool_allocator.size,
+            "loading_tokens": self._loading(),
+            "writing_tokens": self._saves.writing_tokens,
+        }
+
+    def _check_requests(self) -> None:
+        """Check our counters; the time grows with requests and jobs, not with what is stored."""
+        if self.loads is not None:
+            self.loads.check()

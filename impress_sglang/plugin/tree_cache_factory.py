@@ -1,0 +1,87 @@
+"""Builds the tree cache of a server that loads beside the model's passes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+from impress_sglang.blend.plugin.steps import check_blended, rotation_of
+from impress_sglang.codes.rows.basis import Basis
+from impress_sglang.config import ImpressConfig
+from impress_sglang.options import CODES, EXACTLY, OFF, USUAL_BITS
+from impress_sglang.plugin.capabilities import check_layers, check_options
+from impress_sglang.plugin.compat import warn_if_untested
+from impress_sglang.plugin.factory import identity_of, kv_shape
+from impress_sglang.plugin.self_test import check_kvs
+from impress_sglang.plugin.torch_native import attend_rectangularly
+from impress_sglang.plugin.tree_cache import ImpressTreeCache
+from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.serving.service import Service
+from impress_sglang.store.policies import make_policy
+from impress_sglang.transfer.coded_slots import code_writer_for
+from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.warm_up import warm_up
+
+logger = logging.getLogger(__name__)
+
+
+def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
+    """Build the tree cache for SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        UnsupportedError: the options or the model are not known to be right; or a kernel for the
+            model does not fit the GPU.
+        ConfigError: a directory cannot be written, or the caches do not fit in memory.
+        StoreInUseError: another server uses it for the same model.
+    """
+    runner, params = context.tp_worker.model_runner, context.params
+    options = resolved_view(context.server_args)
+    check_options(config, options)
+    check_layers(runner)
+    attend_rectangularly(runner.attn_backend)
+    if config.blend != OFF:
+        # Refused here, before the store is opened.
+        check_blended(runner.model)
+    policy = make_policy(config)
+    shape, codec = kv_shape(runner, policy, config.probe_heads), None
+    shape = replace(shape, coded=shape.coded and config.kept != EXACTLY, exact=config.kept != CODES)
+    if config.basis:
+        basis = Basis.load(config.basis_path).keeping(min(config.usual_bits, USUAL_BITS))
+        codec = KVCodec(basis, rotation_of(runner.model, "--impress-basis"))
+        shape = codec.shape(shape)
+        codec.prepare(runner.model_config.context_len)
+    elif policy.codes and shape.coded:
+        logger.info(
+            "KVs are coded without a basis of the model: `impress calibrate` makes one, with which "
+            "they take two thirds of the bytes (--impress-basis)"
+        )
+
+    def read_identity() -> str:
+        return identity_of(context, shape)
+
+    pool = runner.token_to_kv_pool
+    device = pool._get_key_buffer(pool.start_layer).device
+    self_test = None
+    # Kernels first: opening the store takes much memory.
+    if policy.stores:
+        warm_up(shape, None, config.chunk_tokens, device, codec=codec)
+        if shape.coded and codec is None and device.type == "cpu":
+            # Imports loops, which are compiled then: after an installation that takes seconds.
+            code_writer_for(device)
+        self_test = check_kvs(runner, config, shape, codec)
+    warn_if_untested()
+    hidden_size = runner.model_config.hidden_size
+    service = Service(config, shape, read_identity(), device, hidden_size, codec)
+    service.self_test_seconds = self_test
+    # Nodes of the other core cannot be looked at, as purging and sharing by score must.
+    params.tree_core_backend = "python"
+    cache = create_unified_radix_cache(context, cache_class=ImpressTreeCache)
+    assert isinstance(cache, ImpressTreeCache)
+    if cache.metrics_collector is not None:
+        service.metrics = ServingMetrics(cache.metrics_collector.labels)
+    cache.connect(service, runner.model, runner.forward_stream, read_identity)
+    return cache

@@ -1,0 +1,171 @@
+"""Cuts over-long prompts that SGLang would refuse, in the process that tokenizes.
+
+SGLang refuses a prompt before it is queued (`TokenizerManager._validate_one_request`), or one a few
+tokens shorter when it is queued (`validate_input_length`). Neither refuses what is cut here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+from impress_sglang.plugin.flags import config_of
+from impress_sglang.serving.truncation import (
+    KEEP_KEY,
+    KEEP_TOKENS,
+    TRUNCATED_KEY,
+    check_truncation,
+    find_cut,
+    share_of,
+)
+
+# Fields of a request that count positions of its prompt, or are its prompt in another form: such a
+# request is not cut, and refused as usual.
+_WHOLE = (
+    "input_embeds",
+    "session_params",
+    "positional_embed_overrides",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "bootstrap_room",
+)
+_SYSTEM_ROLES = ("system", "developer")
+
+
+def around_validation(
+    original: Callable[..., None], manager: Any, obj: Any, input_ids: list[int] | None
+) -> None:
+    """Around `TokenizerManager._validate_one_request`: validate the prompt as it will be cut."""
+    cut = _cut_of(manager, obj, input_ids)
+    original(manager, obj, _without(input_ids, cut))
+
+
+def around_tokenized(
+    original: Callable[..., Any],
+    manager: Any,
+    obj: Any,
+    input_text: str,
+    input_ids: list[int] | None,
+    *rest: Any,
+) -> Any:
+    """Around `TokenizerManager._create_tokenized_object`, which makes the scheduler's request.
+
+    The token lists of callers of `sglang.Engine` are not changed.
+    """
+    cut = _cut_of(manager, obj, input_ids)
+    if cut is not None:
+        _tell(manager, obj, {TRUNCATED_KEY: len(cut)})
+    return original(manager, obj, input_text, _without(input_ids, cut), *rest)
+
+
+def keep_system_prompt(result: Any, chat: Any, request: Any, *_: Any, **__: Any) -> Any:
+    """After `OpenAIServingChat._convert_to_internal_request`: keep the system prompt in a cut.
+
+    Notes its length in the request, only if the prompt is to be cut.
+    """
+    adapted, manager = result[0], chat.tokenizer_manager
+    tokens = adapted.input_ids
+    known = KEEP_KEY in _custom_params(manager, adapted) or request.input_ids is not None
+    if known or not isinstance(tokens, list) or _cut_of(manager, adapted, tokens) is None:
+        return result
+    length = _system_tokens(chat, request, tokens)
+    if length is not None:
+        _tell(manager, adapted, {KEEP_KEY: length})
+    return result
+
+
+def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None:
+    """Which tokens of a request are left out; None if it is not cut.
+
+    Raises:
+        ValueError: the request asks for a wrong cut.
+    """
+    config = config_of(manager.server_args)
+    if config is None:
+        return None
+    custom = _custom_params(manager, obj)
+    check_truncation(custom)
+    share = share_of(custom, config)
+    if input_ids is None or share is None or not _can_be_cut(obj):
+        return None
+    limit = _limit(manager, obj)
+    keep = custom.get(KEEP_KEY, KEEP_TOKENS)
+    return find_cut(input_ids, limit, share, keep, _openers(manager))
+
+
+def _limit(manager: Any, obj: Any) -> int:
+    """The most tokens that SGLang accepts in a prompt of this request."""
+    limit = int(manager.context_len) - manager.num_reserved_tokens - 1
+    if manager.max_req_input_len is not None:
+        limit = min(limit, manager.max_req_input_len - 1)
+    new_tokens = obj.sampling_params.get("max_new_tokens")
+    if manager.validate_total_tokens and new_tokens is not None:
+        limit = min(limit, int(manager.context_len) - manager.num_reserved_tokens - new_tokens)
+    return limit
+
+
+def _can_be_cut(obj: Any) -> bool:
+    """Whether nothing in a request refers to positions of its prompt."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    if not isinstance(obj, GenerateReqInput) or obj.contains_mm_input():
+        return False
+    reads_prompt = obj.return_logprob and (obj.logprob_start_len or 0) >= 0
+    return not reads_prompt and not any(getattr(obj, field) for field in _WHOLE)
+
+
+def _custom_params(manager: Any, obj: Any) -> dict[str, Any]:
+    usual = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
+    custom = usual.get("custom_params")
+    return custom if isinstance(custom, dict) else {}
+
+
+def _tell(manager: Any, obj: Any, more: dict[str, int]) -> None:
+    """Add to a copy of a request's `custom_params`, which travel with it and may be shared."""
+    custom = {**_custom_params(manager, obj), **more}
+    obj.sampling_params = {**obj.sampling_params, "custom_params": custom}
+
+
+def _without(tokens: list[int] | None, cut: range | None) -> list[int] | None:
+    if tokens is None or cut is None:
+        return tokens
+    return [*tokens[: cut.start], *tokens[cut.stop :]]
+
+
+def _system_tokens(chat: Any, request: Any, tokens: list[int]) -> int | None:
+    """How many tokens of a chat's prompt come before its conversation; None if unknown.
+
+    They are those that stay the same if another role begins the conversation, less the token with
+    which messages begin.
+    """
+    from sglang.srt.entrypoints.openai.protocol import (
+        ChatCompletionMessageGenericParam,
+        ChatCompletionMessageUserParam,
+    )
+
+    roles = [message.role for message in request.messages]
+    first = next((i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
+    other: list[Any] = [ChatCompletionMessageUserParam(role="user", content="")]
+    if roles[first : first + 1] != ["assistant"]:
+        other.insert(0, ChatCompletionMessageGenericParam(role="assistant", content=""))
+    own = request.model_copy(
+        update={"messages": [*request.messages[:first], *other], "continue_final_message": False}
+    )
+    try:
+        others = chat._process_messages(own, False).prompt_ids
+    except ValueError:
+        # The template requires a user message first.
+        return None
+    pairs = enumerate(zip(tokens, others, strict=False))
+    length = next((i for i, (left, right) in pairs if left != right), None)
+    if length and tokens[length - 1] in _openers(chat.tokenizer_manager):
+        return length - (tokens[length - 1] in tokens[length:])
+    return length
+
+
+def _openers(manager: Any) -> Container[int]:
+    """Tokens that may begin a message: the added ones, which no plain text has."""
+    return getattr(manager.tokenizer, "added_tokens_decoder", {})

@@ -1,0 +1,146 @@
+"""Sets the store aside while the model's weights may not be those of the store's model identity.
+
+SGLang can replace weights, or release and restore them and the pool, while it serves. From the
+moment that one of its handlers may begin to do so, the store is neither read nor written. It is
+used again once the weights are final, their identity is known, and no KV from before is left:
+SGLang keeps such KVs if an update does not flush, and what is computed on top of them belongs to no
+weights at all.
+
+A request that is loading a stored prefix goes on with it, as SGLang does with a resident one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.plugin.request_fields import MESSAGES
+from impress_sglang.serving.served_store import ServedStore
+
+logger = logging.getLogger(__name__)
+
+# Actions of SGLang's `check_weights` other than filling weights at random, and methods called by
+# `collective_rpc` that leave weights alone.
+_READING_CHECKS = ("snapshot", "compare", "checksum")
+_READING_METHODS = ("save_remote_model", "save_sharded_model")
+
+
+class WeightWatch:
+    """Decides when the store is set aside, and when it is used again."""
+
+    def __init__(
+        self,
+        served: ServedStore,
+        read_identity: Callable[[], str],
+        set_aside: Callable[[], None],
+        is_empty: Callable[[], bool],
+    ) -> None:
+        """Watch over the store that is served.
+
+        Args:
+            served: the store.
+            read_identity: returns the model identity of the current weights.
+            set_aside: ends passes and writes, and forgets plans.
+            is_empty: returns whether no KV is left in the pool.
+        """
+        self._served = served
+        self._read_identity = read_identity
+        self._set_aside = set_aside
+        self._is_empty = is_empty
+        self._changing = False
+        self._untouched = False
+
+    def begin(self, cause: str) -> None:
+        """Set the store aside: weights or the pool may change from now on, until `end`."""
+        self._set_aside()
+        self._changing = True
+        self._untouched = self._served.aside is None
+        self._suspend(cause)
+
+    def end(self, *, settled: bool) -> None:
+        """Note that a handler is done; `settled`: no update continues, and nothing is released.
+
+        The store is used again now if no KV is left in the pool, otherwise after the next flush.
+        """
+        empty = self._is_empty()
+        self._changing = not settled
+        # A message that was refused at once has changed nothing: KVs in the pool are right.
+        if settled and (empty or self._untouched):
+            self._use_again(empty=empty)
+
+    def flushed(self) -> None:
+        """Note that no KV is left in the pool; also notices changes that no handler announced."""
+        if not self._changing:
+            self._use_again(empty=True)
+
+    def _use_again(self, *, empty: bool) -> None:
+        """Use the store of the current weights, if KVs in the pool belong to the same weights."""
+        served = self._served
+        # A store that could not be opened is opened again below.
+        served.take_over()
+        try:
+            identity = self._read_identity()
+        except Exception:
+            # Whatever the error is, answers are right without the store.
+            logger.exception("these weights have no identity; the next flush tries again")
+            self._suspend("no identity")
+            return
+        if identity != served.identity:
+            if not empty:
+                return
+            served.reopen(identity)
+        served.use_again()
+
+    def _suspend(self, cause: str) -> None:
+        if self._served.aside is None:
+            logger.info("the store is set aside (%s) until the pool has no KVs of before", cause)
+            self._served.aside = cause
+
+
+def watch_messages(scheduler: Any, weights: WeightWatch) -> None:
+    """Set the store aside around each message that may change weights, or the pool.
+
+    That is each that a complete scheduler of SGLang's takes and that is not known not to.
+
+    Raises:
+        UnsupportedError: this SGLang handles messages in another way.
+    """
+    try:
+        table = scheduler._request_dispatcher._mapping
+        _is_settled(scheduler)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"IMPRESS does not know how this SGLang replaces weights: {error}"
+        ) from error
+    for kind, handler in table.items():
+        if kind.__name__ not in MESSAGES:
+            table[kind] = functools.partial(around_handler, handler, scheduler, weights)
+
+
+def around_handler(
+    original: Callable[..., Any], scheduler: Any, weights: WeightWatch, request: Any
+) -> Any:
+    """Let SGLang handle a message with the store set aside; returns its answer."""
+    if _only_reads(request):
+        return original(request)
+    weights.begin(getattr(original, "__name__", type(request).__name__))
+    try:
+        return original(request)
+    finally:
+        weights.end(settled=_is_settled(scheduler))
+
+
+def _is_settled(scheduler: Any) -> bool:
+    """Whether no update of weights continues, and nothing is released."""
+    updater = scheduler.weight_updater
+    return updater._session is None and not updater.offload_tags
+
+
+def _only_reads(request: Any) -> bool:
+    return (
+        getattr(request, "action", None) in _READING_CHECKS
+        or getattr(request, "method", None) in _READING_METHODS
+    )

@@ -1,0 +1,279 @@
+"""Offers what requests computed to the store, after the pass, from slots of SGLang's tree.
+
+The slots are locked in the tree while a write reads them, layer by layer, and are counted as
+evictable meanwhile: if SGLang needs them, writes are given up first. A slot that was given away
+before it was read would make a file with wrong KVs and right checksums; so a save is abandoned
+before its lock is released, and what is written is published only if it had not been abandoned when
+its last layer had been read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.session.streaming_session import is_virtual_node
+from torch import Tensor
+
+from impress_sglang.options import OFF
+from impress_sglang.plugin.eligibility import store_refusal
+from impress_sglang.plugin.keys import as_tokens
+from impress_sglang.plugin.known import Known
+from impress_sglang.plugin.provenance import Provenance
+from impress_sglang.plugin.query_sampling import QuerySampler
+from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
+from impress_sglang.serving.load_planner import LoadPlanner
+from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
+from impress_sglang.serving.service import Service
+from impress_sglang.serving.sights import Sights
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.store.writing import Offer, StoreOutcome
+
+_REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRITE_BUDGET}
+
+
+class _Save:
+    """A write of slots, int64 [n], that are locked in the tree until it is over or abandoned."""
+
+    def __init__(self, slots: Tensor, lock: Any) -> None:
+        self.slots = slots
+        self.lock = lock
+        self._abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        """Give the save up, because its slots will be given away and then hold other KVs."""
+        self._abandoned.set()
+
+    def guarded(self, read: LayerReader) -> LayerReader:
+        """A reader that raises `WriteAbandoned` instead of KVs that may be others."""
+
+        def guard(layer: int) -> tuple[Tensor, Tensor]:
+            kvs = None if self._abandoned.is_set() else read(layer)
+            # If it has not been abandoned by now, what was read before is right.
+            if kvs is None or self._abandoned.is_set():
+                raise WriteAbandoned("its slots are given away")
+            return kvs
+
+        return guard
+
+
+class WriteBack:
+    """The saves of one tree cache; the scheduler's thread owns them."""
+
+    def __init__(
+        self,
+        cache: UnifiedRadixCache,
+        service: Service,
+        planner: LoadPlanner,
+        provenance: Provenance,
+        sampler: QuerySampler,
+        forward_stream: Any,
+    ) -> None:
+        """`forward_stream` is SGLang's, on which passes run."""
+        self._cache = cache
+        self._service = service
+        self._planner = planner
+        self._provenance = provenance
+        self._sampler = sampler
+        self._forward_stream = forward_stream
+        self._access = PoolAccess()
+        self._saves: dict[_Save, None] = {}
+        config = self._service.config
+        least, blends = config.write_after, config.blend != OFF
+        self._least_elsewhere = config.blend_min_tokens
+        self._counted = Sights(max(least, 2)) if least > 1 or blends else None
+        self.sights = self._counted if least > 1 else None
+        """Counts how often prompts are asked for; None unless that decides what is stored."""
+        self.writing_tokens = 0
+
+    def sight(self, known: Known) -> bool:
+        """Count a request that may be stored, when it is first matched.
+
+        Returns whether it should be computed exactly: others will reuse its text where it is no
+        prefix.
+        """
+        req, elsewhere = known.req, 0
+        if known.worth is not None or not self._service.served.in_use:
+            return False
+        tokens = req.origin_input_ids
+        if self.sights is None or store_wish_of(req.sampling_params) is True:
+            known.worth = len(tokens)
+        if self._counted is not None and len(tokens) >= self._service.config.min_prefix_tokens:
+            # For several samples SGLang first computes the prompt alone, without new tokens.
+            sampling = req.sampling_params
+            count = sampling.n == 1 or sampling.max_new_tokens == 0
+            space, text = known.namespace, as_tokens(tokens)
+            seen = self._counted.note(space, text, count=count)
+            elsewhere = self._worth_elsewhere(self._counted, space, text, seen, count=count)
+            known.seen = max(seen, elsewhere)
+            known.worth = max(known.seen, known.worth or 0)
+            return elsewhere > seen
+        return False
+
+    def _worth_elsewhere(
+        self, sights: Sights, space: str, tokens: Tokens, known: int, *, count: bool
+    ) -> int:
+        """How many of the first tokens of a prompt are worth storing for the sake of its text.
+
+        Some are if most of the text behind the `known` tokens was asked for often enough, wherever
+        it stood, is stored nowhere, and is long enough to be reused elsewhere; else 0.
+        """
+        store = self._service.store
+        content = store.tree.content
+        if content is None:
+            return 0
+        starts, often = sights.note_text(space, tokens, count=count)
+        often &= starts >= known
+        most = np.count_nonzero(starts >= known) // 2
+        if not store.writes.are_taken or len(tokens) - known < self._least_elsewhere:
+            # Otherwise it would be computed exactly in vain.
+            return 0
+        if np.count_nonzero(often) > most:
+            found = content.find(store.namespace(space), tokens, known, only_ready=False)
+            often &= ~found.meet(starts, BLOCK_TOKENS)
+        fresh = starts[often]
+        return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
+
+    def expect(self, known: Known) -> None:
+        """Have queries of a request sampled that is admitted and will be stored, of few of them."""
+        fits = self._fits(known, len(known.req.origin_input_ids))
+        if fits and self._service.store.writes.want_queries():
+            self._sampler.want(known.req.rid)
+
+    def offer(self, known: Known, up_to: int) -> None:
+        """Offer the first `up_to` tokens of a request, which are computed and in the tree."""
+        req = known.req
+        if up_to < len(req.origin_input_ids) or known.refused or is_virtual_node(req.last_node):
+            return
+        if not self._fits(known, up_to):
+            return
+        slots = self._cache.path_device_indices(req.last_node)[:up_to]
+        slots = slots[: self._worth_of(known, len(slots))].to(torch.int64)
+        if not self._wants(len(slots)):
+            return
+        queries = self._sampler.take(req.rid)
+        quality, first = self._quality_of(known, slots)
+        if quality is None or first >= len(slots):
+            return
+        save = _Save(slots, self._cache.lock(req.last_node))
+        if self._offer(known, save, quality, first, queries):
+            self._saves[save] = None
+            self.writing_tokens += len(slots)
+        else:
+            self._cache.unlock(save.lock)
+
+    def end(self, known: Known) -> None:
+        """Count the answer of a request that is over: the next prompt may contain it."""
+        req = known.req
+        self._sampler.take(req.rid)
+        if self._counted is not None and known.worth is not None and req.output_ids:
+            tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
+            self._counted.note(known.namespace, tokens, len(req.origin_input_ids))
+
+    def locked_tokens(self) -> int:
+        """Tokens of SGLang's tree that only saves have locked.
+
+        If these did not count as room, SGLang would make requests wait for the disk.
+        """
+        if not self._saves:
+            return 0
+        cache = self._cache
+        before = cache.tree_core.protected_size()
+        for save in self._saves:
+            cache.unlock(save.lock)
+        after = cache.tree_core.protected_size()
+        for save in self._saves:
+            save.lock = cache.lock(save.lock.node)
+        return int(before - after)
+
+    def give_up(self, missing: Callable[[], int]) -> None:
+        """Give saves up, the latest first, until nothing is `missing`, which evicts what it can."""
+        store = self._service.served.opened
+        if self._saves and store is not None:
+            store.writes.abandon(lambda: missing() <= 0)
+
+    def revoke(self) -> None:
+        """Stop reading anything from the pool."""
+        self._access.revoke()
+
+    def _fits(self, known: Known, num_tokens: int) -> bool:
+        """Whether a request may be stored, and is long enough."""
+        if not self._service.served.in_use or store_refusal(known.req) is not None:
+            return False
+        return self._worth_of(known, num_tokens) >= self._service.config.min_prefix_tokens
+
+    def _wants(self, num_tokens: int) -> bool:
+        """Whether the pool can spare slots: half of them at most, or those of a single prefix."""
+        if num_tokens < self._service.config.min_prefix_tokens:
+            return False
+        spare = self._cache.token_to_kv_pool_allocator.size // 2 - self.writing_tokens
+        return not self._saves or num_tokens <= spare
+
+    def _worth_of(self, known: Known, num_tokens: int) -> int:
+        """How many of the first tokens of a request are worth storing, in whole pages."""
+        if self.sights is not None:
+            num_tokens = min(num_tokens, known.worth or 0)
+        return self._planner.whole_pages(num_tokens)
+
+    def _quality_of(self, known: Known, slots: Tensor) -> tuple[Quality | None, int]:
+        """The quality of KVs in slots, and how many of the first came from a store."""
+        provenance, own = self._provenance, known.kv_class
+        # Nothing in the tree of this class rests on codes, and nobody marks its slots.
+        depth = 0 if own.exact else provenance.depth(slots)
+        if not depth:
+            return EXACT, 0
+        if depth > self._service.config.approximation_depth:
+            return None, 0
+        share = own.share if provenance.blended(slots) else 1.0
+        return Quality(depth, 1.0, own.bits, share), provenance.loaded_before(slots)
+
+    def _offer(
+        self, known: Known, save: _Save, quality: Quality, first: int, queries: dict[int, Any]
+    ) -> bool:
+        req, store = known.req, self._service.store
+        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
+        tokens = as_tokens(req.full_untruncated_fill_ids[: len(save.slots)])
+
+        def read_layers(start: int) -> LayerReader:
+            part = save.slots[start:]
+            return save.guarded(PoolLayerReader(pool, part, self._forward_stream, self._access))
+
+        offer = Offer(
+            tokens,
+            read_layers,
+            on_done=lambda: self._finish(save),
+            abandon=save.abandon,
+            quality=quality,
+            available_from=first,
+            min_tokens=self._service.config.chunk_tokens,
+            holder=save,
+            queries=lambda layer: _on_cpu(queries.pop(layer, None)),
+            num_behind=max(len(req.origin_input_ids) - len(tokens), 0),
+            ttl=ttl_of(req.sampling_params),
+            priority=priority_of(req.sampling_params),
+        )
+        outcome = store.writes.offer(known.namespace, offer)
+        if (cause := _REFUSALS.get(outcome)) is not None:
+            known.refused = True
+            store.losses.note_tokens(store.namespace(known.namespace), tokens, cause)
+        return outcome is StoreOutcome.ACCEPTED
+
+    def _finish(self, save: _Save) -> None:
+        """Release the slots of a save, which are not read any more or were given up."""
+        del self._saves[save]
+        self.writing_tokens -= len(save.slots)
+        self._cache.unlock(save.lock)
+
+
+def _on_cpu(queries: Any) -> Any:
+    if queries is None:
+        return None
+    return type(queries)(queries.rows.cpu(), queries.scaling)

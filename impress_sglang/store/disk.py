@@ -1,0 +1,192 @@
+"""What opening a store needs of its disk: the folder and its lock, its segments, the free space.
+
+All of this may take as long as the disk likes, so a running server does it on another thread; the
+result then belongs to the store's thread. No memory for caches is allocated here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import logging
+import sqlite3
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from impress_sglang.codes.planes.floors import CodingMeter
+from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.errors import ConfigError, SegmentUnreadable
+from impress_sglang.options import OFF
+from impress_sglang.storage.directory import (
+    CODING,
+    StoreDirectory,
+    other_stores,
+    segment_files,
+)
+from impress_sglang.storage.files import FileSystem, installed
+from impress_sglang.store.content import ContentIndex
+from impress_sglang.store.disk_worker import DiskWorker
+from impress_sglang.store.eviction_order import EvictionOrder
+from impress_sglang.store.health import Health, Task, Work
+from impress_sglang.store.pins import Pins
+from impress_sglang.store.restoring import recover_tree
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.threads import BackgroundThread
+
+logger = logging.getLogger(__name__)
+
+# How many names of namespaces are cached; computing one again costs a microsecond.
+_NAMESPACES = 4096
+# Seconds between records of uses; a process that is killed loses those since the last one.
+NOTE_SECONDS = 60.0
+# How many uses are recorded at once: this takes less than a millisecond.
+NOTED_TOGETHER = 500
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What a probe found: the names of the finished segments, or why there are none.
+
+    `error` with `segments`: reading works, writing does not.
+    """
+
+    segments: frozenset[str] | None = None
+    error: Exception | None = None
+
+
+class StoreDisk:
+    """The disk of one model's store, and the threads that touch it."""
+
+    def __init__(
+        self, config: ImpressConfig, identity: str, files: FileSystem | None = None
+    ) -> None:
+        """Lock the folder, and find what an earlier process left in it.
+
+        Args:
+            config: options of the server.
+            identity: model identity.
+            files: file system to use; None for the installed one.
+
+        Raises:
+            ConfigError: the directory cannot be used.
+            StoreInUseError: another process serves the same model from it.
+        """
+        self.files = files or installed()
+        self._seconds = config.io_timeout
+        self._note_at = time.monotonic() + NOTE_SECONDS
+        self.meter = CodingMeter(config.base_error)
+        self.directory = StoreDirectory(self.files, config.ssd_path, identity)
+        self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.directory.close)
+            self.health = Health(self._seconds)
+            self._tasks: list[tuple[Task, Future[Any]]] = []
+            try:
+                self.direct = self.files.supports_direct_io(self.directory.path)
+                self.worker = DiskWorker(self.directory, self.health, direct=self.direct)
+                undo.callback(self.worker.close, self._seconds)
+                if (kept := self.directory.get(CODING)) is not None:
+                    self.meter.restore(kept)
+                self.health.free_bytes = self.files.free_bytes(self.directory.path)
+                # Of its own, as writes may hang.
+                self._prober = BackgroundThread("impress-probe")
+                undo.callback(self._prober.close, self._seconds)
+                content = None if config.blend == OFF else ContentIndex()
+                self.tree, self._froze = recover_tree(
+                    self.directory, self.worker, identity, content
+                )
+                if self._froze:
+                    undo.callback(gc.unfreeze)
+                most = bytes_of(config.ssd_gb) // 2
+                self.pins = Pins(self.directory, self.worker, self.tree, most)
+                self.others = other_stores(self.files, self.directory.path)
+                """Stores of other models, latest first, and their bytes."""
+            except (OSError, sqlite3.Error) as error:
+                raise ConfigError(
+                    f"--impress-ssd-dir {config.ssd_path} cannot be read: {error}"
+                ) from error
+            undo.pop_all()
+        self._say_what_is_there()
+
+    def poll(self) -> list[tuple[Task, Future[Any]]]:
+        """Collect the tasks that have ended since the last call.
+
+        `begin_due` comes when their results are known: one that was there long ago is not late.
+        """
+        tasks, self._tasks = self._tasks, []
+        ended: list[tuple[Task, Future[Any]]] = []
+        for own in tasks:
+            (ended if own[1].done() else self._tasks).append(own)
+        return ended
+
+    def begin_due(self) -> None:
+        """Begin what `health` finds due."""
+        self._tasks += [(task, self._begin(task)) for task in self.health.due()]
+
+    def _begin(self, task: Task) -> Future[Any]:
+        if task.work is Work.MEASURE:
+            return self._prober.submit(self.files.free_bytes, self.directory.path)
+        if task.work is Work.PROBE:
+            return self._prober.submit(probe, self.directory)
+        assert task.info is not None
+        if task.work is Work.LOOK:
+            return self.worker.submit(self.worker.look, task.info)
+        error = SegmentUnreadable(task.info.segment_id, "can never be read")
+        return self.worker.submit(self.worker.condemn, error)
+
+    def note_uses(self, uses: EvictionOrder) -> None:
+        """Record now and then which segments were used, so that it outlasts a killed process."""
+        if time.monotonic() < self._note_at:
+            return
+        used = uses.take_changed(NOTED_TOGETHER)
+        self._record(used)
+        if len(used) < NOTED_TOGETHER:
+            self._note_at = time.monotonic() + NOTE_SECONDS
+
+    def close(self, used: Iterable[StoredSegment] = ()) -> None:
+        """Record when these segments were used, end the threads and release the lock.
+
+        Work that does not end within `--impress-io-timeout` is left behind.
+        """
+        self._record(used)
+        if not self.worker.close(self._seconds):
+            logger.warning("access times are not kept for the next start")
+        self._prober.close(self._seconds)
+        self.directory.close()
+        if self._froze:
+            # Now the tree is garbage, which the next opening of a store collects first.
+            gc.unfreeze()
+
+    def _record(self, used: Iterable[StoredSegment]) -> None:
+        if uses := [segment.use for segment in used]:
+            self.worker.submit(self.worker.index, self.worker.catalog.record_uses, uses)
+
+    def _say_what_is_there(self) -> None:
+        segments = list(self.tree.segments())
+        logger.info(
+            "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
+            self.directory.path,
+            len(segments),
+            sum(segment.file_bytes for segment in segments) / 1e6,
+            "on" if self.direct else "off",
+        )
+
+
+def probe(directory: StoreDirectory) -> Answer:
+    """Find out what works of a disk that failed; a folder that was removed is made again."""
+    segments = None
+    try:
+        try:
+            directory.check_readable()
+        except FileNotFoundError:
+            directory.restore()
+        found = segment_files(directory.files, directory.path)
+        segments = frozenset(name for name, _, finished in found if finished)
+        directory.check_writable()
+    except Exception as error:
+        return Answer(segments, error)
+    return Answer(segments)

@@ -1,0 +1,350 @@
+"""The store's work on the disk in the background: writes, removals, second looks, the index.
+
+One thread does it all in order, so that removals which make room precede the write that needs it.
+Results are futures. Failures are in these or are reported to `Health`, and are raised nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from impress_sglang.codes.planes.floors import CodingRule
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.storage.catalog import Catalog, CatalogEntry
+from impress_sglang.storage.direct_io import AlignedBuffer
+from impress_sglang.storage.directory import (
+    QUARANTINE,
+    StoreDirectory,
+    WrittenBefore,
+    quarantined_files,
+    written_before,
+)
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
+from impress_sglang.store.health import Health, Verdict
+from impress_sglang.store.survey import Survey
+from impress_sglang.threads import BackgroundThread, compute_alone
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Failed removals are tried again when the disk has recovered, and after this time.
+RETRY_S = 60.0
+# How many damaged segments are kept for whoever wants to find out what happened to them.
+MOST_QUARANTINED = 4
+# Errors that blame a place on the medium, and not the machine or the caller.
+_OF_MEDIA = frozenset(
+    {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO}
+)
+
+
+class DiskWorker:
+    """Works on the disk of a store, whose thread owns it; its own thread does the work.
+
+    The store's thread submits calls of the methods that come after `close`, which may take long.
+    """
+
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        health: Health,
+        *,
+        direct: bool,
+        read_only: bool = False,
+    ) -> None:
+        """Work on a locked folder; `read_only`: it is only surveyed, and the index not changed."""
+        self._directory = directory
+        self.files = directory.files
+        self._health = health
+        self._direct = direct
+        self.catalog = Catalog(self.files, directory.path, read_only=read_only)
+        self._buffer = AlignedBuffer()
+        self._thread = BackgroundThread("impress-write", compute_alone)
+        # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
+        self._unkept: dict[str, bytes] = {}
+        self._retried_at = 0.0
+        self._removals: deque[tuple[Future[None], int]] = deque()
+        self._removing_bytes = 0
+        self.quarantined_bytes = 0
+        """Bytes of damaged segments that are kept; at first without those of earlier processes."""
+        self.keeps_quarantine = True
+        """Whether they are; False while they must go and the disk has refused that so far."""
+        self.progress = time.monotonic()
+        """When something was last done; as long as this time advances, work goes on."""
+        self.undeleted: dict[str, int] = {}
+        """Bytes of segments whose files could not be removed yet."""
+        self.unused_bytes = 0
+        """Bytes of files that could not be read at the start, and of what may build on them."""
+
+    def recover(self, survey: Survey) -> list[CatalogEntry]:
+        """Bring the index and the folder in line with a survey; returns the usable segments.
+
+        Unfinished files are removed, damaged ones go to quarantine, and files that cannot be read
+        now stay where they are. Called once, before any other method.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        self.unused_bytes += survey.unread_bytes
+        for path in survey.unfinished:
+            logger.info("removing unfinished %s", path)
+            self.files.unlink(path)
+        for error in survey.damaged:
+            if self.condemn(error) is Verdict.UNCLEAR:
+                with contextlib.suppress(OSError):
+                    path = self._directory.segment_path(error.segment_id)
+                    self.unused_bytes += self.files.stat(path).st_size
+        for segment_id in survey.missing:
+            logger.warning("segment %s is in the index but has no file", segment_id)
+        # In one call each, because every change of the database takes a while.
+        if survey.anew:
+            self.index(self.catalog.begin_with, survey.entries)
+        else:
+            if survey.missing:
+                self.index(self.catalog.remove, *survey.missing)
+            if survey.adopted:
+                self.index(self.catalog.add, *survey.adopted)
+        self._tidy_quarantine()
+        return survey.entries
+
+    def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        """Run a function behind all work so far."""
+        return self._thread.submit(function, *arguments)
+
+    def delete(self, segments: Mapping[str, int]) -> None:
+        """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
+        self._note_removal(self._thread.submit(self._delete, segments), sum(segments.values()))
+
+    def replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
+        """Remove the file of a segment that has a successor, and give its row to the latter."""
+        removal = self._thread.submit(self._replace, segment_id, num_bytes, successor)
+        self._note_removal(removal, num_bytes)
+
+    def _note_removal(self, removal: Future[None], num_bytes: int) -> None:
+        self._removals.append((removal, num_bytes))
+        self._removing_bytes += num_bytes
+
+    @property
+    def removing_bytes(self) -> int:
+        """Bytes of files that are being removed, and may still be there."""
+        while self._removals and self._removals[0][0].done():
+            self._removing_bytes -= self._removals.popleft()[1]
+        return self._removing_bytes
+
+    def unremoved(self) -> frozenset[str]:
+        """Names of what could not be removed so far: it counts as present when room is made."""
+        return frozenset([*self.undeleted, *([] if self.keeps_quarantine else [QUARANTINE])])
+
+    def written_before(self, seconds: float) -> Future[WrittenBefore]:
+        """Find segments whose files were written no later than `seconds`, as of `time.time`."""
+        return self._thread.submit(written_before, self._directory, seconds)
+
+    def close(self, seconds: float) -> bool:
+        """End the thread after all submitted work; False if that takes more than `seconds`."""
+        self._thread.submit(self.catalog.close)
+        return self._thread.close(seconds)
+
+    def write(
+        self,
+        entry: CatalogEntry,
+        read_layer: LayerReader,
+        coding: CodingRule | None,
+        unremoved: frozenset[str],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """Write and publish a segment; see `write_segment`.
+
+        `unremoved` names what could not be removed before room was made for the segment. If more
+        is unremovable now, that room does not exist.
+
+        Raises:
+            WriteAbandoned: it is not wanted any more; as below, no file is left behind.
+            OSError: the disk refuses, or there is no room.
+        """
+        if not self.unremoved() <= unremoved:
+            raise OSError(errno.ENOSPC, "what should have made room could not be removed")
+        path = self._directory.segment_path(entry.info.segment_id)
+
+        def read_and_note(layer: int) -> tuple[Tensor, Tensor]:
+            self.progress = time.monotonic()
+            return read_layer(layer)
+
+        try:
+            write_segment(
+                path,
+                entry.info,
+                read_and_note,
+                self._buffer,
+                self.files,
+                direct=self._direct,
+                coding=coding,
+                is_wanted=is_wanted,
+            )
+        except OSError as error:
+            self._health.failed("a prefix could not be stored", error, reading=False)
+            raise
+        finally:
+            self.progress = time.monotonic()
+        # The file is authoritative: the next start reads files that the index does not have.
+        self.index(self.catalog.add, entry)
+
+    def _replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
+        self._unlink(segment_id, num_bytes)
+        self.index(self.catalog.replace, segment_id, successor)
+        self.progress = time.monotonic()
+
+    def _delete(self, segments: Mapping[str, int]) -> None:
+        for segment_id, num_bytes in segments.items():
+            self._unlink(segment_id, num_bytes)
+        self.index(self.catalog.remove, *segments)
+        if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
+            self._retry()
+        self.progress = time.monotonic()
+
+    def _unlink(self, segment_id: str, num_bytes: int) -> None:
+        try:
+            # If the folder itself is not there, every file seems to be gone.
+            self._directory.check_readable()
+            path = self._directory.segment_path(segment_id)
+            for own in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
+                self.files.unlink(own)
+            self.undeleted.pop(segment_id, None)
+        except OSError as error:
+            if segment_id in self.undeleted:
+                # It is counted and reported already, and other removals go on.
+                return
+            self.undeleted[segment_id] = num_bytes
+            logger.warning("segment %s cannot be removed now: %s", segment_id, error)
+            self._health.failed("a segment could not be removed", error, reading=False)
+
+    def keep(self, name: str, content: bytes) -> None:
+        """Write a small file to the store's folder, replacing an older one; if need be, later."""
+        try:
+            self._directory.put(name, content)
+            self._unkept.pop(name, None)
+        except OSError as error:
+            self._unkept[name] = content
+            logger.warning("%s could not be written: %s", self._directory.path / name, error)
+            self._health.failed(f"{name} could not be written", error, reading=False)
+
+    def catch_up(self) -> None:
+        """Now that the disk answers again, redo the work that it refused."""
+        self._retry()
+        self.index(self.catalog.flush)
+        for name, content in list(self._unkept.items()):
+            self.keep(name, content)
+
+    def _retry(self) -> None:
+        self._retried_at = time.monotonic()
+        for segment_id, num_bytes in list(self.undeleted.items()):
+            self._unlink(segment_id, num_bytes)
+        self.tidy(self.keeps_quarantine)
+
+    def tidy(self, keeps: bool) -> None:
+        """Keep only the latest files in quarantine, or none; if the disk refuses, do it later."""
+        kept, self.keeps_quarantine = self.keeps_quarantine, keeps
+        try:
+            self._tidy_quarantine()
+            self.keeps_quarantine = True
+        except OSError as error:
+            if kept:
+                self._health.failed("quarantine could not be tidied", error, reading=False)
+
+    def _tidy_quarantine(self) -> None:
+        paths = quarantined_files(self.files, self._directory.path)
+        sizes = [self.files.stat(path).st_size for path in paths]
+        # Counted first, so that it is right even if a file cannot be removed.
+        self.quarantined_bytes = sum(sizes)
+        most = MOST_QUARANTINED if self.keeps_quarantine else 0
+        for path, size in list(zip(paths, sizes, strict=True))[: max(len(paths) - most, 0)]:
+            self.files.unlink(path)
+            self.quarantined_bytes -= size
+
+    def _set_aside(self, path: Path) -> None:
+        target = self._directory.quarantine_path(path.stem)
+        self.files.rename(path, target)
+        try:
+            # Otherwise a power loss could bring it back beside its replacement.
+            for folder in (target.parent, path.parent):
+                self.files.sync_directory(folder)
+        finally:
+            self._tidy_quarantine()
+
+    def index(self, change: Callable[..., None], *arguments: Any) -> None:
+        """Change the index; what it refuses now waits in the catalog."""
+        try:
+            change(*arguments)
+        except (OSError, sqlite3.Error) as error:
+            self._health.failed("the index could not be written", error, reading=False)
+
+    def look(self, info: SegmentInfo) -> Verdict:
+        """Read a whole segment again and verify it; a damaged one goes to quarantine."""
+        try:
+            self._verify(info)
+            return Verdict.GOOD
+        except SegmentUnreadable as error:
+            return self.condemn(error)
+        except StoreUnavailable as error:
+            logger.warning("a second look has seen nothing: %s", error)
+            at_fault = isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_MEDIA
+            return Verdict.UNREADABLE if at_fault and self._answers() else Verdict.UNCLEAR
+
+    def _answers(self) -> bool:
+        """Whether the rest of the disk works, as with a bad sector but not with a bad cable."""
+        try:
+            self._directory.check_writable()
+        except OSError:
+            return False
+        return True
+
+    def _note_progress(self) -> None:
+        self.progress = time.monotonic()
+
+    def condemn(self, error: SegmentUnreadable) -> Verdict:
+        """Set aside a damaged segment, or forget a missing one, unless the whole disk is gone."""
+        path = self._directory.segment_path(error.segment_id)
+        try:
+            self._directory.check_readable()
+            missing = path.name not in self.files.list(path.parent)
+        except OSError as failure:
+            self._health.failed("the store is not there", failure, reading=True)
+            return Verdict.UNCLEAR
+        if missing:
+            logger.warning("%s; its file is gone", error)
+        else:
+            try:
+                self._set_aside(path)
+            except OSError as failure:
+                self._health.failed("a segment could not be set aside", failure, reading=False)
+                return Verdict.UNCLEAR
+            logger.error("%s; set aside in quarantine", error)
+        self.index(self.catalog.remove, error.segment_id)
+        return Verdict.GONE if missing else Verdict.BAD
+
+    def _verify(self, info: SegmentInfo) -> None:
+        """Read a whole segment and verify it.
+
+        Raises:
+            SegmentUnreadable: it is missing, short or damaged, or not what the index says.
+            StoreUnavailable: it cannot be read now.
+        """
+        path = self._directory.segment_path(info.segment_id)
+        segment = OpenSegment(path, self.files, direct=self._direct)
+        try:
+            if not segment.info.describes_same(info):
+                raise SegmentUnreadable(info.segment_id, "index and segment file do not agree")
+            segment.check_all(self._note_progress)
+        finally:
+            segment.close()

@@ -1,0 +1,214 @@
+"""In which order segments go: by their last use, recorded for the next start, or by expiry."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from impress_sglang.storage.segment import Priority
+from impress_sglang.store.stored import SegmentState, StoredSegment
+
+_Order: TypeAlias = OrderedDict[StoredSegment, None]
+
+
+class EvictionOrder:
+    """Segments that have a file or will have one: lowest level first, then least recently used.
+
+    A use of a segment is also a use of all that it builds on, and these have no lower level. So a
+    segment comes before those that it builds on, and a search for one to evict that nothing builds
+    on finds it in front, however many there are.
+    """
+
+    def __init__(self) -> None:
+        # In the order of their last use alone.
+        self._order: _Order = OrderedDict()
+        self._levels = {level: _Order() for level in Priority}
+        # The same for each namespace.
+        self._orders: dict[tuple[str, Priority], _Order] = defaultdict(OrderedDict)
+        self._changed: dict[StoredSegment, None] = {}
+        self.now = 0
+        """Number of uses so far; the `last_access` of a segment is such a number."""
+        # When segments expire, with a number that breaks ties.
+        self._due: list[tuple[int, int, StoredSegment]] = []
+        self._numbers = itertools.count()
+
+    def __iter__(self) -> Iterator[StoredSegment]:
+        return itertools.chain.from_iterable(self._levels.values())
+
+    def latest(self) -> Iterator[StoredSegment]:
+        """All segments, most recently used first, whatever their level."""
+        return reversed(self._order)
+
+    def of(self, namespace: str) -> Iterator[StoredSegment]:
+        """Segments of a namespace, in the same order; dependents are in the same namespace."""
+        orders = (self._orders.get((namespace, level), ()) for level in Priority)
+        return itertools.chain.from_iterable(orders)
+
+    def go_on_from(self, last_access: int) -> None:
+        """Let all uses from now on count as later than `last_access`."""
+        self.now = max(self.now, last_access)
+
+    def add(self, segment: StoredSegment) -> None:
+        """Add a segment of the tree; unless it is from an earlier process, that is a use."""
+        self._order[segment] = None
+        self._join(segment)
+        if segment.info.expires:
+            self._note_due(segment)
+        if segment.parent is not None and segment.parent.level < segment.level:
+            self.settle(segment.parent)
+        if not segment.last_access:
+            self.note(segment)
+
+    def remove(self, segment: StoredSegment) -> None:
+        """Remove a segment, if it is there."""
+        if segment in self._order:
+            del self._order[segment]
+            self._leave(segment)
+        self._changed.pop(segment, None)
+
+    def note(self, segment: StoredSegment, passed: Priority = Priority.LOW) -> None:
+        """Count a use of a segment and of all that it builds on.
+
+        Or note that it was needed when others up to the level `passed` went: it has that level
+        until its next use, because otherwise each search would pass it again.
+        """
+        self.now += 1
+        there = False
+        for own in _path_up(segment):
+            own.last_access = self.now
+            # A segment gone since the match is nowhere; above one that is there, all are.
+            there = there or own in self._order
+            if there:
+                own.passed = passed if own is segment else Priority.LOW
+                self._put(own)
+            if own in self._order:
+                self._order.move_to_end(own)
+                self._changed[own] = None
+
+    def settle(self, segment: StoredSegment) -> None:
+        """Update the levels of a segment and of those above it, after its dependents changed."""
+        for own in _path_up(segment):
+            if own.own_level is own.level:
+                return
+            self._put(own)
+
+    def _put(self, segment: StoredSegment) -> None:
+        """Make a segment the last one of its present own level; a hole has no place."""
+        level, above = segment.own_level, segment.parent
+        if above is not None:
+            above.dependents[segment.level] -= 1
+            above.dependents[level] += 1
+        if segment in self._order:
+            self._leave(segment)
+        segment.level = level
+        if segment in self._order:
+            self._join(segment)
+
+    def _join(self, segment: StoredSegment) -> None:
+        self._levels[segment.level][segment] = None
+        self._orders[segment.info.namespace, segment.level][segment] = None
+
+    def _leave(self, segment: StoredSegment) -> None:
+        del self._levels[segment.level][segment]
+        place = segment.info.namespace, segment.level
+        del self._orders[place][segment]
+        if not self._orders[place]:
+            del self._orders[place]
+
+    def change(self, segment: StoredSegment) -> None:
+        """Note that a segment has another name, or builds on another one."""
+        if segment in self._order:
+            self._changed[segment] = None
+
+    def take_changed(self, most: int) -> list[StoredSegment]:
+        """At most `most` segments that have changed since they were last taken."""
+        taken = list(itertools.islice(self._changed, most))
+        for segment in taken:
+            del self._changed[segment]
+        return taken
+
+    def take_due(self, now: float, most: int) -> list[StoredSegment]:
+        """At most `most` segments that have expired; `now` is a time of `time.time`."""
+        taken: list[StoredSegment] = []
+        while self._due and self._due[0][0] <= now and len(taken) < most:
+            segment = heapq.heappop(self._due)[2]
+            if segment in self._order:
+                taken.append(segment)
+        return taken
+
+    def _note_due(self, segment: StoredSegment) -> None:
+        if len(self._due) > 2 * len(self._order):
+            # Segments that left before they expired would otherwise stay here until then.
+            self._due = [due for due in self._due if due[2] in self._order]
+            heapq.heapify(self._due)
+        heapq.heappush(self._due, (segment.info.expires, next(self._numbers), segment))
+
+    def sort(self) -> None:
+        """Put segments of an earlier process into the order in which it used them."""
+        upwards = sorted(self._order, key=lambda segment: -segment.info.prefix_len)
+        for segment in upwards:
+            above = segment.parent
+            if above is not None and above.last_access < segment.last_access:
+                above.last_access = segment.last_access
+        # Among equals, those that build on others stay in front.
+        self._order = OrderedDict.fromkeys(sorted(upwards, key=_last_access))
+        self._levels = {
+            level: OrderedDict.fromkeys(own for own in self._order if own.level is level)
+            for level in Priority
+        }
+        places = defaultdict[tuple[str, Priority], list[StoredSegment]](list)
+        for segment in self._order:
+            places[segment.info.namespace, segment.level].append(segment)
+        self._orders.clear()
+        self._orders.update((place, OrderedDict.fromkeys(own)) for place, own in places.items())
+
+    def check(self, segment: StoredSegment) -> None:
+        """Check that a segment of the tree has its place, in constant time.
+
+        Raises:
+            AssertionError: it has not, which is a bug.
+        """
+        there, above = segment in self._order, segment.parent
+        assert there == (segment.state is not SegmentState.LOST)
+        assert segment.level is segment.own_level
+        orders = self._orders.get((segment.info.namespace, segment.level), ())
+        assert there == (segment in self._levels[segment.level]) == (segment in orders)
+        if above is not None:
+            assert above.level >= segment.level and above.dependents[segment.level] > 0
+            assert above not in self._order or above.last_access >= segment.last_access
+
+    def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
+        """Compare with these segments, which have a file or will have one.
+
+        Raises:
+            AssertionError: they differ, or the order is wrong, which is a bug.
+        """
+        places = {segment: place for place, segment in enumerate(self)}
+        assert places.keys() == set(segments) == self._order.keys()
+        assert self._changed.keys() <= places.keys()
+        assert sum(map(len, self._orders.values())) == sum(map(len, self._levels.values()))
+        assert sum(map(len, self._levels.values())) == len(places)
+        for (namespace, level), order in self._orders.items():
+            own_places = [places[segment] for segment in order]
+            assert own_places and own_places == sorted(own_places)
+            assert all(own.info.namespace == namespace and own.level is level for own in order)
+        for segment, place in places.items():
+            self.check(segment)
+            for own in _path_up(segment):
+                assert own not in places or places[own] >= place
+                assert own not in places or own.last_access >= segment.last_access
+
+
+_last_access = operator.attrgetter("last_access")
+
+
+def _path_up(segment: StoredSegment) -> Iterator[StoredSegment]:
+    """A segment, what it builds on, and so on."""
+    own: StoredSegment | None = segment
+    while own is not None:
+        yield own
+        own = own.parent

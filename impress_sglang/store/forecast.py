@@ -1,0 +1,180 @@
+"""What a request is expected to read of a stored prefix from SSD, and how long that takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.codes.planes.codec import NUM_PLANES
+from impress_sglang.codes.planes.floors import CodingMeter
+from impress_sglang.importance.averages import STEPS
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
+from impress_sglang.storage.reader import BlockReader
+from impress_sglang.store.memory import StoreMemory
+from impress_sglang.store.stored import StoredSegment, StoredSpan
+from impress_sglang.store.versions import SegmentVersions
+from impress_sglang.tiers.placement import Tier
+from impress_sglang.transfer.coded_span import cached_pages
+from impress_sglang.transfer.geometry import geometry_of
+from impress_sglang.transfer.source import columns_buffer_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Bytes of a stored prefix that would have to come from SSD.
+
+    `probe_bytes` are read in any case. `chances` float64 [256] counts the other bytes by the chance
+    (in steps of 1/255) that a request with the retention `usual` wants them.
+    """
+
+    probe_bytes: int
+    chances: npt.NDArray[np.float64]
+    usual: float
+
+    def expected(self, retention: float, *, all_keys: bool = False) -> float:
+        """Bytes that a request with this retention is expected to read."""
+        if retention >= 1.0:
+            return self.probe_bytes + float(self.chances.sum())
+        chance = np.arange(len(self.chances)) / (len(self.chances) - 1)
+        # As if each token of a block were wanted more often by this ratio.
+        wanted = 1.0 - (1.0 - chance) ** (retention / self.usual)
+        part = float(self.chances @ wanted)
+        if all_keys:
+            part = (float(self.chances.sum()) + part) / 2
+        return self.probe_bytes + part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CodedBytes:
+    """Bytes of a prefix in codes that would have to come from SSD: of its base and each plane."""
+
+    base: float
+    planes: tuple[float, ...]
+
+    def expected(self, planes: int) -> float:
+        """Bytes that a request for so many planes is expected to read."""
+        return self.base + sum(self.planes[:planes])
+
+
+class ReadForecast:
+    """Estimates reads before any are made; owned by one thread."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        reader: BlockReader,
+        versions: SegmentVersions,
+        memory: StoreMemory,
+        meter: CodingMeter,
+        *,
+        retention: float,
+    ) -> None:
+        """Make a forecast from the parts of a store.
+
+        Args:
+            shape: shape of the KVs.
+            reader: knows how long reads take.
+            versions: know the tiers of the chunks of segments.
+            memory: the caches, and the buffers that reads fill.
+            meter: knows how many planes belong to a base.
+            retention: the retention that requests usually ask for.
+        """
+        self._shape = shape
+        self._reader = reader
+        self._versions = versions
+        self._memory = memory
+        self._meter = meter
+        self._retention = retention
+        self._said_too_small = False
+
+    def seconds_to_read(self, num_bytes: float) -> float:
+        """Seconds that reading so many bytes from SSD takes, judging by recent reads."""
+        return self._reader.cost.seconds_for(num_bytes)
+
+    def fits(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
+        """Whether a layer of these spans fits into the buffer pool."""
+        return self._layer_bytes(spans, in_codes=in_codes) <= self._memory.pool.limit_bytes
+
+    def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
+        """The same as `fits`; the first time that a layer does not fit is logged."""
+        if self.fits(spans, in_codes=in_codes):
+            return True
+        if not self._said_too_small:
+            self._said_too_small = True
+            logger.warning(
+                "a stored prefix is computed, for a layer of it takes %.2f GB: "
+                "raise --impress-buffer-gb",
+                self._layer_bytes(spans, in_codes=in_codes) / 1e9,
+            )
+        return False
+
+    def _layer_bytes(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> int:
+        needed = 0
+        # Spans of a segment share one buffer for its codes; for its columns each has its own.
+        segments = {span.segment.segment_id: span.segment for span in spans}
+        for segment in segments.values() if in_codes else (span.segment for span in spans):
+            layout = self._versions.of(segment).layout
+            if in_codes:
+                needed += self._memory.pool.size_of(max(own.layer_bytes for own in layout.codes))
+            else:
+                needed += self._memory.pool.size_of(columns_buffer_bytes(layout))
+        return needed
+
+    def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
+        """Bytes of spans in codes that would have to come from SSD."""
+        base_bytes, plane_bytes = 0.0, np.zeros(NUM_PLANES)
+        # The share of planes that belongs to bases, because of the floors of heads.
+        certain = self._meter.mean_planes / NUM_PLANES
+        # There may be many spans of one segment.
+        lengths = Counter[StoredSegment]()
+        for span in spans:
+            lengths[span.segment] += len(span)
+        for segment, length in lengths.items():
+            version = self._versions.of(segment)
+            layout = version.layout.codes[0]
+            tiers = self._versions.tiers(version, codes=True)
+            on_ssd = np.where(tiers == Tier.SSD, cached_pages(version.layout.codes), 0)
+            on_ssd = on_ssd.reshape(self._shape.num_layers, -1).sum(0)
+            units = on_ssd[layout.num_pages :].reshape(NUM_PLANES, layout.total_units // NUM_PLANES)
+            units = units.sum(1)
+            share = length / version.layout.num_tokens * BLOCK_BYTES
+            base_bytes += share * float(on_ssd[: layout.num_pages].sum() + certain * units.sum())
+            plane_bytes += share * (1.0 - certain) * units
+        return CodedBytes(base_bytes, tuple(plane_bytes.tolist()))
+
+    def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
+        """Bytes of whole spans of exact KVs that would have to come from SSD."""
+        found = 0.0
+        for span in spans:
+            version = self._versions.of(span.segment)
+            layout = version.layout
+            blocks = float(self._shape.num_layers * layout.columns_bytes // BLOCK_BYTES)
+            if self._memory.cache.placement.enabled:
+                sizes = np.bincount(geometry_of(layout).chunk_of_block)
+                tiers = self._versions.tiers(version, codes=False).reshape(-1, len(sizes))
+                blocks = float((tiers == Tier.SSD).sum(0) @ sizes)
+            found += len(span) / layout.num_tokens * blocks * BLOCK_BYTES
+        return found
+
+    def stored_bytes(self, spans: Sequence[StoredSpan]) -> StoredBytes:
+        """Bytes of consecutive spans that would have to come from SSD."""
+        probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
+        for span in spans:
+            version = self._versions.of(span.segment)
+            blocks, geometry = self._versions.blocks(version), geometry_of(version.layout)
+            tiers = self._versions.tiers(version, codes=False)
+            chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)
+            on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
+            share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
+            first = 0 if geometry.probe is None else geometry.probe.blocks.stop
+            probe_bytes += share * np.count_nonzero(on_ssd[:, :first])
+            codes = blocks.codes[:, first:][on_ssd[:, first:]]
+            chances += share * np.bincount(codes, minlength=STEPS + 1)
+        return StoredBytes(round(probe_bytes), chances, self._retention)

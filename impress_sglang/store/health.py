@@ -1,0 +1,228 @@
+"""Whether the disk can be used, and which segments can: a state machine that does no I/O.
+
+    the disk     ok ── a write fails ──► read-only ── a read fails ──► degraded
+                  ▲──────────── a probe finds that it answers again ───────┘
+    a segment    ready ── it could not be read ──► suspect ── a look decides ──► ready, or lost
+
+That a block cannot be read now does not mean that it is damaged, and a block that was read wrong
+once may be right on the disk. So nothing is removed at first sight: the whole segment is read again
+in the background, and again after a pause that doubles as long as it cannot be read at all. If it
+cannot be read time and again while the rest of the disk answers, it is behind a bad sector.
+
+What happens comes in as calls, what is to be done on the disk comes out of `due`. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.store.stored import SegmentState, StoredSegment
+
+logger = logging.getLogger(__name__)
+
+# Between probes of a disk that fails.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+# Between looks at a suspect.
+FIRST_LOOK_S, LONGEST_LOOK_S = 1.0, 600.0
+# With the pauses between them at least 15 seconds, by which a link that was reset is back.
+MOST_LOOKS = 5
+# How old, in seconds, the measured free space that decisions rest on may be.
+MEASURE_S = 1.0
+
+
+class Verdict(enum.Enum):
+    """What a second look at a segment has found."""
+
+    GOOD = "good"
+    BAD = "bad"
+    """It is damaged, and is in quarantine now."""
+    GONE = "gone"
+    UNREADABLE = "unreadable"
+    """It cannot be read, although the disk answers."""
+    UNCLEAR = "unclear"
+    """It cannot be read now."""
+
+
+class Work(enum.Enum):
+    """What is to be done on the disk; the result goes to the method named here."""
+
+    MEASURE = "measure the free space"
+    """`measured`."""
+    PROBE = "probe a disk that failed"
+    """`probed`."""
+    LOOK = "read a whole segment again"
+    """`looked`; so does that of `CONDEMN`."""
+    CONDEMN = "set aside a segment that repeated looks could not read"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """Work that is due; `info`: of the segment that it is about, if it is about one."""
+
+    work: Work
+    info: SegmentInfo | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Suspect:
+    """A segment that could not be read; the next look is due at `look_at`."""
+
+    segment: StoredSegment
+    look_at: float
+    pause: float
+    looks: int = 0
+    """Looks that could not read it although the disk answered."""
+    looking: bool = False
+
+
+class Health:
+    """The disk is `ok`, `read-only` (nothing is stored) or `degraded` (nothing is read or stored).
+
+    Any thread reports failures of it; everything else is for the store's thread.
+    """
+
+    def __init__(
+        self, patience: float = math.inf, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`patience`: seconds until a measurement without an answer is a failure.
+
+        `clock` gives seconds; it never goes back.
+        """
+        self._patience = patience
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.readable = self.writable = True
+        """Whether stored prefixes may be looked for, and whether prefixes may be stored."""
+        self._since, self._probe_at = -math.inf, 0.0
+        self._pause = FIRST_PAUSE_S
+        self._failures = self._recoveries = 0
+        self._last_failure = ""
+        self._probing = self._measuring = False
+        self._measured_at = clock()
+        self.free_bytes = 0
+        """Bytes that may be written to the file system; between measurements an estimate."""
+        self.suspects: dict[str, Suspect] = {}
+        """By the name of the segment; one that leaves the tree has to leave here, too."""
+
+    @property
+    def state(self) -> str:
+        """One word for the statistics page."""
+        return "degraded" if not self.readable else "ok" if self.writable else "read-only"
+
+    def failed(self, what: str, error: BaseException, *, reading: bool) -> None:
+        """Report a failure; `reading`: because of it, stored prefixes cannot be used either."""
+        with self._lock:
+            self._failures += 1
+            self._last_failure = f"{what}: {error}"
+            worse = self.writable or (self.readable and reading)
+            if self.writable:
+                # A disk that fails again soon after its recovery is probed less and less often.
+                rested = self._clock() - self._since > 2 * self._pause
+                self._pause = FIRST_PAUSE_S if rested else min(2 * self._pause, LONGEST_PAUSE_S)
+                self._since = self._clock()
+                self._probe_at = self._since + self._pause
+            self.readable, self.writable = self.readable and not reading, False
+        if worse:
+            consequence = "nothing is read or stored" if reading else "nothing is stored"
+            logger.warning(
+                "the SSD store is %s: %s (%s); %s until it answers again",
+                self.state,
+                what,
+                error,
+                consequence,
+            )
+
+    def suspect(self, segment: StoredSegment) -> None:
+        """Do not use a segment that could not be read until a look has found it good."""
+        assert segment.ready
+        segment.state = SegmentState.SUSPECT
+        self.suspects[segment.segment_id] = Suspect(segment, self._clock(), FIRST_LOOK_S)
+
+    def due(self) -> Iterator[Task]:
+        """What is to be done on the disk now; each task is given out once, until its result is in.
+
+        A disk that fails is probed, and its suspects are left alone until it can be read.
+        """
+        now = self._clock()
+        if self._measuring and self.readable and now - self._measured_at > self._patience:
+            self._not_measured(TimeoutError(f"no answer for {self._patience:g} s"))
+        if not self._probing and not self.writable and now >= self._probe_at:
+            self._probing = True
+            yield Task(Work.PROBE)
+        if not (self._probing or self._measuring) and now - self._measured_at > MEASURE_S:
+            self._measuring, self._measured_at = True, now
+            yield Task(Work.MEASURE)
+        for suspect in self.suspects.values() if self.readable else ():
+            if not suspect.looking and now >= suspect.look_at:
+                suspect.looking = True
+                work = Work.CONDEMN if suspect.looks >= MOST_LOOKS else Work.LOOK
+                yield Task(work, suspect.segment.info)
+
+    def measured(self, found: int | BaseException) -> None:
+        """Take the free bytes, or the reason why they are not known."""
+        self._measuring = False
+        if isinstance(found, BaseException):
+            self._not_measured(found)
+        else:
+            self.free_bytes = found
+
+    def _not_measured(self, error: BaseException) -> None:
+        self.failed("the free space cannot be measured", error, reading=True)
+
+    def probed(self, error: BaseException | None, *, readable: bool) -> None:
+        """Take the result of a probe; `error` is None if all is well."""
+        self._probing = False
+        if readable and not self.readable:
+            for suspect in self.suspects.values():
+                suspect.look_at, suspect.pause = self._clock(), FIRST_LOOK_S
+                # Earlier looks may have failed because of the disk, and so may one that is running.
+                suspect.looks = -1 if suspect.looking else 0
+        with self._lock:
+            self.readable = self.readable or readable
+            if error is not None:
+                self._last_failure = f"a probe: {error}"
+                self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+                self._probe_at = self._clock() + self._pause
+                return
+            self.writable = True
+            self._recoveries += 1
+            seconds, self._since = self._clock() - self._since, self._clock()
+        logger.warning("the SSD store answers again after %.1f s", seconds)
+
+    def looked(self, segment_id: str, verdict: Verdict) -> StoredSegment | None:
+        """Take the verdict of a look; returns the segment if no other look is needed.
+
+        A good one is ready again. What becomes of others that are bad or gone is the caller's.
+        """
+        if (suspect := self.suspects.get(segment_id)) is None:
+            return None
+        suspect.looking = False
+        if verdict in (Verdict.GOOD, Verdict.BAD, Verdict.GONE):
+            del self.suspects[segment_id]
+            if verdict is Verdict.GOOD:
+                suspect.segment.state = SegmentState.READY
+            return suspect.segment
+        # One that could not be set aside is looked at once more before the next attempt.
+        suspect.looks = min(suspect.looks, MOST_LOOKS - 1) + (verdict is Verdict.UNREADABLE)
+        if suspect.looks < MOST_LOOKS:
+            suspect.look_at = self._clock() + suspect.pause
+            suspect.pause = min(2 * suspect.pause, LONGEST_LOOK_S)
+        return None
+
+    def summary(self) -> dict[str, Any]:
+        """State and counters for the statistics page."""
+        with self._lock:
+            return {
+                "state": self.state,
+                "failures": self._failures,
+                "recoveries": self._recoveries,
+                "last_failure": self._last_failure,
+            }

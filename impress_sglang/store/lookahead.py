@@ -1,0 +1,207 @@
+"""What the waiting queue will use, and in which order: it is evicted last from memory and disk.
+
+Two papers ask the queue what to keep: a window at its head that is not evicted, from whose end
+memory is freed first (AttentionStore 3.3.2), and a count of the requests that refer to a cache (CaR
+III-B3). Here each request has a turn. Awaited tokens are evicted after all others, those with the
+latest turn first. So no window needs to be set: what is beyond it would go before what is in it.
+
+These ask when they evict: the tree cache for slots, `tiers.rules` for pages of the caches, `quota`
+for files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from impress_sglang.store.stored import StoredSpan
+from impress_sglang.tiers.rules import LAST_TURN
+
+# How many requests may come between two others before these need new turns.
+_GAP = 1024
+# Leaves room before it, for requests that overtake all others.
+_FIRST_TURN = 2**40
+
+AwaitedRange: TypeAlias = tuple[int, int, int]
+"""Tokens [first, last) of a segment, and the turn of the next request for them."""
+
+
+Expect: TypeAlias = Callable[[list[tuple[str, list[AwaitedRange]]]], object]
+"""Takes what `LookAhead.take_changed` returns."""
+_Range: TypeAlias = tuple[int, int]
+
+
+class LookAhead:
+    """Stored tokens that requests wait for, by segment; owned by one thread."""
+
+    def __init__(self, *, tells: bool = True) -> None:
+        """`tells`: keep track of changes, because somebody asks for them."""
+        self._tells = tells
+        self._expect: Expect = list
+        # The requests, by segment and by the range of its tokens that they wait for.
+        self._awaited: dict[str, dict[_Range, set[str]]] = {}
+        self._ranges_of: dict[str, dict[str, _Range]] = {}
+        self._turns: dict[str, int] = {}
+        self._next_turn = _FIRST_TURN
+        # Cached results of `ranges`.
+        self._found: dict[str, list[AwaitedRange]] = {}
+        # Segments whose ranges may differ from those last returned by `take_changed`, and those.
+        self._changed: set[str] = set()
+        self._told: dict[str, list[AwaitedRange]] = {}
+
+    def __contains__(self, segment_id: str) -> bool:
+        """Whether a request waits for tokens of a segment."""
+        return segment_id in self._awaited
+
+    @property
+    def awaits(self) -> bool:
+        """Whether anybody waits for stored tokens."""
+        return bool(self._ranges_of)
+
+    def wait(self, rid: str, spans: Sequence[StoredSpan]) -> None:
+        """Note that a waiting request will use these tokens and no others, wherever they are.
+
+        They may be loaded or moved while it waits, so the tokens are noted and not their place.
+        """
+        wanted: dict[str, _Range] = {}
+        for span in spans:
+            start, stop = wanted.get(span.segment.segment_id, (span.start, span.stop))
+            wanted[span.segment.segment_id] = min(start, span.start), max(stop, span.stop)
+        # Some of SGLang's policies match all requests before each pass.
+        if wanted == self._ranges_of.get(rid, {}):
+            return
+        self.stop_waiting(rid)
+        for segment_id, own in wanted.items():
+            rids = self._awaited.setdefault(segment_id, {}).setdefault(own, set())
+            # A request without a turn is behind others for the same tokens, so nothing changes.
+            if not rids or rid in self._turns:
+                self._note_change(segment_id)
+            rids.add(rid)
+        if wanted:
+            self._ranges_of[rid] = wanted
+
+    def stop_waiting(self, rid: str) -> None:
+        """Forget a request that was admitted or is gone."""
+        for segment_id, own in self._ranges_of.pop(rid, {}).items():
+            ranges = self._awaited[segment_id]
+            ranges[own].remove(rid)
+            if not ranges[own]:
+                del ranges[own]
+            if not ranges:
+                del self._awaited[segment_id]
+            self._note_change(segment_id)
+
+    def succeed(self, old_id: str, new_id: str) -> None:
+        """Note that a segment has replaced another one with the same tokens."""
+        ranges = self._awaited.pop(old_id, None)
+        if ranges is None:
+            return
+        self._awaited[new_id] = ranges
+        for own, rids in ranges.items():
+            for rid in rids:
+                del self._ranges_of[rid][old_id]
+                self._ranges_of[rid][new_id] = own
+        self._note_change(old_id)
+        self._note_change(new_id)
+
+    def order(self, rids: Sequence[str]) -> None:
+        """Note that these requests wait, in this order, and no others.
+
+        A queue that only advances keeps its turns, which costs no more than this look at it. Of a
+        request that overtakes others only its own new turn is told; who falls back changes the
+        turns of those who pass.
+        """
+        # SGLang reports neither admission nor begin of a request without any prefix.
+        for rid in self._ranges_of.keys() - set(rids):
+            self.stop_waiting(rid)
+        known = [self._turns.get(rid, -1) for rid in rids]
+        turns, following = dict[str, int](), LAST_TURN
+        # From here on all are new.
+        last = max((place + 1 for place, turn in enumerate(known) if turn >= 0), default=0)
+        for place in reversed(range(last)):
+            turn = known[place]
+            if not 0 <= turn < following:
+                turn = following - 1
+                self._note_turn(rids[place])
+            turns[rids[place]] = following = turn
+        for rid in rids[last:]:
+            turns[rid] = self._next_turn
+            self._next_turn += _GAP
+            self._note_turn(rid)
+        self._turns = turns
+
+    def turn(self, rid: str) -> int:
+        """The turn of a request; lower is sooner. A request without one is behind all others."""
+        return self._turns.get(rid, LAST_TURN)
+
+    def ranges(self, segment_id: str) -> list[AwaitedRange]:
+        """Awaited ranges of a segment, latest turn first; the list must not be changed."""
+        found = self._found.get(segment_id)
+        if found is None:
+            ranges = self._awaited.get(segment_id, {})
+            found = [(*own, min(map(self.turn, rids))) for own, rids in ranges.items()]
+            found.sort(key=lambda own: -own[2])
+            self._found[segment_id] = found
+        return found
+
+    def take_changed(self) -> list[tuple[str, list[AwaitedRange]]]:
+        """Segments whose `ranges` have changed since the last call, with their new ranges."""
+        changed, self._changed = self._changed, set()
+        found = []
+        for segment_id in changed:
+            ranges = self.ranges(segment_id)
+            if ranges != self._told.get(segment_id, []):
+                found.append((segment_id, ranges))
+            if ranges:
+                self._told[segment_id] = ranges
+            else:
+                self._told.pop(segment_id, None)
+                self._found.pop(segment_id, None)
+        return found
+
+    def tell(self) -> None:
+        """Pass what has changed to the receiver that `tell_to` has set."""
+        self._expect(self.take_changed())
+
+    def tell_to(self, expect: Expect) -> None:
+        """Set the receiver of changes, which knows nothing yet."""
+        self._expect = expect
+        self._told.clear()
+        for segment_id in self._awaited:
+            self._note_change(segment_id)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        for segment_id in self._awaited:
+            self._note_change(segment_id)
+        self._awaited.clear()
+        self._ranges_of.clear()
+        self._turns.clear()
+
+    def check_integrity(self) -> None:
+        """Check that ranges by segment and by request agree.
+
+        Raises:
+            AssertionError: they do not, which is a bug.
+        """
+        waiting = {
+            (rid, segment_id, own)
+            for segment_id, ranges in self._awaited.items()
+            for own, rids in ranges.items()
+            for rid in rids
+        }
+        assert waiting == {
+            (rid, *item) for rid, ranges in self._ranges_of.items() for item in ranges.items()
+        }
+        for segment_id in tuple(self._found):
+            found = self._found.pop(segment_id)
+            assert self.ranges(segment_id) == found
+
+    def _note_turn(self, rid: str) -> None:
+        for segment_id in self._ranges_of.get(rid, ()):
+            self._note_change(segment_id)
+
+    def _note_change(self, segment_id: str) -> None:
+        self._found.pop(segment_id, None)
+        if self._tells:
+            self._changed.add(segment_id)

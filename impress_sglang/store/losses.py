@@ -1,0 +1,101 @@
+"""What has left the store lately, and why, so that a miss can be explained.
+
+A table of fixed size, indexed by the hash of each prefix of whole blocks that is gone; later
+entries may overwrite earlier ones. It contains no prompt, and nothing can be found in it without
+the same tokens in the same namespace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, PrefixHashes
+from impress_sglang.store.stored import StoredSegment
+
+# How many prefixes are remembered: those of four million tokens, in 1.1 MB.
+_PLACES = 1 << 16
+
+
+class Cause(enum.Enum):
+    """Why tokens are not stored any more, or were not accepted."""
+
+    EVICTED = 0
+    DAMAGED = 1
+    NO_ROOM = 2
+    PURGED = 3
+    EXPIRED = 4
+    WRITE_BUDGET = 5
+    READ_ONLY = 6
+    BUSY = 7
+    NOT_CODABLE = 8
+
+
+_CAUSES = tuple(Cause)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """Tokens of a prompt that are gone; the first of them left `seconds` ago."""
+
+    cause: Cause
+    num_tokens: int
+    seconds: float
+
+
+class Losses:
+    """The losses of one store; owned by one thread."""
+
+    def __init__(
+        self, *, places: int = _PLACES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`places`, a power of two: the most prefixes that are remembered."""
+        assert places & (places - 1) == 0
+        self._hashes = PrefixHashes()
+        self._clock = clock
+        self._names = np.zeros(places, np.uint64)
+        self._times = np.zeros(places)
+        self._causes = np.zeros(places, np.uint8)
+
+    def note(self, segment: StoredSegment, cause: Cause) -> None:
+        """Note that a segment is about to leave the tree."""
+        info = segment.info
+        self.note_tokens(info.namespace, prompt_of(segment), cause, info.prefix_len)
+
+    def note_tokens(self, namespace: str, tokens: Tokens, cause: Cause, start: int = 0) -> None:
+        """Note that tokens [start, n) of a prompt, int32 [n], are gone or were not stored."""
+        names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
+        places = self._places(names)
+        self._names[places] = names
+        self._times[places] = self._clock()
+        self._causes[places] = cause.value
+
+    def find(self, namespace: str, tokens: Tokens, start: int) -> Loss | None:
+        """Why a prompt is not stored from token `start` on; None if that is not known."""
+        names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
+        places = self._places(names)
+        found = np.flatnonzero(self._names[places] == names)
+        if not len(found):
+            return None
+        first = places[found[0]]
+        stop = (start // BLOCK_TOKENS + int(found[-1]) + 1) * BLOCK_TOKENS
+        seconds = self._clock() - float(self._times[first])
+        return Loss(_CAUSES[self._causes[first]], stop - start, seconds)
+
+    def _places(self, names: np.ndarray) -> np.ndarray:
+        return (names & np.uint64(len(self._names) - 1)).astype(np.int64)
+
+
+def prompt_of(segment: StoredSegment) -> Tokens:
+    """All tokens from the start of a prompt to the end of a segment of the tree, int32 [n]."""
+    parts, above = [segment.info.tokens], segment
+    while above.parent is not None:
+        length = above.info.prefix_len - above.parent.info.prefix_len
+        above = above.parent
+        parts.append(above.info.tokens[:length])
+    return np.concatenate(parts[::-1])

@@ -1,0 +1,113 @@
+"""The memory of a store. It is allocated once and outlives the store when weights change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.errors import ConfigError
+from impress_sglang.options import EXACT_BITS, USUAL_BITS
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
+from impress_sglang.store.policies import LoadOptions, make_policy
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.host_memory import available_bytes
+from impress_sglang.tiers.slab import PageShape
+from impress_sglang.transfer.buffers import BufferPool
+from impress_sglang.transfer.coded_span import most_pages
+from impress_sglang.transfer.frames import CODE_PAGE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreMemory:
+    """The caches of chunks and of codes, and the buffers for reads; the store's thread owns it.
+
+    The cache that usual requests read from has all memory for caches.
+    """
+
+    cache: ChunkCache
+    codes: ChunkCache
+    pool: BufferPool
+
+    @classmethod
+    def allocate(cls, config: ImpressConfig, shape: KVShape, device: torch.device) -> StoreMemory:
+        """Allocate as much as the options say; `device` is where attention runs.
+
+        Raises:
+            ConfigError: there is not enough.
+        """
+        policy = make_policy(config)
+        if policy.stores:
+            _check_host(config, device)
+        usual = policy.bits(LoadOptions(bits=config.usual_bits))
+        if not shape.coded or (shape.basis and usual > USUAL_BITS):
+            # A basis has fewer bits: such requests get exact KVs.
+            usual = EXACT_BITS
+        page = PageShape.of(shape, config.chunk_tokens)
+        layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
+        most = max(map(most_pages, layout.codes), default=1)
+
+        def make(page: PageShape, max_pages: int, *, used: bool) -> ChunkCache:
+            used = used and policy.stores
+            return ChunkCache(
+                page,
+                max_pages,
+                policy.replacement(),
+                device=device,
+                device_bytes=bytes_of(config.device_gb) if used else 0,
+                host_bytes=bytes_of(config.host_gb) if used else 0,
+            )
+
+        cache = make(page, page.max_chunk_pages(shape), used=usual == EXACT_BITS)
+        codes = make(CODE_PAGE, most, used=usual < EXACT_BITS)
+        # Chunks are cached in whole pages, even if they end inside one.
+        pool = BufferPool(
+            bytes_of(config.buffer_gb),
+            pin=device.type == "cuda",
+            spare_bytes=cache.page.page_bytes,
+        )
+        return cls(cache, codes, pool)
+
+    def emptied(self, config: ImpressConfig) -> StoreMemory:
+        """The same memory, emptied for another store; the old store must not read any more.
+
+        Buffers that reads are still filling are used again when these reads have ended.
+        """
+        policy = make_policy(config)
+        return StoreMemory(
+            self.cache.emptied(policy.replacement()),
+            self.codes.emptied(policy.replacement()),
+            self.pool,
+        )
+
+    def cache_summary(self) -> dict[str, object]:
+        """Sizes and counters of the cache that has the memory."""
+        return (self.codes if self.codes.placement.enabled else self.cache).summary()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.pool.close()
+        self.cache.close()
+        self.codes.close()
+
+
+def _check_host(config: ImpressConfig, device: torch.device) -> None:
+    """Check that the host has the memory of the caches, before any of it is touched.
+
+    Raises:
+        ConfigError: it has less.
+    """
+    options = {"--impress-host-gb": config.host_gb}
+    if device.type == "cpu":
+        options["--impress-device-gb"] = config.device_gb
+    wanted = {name: gb for name, gb in options.items() if gb}
+    try:
+        available = available_bytes()
+    except OSError:
+        return
+    if sum(map(bytes_of, wanted.values())) > available:
+        raise ConfigError(
+            f"caches are to take {sum(wanted.values()):g} GB of the host, of which "
+            f"{available / 1e9:.1f} GB are available; lower {' or '.join(wanted)}"
+        )

@@ -1,0 +1,400 @@
+"""The tree of stored prefixes: which segments hold the KVs of a token sequence.
+
+A radix tree per namespace (SGLang's `extra_key` and `cache_salt`). A node is a run of tokens inside
+one segment; splitting a node moves no data, both halves refer to the same segment. KVs of the same
+tokens in different qualities are different children, so that they are never mixed unnoticed.
+
+A segment that has lost its file stays in the tree as long as others build on it. Each of its nodes
+becomes a lost segment of its own: a hole, which is filled when its tokens are stored again.
+
+Invariants (`check_integrity`):
+  * a node's tokens are `segment.tokens[start : start + len]`, and its parent ends where it begins;
+  * the nodes of a segment form one path; `dependents` counts the segments that hang below it;
+  * no segment leaves the disk at a lower level than what hangs below it;
+  * a lost segment is one node, and something hangs below it;
+  * no node is of better quality than the one above it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import operator
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common_prefix_len
+from impress_sglang.store.content import ContentIndex
+from impress_sglang.store.eviction_order import EvictionOrder
+from impress_sglang.store.nodes import Node, deepest_first
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
+
+_start = operator.attrgetter("start")
+# In how many of its nodes a segment is checked.
+_MOST_NODES = 256
+
+
+class StoredTree:
+    """Finds and keeps stored prefixes; not thread-safe, one thread owns it."""
+
+    def __init__(self, content: ContentIndex | None = None) -> None:
+        """Begin with an empty tree.
+
+        `content` is kept in step with it; None: tokens are found behind their prefix only.
+        """
+        self.content = content
+        self._roots: dict[str, Node] = {}
+        # Nodes of each segment, from its first token on.
+        self._paths: dict[str, list[Node]] = {}
+        self._segments: dict[str, StoredSegment] = {}
+        self.file_bytes = 0
+        """Bytes of the files of all segments, including those that are being written."""
+        self.order = EvictionOrder()
+        """The order in which segments were used."""
+        self.replaced = 0
+        """How often a segment got another file, and so another name."""
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __contains__(self, segment_id: str) -> bool:
+        return segment_id in self._segments
+
+    def get(self, segment_id: str) -> StoredSegment | None:
+        """The segment of this name; None if it is not in the tree."""
+        return self._segments.get(segment_id)
+
+    def segments(self) -> Iterator[StoredSegment]:
+        """All segments, ready or not."""
+        return iter(self._segments.values())
+
+    def match(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        *,
+        least: Quality = EXACT,
+        only_ready: bool = True,
+        without: StoredSegment | None = None,
+    ) -> StoredMatch:
+        """The longest stored prefix of `tokens`. O(len(tokens)); changes nothing.
+
+        Of children that begin with the same token, the best one is followed, if it suffices. The
+        match ends before a segment that cannot be read, unless `only_ready` is False. The segment
+        `without` is ignored.
+        """
+        spans: list[StoredSpan] = []
+        for span in self._walk(namespace, tokens, least, without):
+            if only_ready and not span.segment.ready:
+                break
+            if spans and spans[-1].segment is span.segment:
+                spans[-1] = StoredSpan(span.segment, spans[-1].start, span.stop)
+            else:
+                spans.append(span)
+        return StoredMatch(tuple(spans))
+
+    def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
+        """Segments that have the end of a prefix or tokens behind it, in all qualities.
+
+        A segment comes after those that build on its end. `namespace`, `prefix`: None for all.
+        Segments are found lazily, so the first ones cost the same however many follow; the tree
+        must not change meanwhile.
+        """
+        prefix = np.empty(0, np.int32) if prefix is None else prefix
+        for own in self._roots if namespace is None else (namespace,):
+            ends = self._ends(own, prefix) if own in self._roots else ()
+            for end, _ in ends:
+                for node in deepest_first(end):
+                    segment = node.segment
+                    if segment is not None and self._paths[segment.segment_id][-1] is node:
+                        yield segment
+
+    def ends(self, namespace: str, prefix: Tokens) -> set[StoredSegment]:
+        """Segments that have the last token of a prefix, in all qualities, also lost ones."""
+        nodes = self._ends(namespace, prefix) if namespace in self._roots else ()
+        return {node.segment for node, _ in nodes if node.segment is not None}
+
+    def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
+        """Segments that build directly on one; found lazily, as by `below`."""
+        for node in reversed(self._paths[segment.segment_id]):
+            for below in itertools.chain.from_iterable(node.children.values()):
+                if below.segment is not None and below.segment is not segment:
+                    yield below.segment
+
+    def touch(self, match: StoredMatch) -> None:
+        """Count an access to every segment of a match."""
+        if match.spans:
+            self.order.note(match.spans[-1].segment)
+        for span in match.spans:
+            span.segment.hits += 1
+
+    def insert(self, segment: StoredSegment, prefix: Tokens) -> bool:
+        """Attach a segment after the tokens `prefix`; False if that prefix is not in the tree.
+
+        Any path of these tokens will do whose quality suffices for the segment. Holes of its
+        quality along its first tokens are filled, the last one perhaps only in part. The segment is
+        refused if its other tokens begin like stored ones of its quality there: the caller matches
+        first and stores only new tokens.
+        """
+        info = segment.info
+        for node, length in self._ends(info.namespace, prefix, info.quality):
+            parent = self._split(node, length) if length < len(node.tokens) else node
+            if self._attach(segment, parent):
+                return True
+        return False
+
+    def insert_below(self, segment: StoredSegment, above: StoredSegment, length: int) -> bool:
+        """Attach a segment after the first `length` tokens of another; False if impossible.
+
+        Like `insert`, for a caller who knows the place: the tokens before it are not compared.
+        """
+        if not above.info.quality.suffices(segment.info.quality):
+            return False
+        node = _holder(self._paths[above.segment_id], length)
+        own = length - node.start
+        return self._attach(segment, self._split(node, own) if own < len(node.tokens) else node)
+
+    def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
+        """Give a segment another file with the same tokens."""
+        assert np.array_equal(segment.info.tokens, info.tokens)
+        assert info.segment_id not in self._segments
+        self._paths[info.segment_id] = self._paths.pop(segment.segment_id)
+        self._segments[info.segment_id] = self._segments.pop(segment.segment_id)
+        if self.content is not None:
+            self.content.rename(segment.segment_id, info.segment_id)
+        self.file_bytes += file_bytes - segment.file_bytes
+        segment.info, segment.file_bytes = info, file_bytes
+        self.order.change(segment)
+        self.replaced += 1
+
+    def node_starts(self, segment: StoredSegment) -> list[int]:
+        """First token of each node of a segment, ascending; the first one is 0."""
+        return [node.start for node in self._paths[segment.segment_id]]
+
+    def lose(self, segment: StoredSegment) -> None:
+        """Mark a segment as lost: it has no file any more.
+
+        Those of its nodes that others build on become holes. Nodes that nothing builds on leave the
+        tree, and so do holes above them that nothing builds on then.
+        """
+        segment.state = SegmentState.LOST
+        node = self._paths[segment.segment_id][-1]
+        while node.lost and not node.children:
+            assert node.segment is not None and node.parent is not None
+            node.parent.remove(node)
+            if node.start == 0:
+                self._forget(node.segment)
+            node = node.parent
+        if node.parent is None and not node.children:
+            del self._roots[segment.info.namespace]
+        if segment.segment_id in self._segments:
+            self._forget(segment)
+            while node.segment is segment:
+                self._dig(node)
+                assert node.parent is not None
+                node = node.parent
+        if node.segment is not None:
+            self.order.settle(node.segment)
+
+    def check_integrity(self) -> None:
+        """Recompute every invariant from the nodes.
+
+        Raises:
+            AssertionError: the tree is damaged, which is a bug.
+        """
+        covered = Counter[StoredSegment | None]()
+        for root in self._roots.values():
+            for node in deepest_first(root):
+                if node is not root:
+                    covered[node.segment] += len(node.tokens)
+        segments = list(self._segments.values())
+        assert covered == {own: own.info.num_tokens for own in segments}
+        assert self.file_bytes == sum(own.file_bytes for own in segments)
+        self.order.check_integrity(s for s in segments if s.state is not SegmentState.LOST)
+        dependents = Counter((s.parent, s.level) for s in segments)
+        for segment in segments:
+            self.check(segment, segment.info.num_tokens)
+            assert segment.dependents == [dependents[segment, level] for level in Priority]
+
+    def check(self, segment: StoredSegment, most: int = _MOST_NODES) -> None:
+        """Check that a segment has its place in the tree, in its last `most` nodes.
+
+        The time does not depend on how many segments build on it.
+
+        Raises:
+            AssertionError: as for `check_integrity`.
+        """
+        info, above, path = segment.info, segment.parent, self._paths[segment.segment_id]
+        assert self._segments[segment.segment_id] is segment
+        stop, node = info.num_tokens, path[-1]
+        for own in itertools.islice(reversed(path), most):
+            assert node is own and node.segment is segment and node.parent is not None
+            assert len(node.tokens) > 0 and node.start + len(node.tokens) == stop
+            assert np.array_equal(node.tokens, info.tokens[node.start : stop])
+            siblings = node.parent.children[node.first_token]
+            assert node in siblings and len({own.quality for own in siblings}) == len(siblings)
+            stop, node = node.start, node.parent
+        if not stop:
+            assert node.segment is above
+            assert above is not None or self._roots[info.namespace] is node
+        assert path[0].start == 0
+        if segment.state is SegmentState.LOST:
+            assert len(path) == 1 and segment.num_dependents
+        if above is not None:
+            assert self._segments[above.segment_id] is above
+            assert above.info.namespace == info.namespace
+            assert above.info.quality.suffices(info.quality)
+        self.order.check(segment)
+
+    def _attach(self, segment: StoredSegment, parent: Node) -> bool:
+        """Attach a segment below a node, filling the holes there; False if impossible."""
+        if segment.segment_id in self._segments:
+            return False
+        nodes, rest = self._holes(parent, segment.info)
+        if len(rest):
+            above = nodes[-1] if nodes else parent
+            node = Node(rest, segment, 0, above)
+            if not above.add(node):
+                return False
+            nodes.append(node)
+        for node in nodes:
+            if node.segment is not None and node.segment is not segment:
+                self._forget(node.segment)
+        self._own(segment, nodes)
+        self.order.add(segment)
+        return True
+
+    def _holes(self, parent: Node, info: SegmentInfo) -> tuple[list[Node], Tokens]:
+        """Holes below a node that the first tokens of a segment fill, and its other tokens."""
+        holes: list[Node] = []
+        node, rest = parent, info.tokens
+        while len(rest) and (hole := node.hole(int(rest[0]), info.quality)) is not None:
+            length = common_prefix_len(hole.tokens, rest)
+            node = self._split(hole, length) if length < len(hole.tokens) else hole
+            holes.append(node)
+            rest = rest[length:]
+        return holes, rest
+
+    def _own(self, segment: StoredSegment, nodes: list[Node]) -> None:
+        """Make nodes, each below the one before, the nodes of a new segment."""
+        start = segment.info.num_tokens
+        for node in reversed(nodes):
+            start -= len(node.tokens)
+            node.segment, node.start = segment, start
+            for below in itertools.chain.from_iterable(node.children.values()):
+                if below.segment is not None and below.segment is not segment:
+                    below.segment.parent = segment
+                    segment.dependents[below.segment.level] += 1
+                    self.order.change(below.segment)
+        assert start == 0 and nodes[0].parent is not None
+        segment.parent = nodes[0].parent.segment
+        segment.level = segment.own_level
+        if segment.parent is not None:
+            segment.parent.dependents[segment.level] += 1
+        self._segments[segment.segment_id] = segment
+        self.file_bytes += segment.file_bytes
+        self._paths[segment.segment_id] = nodes
+        if self.content is not None and segment.state is not SegmentState.LOST:
+            self.content.add(segment)
+
+    def _forget(self, segment: StoredSegment) -> None:
+        """Forget a segment; its nodes belong to another one, or go as well."""
+        del self._segments[segment.segment_id], self._paths[segment.segment_id]
+        self.file_bytes -= segment.file_bytes
+        if self.content is not None:
+            self.content.discard(segment)
+        self.order.remove(segment)
+        if segment.parent is not None:
+            segment.parent.dependents[segment.level] -= 1
+
+    def _dig(self, node: Node) -> None:
+        """Make a node of a lost segment, which is forgotten already, a hole of its own."""
+        old = node.segment
+        assert old is not None
+        info = dataclasses.replace(
+            old.info,
+            segment_id=uuid.uuid4().hex,
+            # No file needs it: whoever fills the hole knows all tokens before it.
+            prefix_digest="",
+            prefix_len=old.info.prefix_len + node.start,
+            tokens=node.tokens,
+            generation=0,
+        )
+        hole = StoredSegment(info, 0, SegmentState.LOST, last_access=old.last_access, hits=old.hits)
+        self._own(hole, [node])
+
+    def _walk(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        least: Quality,
+        without: StoredSegment | None,
+    ) -> Iterator[StoredSpan]:
+        """Spans of segments along `tokens`."""
+        node = self._roots.get(namespace)
+        position = 0
+        while node is not None and position < len(tokens):
+            child = next(node.choices(int(tokens[position]), least, without), None)
+            if child is None:
+                return
+            segment, start = child.segment, child.start
+            assert segment is not None
+            # Exact KVs have no better siblings, so their segment is followed as far as it goes,
+            # over any number of nodes.
+            exact = segment.info.quality == EXACT
+            path = self._paths[segment.segment_id] if exact else [child]
+            own = segment.info.tokens[start : path[-1].stop]
+            stop = start + common_prefix_len(own, tokens[position:])
+            yield StoredSpan(segment, start, stop)
+            node = _holder(path, stop)
+            if stop < node.stop:
+                return
+            position += stop - start
+
+    def _ends(
+        self, namespace: str, prefix: Tokens, least: Quality | None = None
+    ) -> Iterator[tuple[Node, int]]:
+        """Nodes in which a prefix ends, and how many of their tokens are in it, best paths first.
+
+        A match follows the best child only; what was stored before that one existed is on others.
+        `least`: None for all qualities, also behind holes.
+        """
+        root = self._roots.setdefault(namespace, Node(np.empty(0, np.int32), None, 0, None))
+        stack = [(root, 0, 0)]
+        while stack:
+            node, length, position = stack.pop()
+            if position == len(prefix):
+                yield node, length
+            elif length == len(node.tokens):
+                token = int(prefix[position])
+                every = node.children.get(token, ())
+                choices = every if least is None else list(node.choices(token, least))
+                for child in reversed(choices):
+                    length = common_prefix_len(child.tokens, prefix[position:])
+                    stack.append((child, length, position + length))
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Cut a node after `length` tokens; returns the upper half."""
+        assert node.parent is not None and node.segment is not None
+        upper = Node(node.tokens[:length], node.segment, node.start, node.parent)
+        path = self._paths[node.segment.segment_id]
+        path.insert(bisect.bisect_left(path, node.start, key=_start), upper)
+        node.parent.remove(node)
+        node.parent.add(upper)
+        node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper
+        upper.add(node)
+        if upper.lost:
+            self._forget(node.segment)
+            self._dig(node)
+            self._dig(upper)
+        return upper
+
+
+def _holder(path: list[Node], length: int) -> Node:
+    """The node of a segment that has the last of the segment's first `length` tokens."""
+    return path[bisect.bisect_left(path, length, key=_start) - 1]

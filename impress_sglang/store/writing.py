@@ -1,0 +1,421 @@
+"""What is being stored: offers of KVs, and the writes of those that were accepted.
+
+Owned by the store's thread. An offer is decided at once: which of its tokens are stored already,
+what it builds on, whether there is room. The worker writes, and `poll` collects the results.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from impress_sglang.codes.planes.floors import CodingRule, QuerySource, no_queries
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import NotCodable
+from impress_sglang.storage.directory import CODING
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
+from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenInVain
+from impress_sglang.store.disk import StoreDisk
+from impress_sglang.store.losses import Cause, Losses, prompt_of
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, prefix_digest
+from impress_sglang.store.quota import Quota
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.transfer.kv_codec import KVCodec
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks, during a wait for writes, at whether they still make progress.
+LOOK_SECONDS = 0.25
+
+
+class StoreOutcome(enum.Enum):
+    """What became of an offer to store a prefix."""
+
+    ACCEPTED = "accepted"
+    KNOWN = "known"
+    UNREACHABLE = "unreachable"
+    NO_SPACE = "no_space"
+    SPENT = "spent"
+    """The write budget of the drive is spent for now."""
+    UNAVAILABLE = "unavailable"
+    """The disk accepts no writes now."""
+    NOT_CODABLE = "not_codable"
+    """Most of it turned out to have no codes before."""
+
+
+@dataclasses.dataclass(slots=True)
+class StoreStats:
+    """Counters since start; sizes in bytes."""
+
+    segments_written: int = 0
+    segments_failed: int = 0
+    segments_abandoned: int = 0
+    segments_evicted: int = 0
+    segments_purged: int = 0
+    segments_expired: int = 0
+    segments_unreadable: int = 0
+    segments_cleared: int = 0
+    """Of the unreadable ones, those that a second look has found good."""
+    segments_quarantined: int = 0
+    segments_gone: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_read_ahead: int = 0
+    bytes_read_ahead_used: int = 0
+    offers_without_space: int = 0
+    offers_while_unavailable: int = 0
+    offers_above_budget: int = 0
+
+    def count_removed(self, count: int, cause: Cause) -> None:
+        """Count segments that are removed for a cause other than damage."""
+        self.segments_evicted += count * (cause is Cause.EVICTED)
+        self.segments_purged += count * (cause is Cause.PURGED)
+        self.segments_expired += count * (cause is Cause.EXPIRED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """KVs that may be stored.
+
+    Args:
+        tokens: all tokens from the start of the sequence.
+        read_layers: given the number of leading tokens that are stored already, returns the reader
+            of the KVs of the others. It is only called if the offer is accepted.
+        on_done: called when the KVs are no longer needed, written or not.
+        abandon: called if the KVs are wanted back before that: from then on the reader must raise
+            `WriteAbandoned`.
+        min_tokens: fewer new tokens than this are not worth a file.
+        quality: quality of the new KVs.
+        available_from: the reader has no KVs of earlier tokens; those must be stored already.
+        holder: who holds the memory of the KVs, in the caller's terms.
+        queries: gives the last queries of a layer; called after the KVs of the layer were read.
+        num_behind: tokens between the last of `tokens` and the last token of `queries`.
+        ttl: seconds after which the new KVs are removed; 0: only when room is needed.
+        priority: priority of the new KVs when room is needed.
+        coding: how layers are coded, of tokens from a position on; None: as in any other offer.
+    """
+
+    tokens: Tokens
+    read_layers: Callable[[int], LayerReader]
+    on_done: Callable[[], None]
+    abandon: Callable[[], None]
+    min_tokens: int
+    quality: Quality = EXACT
+    available_from: int = 0
+    holder: object = None
+    queries: QuerySource = no_queries
+    num_behind: int = 0
+    ttl: float = 0.0
+    priority: Priority = Priority.NORMAL
+    coding: Callable[[int], CodingRule | None] | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Write:
+    segment: StoredSegment
+    offer: Offer
+    future: Future[None] = dataclasses.field(init=False)
+    abandoned: bool = False
+    discarded: Cause | None = None
+    """Why nobody may use the segment; None unless it was discarded."""
+
+
+class SegmentWrites:
+    """Takes offers, and holds the writes that `poll` has not collected yet, oldest first."""
+
+    def __init__(
+        self,
+        config: ImpressConfig,
+        identity: str,
+        shape: KVShape,
+        disk: StoreDisk,
+        quota: Quota,
+        stats: StoreStats,
+        losses: Losses,
+        evict: Callable[[Sequence[StoredSegment], Cause], None],
+        codec: KVCodec | None,
+    ) -> None:
+        """Begin with no writes; the parameters not named here are parts of the store.
+
+        `evict` removes segments from the tree, and their files; `codec` codes KVs if there is a
+        basis.
+        """
+        self._config = config
+        self._identity = identity
+        self._shape = shape
+        self._name_of = disk.namespace
+        self._tree = disk.tree
+        self._quota = quota
+        self._worker = disk.worker
+        self._meter = disk.meter
+        self._health = disk.health
+        self._stats = stats
+        self._losses = losses
+        self._evict = evict
+        self._codec = codec
+        self._writes: collections.deque[_Write] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    def __iter__(self) -> Iterator[tuple[StoredSegment, int]]:
+        """The segments that are being written, and the bytes of their files."""
+        return ((write.segment, write.segment.file_bytes) for write in self._writes)
+
+    def want_queries(self) -> bool:
+        """Whether queries of another prompt are to be noted; see `CodingMeter.wants`."""
+        return self._codec is None and self._meter.wants()
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether writes are accepted now: the disk works, and the write budget is not spent."""
+        return self._health.writable and not self._quota.budget.is_spent
+
+    def offer(self, namespace: str, offer: Offer) -> StoreOutcome:
+        """Store the new tokens of a prefix, in the background.
+
+        `namespace` separates requests with different `extra_key` or `cache_salt`.
+        """
+        namespace = self._name_of(namespace)
+        if not self._health.writable:
+            self._stats.offers_while_unavailable += 1
+            return StoreOutcome.UNAVAILABLE
+        tokens = offer.tokens
+        known = self._tree.match(namespace, tokens, least=offer.quality, only_ready=False)
+        # The KVs are in SGLang's pool and need not be read, but this is a use as well.
+        self._tree.touch(known)
+        start, stop = _missing(known, offer)
+        if len(tokens) - start < offer.min_tokens:
+            return StoreOutcome.KNOWN
+        if start < offer.available_from or start == stop:
+            return StoreOutcome.UNREACHABLE
+        if self._quota.budget.is_spent:
+            self._stats.offers_above_budget += 1
+            return StoreOutcome.SPENT
+        if self._has_no_codes(namespace, tokens[:stop], start):
+            return StoreOutcome.NOT_CODABLE
+        segment = self._planned(namespace, offer, start, stop)
+        unremoved = self._worker.unremoved()
+        if not self._quota.make_room(segment, known):
+            shorter = _shortened(known, offer.available_from)
+            if shorter is not None:
+                start = shorter.num_tokens
+                segment = self._planned(namespace, offer, start, len(tokens))
+            if shorter is None or not self._replaces(known, shorter, segment, tokens):
+                self._stats.offers_without_space += 1
+                return StoreOutcome.NO_SPACE
+        if start:
+            above = known.slice(0, start)[-1]
+            attached = self._tree.insert_below(segment, above.segment, above.stop)
+        else:
+            attached = self._tree.insert(segment, tokens[:0])
+        assert attached, "the matched prefix is not in the tree"
+        self._begin(segment, offer, unremoved)
+        return StoreOutcome.ACCEPTED
+
+    def _has_no_codes(self, namespace: str, tokens: Tokens, start: int) -> bool:
+        """Whether most of the tokens from `start` on could not be coded when that was tried."""
+        loss = self._losses.find(namespace, tokens, start)
+        if loss is None or loss.cause is not Cause.NOT_CODABLE:
+            return False
+        return 2 * loss.num_tokens >= len(tokens) - start
+
+    def poll(self) -> None:
+        """Collect writes that have ended: publish their segments, or act on their failure."""
+        while self._writes and self._writes[0].future.done():
+            self._finish(self._writes.popleft())
+
+    def drain(self) -> None:
+        """Wait until all writes have ended, and collect them.
+
+        Writes that make no progress for `--impress-io-timeout` are abandoned.
+        """
+        began = time.monotonic()
+        while self._writes:
+            try:
+                self._writes[0].future.exception(LOOK_SECONDS)
+            except TimeoutError:
+                idle = time.monotonic() - max(began, self._worker.progress)
+                if idle > self._config.io_timeout:
+                    late = TimeoutError(f"no progress for {idle:.1f} s")
+                    self._health.failed("writes do not end", late, reading=False)
+                    self.abandon()
+                    return
+                continue
+            self._finish(self._writes.popleft())
+
+    def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> int:
+        """Remove segments and their files; one that is being written goes when its write ends.
+
+        Returns how many of those being written had not been discarded before.
+        """
+        count, segments = 0, list(segments)
+        # Callers remove many segments in steps, most of which concern no writes.
+        some = any(own.state is SegmentState.PENDING for own in segments)
+        writes = {write.segment: write for write in self._writes} if some else {}
+        going = []
+        for segment in segments:
+            if (write := writes.get(segment)) is None:
+                going.append(segment)
+            else:
+                count += write.discarded is None
+                write.discarded = cause
+                self._abandon(write)
+        if going:
+            self._evict(going, cause)
+        if cause is Cause.PURGED:
+            self._worker.submit(self._worker.tidy, False)
+        return count
+
+    def abandon(
+        self,
+        enough: Callable[[], bool] = lambda: False,
+        frees: Callable[[object], bool] = lambda holder: True,
+    ) -> None:
+        """Abandon writes, the latest first, until there is `enough`; never waits.
+
+        Writes go on if `frees` says of their holder that abandoning them frees nothing.
+        """
+        for write in reversed(self._writes):
+            if write.abandoned or not frees(write.offer.holder):
+                continue
+            if enough():
+                return
+            self._abandon(write)
+
+    def _abandon(self, write: _Write) -> None:
+        if not write.abandoned:
+            write.abandoned = True
+            write.offer.abandon()
+            write.offer.on_done()
+
+    def _planned(self, namespace: str, offer: Offer, start: int, stop: int) -> StoredSegment:
+        info = SegmentInfo(
+            segment_id=uuid.uuid4().hex,
+            identity=self._identity,
+            namespace=namespace,
+            prefix_digest=prefix_digest(namespace, offer.tokens[:start]),
+            prefix_len=start,
+            tokens=offer.tokens[start:stop].copy(),
+            shape=self._shape,
+            chunk_tokens=self._config.chunk_tokens,
+            quality=offer.quality,
+            expires=math.ceil(time.time() + offer.ttl) if offer.ttl else 0,
+            priority=offer.priority,
+        )
+        return StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
+
+    def _replaces(
+        self, known: StoredMatch, shorter: StoredMatch, segment: StoredSegment, tokens: Tokens
+    ) -> bool:
+        """Make room by removing the last segment of a match; False if the new one cannot fit."""
+        last, info = known.spans[-1].segment, segment.info
+        # A worse version of the same tokens may be stored as well.
+        rest = self._tree.match(
+            info.namespace, tokens, least=info.quality, only_ready=False, without=last
+        )
+        return rest.num_tokens == info.prefix_len and self._quota.make_room(segment, shorter, last)
+
+    def _begin(self, segment: StoredSegment, offer: Offer, unremoved: frozenset[str]) -> None:
+        info = segment.info
+        self._quota.begin(segment)
+        reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
+        behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
+        if offer.coding is not None:
+            coding = offer.coding(info.prefix_len)
+        elif self._codec is not None:
+            coding = self._codec.rule(info.prefix_len, alone=not self._shape.exact)
+        else:
+            coding = self._meter.rule(offer.queries, behind)
+        write = _Write(segment, offer)
+        write.future = self._worker.submit(
+            self._worker.write,
+            segment.entry,
+            reader,
+            coding,
+            unremoved,
+            lambda: write.discarded is None,
+        )
+        self._writes.append(write)
+
+    def _finish(self, write: _Write) -> None:
+        segment, error = write.segment, write.future.exception()
+        if not write.abandoned:
+            write.offer.on_done()
+        self._quota.end(segment, written=error is None)
+        if error is None:
+            segment.state = SegmentState.READY
+            self._stats.segments_written += 1
+            self._stats.bytes_written += segment.file_bytes
+            if self._meter.has_news:
+                self._worker.submit(lambda: self._worker.keep(CODING, self._meter.dump()))
+            if write.discarded is not None:
+                self._evict([segment], write.discarded)
+            return
+        self._worker.delete({segment.segment_id: segment.file_bytes})
+        if write.discarded is not None:
+            self._losses.note(segment, write.discarded)
+        if isinstance(error, (WrittenInVain, NotCodable)):
+            self._quota.budget.spend(segment.file_bytes)
+        if isinstance(error, NotCodable):
+            # The end stands for all: others may begin like it, and have codes.
+            tokens = prompt_of(segment)
+            end = max(segment.info.prefix_len, len(tokens) - BLOCK_TOKENS)
+            self._losses.note_tokens(segment.info.namespace, tokens, Cause.NOT_CODABLE, end)
+        if isinstance(error, WriteAbandoned):
+            self._stats.segments_abandoned += 1
+        else:
+            self._stats.segments_failed += 1
+            logger.warning(
+                "a prefix of %d tokens could not be stored: %s", segment.info.num_tokens, error
+            )
+        self._tree.lose(segment)
+
+
+def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
+    """The first tokens of an offer that are not stored, as [start, stop): those of a hole and of
+    holes next to it, or those after the match. Empty if KVs of its quality do not fit there."""
+    lost = [span.segment.state is SegmentState.LOST for span in known.spans]
+    if True not in lost:
+        return known.num_tokens, len(offer.tokens)
+    first = lost.index(True)
+    start = stop = sum(map(len, known.spans[:first]))
+    for span, hole in zip(known.spans[first:], lost[first:], strict=True):
+        if not hole or span.segment.info.quality != offer.quality:
+            return start, stop
+        stop += len(span)
+    return start, len(offer.tokens)
+
+
+def _first_tokens(read_layer: LayerReader, count: int) -> LayerReader:
+    """A reader of the first `count` tokens only."""
+
+    def read(layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = read_layer(layer)
+        return keys[:count], values[:count]
+
+    return read
+
+
+def _shortened(known: StoredMatch, available_from: int) -> StoredMatch | None:
+    """A match without its last segment, if less than half of that matches and there is no hole.
+
+    A prompt that begins like another one need not keep all of the other one on the disk.
+    """
+    if any(span.segment.state is SegmentState.LOST for span in known.spans):
+        return None
+    if not known.spans or 2 * len(known.spans[-1]) >= known.spans[-1].segment.info.num_tokens:
+        return None
+    shorter = StoredMatch(known.spans[:-1])
+    return shorter if shorter.num_tokens >= available_from else None
