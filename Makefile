@@ -58,11 +58,12 @@ $(DOCS_TOOLS): pyproject.toml
 	@touch $@
 
 # The package itself is linked, not copied; an environment that is shared between clones is linked
-# to the clone that uses it.
+# to the clone that uses it. Entry points are copied, from pyproject.toml.
+LINK = $(CURDIR) $(shell cksum < pyproject.toml)
 install: $(DEPENDENCIES)
-	@test "$$(cat $(VENV)/.linked-to 2>/dev/null)" = "$(CURDIR)" || { \
+	@test "$$(cat $(VENV)/.linked-to 2>/dev/null)" = "$(LINK)" || { \
 	  $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . && \
-	  echo "$(CURDIR)" > $(VENV)/.linked-to; }
+	  echo "$(LINK)" > $(VENV)/.linked-to; }
 
 $(DEPENDENCIES):
 	@echo "Installing SGLang and its dependencies into $(VENV) (about 11 GB, some minutes) ..."
