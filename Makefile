@@ -62,6 +62,7 @@ $(DOCS_TOOLS): pyproject.toml
 LINK = $(CURDIR) $(shell cksum < pyproject.toml)
 install: $(DEPENDENCIES)
 	@test "$$(cat $(VENV)/.linked-to 2>/dev/null)" = "$(LINK)" || { \
+	  rm -rf *.egg-info && \
 	  $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . && \
 	  echo "$(LINK)" > $(VENV)/.linked-to; }
 
