@@ -13,7 +13,7 @@ from pathlib import Path
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OPTIONS, Option
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
-from impress_sglang.serving.why import MEANINGS
+from impress_sglang.serving.why import Reason
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- {0}: made by `python -m scripts.tables --write` -->", "<!-- /{0} -->"
@@ -52,7 +52,7 @@ def metrics() -> str:
 
 def reasons() -> str:
     """What `why` of a report may say."""
-    rows = [(f"`{reason}`", meaning) for reason, meaning in MEANINGS.items()]
+    rows = [(f"`{reason}`", reason.meaning) for reason in Reason]
     return _table(("reason", "meaning"), rows)
 
 

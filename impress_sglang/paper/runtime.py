@@ -21,7 +21,7 @@ from impress_sglang.paper.opening import Allocate, RequestOpener
 from impress_sglang.paper.prefetch import Prefetches
 from impress_sglang.paper.request import StoredRequest, publish
 from impress_sglang.serving.scheduling import QueueOrder
-from impress_sglang.serving.serving import Serving
+from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
@@ -30,7 +30,7 @@ from impress_sglang.transfer.slots import LayerSlots
 logger = logging.getLogger(__name__)
 
 
-class ServingRuntime(Serving):
+class ServingRuntime(Service):
     """Store, admission, loaders and live requests of one scheduler."""
 
     def __init__(
@@ -143,5 +143,5 @@ class ServingRuntime(Serving):
         return request
 
     def summary(self) -> dict[str, Any]:
-        """See `Serving.summary`."""
+        """See `Service.summary`."""
         return {**super().summary(), "requests_live": len(self.live)}

@@ -136,19 +136,6 @@ def _before_load(runner: Any, *_: Any, **__: Any) -> None:
         add_hooks()
 
 
-def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
-    from sglang.srt.runtime_context import get_server_args
-
-    from impress_sglang.serving.custom_params import check_custom_params
-
-    # Sampling parameters also occur in processes that belong to no server.
-    if sampling_params.custom_params:
-        server_args = get_server_args()
-        config = config_of(server_args)
-        if config is not None:
-            check_custom_params(sampling_params.custom_params, config)
-
-
 def _make_tree_cache(context: Any) -> Any:
     from impress_sglang.plugin.reports import opt_in
 
@@ -290,7 +277,6 @@ HOOKS = (
     Hook("sglang.srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args, "after"),
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", _after_from_cli_args, "after"),
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _before_load, "before"),
-    Hook("sglang.srt.sampling.sampling_params.SamplingParams.verify", _before_verify, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", _after_init, "after"),
     Hook(
         "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",

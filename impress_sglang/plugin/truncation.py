@@ -10,11 +10,11 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from impress_sglang.plugin.flags import config_of
+from impress_sglang.serving.custom_params import check_custom_params
 from impress_sglang.serving.truncation import (
     KEEP_KEY,
     KEEP_TOKENS,
     TRUNCATED_KEY,
-    check_truncation,
     find_cut,
     share_of,
 )
@@ -22,15 +22,9 @@ from impress_sglang.serving.truncation import (
 # Fields of a request that count positions of its prompt, or are its prompt in another form: such a
 # request is not cut, and refused as usual.
 _WHOLE = (
-    "input_embeds",
-    "session_params",
-    "positional_embed_overrides",
-    "multi_item_delimiter_indices",
-    "token_indices_to_pool",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "bootstrap_room",
+    *("input_embeds", "session_params", "positional_embed_overrides", "bootstrap_room"),
+    *("multi_item_delimiter_indices", "token_indices_to_pool", "return_hidden_states"),
+    *("return_routed_experts", "return_indexer_topk"),
 )
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -38,7 +32,10 @@ _SYSTEM_ROLES = ("system", "developer")
 def around_validation(
     original: Callable[..., None], manager: Any, obj: Any, input_ids: list[int] | None
 ) -> None:
-    """Around `TokenizerManager._validate_one_request`: validate the prompt as it will be cut."""
+    """Around `TokenizerManager._validate_one_request`: validate the prompt as it will be cut.
+
+    What the request asks of us is checked first.
+    """
     cut = _cut_of(manager, obj, input_ids)
     original(manager, obj, _without(input_ids, cut))
 
@@ -81,13 +78,13 @@ def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None
     """Which tokens of a request are left out; None if it is not cut.
 
     Raises:
-        ValueError: the request asks for a wrong cut.
+        ValueError: the request asks for something wrong.
     """
     config = config_of(manager.server_args)
     if config is None:
         return None
     custom = _custom_params(manager, obj)
-    check_truncation(custom)
+    check_custom_params(custom, config)
     share = share_of(custom, config)
     if input_ids is None or share is None or not _can_be_cut(obj):
         return None

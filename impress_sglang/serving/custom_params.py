@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import (
@@ -14,6 +14,7 @@ from impress_sglang.options import (
     is_bits,
     is_blend,
     is_number,
+    is_truncation,
     number_of_bits,
 )
 from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY, params_of
@@ -31,104 +32,86 @@ TTL_KEY = "impress_ttl"
 PRIORITY_KEY = "impress_priority"
 # Thirty years: a file's expiry time has to be a finite number.
 LONGEST_TTL = 1e9
-# Keys with this prefix are ours; any other than the known ones is refused.
-_OURS = "impress_"
-_KNOWN = {
-    *(BITS_KEY, RETENTION_KEY, BLEND_KEY, TRUNCATE_KEY, KEEP_KEY),
-    *(STORE_KEY, TTL_KEY, PRIORITY_KEY),
-}
 _PRIORITIES = {own.name.lower(): own for own in Priority}
+# What a value must be, and whether it is.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    BITS_KEY: (f"{BITS_TEXT}, {EXACTLY!r} or {AUTO!r}", lambda own: is_bits(own) or own == AUTO),
+    BLEND_KEY: (f"a number from 0 to 1, {AUTO!r} or {OFF!r}", is_blend),
+    # type() and not isinstance(): True is an int to isinstance.
+    KEEP_KEY: ("a number of tokens", lambda own: type(own) is int and own >= 0),
+    # A value that is not a string may be unhashable.
+    PRIORITY_KEY: (
+        f"one of {', '.join(_PRIORITIES)}",
+        lambda own: isinstance(own, str) and own in _PRIORITIES,
+    ),
+    RETENTION_KEY: (
+        "a number above 0 and at most 1",
+        lambda own: is_number(own) and 0.0 < own <= 1.0,
+    ),
+    STORE_KEY: ("true or false", lambda own: type(own) is bool),
+    TRUNCATE_KEY: (f"a number between 0 and 1, or {OFF!r}", is_truncation),
+    TTL_KEY: (
+        f"a number of seconds above 0 and at most {LONGEST_TTL:g}",
+        lambda own: is_number(own) and 0.0 < own <= LONGEST_TTL,
+    ),
+}
 
 
 def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
     """Check what a request asks of this extension against what the server offers.
 
     Raises:
-        ValueError: a wrong value; SGLang answers with status 400.
+        ValueError: a wrong value, or a key with our prefix that is none of ours and would be
+            ignored silently; SGLang answers with status 400.
     """
     if not isinstance(custom_params, dict):
         return
-    _check_keys(custom_params)
-    retention = custom_params.get(RETENTION_KEY, 1.0)
-    if not is_number(retention) or not 0.0 < retention <= 1.0:
-        raise ValueError(
-            f"custom_params {RETENTION_KEY} must be a number above 0 and at most 1, "
-            f"got {retention!r}"
-        )
-    bits = custom_params.get(BITS_KEY, EXACTLY)
-    if not is_bits(bits) and bits != AUTO:
-        raise ValueError(
-            f"custom_params {BITS_KEY} must be {BITS_TEXT}, {EXACTLY!r} or {AUTO!r}, got {bits!r}"
-        )
-    if type(store := custom_params.get(STORE_KEY, True)) is not bool:
-        raise ValueError(f"custom_params {STORE_KEY} must be true or false, got {store!r}")
-    if not _is_ttl(ttl := custom_params.get(TTL_KEY, 1)):
-        raise ValueError(
-            f"custom_params {TTL_KEY} must be a number of seconds above 0 and at most "
-            f"{LONGEST_TTL:g}, got {ttl!r}"
-        )
-    # A value that is not a string may be unhashable.
-    priority = custom_params.get(PRIORITY_KEY, "normal")
-    if not isinstance(priority, str) or priority not in _PRIORITIES:
-        raise ValueError(
-            f"custom_params {PRIORITY_KEY} must be one of {', '.join(_PRIORITIES)}, "
-            f"got {priority!r}"
-        )
-    blend = custom_params.get(BLEND_KEY, OFF)
-    if not is_blend(blend):
-        raise ValueError(
-            f"custom_params {BLEND_KEY} must be a number from 0 to 1, {AUTO!r} or {OFF!r}, "
-            f"got {blend!r}"
-        )
-    if blend != OFF and config.blend == OFF:
+    for key, value in custom_params.items():
+        if not isinstance(key, str) or not key.startswith("impress_"):
+            continue
+        if key == TRUNCATED_KEY:
+            raise ValueError(f"custom_params {key} is for the server to say")
+        if key not in _RULES:
+            raise ValueError(f"custom_params {key} is unknown; there are {', '.join(_RULES)}")
+        expected, holds = _RULES[key]
+        if not holds(value):
+            raise ValueError(f"custom_params {key} must be {expected}, got {value!r}")
+    if custom_params.get(BLEND_KEY, OFF) != OFF and config.blend == OFF:
         raise ValueError(
             f"custom_params {BLEND_KEY}: this server does not blend; start it with --impress-blend"
         )
-    if retention < 1.0 and not config.needs_parts:
+    if custom_params.get(RETENTION_KEY, 1.0) < 1.0 and not config.needs_parts:
         raise ValueError(
             "custom_params: this server uses prefixes whole (see --impress-policy); set "
             f"{RETENTION_KEY} to 1"
         )
 
 
-def _check_keys(custom_params: Mapping[Any, Any]) -> None:
-    """Refuse keys with our prefix that we do not know: they would be silently ignored."""
-    for key in custom_params:
-        # The key that the server sets for itself is checked in `check_truncation`.
-        ours = isinstance(key, str) and key.startswith(_OURS) and key != TRUNCATED_KEY
-        if ours and key not in _KNOWN:
-            known = ", ".join(sorted(_KNOWN))
-            raise ValueError(f"custom_params {key} is unknown; there are {known}")
+def _wish_of(sampling_params: Any, key: str) -> Any:
+    """A right value that a request has for a key, else None."""
+    value = params_of(sampling_params).get(key)
+    return value if _RULES[key][1](value) else None
 
 
 def store_wish_of(sampling_params: Any) -> bool | None:
     """Whether a request is to be stored: at first sight (True), never (False), as usual (None)."""
-    wish = params_of(sampling_params).get(STORE_KEY)
-    return wish if isinstance(wish, bool) else None
+    wish: bool | None = _wish_of(sampling_params, STORE_KEY)
+    return wish
 
 
 def ttl_of(sampling_params: Any) -> float:
     """For how many seconds a request's prefix may stay stored; 0: as long as the server says."""
-    ttl = params_of(sampling_params).get(TTL_KEY)
-    return float(ttl) if _is_ttl(ttl) else 0.0
+    return float(_wish_of(sampling_params, TTL_KEY) or 0.0)
 
 
 def priority_of(sampling_params: Any) -> Priority:
     """The priority of what a request stores: lower priorities leave the SSD before it."""
-    wish = params_of(sampling_params).get(PRIORITY_KEY)
-    return _PRIORITIES.get(wish, Priority.NORMAL) if isinstance(wish, str) else Priority.NORMAL
+    return _PRIORITIES[_wish_of(sampling_params, PRIORITY_KEY) or "normal"]
 
 
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
     """What a request asks for, else the server's defaults; at least its floor of the retention."""
-    return _load_options(params_of(sampling_params), config)
-
-
-def _is_ttl(value: Any) -> TypeGuard[float]:
-    return is_number(value) and 0.0 < value <= LONGEST_TTL
-
-
-def _load_options(params: Mapping[str, Any], config: ImpressConfig) -> LoadOptions:
+    params = params_of(sampling_params)
     own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
     retention = config.usual_retention if own is None else max(float(own), config.min_retention)
     return LoadOptions(

@@ -22,20 +22,9 @@ MOST_PERIODS = 180
 MOST_WORDS = 32
 # Fields of a report that are shown, beside how the tokens of the prompt are split.
 _FIELDS = (
-    "path",
-    "why",
-    "decision",
-    "approximate",
-    "bits_mean",
-    "used_tokens",
-    "blended_tokens",
-    "ssd_bytes",
-    "wait_ms",
-    "prefetched",
-    "recomputed",
-    "not_stored",
-    "estimated_load_ms",
-    "estimated_recompute_ms",
+    *("path", "why", "decision", "approximate", "bits_mean", "used_tokens", "blended_tokens"),
+    *("ssd_bytes", "wait_ms", "prefetched", "recomputed", "not_stored"),
+    *("estimated_load_ms", "estimated_recompute_ms"),
 )
 
 
@@ -61,10 +50,7 @@ class RecentRequests:
         namespace: str,
         tokens: Sequence[int],
         report: Mapping[str, Any],
-        *,
-        waited: float,
-        loading: float,
-        computing: float,
+        **seconds: float,
     ) -> None:
         """Note a request that has ended.
 
@@ -73,9 +59,8 @@ class RecentRequests:
             namespace: its namespace, as the store names it.
             tokens: the tokens of its prompt.
             report: its report.
-            waited: seconds that it waited for others.
-            loading: seconds for which its prefix was loaded, in the queue or in the pass.
-            computing: seconds of the rest, until its first token.
+            seconds: `waited` for others; `loading` its prefix, in the queue or in the pass; and
+                `computing`, the rest, until its first token.
         """
         first = np.array(tokens[:BLOCK_TOKENS], np.int32)
         self._count += 1
@@ -87,9 +72,7 @@ class RecentRequests:
                 "begins": self.digest(namespace, first),
                 "words": self.words(first),
                 "tokens": report["tokens"],
-                "waited_ms": round(waited * 1e3, 1),
-                "loading_ms": round(loading * 1e3, 1),
-                "computing_ms": round(computing * 1e3, 1),
+                **{f"{name}_ms": round(took * 1e3, 1) for name, took in seconds.items()},
                 **{name: report[name] for name in _FIELDS},
             }
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from impress_sglang.cost import Estimate
@@ -10,6 +9,9 @@ from impress_sglang.serving import why
 from impress_sglang.transfer.read_planner import ReadStats
 
 DECISIONS = ("none", "load", "recompute")
+PATHS = ("ssd", "device", "computed")
+_FLAGS = ("recomputed", "prefetched", "approximate")
+_USES = ("not_served", "not_stored")
 # The fields of a report about a decision before there is one.
 NO_ESTIMATE: dict[str, object] = {
     "decision": DECISIONS[0],
@@ -90,7 +92,11 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
 
 def unused_report(policy: str, truncated_tokens: int) -> dict[str, object]:
     """The report of a request that ended before it was admitted: it has no path, and no tokens."""
-    none = {"path": None, "truncated_tokens": truncated_tokens, "why": why.not_admitted()}
+    none = {
+        "path": None,
+        "truncated_tokens": truncated_tokens,
+        "why": why.say(why.Reason.NOT_ADMITTED),
+    }
     return new_report(policy, 0) | none
 
 
@@ -114,76 +120,37 @@ def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
     }
 
 
-@dataclasses.dataclass(slots=True)
-class RequestTotals:
-    """Counters over all requests since start; lengths in tokens, times in milliseconds."""
+class RequestTotals(dict[str, Any]):
+    """Counters over all requests since start: sums of the figures of their reports, and counts."""
 
-    requests: int = 0
-    requests_ssd: int = 0
-    requests_device: int = 0
-    requests_computed: int = 0
-    requests_recomputed: int = 0
-    requests_declined: int = 0
-    requests_prefetched: int = 0
-    requests_approximate: int = 0
-    requests_decision: dict[str, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(DECISIONS, 0)
-    )
-    requests_not_served: dict[str, int] = dataclasses.field(default_factory=dict)
-    requests_not_stored: dict[str, int] = dataclasses.field(default_factory=dict)
-    requests_why: dict[str, int] = dataclasses.field(
-        default_factory=lambda: {own.value: 0 for own in why.Reason}
-    )
-    prompt_tokens: dict[str, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(SOURCES, 0)
-    )
-    prefix_tokens: int = 0
-    used_tokens: int = 0
-    loaded_tokens: int = 0
-    blended_tokens: int = 0
-    truncated_tokens: int = 0
-    ssd_bytes: int = 0
-    ssd_needed_bytes: int = 0
-    ahead_bytes: int = 0
-    ahead_used_bytes: int = 0
-    h2d_bytes: int = 0
-    chunks_accessed: int = 0
-    chunks_loaded: int = 0
-    device_chunks: int = 0
-    host_chunks: int = 0
-    ssd_chunks: int = 0
-    selected_chunks: int = 0
-    important_bytes: int = 0
-    important_device_bytes: int = 0
-    layers_by_probe: int = 0
-    layers_by_fallback: int = 0
-    layers_whole: int = 0
-    probe_ms: float = 0.0
-    load_ms: float = 0.0
-    wait_ms: float = 0.0
-    attention_ms: float = 0.0
+    def __init__(self) -> None:
+        super().__init__(
+            requests=0,
+            **{f"requests_{name}": 0 for name in (*PATHS, "declined", *_FLAGS)},
+            requests_decision=dict.fromkeys(DECISIONS, 0),
+            requests_not_served={},
+            requests_not_stored={},
+            requests_why={own.value: 0 for own in why.Reason},
+            prompt_tokens=dict.fromkeys(SOURCES, 0),
+        )
+        figures = new_report("", 0).items()
+        # Not isinstance(): a flag is an int to it.
+        self._summed = [name for name, value in figures if type(value) in (int, float)]
+        self.update(dict.fromkeys(self._summed, 0))
 
     def add(self, report: dict[str, Any]) -> None:
         """Count a finished request by its report."""
-        self.requests += 1
-        path = f"requests_{report['path']}"
-        setattr(self, path, getattr(self, path) + 1)
-        self.requests_recomputed += bool(report["recomputed"])
-        self.requests_prefetched += bool(report["prefetched"])
-        self.requests_approximate += bool(report["approximate"])
-        self.requests_declined += report["decision"] == "recompute"
-        _count(self.requests_decision, report["decision"])
-        for use in ("not_served", "not_stored"):
-            _count(getattr(self, f"requests_{use}"), report[use])
-        if report["why"] is not None:
-            _count(self.requests_why, report["why"]["reason"])
-        for source, own in report["tokens"].items():
-            self.prompt_tokens[source] += own
-        for field in dataclasses.fields(self):
-            if not field.name.startswith(("requests", "prompt_tokens")):
-                setattr(self, field.name, getattr(self, field.name) + report[field.name])
-
-
-def _count(reasons: dict[str, int], reason: str | None) -> None:
-    if reason is not None:
-        reasons[reason] = reasons.get(reason, 0) + 1
+        decision, reason = report["decision"], (report["why"] or {}).get("reason")
+        declined = decision == "recompute"
+        found = {"": 1, f"_{report['path']}": 1, "_declined": declined}
+        for name, count in (found | {f"_{own}": bool(report[own]) for own in _FLAGS}).items():
+            self[f"requests{name}"] += count
+        keys = {"decision": decision, "why": reason}
+        for name, key in (keys | {own: report[own] for own in _USES}).items():
+            if key is not None:
+                counts = self[f"requests_{name}"]
+                counts[key] = counts.get(key, 0) + 1
+        for source, count in report["tokens"].items():
+            self["prompt_tokens"][source] += count
+        for name in self._summed:
+            self[name] += report[name]

@@ -16,29 +16,14 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any
 
 from impress_sglang.cost import Estimate
-from impress_sglang.options import CLASSES, SHORTEST
+from impress_sglang.options import SHORTEST
 
 WINDOW = 16
 # Share of the scheduler's time for looking again at what is cached of requests in the window.
 LOOK_SHARE = 0.01
-
-
-class Queued(Protocol):
-    """A waiting request of SGLang's."""
-
-    @property
-    def rid(self) -> str:
-        """Its id."""
-
-    @property
-    def priority(self) -> int | None:
-        """Its class; requests only overtake others of the same class."""
-
-
-_T = TypeVar("_T", bound=Queued)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,29 +34,20 @@ class CacheState:
     estimate: Estimate
 
 
-Rank = tuple[float, ...]
-"""The request with the lowest rank comes first."""
+def rank(schedule: str, state: CacheState, unread: float) -> tuple[float, ...]:
+    """The rank of a request; that with the lowest comes first.
 
+    `CLASSES`: what is cached is ready; nothing is cached; it still has to be read. `SHORTEST`: by
+    seconds, but requests for which the engine would wait for the drive come after all others. They
+    are read while the others are computed. If they went first, the engine would be idle for as long
+    as it waits: near capacity that loses more than the order gains.
 
-def _class(state: CacheState, unread: float) -> Rank:
-    """0: what is cached is ready; 1: nothing is cached; 2: it still has to be read."""
-    if not state.cached:
-        return (1.0,)
-    return (2.0 * (state.estimate.unhidden(unread) > 0.0),)
-
-
-def _shortest(state: CacheState, unread: float) -> Rank:
-    """By seconds, but requests for which the engine would wait for the drive come after all others.
-
-    They are read while the others are computed. If they went first, the engine would be idle for
-    as long as it waits: near capacity that loses more than the order gains.
+    `unread`: the share of its reads that is left.
     """
-    estimate = state.estimate
-    return estimate.unhidden(unread) > 0.0, estimate.seconds(unread)
-
-
-RANKS: dict[str, Callable[[CacheState, float], Rank]] = {CLASSES: _class, SHORTEST: _shortest}
-"""From the state of a request, and the share of its reads that is left, to its rank."""
+    waits = state.estimate.unhidden(unread) > 0.0
+    if schedule == SHORTEST:
+        return waits, state.estimate.seconds(unread)
+    return (2.0 * waits if state.cached else 1.0,)
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,7 +57,7 @@ class Place:
     At most `passes` more requests may overtake it, and they may take `patience` seconds in all.
     """
 
-    rank: Rank
+    rank: tuple[float, ...]
     seconds: float
     passes: int
     patience: float
@@ -116,6 +92,7 @@ class QueueOrder:
     """Reorders the head of a waiting queue, and restores its order; one thread.
 
     A pass of the scheduler calls `restore`, SGLang's policy, `look` and `arrange`, in this order.
+    Of SGLang's requests it looks at `rid` and `priority`.
     """
 
     def __init__(
@@ -125,11 +102,11 @@ class QueueOrder:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`schedule` is a key of `RANKS`; `unread` returns the share left to read for an id.
+        """`schedule`: see `rank`; `unread` returns the share left to read for an id.
 
         `clock` returns seconds.
         """
-        self._rank = RANKS[schedule]
+        self._schedule = schedule
         self._unread = unread
         self._clock = clock
         self._known = defaultdict[str, _Known](_Known)
@@ -161,7 +138,7 @@ class QueueOrder:
         for known in self._known.values():
             known.state, known.noted = None, -1
 
-    def restore(self, queue: list[_T]) -> None:
+    def restore(self, queue: list[Any]) -> None:
         """Put a queue back in the order in which SGLang left it, before it looks at it again."""
         self._pass += 1
         if not self._own:
@@ -183,7 +160,7 @@ class QueueOrder:
         self._refused = self._refused and self._arranged[0] in waiting
         self._own, self._arranged, self._gone = [], [], set()
 
-    def look(self, queue: Sequence[_T], look_at: Callable[[_T], None]) -> None:
+    def look(self, queue: Sequence[Any], look_at: Callable[[Any], None]) -> None:
         """Let `look_at` note again what is cached of requests in the window, oldest notes first.
 
         Takes at most `LOOK_SHARE` of the time; what is unused of that is kept for a second.
@@ -197,7 +174,7 @@ class QueueOrder:
             look_at(request)
             self._next_look += (self._clock() - began) / LOOK_SHARE
 
-    def arrange(self, queue: list[_T]) -> None:
+    def arrange(self, queue: list[Any]) -> None:
         """Reorder the requests of the window.
 
         SGLang admits no request behind one for which there is no room. If that was the one that we
@@ -206,7 +183,7 @@ class QueueOrder:
         refused, self._refused = self._refused, False
         if refused:
             return
-        head, arranged = queue[:WINDOW], list[_T]()
+        head, arranged = queue[:WINDOW], list[Any]()
         for _, equals in itertools.groupby(head, key=lambda own: own.priority):
             arranged += self._arrange(list(equals))
         if arranged != head:
@@ -215,13 +192,13 @@ class QueueOrder:
             self._since = self._clock()
             queue[:WINDOW] = arranged
 
-    def _arrange(self, requests: list[_T]) -> list[_T]:
+    def _arrange(self, requests: list[Any]) -> list[Any]:
         """Requests of equal priority in the order in which they are to be admitted."""
         left = [(request, self._place(request.rid)) for request in requests]
         ranks = [place.rank for _, place in left]
         if ranks == sorted(ranks):
             return requests
-        arranged = list[_T]()
+        arranged = list[Any]()
         while left:
             first = first_of([place for _, place in left])
             request, own = left.pop(first)
@@ -231,7 +208,7 @@ class QueueOrder:
             arranged.append(request)
         return arranged
 
-    def _noted(self, request: Queued) -> int:
+    def _noted(self, request: Any) -> int:
         return self._known[request.rid].noted
 
     def _place(self, rid: str) -> Place:
@@ -242,4 +219,6 @@ class QueueOrder:
             return Place((math.inf,), 0.0, passes, 0.0)
         unread = self._unread(rid)
         seconds = known.state.estimate.seconds(unread)
-        return Place(self._rank(known.state, unread), seconds, passes, seconds - known.waited)
+        return Place(
+            rank(self._schedule, known.state, unread), seconds, passes, seconds - known.waited
+        )

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.options import BITS, EXACT_BITS
+from impress_sglang.cost import Estimator
+from impress_sglang.options import BITS, EXACT_BITS, ON
 from impress_sglang.serving.kv_class import KVClass
-from impress_sglang.serving.serving import Serving
+from impress_sglang.serving.metrics import ServingMetrics
+from impress_sglang.serving.recent import RecentRequests
+from impress_sglang.serving.report import RequestTotals
+from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import Quality
-from impress_sglang.store.policies import LoadOptions
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.policies import LoadOptions, make_policy
+from impress_sglang.store.store import PrefixStore
 from impress_sglang.transfer.kv_codec import KVCodec
 
-logger = logging.getLogger(__name__)
 
-
-class Service(Serving):
+class Service:
     """The store of a scheduler and what goes with it; the scheduler's thread owns it."""
 
     def __init__(
@@ -40,13 +45,38 @@ class Service(Serving):
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
             StoreInUseError: another server uses it for the same model.
         """
-        super().__init__(config, shape, identity, device, hidden_size, codec)
+        self.config = config
+        self.shape = shape
+        self.policy = make_policy(config)
+        self.num_live = 0
+        """Requests that are known and not over."""
+        self.self_test_seconds: float | None = None
+        """What showing took that KVs come back as they were; None if nothing is stored."""
+        self.totals = RequestTotals()
+        self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
+        self.metrics: ServingMetrics | None = None
+        """What Prometheus reads; None unless metrics are wanted."""
+        self.describe_pool: Callable[[], dict[str, int]] = dict
+        """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
+        self._looks_ahead = config.lookahead == ON
+        self.lookahead = LookAhead(tells=self._looks_ahead)
+        """What queued requests will use, and each request's turn."""
+        kept = self.lookahead if self._looks_ahead else None
+        self.served = ServedStore(config, identity, shape, device, kept, codec)
+        self.codec = codec
+        """Codes KVs by a basis; None: there is none, and codes are those without one."""
+        self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self.levels = () if not shape.coded else BITS if codec is None else (codec.bits,)
         """The bits in which prefixes can be loaded from codes, ascending."""
         self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.usual_blend))
         """The class of a request that asks for nothing else."""
         self.explainer = Explainer(config, self.served, self.least)
         """Says why a request got its prefix, or got none."""
+
+    @property
+    def store(self) -> PrefixStore:
+        """The store, for callers that know that one is open."""
+        return self.served.store
 
     def class_of(self, wanted: LoadOptions) -> KVClass:
         """The class of the KVs that a request gets."""
@@ -67,3 +97,41 @@ class Service(Serving):
         if own.exact and not self.shape.exact:
             return None
         return own.worst(self.config.approximation_depth)
+
+    def count(self, report: dict[str, Any]) -> None:
+        """Count a request that has ended, by its report."""
+        self.totals.add(report)
+        if self.metrics is not None:
+            self.metrics.observe(report)
+
+    def tell_metrics(self, *, now: bool = False, idle: bool = False) -> None:
+        """Export the counts: at most once a second, or `now`, or if `idle` and there is news."""
+        if idle:
+            # No batch will come that would poll.
+            self.served.poll()
+        if self.metrics is not None:
+            self.metrics.tell(self.summary, now=now or (idle and self.metrics.has_news))
+
+    def summary(self) -> dict[str, Any]:
+        """What `GET /impress/stats` shows, but for the result of the last check."""
+        self.served.poll()
+        totals, store = self.totals.items(), self.served.opened
+        return {
+            "config": dataclasses.asdict(self.config),
+            "identity": self.served.identity,
+            "suspended": self.served.suspended,
+            "self_test_seconds": self.self_test_seconds,
+            "probe_kv_heads": list(self.shape.probe_kv_heads),
+            "kv_heads": self.shape.num_kv_heads,
+            "requests_live": self.num_live,
+            "device_pool": self.describe_pool(),
+            "totals": {k: round(v, 3) if isinstance(v, float) else v for k, v in totals},
+            "store": None if store is None else store.summary(),
+            "pins": None if store is None else store.pins.summary(),
+            "cache": None if store is None else store.cache_summary(),
+            "reorder": None if store is None else store.reorders.summary(),
+        }
+
+    def close(self) -> None:
+        """Finish writes and close the store; nothing is served after that."""
+        self.served.close()

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.options import OFF, is_truncation
+from impress_sglang.options import OFF
 
 # Keys of `sampling_params.custom_params`: the share that a request wants to be cut by, and how many
 # first tokens stay.
@@ -23,26 +23,6 @@ TRUNCATED_KEY = "impress_truncated_tokens"
 KEEP_TOKENS = 16
 # The first tokens that stay must leave this share of the context free, or nothing is cut.
 LEAST_ROOM = 0.25
-
-
-def check_truncation(params: Mapping[str, Any]) -> None:
-    """Check what a request asks for about cuts.
-
-    Raises:
-        ValueError: a wrong value.
-    """
-    share = params.get(TRUNCATE_KEY, OFF)
-    if not is_truncation(share):
-        raise ValueError(
-            f"custom_params {TRUNCATE_KEY} must be a number between 0 and 1, or {OFF!r}, "
-            f"got {share!r}"
-        )
-    keep = params.get(KEEP_KEY, 0)
-    # type() and not isinstance(): True is an int to isinstance.
-    if type(keep) is not int or keep < 0:
-        raise ValueError(f"custom_params {KEEP_KEY} must be a number of tokens, got {keep!r}")
-    if TRUNCATED_KEY in params:
-        raise ValueError(f"custom_params {TRUNCATED_KEY} is for the server to say")
 
 
 def share_of(params: Mapping[str, Any], config: ImpressConfig) -> float | None:

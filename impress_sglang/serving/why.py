@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -16,86 +17,74 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import ANYTHING, Quality
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.losses import Loss
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import SegmentState, StoredMatch
+from impress_sglang.store.stored import SegmentState
 
 Why: TypeAlias = dict[str, str | None]
 """`reason`, `text`, and `rest`: why a request that has a prefix has no longer one, else None."""
 
 
 class Reason(enum.StrEnum):
-    """What decided which prefix a request got."""
+    """What decided which prefix a request got; `meaning` says it in words."""
 
-    LOADED = enum.auto()
-    SHARED = enum.auto()
-    BLENDED = enum.auto()
-    RESIDENT = enum.auto()
-    STORED = enum.auto()
-    NEVER_STORED = enum.auto()
-    SEEN_TOO_SELDOM = enum.auto()
-    BEING_WRITTEN = enum.auto()
-    EVICTED = enum.auto()
-    NO_ROOM = enum.auto()
-    WRITE_BUDGET = enum.auto()
-    READ_ONLY = enum.auto()
-    BUSY = enum.auto()
-    NOT_CODABLE = enum.auto()
-    PURGED = enum.auto()
-    EXPIRED = enum.auto()
-    TOO_SHORT = enum.auto()
-    COMPUTED_FASTER = enum.auto()
-    COMPUTED_TO_LEARN = enum.auto()
-    BLEND_TOO_SHORT = enum.auto()
-    BLEND_SLOWER = enum.auto()
-    BLEND_TOO_LONG = enum.auto()
-    BLEND_UNSUPPORTED = enum.auto()
-    QUALITY = enum.auto()
-    DAMAGED = enum.auto()
-    NOT_OPENED = enum.auto()
-    NO_BUFFERS = enum.auto()
-    NOT_SERVED = enum.auto()
-    NOT_ADMITTED = enum.auto()
-    OTHER_WEIGHTS = enum.auto()
-    DEGRADED = enum.auto()
-    NO_STORE = enum.auto()
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str = "") -> Reason:
+        """One line: name, value, meaning."""
+        own = str.__new__(cls, value)
+        own._value_, own.meaning = value, meaning
+        return own
+
+    LOADED = "loaded", "its stored prefix was loaded"
+    SHARED = "shared", "its stored prefix was loaded for other requests"
+    BLENDED = "blended", "text stored behind other text was reused (--impress-blend)"
+    RESIDENT = "resident", "its prefix was in SGLang's pool"
+    STORED = "stored", "it is stored"
+    NEVER_STORED = "never_stored", "nothing that begins like it is stored, or was recently"
+    SEEN_TOO_SELDOM = (
+        "seen_too_seldom",
+        "it was requested less often than --impress-write-after asks",
+    )
+    BEING_WRITTEN = "being_written", "it is being written"
+    EVICTED = "evicted", "it was stored, and removed from SSD to make room"
+    NO_ROOM = "no_room", "it was not stored: no room could be made"
+    WRITE_BUDGET = "write_budget", "it was not stored: --impress-write-gb-per-day is used up"
+    READ_ONLY = "read_only", "it was not stored: the disk accepted no writes"
+    BUSY = "busy", "it was not stored: other writes held half of the pool"
+    NOT_CODABLE = "not_codable", "it was not stored: few bits say too little of it, or nothing"
+    PURGED = "purged", "it was stored, and purged by an administrator"
+    EXPIRED = "expired", "it was stored, and has expired (--impress-ttl or impress_ttl)"
+    TOO_SHORT = "too_short", "what may be stored of it is shorter than --impress-min-prefix-tokens"
+    COMPUTED_FASTER = "computed_faster", "loading it was estimated to be slower than computing it"
+    COMPUTED_TO_LEARN = (
+        "computed_to_learn",
+        "reading is slow here, so this server learns what computing takes",
+    )
+    BLEND_TOO_SHORT = (
+        "blend_too_short",
+        "too little of it is stored elsewhere (--impress-blend-min-tokens)",
+    )
+    BLEND_SLOWER = "blend_slower", "blending it was estimated to be slower than not blending"
+    BLEND_TOO_LONG = (
+        "blend_too_long",
+        "blending it would take too much computing (--impress-blend-seconds)",
+    )
+    BLEND_UNSUPPORTED = "blend_unsupported", "this server cannot blend it"
+    QUALITY = "quality", "it is stored, but less exactly than the request asks for"
+    DAMAGED = "damaged", "it was stored, but could not be read as it was written"
+    NOT_OPENED = "not_opened", "it is stored, but slots or files were not available"
+    NO_BUFFERS = "no_buffers", "it is stored, but none of its layers fits into --impress-buffer-gb"
+    NOT_SERVED = "not_served", "the request has a feature that rules out the store"
+    NOT_ADMITTED = "not_admitted", "it ended before it was admitted, and used nothing"
+    OTHER_WEIGHTS = (
+        "other_weights",
+        "the store is set aside: weights are changing, or it is being opened",
+    )
+    DEGRADED = "degraded", "the disk does not answer, and the store is not used until it does"
+    NO_STORE = "no_store", "--impress-policy stores nothing"
 
 
-MEANINGS = {
-    Reason.LOADED: "its stored prefix was loaded",
-    Reason.SHARED: "its stored prefix was loaded for other requests",
-    Reason.BLENDED: "text stored behind other text was reused (--impress-blend)",
-    Reason.RESIDENT: "its prefix was in SGLang's pool",
-    Reason.STORED: "it is stored",
-    Reason.NEVER_STORED: "nothing that begins like it is stored, or was recently",
-    Reason.SEEN_TOO_SELDOM: "it was requested less often than --impress-write-after asks",
-    Reason.BEING_WRITTEN: "it is being written",
-    Reason.EVICTED: "it was stored, and removed from SSD to make room",
-    Reason.NO_ROOM: "it was not stored: no room could be made",
-    Reason.WRITE_BUDGET: "it was not stored: --impress-write-gb-per-day is used up",
-    Reason.READ_ONLY: "it was not stored: the disk accepted no writes",
-    Reason.BUSY: "it was not stored: other writes held half of the pool",
-    Reason.NOT_CODABLE: "it was not stored: few bits say too little of it, or nothing",
-    Reason.PURGED: "it was stored, and purged by an administrator",
-    Reason.EXPIRED: "it was stored, and has expired (--impress-ttl or impress_ttl)",
-    Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
-    Reason.COMPUTED_FASTER: "loading it was estimated to be slower than computing it",
-    Reason.COMPUTED_TO_LEARN: "reading is slow here, so this server learns what computing takes",
-    Reason.BLEND_TOO_SHORT: "too little of it is stored elsewhere (--impress-blend-min-tokens)",
-    Reason.BLEND_SLOWER: "blending it was estimated to be slower than not blending",
-    Reason.BLEND_TOO_LONG: "blending it would take too much computing (--impress-blend-seconds)",
-    Reason.BLEND_UNSUPPORTED: "this server cannot blend it",
-    Reason.QUALITY: "it is stored, but less exactly than the request asks for",
-    Reason.DAMAGED: "it was stored, but could not be read as it was written",
-    Reason.NOT_OPENED: "it is stored, but slots or files were not available",
-    Reason.NO_BUFFERS: "it is stored, but none of its layers fits into --impress-buffer-gb",
-    Reason.NOT_SERVED: "the request has a feature that rules out the store",
-    Reason.NOT_ADMITTED: "it ended before it was admitted, and used nothing",
-    Reason.OTHER_WEIGHTS: "the store is set aside: weights are changing, or it is being opened",
-    Reason.DEGRADED: "the disk does not answer, and the store is not used until it does",
-    Reason.NO_STORE: "--impress-policy stores nothing",
-}
 Detail: TypeAlias = tuple[Reason, str]
 """A reason, and the figures for its sentence."""
 _UNREADY = {
@@ -160,8 +149,12 @@ class Explainer:
         """Say what a prompt has, if anything, and why it lacks the rest, if that is long enough."""
         rest = len(asked.tokens) - int(asked.report["prefix_tokens"])
         if hit is not None and rest < self._config.min_prefix_tokens:
-            return _say(*hit)
-        return _say_both(hit, rest, self._miss(asked) if asked.opened else (Reason.NOT_OPENED, ""))
+            return say(*hit)
+        reason, detail = self._miss(asked) if asked.opened else (Reason.NOT_OPENED, "")
+        if hit is None:
+            return say(reason, detail)
+        text = f"{_sentence(*hit)} Of its other {rest:,} tokens: {_sentence(reason, detail)}"
+        return {"reason": hit[0], "text": text, "rest": reason}
 
     def _miss(self, asked: Asked) -> Detail:
         """Why no more was used than the prefix in the report."""
@@ -203,65 +196,38 @@ class Explainer:
         """Why what was stored beyond `have` tokens of a prompt cannot be used; None if none was."""
         least = self._config.min_prefix_tokens
         known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
-        if known.num_tokens - have >= least and (reason := _unready(known, have)) is not None:
-            return reason, ""
+        if known.num_tokens - have >= least:
+            ends = itertools.accumulate(map(len, known.spans))
+            beyond = next(own for own, end in zip(known.spans, ends, strict=True) if end > have)
+            if (reason := _UNREADY.get(beyond.segment.state)) is not None:
+                return reason, ""
         loss = store.losses.find(name, tokens, have)
-        return None if loss is None or loss.num_tokens < least else _lost(loss)
+        if loss is None or loss.num_tokens < least:
+            return None
+        # Each cause has the name of its reason.
+        return Reason[loss.cause.name], f"{loss.num_tokens:,} tokens, {loss.seconds:.0f} s ago"
 
 
-def damaged() -> Why:
-    """The answer for a request whose stored prefix turned out to be unreadable."""
-    return _say(Reason.DAMAGED, "computed again")
-
-
-def not_admitted() -> Why:
-    """The answer for a request that ended before its first pass."""
-    return _say(Reason.NOT_ADMITTED, "")
+def say(reason: Reason, detail: str = "") -> Why:
+    """The answer that has this one reason."""
+    return {"reason": reason, "text": _sentence(reason, detail), "rest": None}
 
 
 def _hit(report: Mapping[str, Any]) -> Detail | None:
     """What the prefix of a request was, if it has one."""
-    loaded, shared = report["loaded_tokens"], report["shared_tokens"]
-    if report["blended_tokens"]:
-        return Reason.BLENDED, f"{report['blended_tokens']:,} tokens"
-    if loaded:
-        return Reason.LOADED, f"{loaded:,} tokens in {report['bits']:g} bits"
-    if shared:
-        return Reason.SHARED, f"{shared:,} tokens"
-    resident = report["resident_tokens"]
-    return (Reason.RESIDENT, f"{resident:,} tokens") if resident else None
-
-
-def _unready(known: StoredMatch, have: int) -> Reason | None:
-    """Why the first segment of a match with tokens beyond `have` is not used; None if unknown."""
-    last = 0
-    for span in known.spans:
-        last += len(span)
-        if last > have:
-            return _UNREADY.get(span.segment.state)
+    for reason, source in (
+        (Reason.BLENDED, "blended"),
+        (Reason.LOADED, "loaded"),
+        (Reason.SHARED, "shared"),
+        (Reason.RESIDENT, "resident"),
+    ):
+        if tokens := report[f"{source}_tokens"]:
+            bits = f" in {report['bits']:g} bits" if reason is Reason.LOADED else ""
+            return reason, f"{tokens:,} tokens{bits}"
     return None
 
 
-def _lost(loss: Loss) -> Detail:
-    # Each cause has the name of its reason.
-    reason = Reason[loss.cause.name]
-    return reason, f"{loss.num_tokens:,} tokens, {loss.seconds:.0f} s ago"
-
-
-def _say(reason: Reason, detail: str) -> Why:
-    return {"reason": reason, "text": _sentence(reason, detail), "rest": None}
-
-
-def _say_both(hit: Detail | None, rest: int, miss: Detail) -> Why:
-    """Say what a request has, if anything, and why it lacks the rest."""
-    if hit is None:
-        return _say(*miss)
-    text = f"{_sentence(*hit)} Of its other {rest:,} tokens: {_sentence(*miss)}"
-    return {"reason": hit[0], "text": text, "rest": miss[0]}
-
-
 def _sentence(reason: Reason, detail: str) -> str:
-    meaning = MEANINGS[reason]
     # Not `capitalize`, which makes the rest small.
-    text = meaning[0].upper() + meaning[1:]
+    text = reason.meaning[0].upper() + reason.meaning[1:]
     return f"{text}: {detail}." if detail else f"{text}."

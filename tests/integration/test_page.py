@@ -119,7 +119,7 @@ def test_requests_and_segments_that_begin_alike_have_one_name(world: World) -> N
     assert found["requests"][0]["begins"] == found["segments"][0]["begins"]
     end(world, rid=f"{HEALTH_CHECK_RID_PREFIX}_1")
     assert seen(world, after=1)["requests"] == []
-    assert world.runtime.totals.requests == 2
+    assert world.runtime.totals["requests"] == 2
 
 
 def test_nothing_that_is_asked_ends_the_scheduler(world: World) -> None:

@@ -106,14 +106,14 @@ def test_what_is_released_unfinished_is_over_unless_it_is_queued(
     world.settle(req)
     world.admit(req)
     world.compute(req)
-    before = world.service.totals.requests
+    before = world.service.totals["requests"]
     req.to_finish = FINISH_LENGTH(1)
     world.release(req)
     if queued:
         world.scheduler.waiting_queue.append(req)
     world.poll()
     assert (world.cache._known.get("own") is not None) == queued
-    assert world.service.totals.requests == before + (not queued)
+    assert world.service.totals["requests"] == before + (not queued)
     if queued:
         world.scheduler.waiting_queue.remove(req)
         world.cache.release_aborted_request(req.cache_request_handle)

@@ -24,7 +24,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.options import POLICIES as ALL_POLICIES
 from impress_sglang.serving.report import RequestTotals
 
-TOTALS = dataclasses.asdict(RequestTotals())
+TOTALS = dict(RequestTotals())
 
 OPTIONS = TraceOptions(
     prefixes=6, prefix_tokens=300, warmup=5, settle=2, requests=20, sigma=1.5, seed=3

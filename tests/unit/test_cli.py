@@ -34,7 +34,7 @@ STATS = {
     "suspended": None,
     "store": {"segments": 3, "used_bytes": 12345, "health": {"state": "ok"}},
     "pins": {"prefixes": 1, "bytes": 2000},
-    "totals": {"requests": 7, "requests_why": RequestTotals().requests_why | {"loaded": 4}},
+    "totals": {"requests": 7, "requests_why": RequestTotals()["requests_why"] | {"loaded": 4}},
 }
 
 

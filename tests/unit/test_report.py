@@ -46,8 +46,8 @@ def test_tokens_are_split_by_their_sources(
 
 def test_totals_are_sums_of_reports() -> None:
     totals = RequestTotals()
-    assert totals.prompt_tokens == split(0, 0, 0, 0, 0, 0)
-    assert totals.requests_decision == dict.fromkeys(DECISIONS, 0)
+    assert totals["prompt_tokens"] == split(0, 0, 0, 0, 0, 0)
+    assert totals["requests_decision"] == dict.fromkeys(DECISIONS, 0)
     first: dict[str, Any] = new_report("impress", 4, 10)
     second = new_report("impress", 0, 30) | {
         "tokens": split_tokens(30, loaded=20, unused=5),
@@ -61,10 +61,11 @@ def test_totals_are_sums_of_reports() -> None:
     third = new_report("impress", 0, 7) | {"decision": "recompute"}
     for report in (first, second, third):
         totals.add(report)
-    assert totals.prompt_tokens == split(4, 0, 20, 0, 5, 18)
-    assert totals.requests_decision == {"none": 1, "load": 1, "recompute": 1}
-    assert (totals.requests, totals.requests_approximate, totals.requests_declined) == (3, 1, 1)
-    assert (totals.prefix_tokens, totals.used_tokens, totals.truncated_tokens) == (29, 24, 100)
+    assert totals["prompt_tokens"] == split(4, 0, 20, 0, 5, 18)
+    assert totals["requests_decision"] == {"none": 1, "load": 1, "recompute": 1}
+    names = ("requests", "requests_approximate", "requests_declined", "requests_ssd")
+    assert [totals[own] for own in names] == [3, 1, 1, 1]
+    assert [totals[f"{own}_tokens"] for own in ("prefix", "used", "truncated")] == [29, 24, 100]
 
 
 PROMPT = [*range(100, 400)]

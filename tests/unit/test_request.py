@@ -46,6 +46,8 @@ RIGHT = {RETENTION_KEY: (1, 1.0, 0.25, 1e-9), BITS_KEY: (6, *BITS, 8, EXACTLY, A
 WRONG = {
     RETENTION_KEY: (*NO_NUMBERS, 0, 0.0, -0.5, 2, 1.0001, math.inf),
     BITS_KEY: (*NO_NUMBERS, 3, 5.5, 8.01, 0, -5, 16, "5", "Exact", ""),
+    TRUNCATE_KEY: (*NO_NUMBERS, 0, 1.0, 2),
+    KEEP_KEY: (*NO_NUMBERS[:6], -1, 2.0),
 }
 
 
@@ -103,10 +105,12 @@ def test_a_typo_is_refused(key: str) -> None:
 
 
 def test_all_keys_are_known() -> None:
-    keys = {TRUNCATE_KEY: 0.5, KEEP_KEY: 1, TRUNCATED_KEY: 7, BLEND_KEY: OFF}
+    keys = {TRUNCATE_KEY: 0.5, KEEP_KEY: 1, BLEND_KEY: OFF}
     keys |= {BITS_KEY: 6, RETENTION_KEY: 1, STORE_KEY: True, TTL_KEY: 5, PRIORITY_KEY: "low"}
     check_custom_params(keys, CONFIG)
     check_custom_params({"impress": 1, "Impress_bits": 1, 7: 1}, CONFIG)
+    with pytest.raises(ValueError, match="is for the server to say"):
+        check_custom_params({TRUNCATED_KEY: 7}, CONFIG)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

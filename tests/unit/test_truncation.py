@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF
 from impress_sglang.serving.truncation import (
-    KEEP_KEY,
     LEAST_ROOM,
     TRUNCATE_KEY,
-    TRUNCATED_KEY,
-    check_truncation,
     find_cut,
     share_of,
 )
@@ -63,24 +59,6 @@ def test_what_is_left_begins_with_a_message() -> None:
     assert find_cut(opened, 180, 0.4, 10, {OPENER}) == range(10, 91)
     assert find_cut(opened, 180, 0.4, 10, ()) == range(10, 78)
     assert find_cut(opened, 180, 0.2, 10, {OPENER}) == range(10, 44)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {TRUNCATE_KEY: 0},
-        {TRUNCATE_KEY: 1.0},
-        {TRUNCATE_KEY: True},
-        {TRUNCATE_KEY: None},
-        {KEEP_KEY: -1},
-        {KEEP_KEY: 2.0},
-        {KEEP_KEY: True},
-        {TRUNCATED_KEY: 3},
-    ],
-)
-def test_wrong_wishes(params: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(params))):
-        check_truncation(params)
 
 
 def test_requests_override_the_server() -> None:

@@ -19,7 +19,7 @@ from impress_sglang.plugin.keys import as_tokens, namespace_of
 from impress_sglang.plugin.reports import report_of
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.report import new_report
-from impress_sglang.serving.why import Asked, damaged
+from impress_sglang.serving.why import Asked, Reason, say
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
 
@@ -116,7 +116,7 @@ class Passes:
         if report is None or report["why"] is not None:
             return
         if known.failed:
-            report["why"] = damaged()
+            report["why"] = say(Reason.DAMAGED, "computed again")
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
