@@ -26,6 +26,7 @@ from impress_sglang.options import (
     OFF,
     OPTIONS,
     PART_POLICIES,
+    USUAL,
     USUAL_BITS,
     number_of_bits,
 )
@@ -51,7 +52,7 @@ class ImpressConfig:
     ttl: float = 0.0
     retention: float | str = 1.0
     min_retention: float = 0.05
-    bits: float | str = USUAL_BITS
+    bits: float | str = USUAL
     basis: str = ""
     keep: str = AUTO
     base_error: float = 0.33
@@ -182,6 +183,23 @@ class ImpressConfig:
     def usual_blend(self) -> float | str:
         """What a request that does not set it blends: a share, `AUTO` or `OFF`."""
         return self.blend if self.blend in (AUTO, OFF) else float(self.blend)
+
+    def without_codes(self, why: str) -> ImpressConfig:
+        """The configuration where KVs are not coded: all are exact, and `why` says the reason.
+
+        Raises:
+            ConfigError: codes were asked for by name.
+        """
+        asked = {
+            "bits": self.bits not in (USUAL, AUTO, EXACTLY),
+            "keep": self.keep in (BOTH, CODES),
+            "basis": self.basis,
+            "blend": self.blend != OFF,
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise ConfigError(f"{why}: drop --impress-{name} {getattr(self, name)}")
+        return dataclasses.replace(self, bits=EXACTLY, keep=AUTO)
 
     @property
     def needs_parts(self) -> bool:

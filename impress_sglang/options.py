@@ -32,6 +32,8 @@ LOADS = ("faster", "always")
 # The value of --impress-retention, --impress-bits and --impress-blend that leaves the choice to the
 # server, and the least that it chooses.
 AUTO = "auto"
+# The value of --impress-bits if none is given: `USUAL_BITS`, or `EXACTLY` where KVs are not coded.
+USUAL = "usual"
 AUTO_FLOOR = 0.25
 AUTO_SHARE = 0.15
 # The value of --impress-bits for KVs as they were computed, and the number that stands for it,
@@ -62,8 +64,8 @@ def is_bits(value: object) -> bool:
 
 
 def number_of_bits(bits: float | str) -> float:
-    """What `EXACTLY` stands for, the least that `AUTO` gives, else the number itself."""
-    if bits == AUTO:
+    """What `EXACTLY` stands for, `USUAL`, the least that `AUTO` gives, else the number itself."""
+    if bits in (AUTO, USUAL):
         return USUAL_BITS
     return EXACT_BITS if bits == EXACTLY else float(bits)
 
@@ -195,12 +197,13 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "bits",
-        _number_or(EXACTLY, AUTO),
+        _number_or(EXACTLY, AUTO, USUAL),
         Rule(
-            f"{BITS_TEXT}, {EXACTLY} or {AUTO}",
-            lambda bits: is_bits(bits) or bits == AUTO,
+            f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
+            lambda bits: is_bits(bits) or bits in (AUTO, USUAL),
         ),
         "Bits per element of a stored prefix when it is loaded. exact: KVs as they were computed. "
+        f"usual: {USUAL_BITS:g}, or exact where codes would not save (KVs in fp8). "
         f"auto: the most that take hardly longer than the fastest, at least {USUAL_BITS:g}.",
     ),
     Option(

@@ -14,6 +14,7 @@ from typing import Any
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.options import OFF
+from impress_sglang.plugin.pools import EIGHT_BITS
 
 # Why options must be off.
 _OFF = {
@@ -53,9 +54,9 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
         "attn_dp_size dcp_size attn_cp_size moe_dp_size dwdp_size",
         (1,),
     ),
-    "stores KVs in the model's dtype": (
+    "stores KVs of 8 to 32 bits, without scales of their own": (
         "kv_cache_dtype",
-        ("auto", "bfloat16", "bf16", "float16", "float32"),
+        ("auto", "bfloat16", "bf16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
     ),
     "reports through a single process": ("tokenizer_worker_num detokenizer_worker_num", (1,)),
     "runs on CPUs and CUDA": ("device", ("cuda", "cpu")),
@@ -114,7 +115,7 @@ def check_options(config: ImpressConfig, options: Any) -> None:
     """Refuse options that are known not to work with IMPRESS; `options` is the resolved view.
 
     Raises:
-        UnsupportedError: with one sentence for the first of them.
+        UnsupportedError, ConfigError: with one sentence for the first of them.
     """
     rules = {why: (names, _IS_OFF) for why, names in _OFF.items()} | _VALUES
     for why, (names, right) in rules.items():
@@ -124,6 +125,8 @@ def check_options(config: ImpressConfig, options: Any) -> None:
                 flag = f"--{name.replace('_', '-')}"
                 kept = "" if right is _IS_OFF else f" or use {flag} {right[0]}"
                 raise UnsupportedError(f"IMPRESS {why}: drop {flag} {value}{kept}")
+    if str(options.kv_cache_dtype).startswith("fp8"):
+        config.without_codes(f"KVs in {options.kv_cache_dtype} {EIGHT_BITS}")
     if config.schedule != OFF and options.schedule_policy not in _SCHEDULED:
         raise UnsupportedError(
             f"--impress-schedule changes places in the orders {', '.join(_SCHEDULED)}, not in that "
@@ -205,7 +208,6 @@ def check_layers(runner: Any) -> None:
         UnsupportedError: with one sentence for the first reason.
     """
     pool, layers = runner.token_to_kv_pool, attention_layers(runner.model)
-    _check_pool(pool, runner.model_config.dtype)
     if [layer.layer_id for layer in layers] != list(range(pool.layer_num)):
         raise UnsupportedError("IMPRESS needs one attention layer per layer of the KV pool")
     plain = type(layers[0])(1, 1, 1.0, num_kv_heads=1, layer_id=0)
@@ -260,21 +262,3 @@ def _check_heads(layer: Any, pool: Any, num_query_heads: int) -> None:
         raise UnsupportedError(f"layer {layer.layer_id} has other heads than the KV pool: {heads}")
     if dims != (pool.head_dim, pool.head_dim, pool.v_head_dim):
         raise UnsupportedError(f"layer {layer.layer_id} has other widths than the KV pool: {dims}")
-
-
-def _check_pool(pool: Any, model_dtype: Any) -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    if type(pool) is not MHATokenToKVPool:
-        raise UnsupportedError(f"IMPRESS does not know how {type(pool).__name__} keeps KVs")
-    if pool.kv_cache_layout != "nhd" or pool.start_layer != 0 or pool.post_capture_active:
-        raise UnsupportedError(
-            f"IMPRESS writes KVs token by token, which a pool of layout {pool.kv_cache_layout} "
-            "does not hold so"
-        )
-    # A pool of another dtype may scale KVs when they are written.
-    if not pool.dtype == pool.store_dtype == model_dtype:
-        raise UnsupportedError(
-            f"IMPRESS stores KVs in the model's dtype {model_dtype}, but the pool has "
-            f"{pool.dtype}: use --kv-cache-dtype auto"
-        )

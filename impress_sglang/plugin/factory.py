@@ -8,10 +8,9 @@ import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from torch import Tensor
 
-from impress_sglang.codes.planes.codec import DIM_GRAIN
-from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.selectors import probe_kv_heads
-from impress_sglang.plugin.capabilities import identity_of_options
+from impress_sglang.plugin.capabilities import attention_layers, identity_of_options
+from impress_sglang.plugin.pools import streams_of
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
 from impress_sglang.store.policies import Policy
@@ -29,11 +28,24 @@ def identity_of(context: Any, shape: KVShape) -> str:
     return model_identity(
         weights=weights_digest(kv_tensors(runner.model)),
         architecture=_architecture(runner.model_config.hf_text_config)
-        | identity_of_options(resolved_view(context.server_args)),
+        | identity_of_options(resolved_view(context.server_args))
+        | _scaling(runner),
         shape=shape,
         tp_rank=context.tp_rank,
         tp_size=context.tp_size,
     )
+
+
+def _scaling(runner: Any) -> dict[str, object]:
+    """How KVs were turned into the dtype of a pool that does not have the model's."""
+    pool = runner.token_to_kv_pool
+    if pool.dtype == runner.model_config.dtype:
+        return {}
+    scales = [
+        [None if own is None else float(own) for own in (layer.k_scale, layer.v_scale)]
+        for layer in attention_layers(runner.model)
+    ]
+    return {"kv_dtype": str(pool.dtype), "kv_scales": scales}
 
 
 def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
@@ -51,26 +63,19 @@ def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
     """The shape of the KVs in the pool of a model runner, as a policy stores them.
 
     Raises:
-        UnsupportedError: it stores codes, and vectors of the model do not fill their bytes.
+        UnsupportedError: it is not known how the pool keeps them.
     """
-    pool = runner.token_to_kv_pool
-    num_query_heads = runner.model_config.num_attention_heads
-    dims = pool.head_dim, pool.v_head_dim
-    if policy.codes and any(dim % DIM_GRAIN for dim in dims):
-        raise UnsupportedError(
-            f"IMPRESS codes keys and values whose dimensions are multiples of {DIM_GRAIN}, and "
-            f"those of this model are {dims[0]} and {dims[1]}: use --impress-policy paper"
-        )
-    probes = probe_kv_heads(num_query_heads, pool.head_num, probe_heads) if policy.probes else ()
+    pool, config = runner.token_to_kv_pool, runner.model_config
+    streams, queries = streams_of(pool, config.dtype), config.num_attention_heads
     return KVShape(
         num_layers=pool.layer_num,
-        num_query_heads=num_query_heads,
-        num_kv_heads=pool.head_num,
-        key_dim=pool.head_dim,
-        value_dim=pool.v_head_dim,
-        dtype=pool.dtype,
-        probe_kv_heads=probes,
-        coded=policy.codes,
+        num_query_heads=queries,
+        num_kv_heads=streams.heads,
+        key_dim=streams.dims[0],
+        value_dim=streams.dims[1],
+        dtype=streams.dtype,
+        probe_kv_heads=probe_kv_heads(queries, streams.heads, probe_heads) if policy.probes else (),
+        coded=policy.codes and not streams.no_codes,
     )
 
 

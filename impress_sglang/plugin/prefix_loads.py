@@ -18,12 +18,13 @@ from impress_sglang.options import OFF
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.known import Brought, Known, KnownRequests, key_of
 from impress_sglang.plugin.late_start import LateStart
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.plugin.slot_pool import TreeSlots
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
-from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob, PoolLayers
+from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
 from impress_sglang.serving.report import estimate_fields
 from impress_sglang.serving.scheduling import CacheState, QueueOrder

@@ -25,7 +25,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import attention_layers
 from impress_sglang.plugin.eligibility import check_plain
-from impress_sglang.serving.load_jobs import PoolLayers
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -87,17 +87,17 @@ def _error(
     written, filled, others = free.to(device)[: 3 * count].split(count)
     heads, dims = shape.num_kv_heads, (shape.key_dim, shape.value_dim)
     kvs = [
-        [torch.randn(3 * count, heads, dim, generator=random).to(shape.dtype) for dim in dims]
+        [torch.randn(3 * count, heads, dim, generator=random).to(pool.dtype) for dim in dims]
         for _ in range(shape.num_layers)
     ]
     for layer, own in zip(attention_layers(runner.model), kvs, strict=True):
         pool.set_kv_buffer(layer, free.to(device)[: 3 * count], *(kv.to(device) for kv in own))
-    tokens, access = np.arange(count, dtype=np.int32), PoolAccess()
+    tokens, access, layers = np.arange(count, dtype=np.int32), PoolAccess(), PoolLayers(pool)
     store.writes.offer(
         "",
         Offer(
             tokens,
-            lambda start: PoolLayerReader(pool, written[start:], runner.forward_stream, access),
+            lambda start: PoolLayerReader(layers, written[start:], runner.forward_stream, access),
             on_done=access.revoke,
             abandon=access.revoke,
             min_tokens=1,
@@ -107,7 +107,7 @@ def _error(
     spans = store.match("", tokens).spans
     if sum(map(len, spans)) != count:
         return f"only {sum(map(len, spans))} of {count} tokens were stored"
-    layers, filler = PoolLayers(pool), SlotFiller(shape, device, codec)
+    filler = SlotFiller(shape, device, codec)
     for planes in (None, NUM_PLANES)[: 1 + shape.coded]:
         source = store.open_whole(spans, planes)
         for layer in range(shape.num_layers):
@@ -124,9 +124,9 @@ def _error(
                 (pool.get_key_buffer(number), pool.get_value_buffer(number)),
                 strict=True,
             ):
-                if not torch.equal(now[others].cpu(), kv[2 * count :]):
+                if not torch.equal(_rows(now, others), kv[2 * count :].double()):
                     return f"{kind} of layer {layer} are in slots of others"
-                off = _relative(now[filled].cpu(), kv[:count])
+                off = _relative(_rows(now, filled), kv[:count])
                 if not off <= most:
                     return f"{kind} of layer {layer} are off by {off:.1%}"
     return ""
@@ -134,4 +134,9 @@ def _error(
 
 def _relative(found: Tensor, right: Tensor) -> float:
     """The root of the mean square of errors, as a share of that of what is right."""
-    return float((found.double() - right.double()).norm() / right.double().norm())
+    return float((found - right.double()).norm() / right.double().norm())
+
+
+def _rows(pool: Tensor, slots: Tensor) -> Tensor:
+    """Rows of a pool on the CPU, as float64; those of eight bits cannot be indexed as floats."""
+    return pool.view(torch.uint8)[slots].view(pool.dtype).cpu().double()

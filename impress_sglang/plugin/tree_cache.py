@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.plugin.checking import IntegrityCheck
 from impress_sglang.plugin.known import Brought, Known, KnownRequests
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
@@ -73,7 +74,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             read_identity: returns the model identity; called again after each flush.
         """
         pool = self.token_to_kv_pool_allocator.get_kvcache()
-        keys = pool._get_key_buffer(pool.start_layer)
+        keys = PoolLayers(pool)(0)[0]
         self._device = keys.device
         self._service = service
         self._planner = planner = LoadPlanner(service, self.page_size)

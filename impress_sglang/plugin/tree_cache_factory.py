@@ -16,6 +16,7 @@ from impress_sglang.options import CODES, EXACTLY, OFF, USUAL_BITS
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.factory import identity_of, kv_shape
+from impress_sglang.plugin.pools import PoolLayers, streams_of
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.plugin.torch_native import attend_rectangularly
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
@@ -42,6 +43,10 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     options = resolved_view(context.server_args)
     check_options(config, options)
     check_layers(runner)
+    streams = streams_of(runner.token_to_kv_pool, runner.model_config.dtype)
+    if streams.no_codes:
+        config = config.without_codes(streams.no_codes)
+        logger.info("prefixes are loaded exactly: %s", streams.no_codes)
     attend_rectangularly(runner.attn_backend)
     if config.blend != OFF:
         # Refused here, before the store is opened.
@@ -63,8 +68,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     def read_identity() -> str:
         return identity_of(context, shape)
 
-    pool = runner.token_to_kv_pool
-    device = pool._get_key_buffer(pool.start_layer).device
+    device = PoolLayers(runner.token_to_kv_pool)(0)[0].device
     self_test = None
     # Kernels first: opening the store takes much memory.
     if policy.stores:

@@ -23,6 +23,7 @@ from impress_sglang.options import OFF
 from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.known import Known
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
@@ -145,7 +146,7 @@ class WriteBack:
     def expect(self, known: Known) -> None:
         """Have queries of a request sampled that is admitted and will be stored, of few of them."""
         fits = self._fits(known, len(known.req.origin_input_ids))
-        if fits and self._service.store.writes.want_queries():
+        if fits and self._service.shape.coded and self._service.store.writes.want_queries():
             self._sampler.want(known.req.rid)
 
     def offer(self, known: Known, up_to: int) -> None:
@@ -239,12 +240,12 @@ class WriteBack:
         self, known: Known, save: _Save, quality: Quality, first: int, queries: dict[int, Any]
     ) -> bool:
         req, store = known.req, self._service.store
-        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
+        layers = PoolLayers(self._cache.token_to_kv_pool_allocator.get_kvcache())
         tokens = as_tokens(req.full_untruncated_fill_ids[: len(save.slots)])
 
         def read_layers(start: int) -> LayerReader:
             part = save.slots[start:]
-            return save.guarded(PoolLayerReader(pool, part, self._forward_stream, self._access))
+            return save.guarded(PoolLayerReader(layers, part, self._forward_stream, self._access))
 
         offer = Offer(
             tokens,

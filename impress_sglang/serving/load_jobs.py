@@ -230,19 +230,6 @@ class LoadJob:
         return (num_layers - self.layers) * (now - self.began_at) / self.layers
 
 
-class PoolLayers:
-    """Keys and values [slots, G, D] of the layers of SGLang's pool, without waiting for any."""
-
-    def __init__(self, pool: Any) -> None:
-        """`pool`: SGLang's KV pool."""
-        self._pool = pool
-
-    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, counted from the first of the pool."""
-        number = layer + self._pool.start_layer
-        return self._pool._get_key_buffer(number), self._pool._get_value_buffer(number)
-
-
 class JobLoader:
     """Carries out jobs, one after the other, on a thread of its own."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,9 +48,16 @@ class PoolLayerReader:
     launched when the reader was made, and after what makes `slots` on the current stream.
     """
 
-    def __init__(self, pool: Any, slots: Tensor, forward_stream: Any, access: PoolAccess) -> None:
+    def __init__(
+        self,
+        layers: Callable[[int], tuple[Tensor, Tensor]],
+        slots: Tensor,
+        forward_stream: Any,
+        access: PoolAccess,
+    ) -> None:
+        """`layers` gives the pools of keys and values of a layer."""
         self._access, self._term = access, access.term
-        self._pool = pool
+        self._layers = layers
         self._slots = slots
         self._stream = None
         self._after: list[Any] = []
@@ -75,13 +82,11 @@ class PoolLayerReader:
             return self._read(layer)
 
     def _read(self, layer: int) -> tuple[Tensor, Tensor]:
-        layer_id = layer + self._pool.start_layer
         # A device of None keeps the current device, and a stream of None the current stream.
         with torch.cuda.device_of(self._slots), torch.cuda.stream(self._stream):
             while self._stream is not None and self._after:
                 self._stream.wait_event(self._after.pop())
-            keys = self._pool._get_key_buffer(layer_id)[self._slots]
-            values = self._pool._get_value_buffer(layer_id)[self._slots]
+            keys, values = (own[self._slots] for own in self._layers(layer))
             return keys.cpu(), values.cpu()
 
 

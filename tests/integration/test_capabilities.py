@@ -24,7 +24,8 @@ from sglang.srt.server_args import ServerArgs
 
 from impress_sglang.blend.plugin.steps import BLENDED
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import UnsupportedError
+from impress_sglang.errors import ConfigError, UnsupportedError
+from impress_sglang.options import AUTO, EXACTLY, USUAL
 from impress_sglang.plugin import capabilities
 from impress_sglang.plugin.capabilities import (
     check_layers,
@@ -33,7 +34,8 @@ from impress_sglang.plugin.capabilities import (
     identity_of_options,
 )
 from impress_sglang.plugin.compat import NEWEST, sglang_version
-from impress_sglang.plugin.factory import _architecture, kv_shape
+from impress_sglang.plugin.factory import _architecture, _scaling, kv_shape
+from impress_sglang.plugin.pools import streams_of
 from impress_sglang.store.policies import make_policy
 from tests.integration.tiny_model import LLAMA, write_config
 
@@ -132,8 +134,11 @@ class ImprovedAttention(RadixAttention):
     pass
 
 
-class CompressedPool(MHATokenToKVPool):
-    pass
+class ScaledPool(MHATokenToKVPool):
+    """Keeps a factor of each token beside its KVs."""
+
+    def get_kv_size_bytes(self) -> Any:
+        return *super().get_kv_size_bytes(), 4 * self.size
 
 
 def attention(layer_id: int, **fields: Any) -> RadixAttention:
@@ -218,25 +223,58 @@ def test_changed_model(model: Callable[[], torch.nn.Module], word: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "word"),
     [
-        ({"kv_cache_layout": "hnd"}, "layout hnd"),
-        ({"start_layer": 1}, "token by token"),
-        ({"post_capture_active": True}, "token by token"),
-        ({"store_dtype": torch.uint8}, "--kv-cache-dtype auto"),
-        ({"dtype": torch.bfloat16}, "--kv-cache-dtype auto"),
-        ({"__class__": CompressedPool}, "CompressedPool"),
+        ({"head_num": 4}, "token by token"),
+        ({"k_buffer": None}, "how MHATokenToKVPool keeps KVs"),
+        ({"start_layer": 1}, "all layers in one pool"),
+        ({"post_capture_active": True}, "does not grow"),
+        ({"__class__": ScaledPool}, "keeps more than keys and values"),
     ],
 )
 def test_changed_pool(changed: dict[str, Any], word: str) -> None:
+    pool = make_pool()
+    assert not streams_of(pool, torch.float32).no_codes
     with pytest.raises(UnsupportedError, match=word):
-        check_layers(runner(Layers(), make_pool(**changed)))
+        streams_of(make_pool(**changed), torch.float32)
 
 
-@pytest.mark.parametrize("changed", [{"head_dim": 100}, {"v_head_dim": 12}])
-def test_vectors_that_do_not_fill_bytes_of_bits(changed: dict[str, int]) -> None:
-    """They are refused where they would be coded."""
-    own = runner(Layers(), make_pool(**changed))
-    coded, paper = (make_policy(ImpressConfig(policy=name)) for name in ("impress", "paper"))
-    assert kv_shape(runner(Layers()), coded, 1).coded
-    assert not kv_shape(own, paper, 1).coded
-    with pytest.raises(UnsupportedError, match="multiples of 8"):
-        kv_shape(own, coded, 1)
+def test_pool_that_folds_pages() -> None:
+    """A row of it is a page, not a token."""
+    pool = make_pool(kv_cache_layout="hnd")
+    pool.k_buffer = pool.v_buffer = [own.view(5, 2, 13, 16) for own in pool.k_buffer]
+    with pytest.raises(UnsupportedError, match="layout hnd"):
+        streams_of(pool, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "why"),
+    [
+        (torch.float8_e4m3fn, 16, "KVs in torch.float8_e4m3fn .* four fifths"),
+        (torch.float8_e5m2, 16, "KVs in torch.float8_e5m2 .* four fifths"),
+        (torch.bfloat16, 16, "KVs in torch.bfloat16 stay so"),
+        (torch.float32, 12, "a multiple of 8 elements"),
+    ],
+)
+def test_kvs_that_are_not_coded(dtype: torch.dtype, dim: int, why: str) -> None:
+    """By default they are exact; who names codes is told why there are none."""
+    pool = MHATokenToKVPool(64, 1, dtype, 2, dim, 2, "cpu", enable_memory_saver=False)
+    own, policy = runner(Layers(), pool), make_policy(ImpressConfig())
+    assert kv_shape(runner(Layers()), policy, 1).coded and not kv_shape(own, policy, 1).coded
+    no_codes = streams_of(pool, torch.float32).no_codes
+    for bits in (USUAL, AUTO, EXACTLY):
+        assert ImpressConfig(bits=bits).without_codes(no_codes).kept == EXACTLY
+    asked = ({"bits": 6.0}, {"bits": 5.0}, {"keep": "both"}, {"basis": "b"}, {"blend": 0.2})
+    for names in asked:
+        with pytest.raises(ConfigError, match=f"{why}.*: drop --impress-{next(iter(names))}"):
+            ImpressConfig(**names).without_codes(no_codes)
+
+
+def test_dtype_and_scales_of_eight_bits_are_part_of_the_identity() -> None:
+    kinds = (torch.float8_e4m3fn, torch.float8_e5m2)
+    for own in (*kinds, torch.float32):
+        pool = MHATokenToKVPool(64, 1, own, 2, 16, 2, "cpu", enable_memory_saver=False)
+        told = [_scaling(runner(Layers(), pool))]
+        model = Layers()
+        model.layers[1].v_scale = 0.5
+        told.append(_scaling(runner(model, pool)))
+        assert (told[0] != told[1]) == (own in kinds)
+        assert not told[0] or told[0]["kv_dtype"] == str(own)

@@ -23,6 +23,7 @@ from impress_sglang.transfer import filling
 from tests.integration.test_capabilities import Layers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def run(
@@ -30,12 +31,13 @@ def run(
     dtype: torch.dtype = torch.float32,
     policy: str = "impress",
     size: int = 300,
+    model_dtype: torch.dtype | None = None,
 ) -> float:
     pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
     runner: Any = SimpleNamespace(
         token_to_kv_pool=pool,
         model=Layers(),
-        model_config=SimpleNamespace(dtype=dtype, num_attention_heads=8),
+        model_config=SimpleNamespace(dtype=model_dtype or dtype, num_attention_heads=8),
         forward_stream=None,
     )
     if kind is MHATokenToKVPool:
@@ -50,6 +52,11 @@ def run(
 def test_plain_pools(dtype: torch.dtype, policy: str) -> None:
     assert run(dtype=dtype, policy=policy) < 5.0
     assert run(dtype=dtype, policy=policy, size=16) > 0.0
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_pools_of_eight_bits(dtype: torch.dtype) -> None:
+    assert run(dtype=dtype, model_dtype=torch.bfloat16) > 0.0
 
 
 class Scaled(MHATokenToKVPool):
@@ -73,20 +80,12 @@ class Copied(MHATokenToKVPool):
         return super()._get_value_buffer(layer_id).clone()
 
 
-class Fused(MHATokenToKVPool):
-    """Has no buffer of keys alone."""
-
-    def _get_key_buffer(self, layer_id: int) -> Any:
-        raise AttributeError("k_buffer")
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (Scaled, "keys of layer 0"),
         (Shifted, "of layer 0"),
         (Copied, "values of layer 0"),
-        (Fused, "AttributeError"),
     ],
 )
 def test_pools_that_keep_kvs_otherwise(kind: type[MHATokenToKVPool], words: str) -> None:

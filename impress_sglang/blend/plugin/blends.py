@@ -16,8 +16,9 @@ from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps, rotation
 from impress_sglang.cost import RequestLengths
 from impress_sglang.plugin.known import Known
 from impress_sglang.plugin.layer_gate import LayerGate
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.job_queue import JobQueue
-from impress_sglang.serving.load_jobs import JobState, LoadJob, PoolLayers
+from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Reason

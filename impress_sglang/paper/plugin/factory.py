@@ -17,6 +17,7 @@ from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.eligibility import plain_fields
 from impress_sglang.plugin.factory import identity_of, kv_shape
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.store.policies import LoadOptions, make_policy
@@ -47,6 +48,11 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     check_options(config, options)
     check_parts(config, options)
     check_layers(runner)
+    if runner.token_to_kv_pool.dtype != runner.model_config.dtype:
+        raise UnsupportedError(
+            f"--impress-policy {config.policy} loads KVs in the model's dtype: use "
+            "--kv-cache-dtype auto, or --impress-policy impress"
+        )
     if "discard_output_reason" not in plain_fields():
         raise UnsupportedError(
             "this SGLang cannot drop the output of a request whose prefix turns out to be damaged: "
@@ -65,7 +71,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     def read_identity() -> str:
         return identity_of(context, shape)
 
-    device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
+    device = PoolLayers(runner.token_to_kv_pool)(0)[0].device
     self_test = None
     # Kernels first: opening the store takes much memory.
     if policy.stores:

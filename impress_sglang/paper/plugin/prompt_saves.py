@@ -18,6 +18,7 @@ from impress_sglang.paper.runtime import ServingRuntime
 from impress_sglang.paper.saving import GatedLayerReader, Save
 from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.keys import as_tokens, namespace_of
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.sights import Sights
@@ -225,12 +226,12 @@ class PromptSaves:
 
     def _offer(self, req: Any, save: Save, first: int, quality: Quality) -> bool:
         """Offer a request's tokens, with KVs from token `first` on in `save`; returns success."""
-        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
+        layers = PoolLayers(self._cache.token_to_kv_pool_allocator.get_kvcache())
         tokens = as_tokens(req.full_untruncated_fill_ids[: first + len(save.slots)])
 
         def read_layers(start: int) -> LayerReader:
             part = save.slots[start - first :]
-            reader = PoolLayerReader(pool, part, self._forward_stream, self._pool_access)
+            reader = PoolLayerReader(layers, part, self._forward_stream, self._pool_access)
             return GatedLayerReader(save, reader)
 
         offer = Offer(

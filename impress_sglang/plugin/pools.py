@@ -1,0 +1,94 @@
+"""What SGLang's pools keep of a token in a layer: two streams, found by one adapter for each kind.
+
+A stream is a view [slots, heads, dimensions] of a pool, in the dtype that its bytes are kept in.
+Storage cuts, keeps and restores streams without knowing what they are; it calls the first one keys
+and the second one values, which they are in most pools.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impress_sglang.codes.planes.codec import DIM_GRAIN
+from impress_sglang.errors import UnsupportedError
+
+EIGHT_BITS = (
+    "are stored as they are, because in few bits they would take four fifths of that or more"
+)
+
+
+class PoolLayers:
+    """The streams of the layers of SGLang's pool, without waiting for any."""
+
+    def __init__(self, pool: Any) -> None:
+        """`pool`: SGLang's KV pool."""
+        self._pool = pool
+
+    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Both streams of a layer, counted from the first of the pool."""
+        number = layer + self._pool.start_layer
+        both = self._pool._get_key_buffer(number), self._pool._get_value_buffer(number)
+        # Rows of eight bits cannot be put into a tensor of floats.
+        keys, values = (own.view(torch.uint8) if own.itemsize == 1 else own for own in both)
+        return keys, values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Streams:
+    """What a pool keeps: the heads of both streams, dimensions of each, and their dtype.
+
+    `no_codes` says why KVs are not coded; empty if they may be.
+    """
+
+    heads: int
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    no_codes: str = ""
+
+
+def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
+    """What SGLang's pool keeps.
+
+    Raises:
+        UnsupportedError: it is not known how, or the pool keeps more than that.
+    """
+    try:
+        layers = PoolLayers(pool)
+        streams = _heads(pool, model_dtype)
+        found = [layers(layer) for layer in range(pool.layer_num)]
+        bytes_kept = pool.get_kv_size_bytes()
+    except (AttributeError, TypeError) as error:
+        raise UnsupportedError(
+            f"IMPRESS does not know how {type(pool).__name__} keeps KVs: {error}"
+        ) from error
+    shapes = {(*own.shape[1:], own.dtype) for both in found for own in both}
+    if shapes != {(streams.heads, dim, streams.dtype) for dim in streams.dims}:
+        raise UnsupportedError(
+            f"IMPRESS writes KVs token by token, which {type(pool).__name__} does not hold so: "
+            f"layout {getattr(pool, 'kv_cache_layout', shapes)}"
+        )
+    if pool.start_layer != 0 or getattr(pool, "post_capture_active", False):
+        raise UnsupportedError("IMPRESS needs all layers in one pool that does not grow")
+    total = sum(bytes_kept) if isinstance(bytes_kept, tuple) else bytes_kept
+    if total != sum(own.nbytes for both in found for own in both):
+        raise UnsupportedError(
+            f"{type(pool).__name__} keeps more than keys and values, which IMPRESS would not store"
+        )
+    return streams
+
+
+def _heads(pool: Any, model_dtype: torch.dtype) -> Streams:
+    """Of a pool of keys and values."""
+    dims, no_codes = (pool.head_dim, pool.v_head_dim), ""
+    if pool.dtype != model_dtype:
+        why = (
+            EIGHT_BITS if pool.dtype.itemsize == 1 else f"stay so, for the model has {model_dtype}"
+        )
+        no_codes = f"KVs in {pool.dtype} {why}"
+    elif any(dim % DIM_GRAIN for dim in dims):
+        no_codes = f"codes are for vectors of a multiple of {DIM_GRAIN} elements, not for {dims}"
+    return Streams(pool.head_num, dims, pool.store_dtype, no_codes)
