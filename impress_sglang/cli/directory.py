@@ -17,7 +17,6 @@ from impress_sglang.cli.prefix_file import PrefixFile
 from impress_sglang.cli.shipping import export_file, import_file
 from impress_sglang.cli.upkeep import collect, rebuild, removal
 from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreError
-from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.directory import (
     StoreDirectory,
     format_of,
@@ -30,6 +29,8 @@ from impress_sglang.storage.directory import (
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import FORMAT_VERSION
+from impress_sglang.store.catalog import Catalog
+from impress_sglang.store.stored import StoredSegment
 
 
 class Directory:
@@ -171,10 +172,10 @@ class Directory:
     def _sizes(self, path: Path) -> list[int]:
         return [self._files.stat(own).st_size for _, own, _ in segment_files(self._files, path)]
 
-    def _entries(self, path: Path) -> list[CatalogEntry]:
+    def _entries(self, path: Path) -> list[StoredSegment]:
         catalog = Catalog(self._files, path, read_only=True)
         try:
-            return list(catalog.entries().values())
+            return list(catalog.segments().values())
         finally:
             catalog.close()
 
@@ -190,20 +191,20 @@ class Directory:
         return None
 
 
-def _described(store: str, entry: CatalogEntry) -> dict[str, Any]:
-    info = entry.info
+def _described(store: str, segment: StoredSegment) -> dict[str, Any]:
+    info = segment.info
     return {
         "store": store,
         "segment": info.segment_id,
         "namespace": info.namespace,
         "from_token": info.prefix_len,
         "tokens": info.num_tokens,
-        "bytes": entry.file_bytes,
-        "hits": entry.hits,
+        "bytes": segment.file_bytes,
+        "hits": segment.hits,
         "priority": info.priority.name.lower(),
         "exact": not info.quality.depth,
     }
 
 
-def _latest_first(entry: CatalogEntry) -> tuple[int, str]:
-    return -entry.last_access, entry.info.segment_id
+def _latest_first(segment: StoredSegment) -> tuple[int, str]:
+    return -segment.last_access, segment.segment_id

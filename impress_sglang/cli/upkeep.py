@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from impress_sglang.cli.orders import PATIENCE_S, check_done
-from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.directory import StoreDirectory, quarantined_files
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.health import Health
-from impress_sglang.store.restoring import restore_entries
-from impress_sglang.store.survey import survey
+from impress_sglang.store.restoring import recover, restore_segments, survey
+from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
 
 
@@ -32,10 +31,10 @@ def rebuild(directory: StoreDirectory) -> dict[str, Any]:
     """
     with _kept(directory) as worker:
         found = survey(directory, worker.catalog, directory.path.name, anew=True)
-        worker.recover(found)
+        recover(found, directory, worker)
     return {
         "store": directory.path.name,
-        "segments": len(found.entries),
+        "segments": len(found.segments),
         "not_indexed": len(found.adopted),
         "without_file": len(found.missing),
         "quarantined": len(found.damaged),
@@ -46,14 +45,15 @@ def rebuild(directory: StoreDirectory) -> dict[str, Any]:
 def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]:
     """Remove what cannot be used of a store, or only say what that is; raises like `rebuild`."""
     store, now = directory.path.name, time.time()
-    expired: list[CatalogEntry] = []
-    current: list[CatalogEntry] = []
+    expired: list[StoredSegment] = []
+    current: list[StoredSegment] = []
     with _kept(directory, read_only=dry_run) as worker:
         there = survey(directory, worker.catalog, store)
-        for own in there.entries:
+        for own in there.segments:
             (expired if 0 < own.info.expires <= now else current).append(own)
-        useless, _ = restore_entries(StoredTree(), current, all_read=not there.unread)
-        placeless = [own.entry for own in useless]
+        placeless, orphans = restore_segments(StoredTree(), current)
+        # Those that may build on what cannot be read now are not useless.
+        placeless += [] if there.unread else orphans
         damaged = [directory.segment_path(own.segment_id) for own in there.damaged]
         damaged += quarantined_files(directory.files, directory.path)
         found = {
@@ -63,8 +63,8 @@ def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]
             "without a place": [own.file_bytes for own in placeless],
         }
         if not dry_run:
-            worker.recover(there)
-            worker.delete({own.info.segment_id: own.file_bytes for own in expired + placeless})
+            recover(there, directory, worker)
+            worker.delete({own.segment_id: own.file_bytes for own in expired + placeless})
             worker.submit(worker.tidy, False)
     return [removal(store, what, sizes) for what, sizes in found.items() if sizes]
 

@@ -124,11 +124,7 @@ def no_store(suspended: str | None) -> str:
 def _purge(cache: ServedCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:
     served, text = cache.served, order.to_json()
     purge = served.purges.go_on(text, lambda: Purge(name, tokens, order.older_than))
-    try:
-        purged, pool, more = purge.step(served.store), 0, False
-    except OSError as error:
-        served.purges.end(text)
-        return {"error": f"the age of segments cannot be read: {error}"}
+    purged, pool, more = purge.step(served.store), 0, False
     if order.older_than is None:
         # The writes of what is purged have been given up, and lock nothing any more.
         space = None if order.everything else namespace_of(order)

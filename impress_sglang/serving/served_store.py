@@ -18,7 +18,7 @@ from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.policies import make_policy
-from impress_sglang.store.purging import Expiry, MultiStepJobs, Purge
+from impress_sglang.store.purging import MultiStepJobs, Purge
 from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.threads import BackgroundThread
@@ -59,7 +59,6 @@ class ServedStore:
         """The model identity of the store that is open or being opened; empty if there is none."""
         self.aside: str | None = None
         """Why the store may not be used, even if open (`plugin.weights`); None if it may."""
-        self.expiry = Expiry(config.ttl)
         self.purges = MultiStepJobs[str, Purge]()
         self._budget = WriteBudget(config.write_gb_per_day)
         self._config = config
@@ -133,7 +132,6 @@ class ServedStore:
         self.take_over()
         if self._store is not None:
             self._store.poll()
-            self.expiry.poll(self._store)
 
     def take_over(self) -> None:
         """Put a store that was opened in the background into use, if ready; never waits for it."""
@@ -188,9 +186,8 @@ class ServedStore:
     def _discard_store(self) -> None:
         """Close the open store, in the background where that waits for the disk."""
         store, self._store = self._store, None
-        # Its names mean nothing to another store: purges and expiry begin anew.
+        # Its segments mean nothing to another store: purges begin anew.
         self.purges.clear()
-        self.expiry.forget()
         if store is not None:
             # Now, so that no write tells the tree cache of its end from the other thread.
             store.writes.abandon()

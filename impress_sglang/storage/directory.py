@@ -15,7 +15,6 @@ the served model: first those of older formats, then those of other models, olde
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -241,34 +240,6 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
             found = _SEGMENT.fullmatch(name)
             if found and name.startswith(folder):
                 yield found[1], f"{parent}/{name}", found[2] is None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WrittenBefore:
-    """Names of segments; `failure`: why some files could not be looked at and may be missing."""
-
-    segment_ids: list[str]
-    failure: OSError | None
-
-
-def written_before(directory: StoreDirectory, seconds: float) -> WrittenBefore:
-    """Find segments whose files were written no later than `seconds`, as of `time.time`.
-
-    Raises:
-        OSError: a folder cannot be listed, or the store is not there.
-    """
-    directory.check_readable()
-    found, failure = dict[str, None](), None
-    for segment_id, path, _ in segment_files(directory.files, directory.path):
-        try:
-            if directory.files.stat(path).st_mtime <= seconds:
-                found[segment_id] = None
-        except FileNotFoundError:
-            # Meanwhile it was removed, or renamed.
-            continue
-        except OSError as error:
-            failure = error
-    return WrittenBefore(list(found), failure)
 
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:

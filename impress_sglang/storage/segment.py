@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import json
 import math
 import os
@@ -42,6 +43,8 @@ SEGMENT_SUFFIX = ".kv"
 _PREAMBLE = struct.Struct("<8sQQQ")
 # Some hundred bytes, and a few for each probe head.
 _MAX_DESCRIPTION_BYTES = 1 << 16
+# How many shapes and qualities are cached, which segments share.
+_SHARED = 1024
 
 Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
@@ -109,14 +112,14 @@ class SegmentInfo:
 
     def describes_same(self, other: SegmentInfo) -> bool:
         """Whether another description is of the same segment and agrees in all fields."""
-        return self._description() == other._description() and np.array_equal(
+        return self.description() == other.description() and np.array_equal(
             self.tokens, other.tokens
         )
 
     def layout(self) -> SegmentLayout:
         """Where the bytes of the file are."""
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
-        size = _PREAMBLE.size + len(self._description()) + self.tokens.nbytes
+        size = _PREAMBLE.size + len(self.description()) + self.tokens.nbytes
         size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
         size += math.prod(self.floors_shape) + 4 * math.prod(self.fits_shape)
         size += math.prod(self.sinks_shape)
@@ -154,7 +157,8 @@ class SegmentInfo:
         count = min(max(SINK_TOKENS - self.prefix_len, 0), self.num_tokens)
         return (shape.num_layers, count, shape.token_bytes)
 
-    def _description(self) -> bytes:
+    def description(self) -> bytes:
+        """All but the tokens, as JSON; `info_from` makes it from that."""
         fields = {
             "version": self.version,
             "segment_id": self.segment_id,
@@ -220,7 +224,7 @@ def block_checksums(data: memoryview, blocks: Iterable[int]) -> Checksums:
 def encode_header(header: SegmentHeader) -> bytes:
     """The bytes of a header, padded to its size in the layout."""
     info, layout = header.info, header.info.layout()
-    description = info._description()
+    description = info.description()
     parts = [description, info.tokens.astype("<i4", copy=False).tobytes()]
     if header.mapping is not None:
         parts.append(header.mapping.astype(info.mapping_dtype, copy=False).tobytes())
@@ -301,7 +305,7 @@ def _check_size(name: str, description: bytearray, header_bytes: int) -> None:
         version = fields["version"]
         # Takes no memory, however many tokens there are.
         tokens = np.broadcast_to(np.int32(0), fields["num_tokens"])
-        info = _info_from(fields, tokens)
+        info = info_from(fields, tokens)
         expected = info.layout().header_bytes
     except Exception as error:
         raise SegmentUnreadable(name, f"the header cannot be understood: {error}") from error
@@ -311,7 +315,9 @@ def _check_size(name: str, description: bytearray, header_bytes: int) -> None:
         raise SegmentUnreadable(name, "the header has the wrong size")
 
 
-def _info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
+def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
+    """What a segment is, by its description, read as JSON, and its tokens."""
+    quality = fields["depth"], fields["retention"], fields["bits"], fields.get("share", 1.0)
     return SegmentInfo(
         segment_id=fields["segment_id"],
         identity=fields["identity"],
@@ -319,21 +325,31 @@ def _info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
         prefix_digest=fields["prefix_digest"],
         prefix_len=fields["prefix_len"],
         tokens=tokens,
-        shape=KVShape.from_fields(fields["shape"]),
+        shape=_shape(json.dumps(fields["shape"])),
         chunk_tokens=fields["chunk_tokens"],
-        quality=Quality(
-            fields["depth"], fields["retention"], fields["bits"], fields.get("share", 1.0)
-        ),
+        quality=_quality(*quality),
         generation=fields["generation"],
         expires=fields.get("expires", 0),
         priority=Priority[fields.get("priority", "normal").upper()],
     )
 
 
+@functools.lru_cache(_SHARED)
+def _shape(text: str) -> KVShape:
+    return KVShape.from_fields(json.loads(text))
+
+
+@functools.lru_cache(_SHARED)
+def _quality(*fields: Any) -> Quality:
+    quality = Quality(*fields)
+    # Most are exact: with one object for all of them, comparisons are fast.
+    return EXACT if quality == EXACT else quality
+
+
 def _decode_body(body: bytes, description_bytes: int) -> SegmentHeader:
     fields: dict[str, Any] = json.loads(body[:description_bytes])
     tokens = np.frombuffer(body, "<i4", fields["num_tokens"], description_bytes)
-    info = _info_from(fields, tokens.astype(np.int32))
+    info = info_from(fields, tokens.astype(np.int32))
     offset = description_bytes + tokens.nbytes
     mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
     floors, offset = _read_array(body, offset, np.dtype("u1"), info.floors_shape)

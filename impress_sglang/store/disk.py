@@ -97,7 +97,7 @@ class StoreDisk:
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
                 self.tree, self._froze = recover_tree(
-                    self.directory, self.worker, identity, content
+                    self.directory, self.worker, identity, content, config.ttl
                 )
                 if self._froze:
                     undo.callback(gc.unfreeze)

@@ -6,7 +6,6 @@ Results are futures. Failures are in these or are reported to `Health`, and are 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import sqlite3
@@ -21,20 +20,13 @@ from torch import Tensor
 
 from impress_sglang.codes.planes.floors import CodingRule
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.direct_io import AlignedBuffer
-from impress_sglang.storage.directory import (
-    QUARANTINE,
-    StoreDirectory,
-    WrittenBefore,
-    quarantined_files,
-    written_before,
-)
+from impress_sglang.storage.directory import QUARANTINE, StoreDirectory, quarantined_files
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
+from impress_sglang.store.catalog import Catalog, Row
 from impress_sglang.store.health import Health, Verdict
-from impress_sglang.store.survey import Survey
 from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
@@ -88,37 +80,6 @@ class DiskWorker:
         self.unused_bytes = 0
         """Bytes of files that could not be read at the start, and of what may build on them."""
 
-    def recover(self, survey: Survey) -> list[CatalogEntry]:
-        """Bring the index and the folder in line with a survey; returns the usable segments.
-
-        Unfinished files are removed, damaged ones go to quarantine, and files that cannot be read
-        now stay where they are. Called once, before any other method.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
-        self.unused_bytes += survey.unread_bytes
-        for path in survey.unfinished:
-            logger.info("removing unfinished %s", path)
-            self.files.unlink(path)
-        for error in survey.damaged:
-            if self.condemn(error) is Verdict.UNCLEAR:
-                with contextlib.suppress(OSError):
-                    path = self._directory.segment_path(error.segment_id)
-                    self.unused_bytes += self.files.stat(path).st_size
-        for segment_id in survey.missing:
-            logger.warning("segment %s is in the index but has no file", segment_id)
-        # In one call each, because every change of the database takes a while.
-        if survey.anew:
-            self.index(self.catalog.begin_with, survey.entries)
-        else:
-            if survey.missing:
-                self.index(self.catalog.remove, *survey.missing)
-            if survey.adopted:
-                self.index(self.catalog.add, *survey.adopted)
-        self._tidy_quarantine()
-        return survey.entries
-
     def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Run a function behind all work so far."""
         return self._thread.submit(function, *arguments)
@@ -127,7 +88,7 @@ class DiskWorker:
         """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
         self._note_removal(self._thread.submit(self._delete, segments), sum(segments.values()))
 
-    def replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
+    def replace(self, segment_id: str, num_bytes: int, successor: Row) -> None:
         """Remove the file of a segment that has a successor, and give its row to the latter."""
         removal = self._thread.submit(self._replace, segment_id, num_bytes, successor)
         self._note_removal(removal, num_bytes)
@@ -147,10 +108,6 @@ class DiskWorker:
         """Names of what could not be removed so far: it counts as present when room is made."""
         return frozenset([*self.undeleted, *([] if self.keeps_quarantine else [QUARANTINE])])
 
-    def written_before(self, seconds: float) -> Future[WrittenBefore]:
-        """Find segments whose files were written no later than `seconds`, as of `time.time`."""
-        return self._thread.submit(written_before, self._directory, seconds)
-
     def close(self, seconds: float) -> bool:
         """End the thread after all submitted work; False if that takes more than `seconds`."""
         self._thread.submit(self.catalog.close)
@@ -158,7 +115,7 @@ class DiskWorker:
 
     def write(
         self,
-        entry: CatalogEntry,
+        row: Row,
         read_layer: LayerReader,
         coding: CodingRule | None,
         unremoved: frozenset[str],
@@ -175,7 +132,7 @@ class DiskWorker:
         """
         if not self.unremoved() <= unremoved:
             raise OSError(errno.ENOSPC, "what should have made room could not be removed")
-        path = self._directory.segment_path(entry.info.segment_id)
+        path = self._directory.segment_path(row[0].segment_id)
 
         def read_and_note(layer: int) -> tuple[Tensor, Tensor]:
             self.progress = time.monotonic()
@@ -184,7 +141,7 @@ class DiskWorker:
         try:
             write_segment(
                 path,
-                entry.info,
+                row[0],
                 read_and_note,
                 self._buffer,
                 self.files,
@@ -198,17 +155,17 @@ class DiskWorker:
         finally:
             self.progress = time.monotonic()
         # The file is authoritative: the next start reads files that the index does not have.
-        self.index(self.catalog.add, entry)
+        self.index(self.catalog.change, [row])
 
-    def _replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
+    def _replace(self, segment_id: str, num_bytes: int, successor: Row) -> None:
         self._unlink(segment_id, num_bytes)
-        self.index(self.catalog.replace, segment_id, successor)
+        self.index(self.catalog.change, [successor], [segment_id])
         self.progress = time.monotonic()
 
     def _delete(self, segments: Mapping[str, int]) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
-        self.index(self.catalog.remove, *segments)
+        self.index(self.catalog.change, (), segments)
         if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
         self.progress = time.monotonic()
@@ -256,13 +213,18 @@ class DiskWorker:
         """Keep only the latest files in quarantine, or none; if the disk refuses, do it later."""
         kept, self.keeps_quarantine = self.keeps_quarantine, keeps
         try:
-            self._tidy_quarantine()
+            self.tidy_quarantine()
             self.keeps_quarantine = True
         except OSError as error:
             if kept:
                 self._health.failed("quarantine could not be tidied", error, reading=False)
 
-    def _tidy_quarantine(self) -> None:
+    def tidy_quarantine(self) -> None:
+        """Keep only the latest files there, or none.
+
+        Raises:
+            OSError: the disk refuses.
+        """
         paths = quarantined_files(self.files, self._directory.path)
         sizes = [self.files.stat(path).st_size for path in paths]
         # Counted first, so that it is right even if a file cannot be removed.
@@ -280,7 +242,7 @@ class DiskWorker:
             for folder in (target.parent, path.parent):
                 self.files.sync_directory(folder)
         finally:
-            self._tidy_quarantine()
+            self.tidy_quarantine()
 
     def index(self, change: Callable[..., None], *arguments: Any) -> None:
         """Change the index; what it refuses now waits in the catalog."""
@@ -330,7 +292,7 @@ class DiskWorker:
                 self._health.failed("a segment could not be set aside", failure, reading=False)
                 return Verdict.UNCLEAR
             logger.error("%s; set aside in quarantine", error)
-        self.index(self.catalog.remove, error.segment_id)
+        self.index(self.catalog.change, (), [error.segment_id])
         return Verdict.GONE if missing else Verdict.BAD
 
     def _verify(self, info: SegmentInfo) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,9 @@ class EvictionOrder:
     on finds it in front, however many there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ttl: float = 0.0) -> None:
+        """`ttl`: see `StoredTree`."""
+        self._ttl = ttl
         # In the order of their last use alone.
         self._order: _Order = OrderedDict()
         self._levels = {level: _Order() for level in Priority}
@@ -33,7 +36,7 @@ class EvictionOrder:
         self.now = 0
         """Number of uses so far; the `last_access` of a segment is such a number."""
         # When segments expire, with a number that breaks ties.
-        self._due: list[tuple[int, int, StoredSegment]] = []
+        self._due: list[tuple[float, int, StoredSegment]] = []
         self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[StoredSegment]:
@@ -56,8 +59,11 @@ class EvictionOrder:
         """Add a segment of the tree; unless it is from an earlier process, that is a use."""
         self._order[segment] = None
         self._join(segment)
-        if segment.info.expires:
-            self._note_due(segment)
+        due: float = segment.info.expires or math.inf
+        if self._ttl:
+            due = min(due, segment.written + self._ttl)
+        if due < math.inf:
+            self._note_due(segment, due)
         if segment.parent is not None and segment.parent.level < segment.level:
             self.settle(segment.parent)
         if not segment.last_access:
@@ -140,12 +146,12 @@ class EvictionOrder:
                 taken.append(segment)
         return taken
 
-    def _note_due(self, segment: StoredSegment) -> None:
+    def _note_due(self, segment: StoredSegment, due: float) -> None:
         if len(self._due) > 2 * len(self._order):
             # Segments that left before they expired would otherwise stay here until then.
-            self._due = [due for due in self._due if due[2] in self._order]
+            self._due = [own for own in self._due if own[2] in self._order]
             heapq.heapify(self._due)
-        heapq.heappush(self._due, (segment.info.expires, next(self._numbers), segment))
+        heapq.heappush(self._due, (due, next(self._numbers), segment))
 
     def sort(self) -> None:
         """Put segments of an earlier process into the order in which it used them."""

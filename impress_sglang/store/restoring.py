@@ -1,35 +1,151 @@
-"""Which segments an earlier process has left, and their places in the tree."""
+"""What an earlier process has left: the segments on the disk, and their places in the tree.
+
+The index is compared with the files. A file without a sound row is found by its header; so the
+index may be missing, and with `anew` all headers are read.
+"""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import dataclasses
 import gc
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-import numpy as np
-
-from impress_sglang.storage.catalog import CatalogEntry
-from impress_sglang.storage.directory import StoreDirectory
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.storage.directory import StoreDirectory, segment_files
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.quality import Quality
-from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.segment import Tokens, read_header
+from impress_sglang.store.catalog import Catalog
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
+from impress_sglang.store.health import Verdict
 from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.prefix_hashes import begun_digest, extended
 from impress_sglang.store.stored import StoredSegment
-from impress_sglang.store.survey import Survey, survey
 from impress_sglang.store.tree import StoredTree
 
 logger = logging.getLogger(__name__)
 
-_Place: TypeAlias = tuple[str, str]
-"""A namespace, and the digest of the tokens before a segment."""
-_NO_TOKENS = np.empty(0, np.int32)
 # From this number of segments on, a store is large.
 _MANY = 10_000
+
+
+@dataclasses.dataclass(slots=True)
+class Survey:
+    """What is in the folder of a store; `anew`: rebuild the index from it."""
+
+    anew: bool
+    segments: list[StoredSegment] = dataclasses.field(default_factory=list)
+    """Those whose files can be used."""
+    adopted: list[StoredSegment] = dataclasses.field(default_factory=list)
+    """Those of them that the index does not have."""
+    missing: list[str] = dataclasses.field(default_factory=list)
+    """Segments that only the index has."""
+    unfinished: list[Path] = dataclasses.field(default_factory=list)
+    damaged: list[SegmentUnreadable] = dataclasses.field(default_factory=list)
+    """What is wrong with files that can never be used."""
+    unread: int = 0
+    """Files that cannot be read now; nobody knows what builds on them."""
+    unread_bytes: int = 0
+
+
+def survey(
+    directory: StoreDirectory, catalog: Catalog, identity: str, *, anew: bool = False
+) -> Survey:
+    """Compare the files of an identity with their rows in the index; changes no file.
+
+    With `anew`, the headers of files that have rows are read as well; of these rows, only the
+    uses of segments are taken.
+
+    Raises:
+        OSError: the directory cannot be read.
+        sqlite3.Error: the index can neither be read nor made anew.
+    """
+    files, known, found = directory.files, catalog.segments(), Survey(anew)
+    for segment_id, path, finished in segment_files(files, directory.path):
+        if not finished:
+            found.unfinished.append(Path(path))
+            continue
+        row = known.pop(segment_id, None)
+        try:
+            segment = _segment(files, segment_id, path, None if anew else row)
+            if segment.info.identity != identity:
+                raise SegmentUnreadable(segment_id, "belongs to another model")
+        except SegmentUnreadable as error:
+            # A new error: the traceback of the old one would keep all that is found here alive,
+            # for ever where garbage collection is off.
+            found.damaged.append(SegmentUnreadable(segment_id, error.detail))
+            continue
+        except (OSError, StoreUnavailable) as error:
+            if row is None:
+                found.unread += 1
+                with contextlib.suppress(OSError):
+                    found.unread_bytes += files.stat(path).st_size
+                logger.warning("%s stays where it is, unused: %s", path, error)
+                continue
+            # A segment that the index knows is verified when it is opened.
+            segment = row
+        if row is None:
+            found.adopted.append(segment)
+        elif anew:
+            segment.last_access, segment.hits, segment.above = row.last_access, row.hits, row.above
+        found.segments.append(segment)
+    found.missing.extend(known)
+    return found
+
+
+def _segment(
+    files: FileSystem, segment_id: str, path: str, row: StoredSegment | None
+) -> StoredSegment:
+    """The segment of a file, of which the header says what it is if no row does.
+
+    Raises:
+        SegmentUnreadable: it can never be used.
+        StoreUnavailable, OSError: it cannot be read now.
+    """
+    if row is None:
+        info = read_header(Path(path), files).info
+        if info.segment_id != segment_id:
+            raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
+        row = StoredSegment(info, info.layout().file_bytes)
+    status = files.stat(path)
+    if status.st_size != row.file_bytes:
+        raise SegmentUnreadable(segment_id, "has the wrong size")
+    row.written = status.st_mtime
+    return row
+
+
+def recover(found: Survey, directory: StoreDirectory, worker: DiskWorker) -> None:
+    """Bring the index and the folder in line with a survey; nothing else runs on the worker yet.
+
+    Unfinished files are removed, damaged ones go to quarantine, and files that cannot be read
+    now stay where they are.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    worker.unused_bytes += found.unread_bytes
+    for path in found.unfinished:
+        logger.info("removing unfinished %s", path)
+        directory.files.unlink(path)
+    for error in found.damaged:
+        if worker.condemn(error) is Verdict.UNCLEAR:
+            with contextlib.suppress(OSError):
+                path = directory.segment_path(error.segment_id)
+                worker.unused_bytes += directory.files.stat(path).st_size
+    for segment_id in found.missing:
+        logger.warning("segment %s is in the index but has no file", segment_id)
+    if found.anew:
+        worker.index(worker.catalog.begin_with, [own.row for own in found.segments])
+    elif found.adopted or found.missing:
+        adopted = [own.row for own in found.adopted]
+        worker.index(worker.catalog.change, adopted, found.missing)
+    worker.tidy_quarantine()
 
 
 def recover_tree(
@@ -37,6 +153,7 @@ def recover_tree(
     worker: DiskWorker,
     identity: str,
     content: ContentIndex | None = None,
+    ttl: float = 0.0,
 ) -> tuple[StoredTree, bool]:
     """Build the tree of the segments on the disk; files without a place in it are removed.
 
@@ -44,7 +161,7 @@ def recover_tree(
 
     Garbage collection is off meanwhile, and a large tree is frozen: it has no garbage before the
     store closes, with 100,000 segments each collection would take 0.4 s longer, and requests would
-    wait for it. `content` is the tree's, if tokens are to be found anywhere.
+    wait for it. `content` and `ttl` are the tree's.
 
     Raises:
         OSError: the directory cannot be read.
@@ -54,11 +171,25 @@ def recover_tree(
     gc.disable()
     try:
         found = survey(directory, worker.catalog, identity)
-        large = enabled and len(found.entries) >= _MANY
+        large = enabled and len(found.segments) >= _MANY
         if large:
             # Present garbage would be frozen, too; it takes longer to collect with the tree there.
             gc.collect()
-        tree = _recover_tree(worker, found, content)
+        recover(found, directory, worker)
+        tree = StoredTree(content, ttl)
+        useless, orphans = restore_segments(tree, found.segments)
+        if found.unread:
+            # They may build on a file that cannot be read now.
+            worker.unused_bytes += sum(own.file_bytes for own in orphans)
+        else:
+            useless += orphans
+        for own in useless:
+            logger.warning(
+                "segment %s has no place: what it builds on is gone, or others are there; removed",
+                own.segment_id,
+            )
+        if useless:
+            worker.delete({own.segment_id: own.file_bytes for own in useless})
         if large:
             gc.freeze()
     finally:
@@ -67,83 +198,37 @@ def recover_tree(
     return tree, large
 
 
-def _recover_tree(worker: DiskWorker, found: Survey, content: ContentIndex | None) -> StoredTree:
-    entries = worker.recover(found)
-    tree = StoredTree(content)
-    useless, waiting = restore_entries(tree, entries, all_read=not found.unread)
-    for own in useless:
-        logger.warning(
-            "segment %s has no place: what it builds on is gone, or others are there; removed",
-            own.segment_id,
-        )
-    if useless:
-        worker.delete({own.segment_id: own.file_bytes for own in useless})
-    worker.unused_bytes += sum(own.file_bytes for own in waiting)
-    return tree
-
-
-def restore_entries(
-    tree: StoredTree, entries: Iterable[CatalogEntry], *, all_read: bool
+def restore_segments(
+    tree: StoredTree, segments: Iterable[StoredSegment]
 ) -> tuple[list[StoredSegment], list[StoredSegment]]:
-    """Put the segments of the index into an empty tree.
+    """Put segments of an earlier process into an empty tree.
 
-    Returns those that are useless, because another file has their tokens or what they build on is
-    gone; and those that may be useful later, because they may build on a file that could not be
-    read now. `all_read`: there is no such file.
-    """
-    parents, segments = {}, []
-    for own in entries:
-        parents[own.info.segment_id] = own.parent
-        segments.append(
-            StoredSegment(own.info, own.file_bytes, last_access=own.last_access, hits=own.hits)
-        )
-    newest, others = newest_files(segments)
-    orphans = restore_segments(tree, newest, parents)
-    return (others + orphans, []) if all_read else (others, orphans)
+    A segment knows only the digest of the tokens before it; the tokens themselves are in the
+    segments above it. What it was attached to is tried first; if the digest disagrees, all paths of
+    the right lengths are digested.
 
-
-def newest_files(
-    segments: Iterable[StoredSegment],
-) -> tuple[list[StoredSegment], list[StoredSegment]]:
-    """The newest of each group of segments with the same tokens in the same place, and the others.
-
-    A crash leaves two files while one replaces the other, or brings back one that was removed.
+    Returns those of which a newer file has the same tokens in the same place: a crash leaves two
+    files while one replaces the other, or brings back one that was removed. And those whose place
+    was not found: a segment above them is gone, or one that was used later has their place.
     """
     newest: dict[tuple[bytes, str, Quality], StoredSegment] = {}
-    others = []
+    older = []
     for segment in segments:
         info = segment.info
         place = info.tokens.tobytes(), info.prefix_digest, info.quality
         first = newest.setdefault(place, segment)
         if first is not segment:
             newest[place], other = sorted((first, segment), key=_age)
-            others.append(other)
-    return list(newest.values()), others
-
-
-def restore_segments(
-    tree: StoredTree, segments: Iterable[StoredSegment], parents: Mapping[str, str] | None = None
-) -> list[StoredSegment]:
-    """Put the segments of an earlier process back into an empty tree.
-
-    A segment knows only the digest of the tokens before it; the tokens themselves are in the
-    segments above it. `parents` names, for each segment, the one it was attached to: this place is
-    tried first, and taken only if the digest agrees.
-
-    Returns the segments whose place was not found: a segment above them is gone, or one that was
-    used later has their place.
-    """
+            older.append(other)
     # Generations are versions of one segment, and say nothing of others.
-    ordered = sorted(
-        segments,
-        key=lambda s: (s.info.prefix_len, -s.last_access, -s.info.generation, s.segment_id),
-    )
-    tree.order.go_on_from(max((s.last_access for s in ordered), default=0))
+    ordered = sorted(newest.values(), key=_age)
+    ordered.sort(key=lambda own: (own.info.prefix_len, -own.last_access))
+    tree.order.go_on_from(max((own.last_access for own in ordered), default=0))
     restoring = _Restoring(tree)
-    others = restoring.put_below(ordered, parents or {})
-    lost = restoring.put_anywhere(others) if others else []
+    others = [own for own in ordered if not restoring.put_below(own)]
+    orphans = restoring.put_anywhere(others) if others else []
     tree.order.sort()
-    return lost
+    return older, orphans
 
 
 class _Restoring:
@@ -153,61 +238,25 @@ class _Restoring:
         self._tree = tree
         # For segments that have their place: the digest of the tokens before it.
         self._before: dict[StoredSegment, hashlib.blake2b] = {}
-        # Places that are searched, and by namespace the lengths of the prefixes before them.
-        self._wanted: set[_Place] = set()
-        self._lengths: dict[str, list[int]] = {}
-        self._texts: dict[_Place, Tokens] = {}
 
-    def put_below(
-        self, ordered: Iterable[StoredSegment], parents: Mapping[str, str]
-    ) -> list[StoredSegment]:
-        """Put segments where they were, those with the fewest tokens before them first.
-
-        Returns the others: for them, or for what they build on, this place is unknown or wrong.
-        """
-        others = []
-        for segment in ordered:
-            if segment.info.prefix_len:
-                above = self._tree.get(parents.get(segment.info.segment_id, ""))
-                placed = above is not None and self._put_below(segment, above)
-            else:
-                placed = self._put_behind(segment, _NO_TOKENS)
-            if not placed:
-                others.append(segment)
-        return others
-
-    def put_anywhere(self, ordered: Sequence[StoredSegment]) -> list[StoredSegment]:
-        """Put segments behind the tokens of their digests, if these are in the tree.
-
-        All paths of the right lengths are digested to find them. Returns the other segments.
-        """
-        self._look_for(ordered)
-        for segment in self._before:
-            self._note_places(segment)
-        lost = []
-        for segment in ordered:
-            text = self._texts.get(_place_of(segment))
-            if text is not None and self._put_behind(segment, text):
-                self._note_places(segment)
-            else:
-                lost.append(segment)
-        return lost
-
-    def _put_below(self, segment: StoredSegment, above: StoredSegment) -> bool:
-        """Put a segment below another if its digest agrees; False if it does not fit there."""
-        info, base = segment.info, above.info
-        length = info.prefix_len - base.prefix_len
-        if not 0 < length <= base.num_tokens or info.namespace != base.namespace:
+    def put_below(self, segment: StoredSegment) -> bool:
+        """Put a segment where it was; False if that is unknown, or wrong."""
+        info, above = segment.info, self._tree.get(segment.above)
+        if not info.prefix_len:
+            return self._put_behind(segment, info.tokens[:0])
+        length = info.prefix_len - (0 if above is None else above.info.prefix_len)
+        if above is None or not 0 < length <= above.info.num_tokens:
             return False
-        digest = extended(self._before[above], base.tokens[:length])
-        same = digest.hexdigest() == info.prefix_digest
-        if not same or not self._tree.insert_below(segment, above, length):
+        digest = extended(self._before[above], above.info.tokens[:length])
+        if info.namespace != above.info.namespace or digest.hexdigest() != info.prefix_digest:
+            return False
+        if not self._tree.insert_below(segment, above, length):
             return False
         self._before[segment] = digest
         return True
 
     def _put_behind(self, segment: StoredSegment, text: Tokens) -> bool:
-        """Put a segment behind tokens of the tree if its digest is theirs; see `_put_below`."""
+        """Put a segment behind tokens of the tree; False if its digest is not theirs."""
         digest = extended(begun_digest(segment.info.namespace), text)
         same = digest.hexdigest() == segment.info.prefix_digest
         if not same or not self._tree.insert(segment, text):
@@ -215,30 +264,41 @@ class _Restoring:
         self._before[segment] = digest
         return True
 
-    def _look_for(self, segments: Iterable[StoredSegment]) -> None:
-        lengths: dict[str, set[int]] = {}
-        for segment in segments:
-            self._wanted.add(_place_of(segment))
-            lengths.setdefault(segment.info.namespace, set()).add(segment.info.prefix_len)
-        self._lengths = {name: sorted(own) for name, own in lengths.items()}
+    def put_anywhere(self, ordered: Sequence[StoredSegment]) -> list[StoredSegment]:
+        """Put segments behind the tokens of their digests; returns those for which none are."""
+        texts: dict[tuple[str, str], Tokens | None] = {_place_of(own): None for own in ordered}
+        sets: dict[str, set[int]] = {}
+        for segment in ordered:
+            sets.setdefault(segment.info.namespace, set()).add(segment.info.prefix_len)
+        lengths = {name: sorted(own) for name, own in sets.items()}
 
-    def _note_places(self, segment: StoredSegment) -> None:
-        """Find the searched places that are inside a segment or at its end."""
-        info = segment.info
-        lengths, first = self._lengths.get(info.namespace, []), info.prefix_len
-        low, high = (bisect.bisect_right(lengths, own) for own in (first, first + info.num_tokens))
-        if low == high:
-            return
-        digest, done = self._before[segment], 0
-        for length in lengths[low:high]:
-            digest = extended(digest, info.tokens[done : length - first])
-            done = length - first
-            place = info.namespace, digest.hexdigest()
-            if place in self._wanted and place not in self._texts:
-                self._texts[place] = prompt_of(segment)[:length]
+        def look(segment: StoredSegment) -> None:
+            """Find the searched places that are inside a segment or at its end."""
+            info = segment.info
+            own, first = lengths.get(info.namespace, []), info.prefix_len
+            low, high = (bisect.bisect_right(own, at) for at in (first, first + info.num_tokens))
+            digest, done = self._before[segment], 0
+            for length in own[low:high]:
+                digest = extended(digest, info.tokens[done : length - first])
+                done = length - first
+                place = info.namespace, digest.hexdigest()
+                if place in texts and texts[place] is None:
+                    texts[place] = prompt_of(segment)[:length]
+
+        for segment in self._before:
+            look(segment)
+        lost = []
+        for segment in ordered:
+            text = texts[_place_of(segment)]
+            if text is not None and self._put_behind(segment, text):
+                look(segment)
+            else:
+                lost.append(segment)
+        return lost
 
 
-def _place_of(segment: StoredSegment) -> _Place:
+def _place_of(segment: StoredSegment) -> tuple[str, str]:
+    """Its namespace, and the digest of the tokens before it."""
     return segment.info.namespace, segment.info.prefix_digest
 
 

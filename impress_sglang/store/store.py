@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,6 +48,9 @@ from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
+
+# The most that expire in one poll.
+MOST_EXPIRED = 64
 
 
 class PrefixStore:
@@ -253,6 +257,7 @@ class PrefixStore:
         self._readers.settle()
         self.writes.poll()
         self._quota.poll()
+        self.expire(time.time())
         for task, future in self._disk.poll():
             if task.work is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
@@ -273,6 +278,12 @@ class PrefixStore:
             self.reorders.poll(gap_bytes, self._quota.has_room, removing_bytes)
         except PrefixUnreadable as error:
             self.report(error)
+
+    def expire(self, now: float) -> None:
+        """Remove some segments that have expired; `now` is a time of `time.time`."""
+        if due := self.tree.order.take_due(now, MOST_EXPIRED):
+            due.sort(key=lambda own: -own.info.prefix_len)
+            self.writes.discard(due, Cause.EXPIRED)
 
     def report(self, error: PrefixUnreadable) -> None:
         """Report an unreadable segment: it is not used until a second look has found it good."""
@@ -366,7 +377,7 @@ class PrefixStore:
             # The old version was read to the end, so what was written from it is verified.
             self.health.suspects.pop(outcome.old_id, None)
             segment.state = SegmentState.READY
-            self.worker.replace(outcome.old_id, outcome.old_bytes, segment.entry)
+            self.worker.replace(outcome.old_id, outcome.old_bytes, segment.row)
         if outcome.useless:
             self.worker.delete({outcome.info.segment_id: outcome.new_bytes})
         if isinstance(outcome.error, PrefixUnreadable):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import time
+from typing import TypeAlias
 
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.storage.catalog import CatalogEntry, SegmentUse
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
+
+SegmentUse: TypeAlias = tuple[str, int, int, str]
+"""Name, last access and hits of a segment, and the name of what it builds on."""
 
 
 class SegmentState(enum.Enum):
@@ -30,7 +34,8 @@ class StoredSegment:
     """A segment in the tree.
 
     `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
-    time; `history` exists once a request has read the segment.
+    time; `history` exists once a request has read the segment; `written` is when its file was, in
+    seconds as of `time.time`; `above` is a hint of an earlier process, what it was attached to.
 
     Segments of a lower `level` leave the SSD before it. A use sets `level` to `own_level`, which is
     not below `passed`: the level up to which others went when this one was needed.
@@ -45,6 +50,8 @@ class StoredSegment:
     parent: StoredSegment | None = None
     history: TokenHistory | None = None
     passed: Priority = Priority.LOW
+    written: float = dataclasses.field(default_factory=time.time)
+    above: str = ""
     level: Priority = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,9 +72,9 @@ class StoredSegment:
         return sum(self.dependents)
 
     @property
-    def entry(self) -> CatalogEntry:
+    def row(self) -> tuple[SegmentInfo, int, SegmentUse]:
         """Its row of the index."""
-        return CatalogEntry(self.info, self.file_bytes, *self.use[1:])
+        return self.info, self.file_bytes, self.use
 
     @property
     def segment_id(self) -> str:
@@ -77,7 +84,7 @@ class StoredSegment:
     @property
     def use(self) -> SegmentUse:
         """What the index should record of its use."""
-        parent = "" if self.parent is None else self.parent.segment_id
+        parent = self.above if self.parent is None else self.parent.segment_id
         return self.segment_id, self.last_access, self.hits, parent
 
     @property

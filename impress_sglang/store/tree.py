@@ -42,10 +42,11 @@ _MOST_NODES = 256
 class StoredTree:
     """Finds and keeps stored prefixes; not thread-safe, one thread owns it."""
 
-    def __init__(self, content: ContentIndex | None = None) -> None:
+    def __init__(self, content: ContentIndex | None = None, ttl: float = 0.0) -> None:
         """Begin with an empty tree.
 
-        `content` is kept in step with it; None: tokens are found behind their prefix only.
+        `content` is kept in step with it; None: tokens are found behind their prefix only. `ttl` is
+        in how many seconds segments expire that have no shorter time; 0: never.
         """
         self.content = content
         self._roots: dict[str, Node] = {}
@@ -54,10 +55,8 @@ class StoredTree:
         self._segments: dict[str, StoredSegment] = {}
         self.file_bytes = 0
         """Bytes of the files of all segments, including those that are being written."""
-        self.order = EvictionOrder()
+        self.order = EvictionOrder(ttl)
         """The order in which segments were used."""
-        self.replaced = 0
-        """How often a segment got another file, and so another name."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -169,8 +168,8 @@ class StoredTree:
             self.content.rename(segment.segment_id, info.segment_id)
         self.file_bytes += file_bytes - segment.file_bytes
         segment.info, segment.file_bytes = info, file_bytes
-        self.order.change(segment)
-        self.replaced += 1
+        for own in (segment, *self.on_top(segment)):
+            self.order.change(own)
 
     def node_starts(self, segment: StoredSegment) -> list[int]:
         """First token of each node of a segment, ascending; the first one is 0."""

@@ -341,7 +341,7 @@ class SegmentWrites:
         write = _Write(segment, offer)
         write.future = self._worker.submit(
             self._worker.write,
-            segment.entry,
+            segment.row,
             reader,
             coding,
             unremoved,

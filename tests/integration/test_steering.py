@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,6 @@ from impress_sglang.storage.segment import Priority, read_header
 from impress_sglang.store import purging
 from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
-from tests.unit.spying import calls_of
 from tests.unit.store_factory import check_index
 from tests.unit.waiting import wait_until
 
@@ -56,9 +54,11 @@ def told(world: World, verb: str, input_ids: list[int] | None = None, **fields: 
 
 
 def make_old(world: World) -> None:
-    """All that is stored was used long ago."""
-    for path in Path(world.runtime.config.ssd_path).glob("*/segments/*/*"):
-        os.utime(path, (1, 1))
+    """All that is stored was written long ago."""
+    order = world.runtime.store.tree.order
+    for segment in world.runtime.store.tree.segments():
+        segment.written = 1.0
+    order._due = [(1.0, number, segment) for _, number, segment in order._due]
 
 
 def test_a_purged_prefix_is_nowhere(world: World) -> None:
@@ -237,35 +237,16 @@ def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:
     assert len(world.runtime.store.tree) > 0
 
 
-def test_a_long_purge_by_age_looks_up_ages_once(
+def test_a_long_purge_by_age_looks_at_each_segment_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And at each file that is so old."""
     monkeypatch.setattr(purging, "MOST_LOOKS", 1)
     world.compute("a", 2000)
     world.compute("b", 2000, prompt=OTHER)
     make_old(world)
-    asked = calls_of(monkeypatch, world.runtime.store.worker, "written_before")
     answers = purged_by_age(world, input_ids=STORED)
     assert sum(own["segments"] for own in answers) == 1
-    assert len(asked) == 1 and not len(world.runtime.served.purges)
-
-
-def test_a_purge_by_age_looks_again_when_something_was_reordered(world: World) -> None:
-    world.compute("a", 2000)
-    make_old(world)
-    assert told(world, "purge", older_than=100, everything=True)["left"]
-    world.runtime.store.tree.replaced += 1
-    answers = purged_by_age(world, everything=True)
-    assert [(own["segments"], own["left"]) for own in answers] == [(1, True), (0, False)]
-
-
-def test_a_purge_by_age_says_that_the_disk_cannot_be_asked(world: World) -> None:
-    (directory,) = Path(world.runtime.config.ssd_path).iterdir()
-    away = directory.rename(directory.with_name("away"))
-    (answer,) = purged_by_age(world, everything=True)
-    assert "age of segments cannot be read" in answer["error"]
-    away.rename(directory)
+    assert not len(world.runtime.served.purges)
 
 
 @pytest.mark.parametrize("options", [{"ttl": 3600.0}])

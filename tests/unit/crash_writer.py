@@ -23,8 +23,8 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.storage.catalog import Catalog
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.store.catalog import Catalog
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer, StoreOutcome
 from tests.unit import kv_factory as kv
@@ -127,15 +127,15 @@ CRASH_POINTS: dict[str, Callable[[], None]] = {
     "before the sync": lambda: kill_at(FileSystem, "sync", 2),
     "before the rename": lambda: kill_at(os, "rename", 2),
     "after the rename": lambda: kill_at(os, "rename", 2, after=True),
-    "before the index": lambda: kill_at(Catalog, "add", 2),
-    "after the index": lambda: kill_at(Catalog, "add", 2, after=True),
-    "loss: before the index": lambda: kill_at(Catalog, "remove", 1),
-    "loss: after the index": lambda: kill_at(Catalog, "remove", 1, after=True),
+    "before the index": lambda: kill_at(Catalog, "change", 2),
+    "after the index": lambda: kill_at(Catalog, "change", 2, after=True),
+    "loss: before the index": lambda: kill_at(Catalog, "change", 1),
+    "loss: after the index": lambda: kill_at(Catalog, "change", 1, after=True),
     "reorder: between layers": lambda: kill_at(os, "pwritev", 2),
     "reorder: before the rename": lambda: kill_at(os, "rename", 1),
     "reorder: after the rename": lambda: kill_at(os, "rename", 1, after=True),
-    "reorder: before the index": lambda: kill_at(Catalog, "replace", 1),
-    "reorder: after the index": lambda: kill_at(Catalog, "replace", 1, after=True),
+    "reorder: before the index": lambda: kill_at(Catalog, "change", 1),
+    "reorder: after the index": lambda: kill_at(Catalog, "change", 1, after=True),
 }
 
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.options import PART_POLICIES
-from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.store.catalog import Catalog
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import SegmentState, StoredMatch
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
@@ -369,13 +369,13 @@ def name_of(store: PrefixStore, tokens: Sequence[int], number: int = 0, **option
     return look_up(store, tokens, **options).spans[number].segment.segment_id
 
 
-def index_in(folder: Path) -> dict[str, CatalogEntry]:
+def index_in(folder: Path) -> dict[str, StoredSegment]:
     """What the next process finds in the index of a store."""
     with contextlib.closing(Catalog(FileSystem(), folder)) as catalog:
-        return catalog.entries()
+        return catalog.segments()
 
 
-def index_of(bench: Workbench) -> dict[str, CatalogEntry]:
+def index_of(bench: Workbench) -> dict[str, StoredSegment]:
     """Of the only store of a directory."""
     (path,) = bench.root.glob("*/catalog.sqlite")
     return index_in(path.parent)

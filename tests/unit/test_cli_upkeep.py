@@ -17,10 +17,11 @@ from impress_sglang.cli import directory as cli_directory
 from impress_sglang.cli import upkeep
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, UNREACHABLE
-from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.directory import CATALOG, MARKER
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import FORMAT_VERSION
+from impress_sglang.store.catalog import Catalog
+from impress_sglang.store.stored import StoredSegment
 from tests.faults import SQL, FaultyFileSystem, Killed, Rule
 from tests.faulty_database import cut_database
 from tests.unit import store_factory
@@ -68,7 +69,7 @@ def removed(said: Said, bench: Workbench, *options: str) -> dict[str, tuple[int,
     return {row["what"]: (row["files"], row["bytes"]) for row in run(said, bench, "gc", *options)}
 
 
-def index_of(bench: Workbench) -> dict[str, CatalogEntry]:
+def index_of(bench: Workbench) -> dict[str, StoredSegment]:
     return index_in(bench.root / IDENTITY)
 
 
@@ -79,14 +80,15 @@ def segment_of(bench: Workbench, num_tokens: int) -> str:
 
 def forget(bench: Workbench, segment_id: str) -> None:
     catalog = Catalog(FileSystem(), bench.root / IDENTITY)
-    catalog.remove(segment_id)
+    catalog.change(removed=[segment_id])
     catalog.close()
 
 
-def same_rows(one: dict[str, CatalogEntry], other: dict[str, CatalogEntry]) -> bool:
+def same_rows(one: dict[str, StoredSegment], other: dict[str, StoredSegment]) -> bool:
     return one.keys() == other.keys() and all(
         own.info.describes_same(other[name].info)
-        and (own.file_bytes, own.use) == (other[name].file_bytes, other[name].use)
+        and (own.file_bytes, own.last_access, own.hits, own.above)
+        == (other[name].file_bytes, other[name].last_access, other[name].hits, other[name].above)
         for name, own in one.items()
     )
 
@@ -100,7 +102,7 @@ def test_an_index_is_made_anew_with_what_only_the_old_one_knew(
     left: Workbench, capsys: Said
 ) -> None:
     before = index_of(left)
-    assert any(own.hits for own in before.values()) and any(own.parent for own in before.values())
+    assert any(own.hits for own in before.values()) and any(own.above for own in before.values())
     other = left.open(OTHER_IDENTITY)
     left.put(other, prompt(2))
     left.close(other)
@@ -135,7 +137,9 @@ def test_without_an_index_only_uses_are_forgotten(
     path = left.root / IDENTITY / CATALOG
     path.unlink() if damage == "missing" else path.write_bytes(b"no index" * 1000)
     assert run(capsys, left, "rebuild") == [expected(segments=3, not_indexed=3)]
-    assert all(own.use[1:] == (0, 0, "") for own in index_of(left).values())
+    assert all(
+        (own.last_access, own.hits, own.above) == (0, 0, "") for own in index_of(left).values()
+    )
     check_three_prefixes(left.open())
 
 
@@ -267,7 +271,7 @@ def test_damaged_files_and_second_ones_of_a_place(left: Workbench, capsys: Said)
     entry = index_of(left)[one]
     twin = dataclasses.replace(entry.info, segment_id=TWIN)
     catalog = Catalog(FileSystem(), left.root / IDENTITY)
-    catalog.add(dataclasses.replace(entry, info=twin))
+    catalog.change([dataclasses.replace(entry, info=twin).row])
     catalog.close()
     folder = left.root / IDENTITY / "segments" / TWIN[:2]
     folder.mkdir(exist_ok=True)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from impress_sglang.store.losses import Cause, Loss, Losses, prompt_of
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purging import MOST_JOBS, Expiry, MultiStepJobs, Purge
+from impress_sglang.store.purging import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
-from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, length, lengths, look_up, lose, path_of, prompt
@@ -25,90 +23,55 @@ bench = store_factory.bench_of_one_shape
 HOUR = 3600.0
 
 
-def age(bench: Workbench, store: PrefixStore, number: int, seconds: float) -> None:
+def age(store: PrefixStore, number: int, seconds: float) -> None:
     """A prefix was written so long ago."""
-    written = time.time() - seconds
-    os.utime(path_of(bench, look_up(store, prompt(number))), (written, written))
-
-
-def settle(expiry: Expiry, store: PrefixStore) -> None:
-    """Until it has looked, and has removed what it found."""
-    wait_until(lambda: expiry.poll(store) or expiry._purge is None)
-    store.check_integrity()
-
-
-def purged(store: PrefixStore, seconds: float) -> int:
-    """How many segments an order to remove what is so old has removed."""
-    purge, removed = Purge(older_than=seconds), list[str]()
-    wait_until(lambda: removed.extend(purge.step(store).segment_ids) or not purge.left)
-    return len(removed)
+    look_up(store, prompt(number)).spans[-1].segment.written -= seconds
 
 
 def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
-    store, now = bench.open(), [100.0]
+    store = bench.open(ttl=HOUR)
     bench.put_all(store, 1, 2)
     bench.put(store, prompt(1, 16))
     assert store.pins.pin(store.namespace(""), as_tokens(prompt(1))) is None
-    age(bench, store, 1, 2 * HOUR)
-    expiry = Expiry(HOUR, clock=lambda: now[0])
+    written = time.time() - 2 * HOUR
+    os.utime(path_of(bench, look_up(store, prompt(1))), (written, written))
+    store = bench.reopen(store, ttl=9 * HOUR)
+    assert length(store, prompt(1, 16)) == 16
 
-    settle(expiry, store)
+    store = bench.reopen(store, ttl=HOUR)
+    store.poll()
 
     assert length(store, prompt(1, 16)) == 0 and length(store, prompt(2)) == 8
     wait_until(lambda: len(bench.files()) == 2)
-    age(bench, store, 2, 2 * HOUR)
-    settle(expiry, store)
-    assert length(store, prompt(2)) == 8, "it does not look all the time"
-    now[0] += 60
-    settle(expiry, store)
+    store.expire(time.time() + HOUR - 60)
+    assert length(store, prompt(2)) == 8
+    store.expire(time.time() + HOUR)
     assert length(store, prompt(2)) == 0
-    assert (store.stats.segments_expired, store.stats.segments_evicted) == (2, 0)
+    assert (store.stats.segments_expired, store.stats.segments_evicted) == (3, 0)
     long = as_tokens([*prompt(1), *range(60)])
     assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
 
 
-def test_a_file_with_two_names_is_one(bench: Workbench, store: PrefixStore) -> None:
-    """As one that is renamed while the folder is listed."""
-    bench.put(store, prompt(1))
-    path = path_of(bench, look_up(store, prompt(1)))
-    path.with_name(f"{path.name}.tmp").write_bytes(b"")
-
-    settle(Expiry(1e-9), store)
-
-    assert store.stats.segments_expired == 1 and not len(store.tree)
-
-
-def test_ages_outlast_a_restart_and_the_shorter_time_counts(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1), ttl=9 * HOUR)
-    age(bench, store, 1, 2 * HOUR)
-    store = bench.reopen(store)
-    settle(Expiry(3 * HOUR), store)
-    assert length(store, prompt(1)) == 8
-    settle(Expiry(HOUR), store)
-    assert length(store, prompt(1)) == 0
-
-
-def test_without_a_limit_nothing_is_looked_at(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1))
-    age(bench, store, 1, 1e6)
-    expiry = Expiry(0)
-    expiry.poll(store)
-    assert expiry._purge is None and length(store, prompt(1)) == 8
+@pytest.mark.parametrize(
+    ("ttl", "own", "left"),
+    [(HOUR, 0, 0), (9 * HOUR, HOUR, 0), (HOUR, 9 * HOUR, 0), (9 * HOUR, 9 * HOUR, 8), (0, 0, 8)],
+)
+def test_the_shorter_time_counts(bench: Workbench, ttl: float, own: float, left: int) -> None:
+    store = bench.open(ttl=ttl)
+    bench.put(store, prompt(1), ttl=own)
+    store.expire(time.time() + HOUR + 10)
+    assert length(store, prompt(1)) == left
 
 
 def test_an_order_removes_what_is_old_when_it_is_given(bench: Workbench) -> None:
     store = bench.open()
     bench.put_all(store, 1, 2)
-    age(bench, store, 1, 2 * HOUR)
+    age(store, 1, 2 * HOUR)
     purge = Purge(older_than=HOUR)
-    assert not purge.step(store).segment_ids and purge._look is not None
-    purge._look.result()
     bench.put(store, prompt(3))
-    age(bench, store, 3, 2 * HOUR)
-    assert len(purge.step(store).segment_ids) == 1, "one look is for all steps of an order"
+    assert len(purge.step(store).segment_ids) == 1
     assert not purge.left and lengths(store, 1, 2, 3) == [0, 8, 8]
-    assert purged(store, HOUR) == purged(store, 0) == 1
+    assert len(Purge(older_than=0).step(store).segment_ids) == 2
 
 
 @pytest.mark.parametrize("ended", [None, "0", "3"])
@@ -128,45 +91,6 @@ def test_who_goes_on_finds_the_same_job_unless_there_are_too_many(ended: str | N
     assert not len(jobs)
 
 
-def test_a_file_that_cannot_be_looked_at_stops_no_other(
-    bench: Workbench, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Who asks is told that there may be more."""
-    files = FaultyFileSystem()
-    store, expiry = bench.open(files=files), Expiry(HOUR)
-    for number in (1, 2):
-        bench.put(store, prompt(number))
-        age(bench, store, number, 2 * HOUR)
-    stays = path_of(bench, look_up(store, prompt(1)))
-    with files.faults.injected(Rule("EIO", "stat", path=f"*{stays.name}")):
-        settle(expiry, store)
-        with pytest.raises(OSError, match="injected"):
-            purged(store, HOUR)
-    assert lengths(store, 1, 2) == [8, 0]
-    assert "cannot be looked up" in caplog.text
-    assert purged(store, HOUR) == 1
-
-
-def test_names_of_another_store_are_forgotten(bench: Workbench) -> None:
-    store, expiry = bench.open(), Expiry(HOUR)
-    bench.put(store, prompt(1))
-    age(bench, store, 1, 2 * HOUR)
-    expiry.poll(store)
-    expiry.forget()
-    settle(expiry, store)
-    assert length(store, prompt(1)) == 8, "the next look is a minute away"
-
-
-def test_a_directory_that_is_away_is_not_an_empty_one(bench: Workbench, tmp_path: Path) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1))
-    away = bench.root.rename(tmp_path / "away")
-    with pytest.raises(FileNotFoundError):
-        purged(store, 0)
-    away.rename(bench.root)
-    assert purged(store, 0) == 1
-
-
 def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
     """Also after a restart, without the index, where it is pinned, and below others."""
     store, now = bench.open(), [time.time()]
@@ -175,10 +99,9 @@ def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
     bench.put(store, prompt(2), ttl=3 * HOUR)
     assert bench.offer(store, prompt(2), ttl=1) is StoreOutcome.KNOWN
     assert store.pins.pin(store.namespace(""), as_tokens(prompt(1))) is None
-    expiry = Expiry(0, wall_clock=lambda: now[0])
 
     def stored() -> list[int]:
-        expiry.poll(store)
+        store.expire(now[0])
         store.check_integrity()
         return [length(store, prompt(1, 16)), length(store, prompt(2)), len(bench.files())]
 
@@ -202,7 +125,7 @@ def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
 def test_what_is_due_while_it_is_written_does_not_stay(bench: Workbench) -> None:
     store = bench.open()
     bench.begin(store, prompt(1), ttl=1)
-    Expiry(0, wall_clock=lambda: time.time() + 2).poll(store)
+    store.expire(time.time() + 2)
     store.writes.drain()
     assert length(store, prompt(1)) == 0 and not bench.files()
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.storage.catalog import Catalog
 from impress_sglang.store import disk, restoring
 from impress_sglang.store import tree as tree_module
+from impress_sglang.store.catalog import Catalog
 from impress_sglang.store.disk import NOTED_TOGETHER
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.nodes import Node
@@ -69,7 +69,9 @@ def num_digested(digests: list[Call]) -> int:
 
 def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTree:
     tree = StoredTree()
-    assert restore_segments(tree, segments, parents) == []
+    for segment in segments:
+        segment.above = parents.get(segment.segment_id, "")
+    assert restore_segments(tree, segments) == ([], [])
     tree.check_integrity()
     for segment in segments:
         above = parents.get(segment.segment_id)
@@ -94,7 +96,7 @@ def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list
     segments, parents = conversations(200)
     tree = StoredTree()
 
-    assert restore_segments(tree, segments) == []
+    assert restore_segments(tree, segments) == ([], [])
 
     tree.check_integrity()
     assert {s.segment_id: s.parent.segment_id for s in segments if s.parent is not None} == {
@@ -109,9 +111,11 @@ def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     """A bit that flips must not lend KVs to other tokens, nor cost a file."""
     segments, parents = conversations(4)
     tree = StoredTree()
-
     names = ("00002-2", "00001-3", "00003-0")
-    assert restore_segments(tree, segments, parents | dict.fromkeys(names, wrong)) == []
+    for segment in segments:
+        segment.above = wrong if segment.segment_id in names else parents[segment.segment_id]
+
+    assert restore_segments(tree, segments) == ([], [])
 
     tree.check_integrity()
     assert tree.get("00002-2").parent is tree.get("00002-1")  # type: ignore[union-attr]
@@ -275,11 +279,11 @@ def test_several_evictions_are_one_change_of_the_index(
     bench: Workbench, full: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would be a transaction, and wake the writing thread."""
-    removed = calls_of(monkeypatch, Catalog, "remove")
+    removed = calls_of(monkeypatch, Catalog, "change")
 
     bench.put(full, prompt(50, 100))
 
-    (((_, *segment_ids), _),) = removed
+    ((_, _, segment_ids),) = [args for args, _ in removed if len(args) == 3]
     assert len(segment_ids) == full.stats.segments_evicted > 3
     assert len(bench.files()) == len(full.tree)
 
@@ -389,4 +393,4 @@ def test_the_index_says_what_builds_on_what(bench: Workbench) -> None:
     rows = index_of(bench)
 
     first, second = (span.segment.segment_id for span in whole.spans)
-    assert (rows[first].parent, rows[second].parent) == ("", first)
+    assert (rows[first].above, rows[second].above) == ("", first)

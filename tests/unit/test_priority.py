@@ -7,7 +7,6 @@ import time
 import pytest
 
 from impress_sglang.storage.segment import Priority, read_header
-from impress_sglang.store.purging import Expiry
 from impress_sglang.store.quota import _Choice
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
@@ -81,7 +80,7 @@ def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
     bench.put_all(store, 4, 5, 6)
     assert lengths(store, 1, 2, 3, 4) == [0, 8, 0, 8]
 
-    Expiry(0, wall_clock=lambda: time.time() + 20).poll(store)
+    store.expire(time.time() + 20)
 
     store.check_integrity()
     assert segment_of(store, 2).level is LOW, "nothing builds on it any more"
@@ -121,7 +120,7 @@ def test_a_restart_knows_it(bench: Workbench, full: PrefixStore, index: str) -> 
     if index == "gone":
         path.unlink()
     if index == "of before":
-        change_index(bench.root, "ALTER TABLE segments DROP COLUMN priority")
+        change_index(bench.root, "ALTER TABLE segments DROP COLUMN file_bytes")
     store = bench.open(ssd_gb=gb(3 * bench.one))
     assert [segment_of(store, n).info.priority for n in (1, 2, 3)] == [HIGH, NORMAL, LOW]
     bench.put(store, prompt(4))

@@ -149,10 +149,10 @@ def test_the_index_has_all_once_the_disk_is_well(
         store.writes.drain()
         store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
         # Whatever the writing thread has to do, for it does it in order.
-        store.worker.written_before(0.0).result()
+        store.worker.submit(int).result()
     assert not store.worker.undeleted and set(stores.index_of(bench)) == {old}
     until_well(store)
-    store.worker.written_before(0.0).result()
+    store.worker.submit(int).result()
     assert set(stores.index_of(bench)) == {own.segment_id for own in store.tree.segments()} != {old}
 
 
@@ -186,7 +186,7 @@ def test_what_is_purged_while_the_directory_is_away_does_not_come_back(
     bench.put_all(store, 1, 2)
     shutil.move(bench.root, tmp_path / "away")
     store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
-    store.worker.written_before(0.0)
+    store.worker.submit(int)
     stores.until(store, lambda: bool(store.worker.undeleted))
     shutil.move(tmp_path / "away", bench.root)
     until_well(store)
@@ -205,17 +205,17 @@ def test_what_is_purged_while_the_disk_refuses_leaves_later(
     bench.put_all(store, 1, 2)
     stores.lose(bench, store, stores.name_of(store, prompt(1)))
     assert store.pins.pin(store.namespace(""), as_tokens(prompt(2))) is None
-    store.worker.written_before(0.0).result()
+    store.worker.submit(int).result()
     (pins,) = bench.root.glob("*/pins.json")
     assert len(list(bench.root.glob("*/quarantine/*"))) == len(json.loads(pins.read_bytes())) == 1
 
     with faults.injected(Rule("EIO", "unlink|open-write|write|rename")):
         done = Purge().step(store)
-        store.worker.written_before(0.0).result()
+        store.worker.submit(int).result()
         assert store.health.state != "ok" and store.summary()["quarantined_bytes"] > 0
     assert len(done.segment_ids) == done.unpinned == 1
     until_well(store)
-    store.worker.written_before(0.0).result()
+    store.worker.submit(int).result()
 
     assert not list(bench.root.glob("*/quarantine/*")) and not bench.files()
     assert json.loads(pins.read_bytes()) == [] and store.summary()["quarantined_bytes"] == 0

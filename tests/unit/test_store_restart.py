@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.quality import EXACT
+from impress_sglang.store.catalog import Catalog
 from impress_sglang.store.store import PrefixStore
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
@@ -66,40 +71,40 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "asked"),
+    ("damage", "asked"),
     [
-        ("tokens", kv.as_tokens(prompt(7, 13)).tobytes(), prompt(7, 13)),
-        ("namespace", None, prompt(1, 13)),
-        ("quality", "[0, 1.0, 16.0, 1.0]", prompt(1, 13)),
+        ({"tokens": kv.as_tokens(prompt(7, 13))}, prompt(7, 13)),
+        ({"namespace": "salt"}, prompt(1, 13)),
+        ({"quality": EXACT}, prompt(1, 13)),
     ],
 )
 def test_a_row_that_says_other_things_than_its_file_is_not_believed(
-    bench: Workbench, store: PrefixStore, column: str, value: object, asked: tuple[int, ...]
+    bench: Workbench, store: PrefixStore, damage: dict[str, Any], asked: tuple[int, ...]
 ) -> None:
-    """A bit that flips must not lend KVs to other tokens or tenants, nor make them exact."""
-    quality = stores.QUARTER if column == "quality" else EXACT
+    """Even one whose checksum is right must not lend KVs to other tokens or tenants."""
+    quality = stores.QUARTER if "quality" in damage else EXACT
     bench.put(store, prompt(1, 13), quality=quality)
     assert is_served(store, prompt(1, 13)) == (quality == EXACT), "guards this test"
-    salted = store.namespace("salt")
+    namespace = damage.get("namespace", "")
+    changes = damage | {"namespace": store.namespace(namespace)}
     bench.close(store)
-    assert (
-        stores.change_index(bench.root, f"UPDATE segments SET {column} = ?", value or salted) == 1
-    )
+    (segment,) = stores.index_of(bench).values()
+    segment.info = dataclasses.replace(segment.info, **changes)
+    (path,) = bench.root.glob("*/catalog.sqlite")
+    with contextlib.closing(Catalog(FileSystem(), path.parent)) as catalog:
+        catalog.change([segment.row])
 
     store = bench.open()
 
-    assert not is_served(store, asked, "salt" if column == "namespace" else "")
+    assert not is_served(store, asked, namespace)
 
 
 ROW_DAMAGE = {
-    "tokens": "UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE prefix_len = 13",
-    "size": "UPDATE segments SET file_bytes = file_bytes + 4096 WHERE prefix_len = 13",
-    "identity": "UPDATE segments SET identity = 'f' || substr(identity, 2) WHERE prefix_len = 13",
-    "place": "UPDATE segments SET prefix_digest = 'x' WHERE prefix_len = 13",
-    "namespace": "UPDATE segments SET namespace = 'x' WHERE prefix_len = 13",
-    "shape": "UPDATE segments SET shape = replace(shape, 'loat', 'loau') WHERE prefix_len = 13",
-    "not JSON": "UPDATE segments SET shape = '[]' WHERE prefix_len = 13",
-    "not a text": "UPDATE segments SET namespace = CAST(x'ff' AS TEXT) WHERE prefix_len = 13",
+    "tokens": "tokens = zeroblob(length(tokens))",
+    "size": "file_bytes = file_bytes + 4096",
+    "name": "segment_id = 'f' || substr(segment_id, 2)",
+    "description": "description = substr(description, 2)",
+    "a letter": "description = CAST(replace(CAST(description AS TEXT), 'oat', 'oau') AS BLOB)",
 }
 
 
@@ -109,6 +114,8 @@ def test_a_wrong_row_costs_nothing_that_is_right_on_the_disk(
 ) -> None:
     """SQLite has no checksums: a bit that flips in a row cost the file, or the start."""
     bench.close(stores.three_prefixes(bench))
+    where = "CAST(description AS TEXT) LIKE '%\"prefix_len\": 13,%'"
+    statement = f"UPDATE segments SET {statement} WHERE {where}"
     assert stores.change_index(bench.root, statement) == 1
 
     store = bench.open()

@@ -12,7 +12,7 @@ import pytest
 
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.prefix_hashes import prefix_digest
-from impress_sglang.store.restoring import newest_files, restore_segments
+from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
@@ -96,7 +96,7 @@ def test_who_takes_the_first_of_many_looks_at_few(tree: StoredTree, put: Put) ->
 def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
     new, old = stored_segment("a", P), stored_segment("b", [9], last_access=7)
 
-    assert restore_segments(tree, [new, old]) == []
+    assert restore_segments(tree, [new, old]) == ([], [])
 
     assert new.last_access == 8, "of a file without a row"
     assert old.last_access == 7, "kept from before the restart"
@@ -170,9 +170,7 @@ def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: Store
         stored_segment("m", [50], [*P[:3], 40]),
     )
 
-    kept, others = newest_files([back, new, below])
-
-    assert others == [] and restore_segments(tree, kept) == [back]
+    assert restore_segments(tree, [back, new, below]) == ([], [back])
     assert found(tree, [*P[:3], 40, 50]) == [("n", 0, 4), ("m", 0, 1)]
 
 

@@ -13,7 +13,7 @@ from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.purging import _Place
-from impress_sglang.store.restoring import newest_files, restore_segments
+from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
@@ -160,8 +160,9 @@ class TreeMachine(RuleBasedStateMachine):
             )
             for name in names
         ]
-        kept, others = newest_files(again)
         old, self.model, self.tree = self.model, PrefixModel(), StoredTree()
+        others, lost = restore_segments(self.tree, again)
+        kept = [own for own in again if own not in others]
         expected_lost = []
         for segment in sorted(kept, key=lambda s: (s.info.prefix_len, *age(s))):
             prefix = [token for token, _ in old.segments[segment.segment_id].above]
@@ -171,8 +172,6 @@ class TreeMachine(RuleBasedStateMachine):
                 expected_lost.append(segment.segment_id)
             else:
                 self.add_to_model(segment, above)
-
-        lost = restore_segments(self.tree, kept)
 
         assert sorted(s.segment_id for s in lost) == sorted(expected_lost)
         for other in others:
