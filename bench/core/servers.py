@@ -11,15 +11,14 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import requests
 
-from bench.core.ports import ReservedPort
-from bench.core.session import BenchFailed, step, work_folder
+from bench.core.session import BenchFailed, ReservedPort, step, work_folder
 from bench.core.zygote import ForkedProcess, Zygote
 
 # What is imported before a server starts: our file system and routes, rectangular attention, or
@@ -65,9 +64,17 @@ class Servers:
 
     @contextlib.contextmanager
     def running(
-        self, name: str, model: Path, dtype: str, *flags: str, preload: str | None = OURS
+        self,
+        name: str,
+        model: Path,
+        dtype: str,
+        *flags: str,
+        preload: str | None = OURS,
+        environment: Mapping[str, str] | None = None,
     ) -> Iterator[Server]:
         """A server for the time of a `with` block, killed at its end unless it was stopped.
+
+        Its environment has more variables for what is not read while SGLang is imported.
 
         Raises:
             BenchFailed: it ended, or did not answer in time; with the end of its log.
@@ -76,18 +83,13 @@ class Servers:
         with contextlib.closing(ReservedPort()) as port:
             listen = f"--port={port.number}"
             argv = [f"--model-path={model}", f"--dtype={dtype}", listen, *_FLAGS, *flags]
-            with self._show(f"{name}: starting a server"):
-                process = self._zygote.fork(argv, log, preload=preload)
-                server = Server(process, port.number, log)
-                try:
+            with contextlib.ExitStack() as stack:
+                with self._show(f"{name}: starting a server"):
+                    process = self._zygote.fork(argv, log, preload=preload, environment=environment)
+                    server = Server(process, port.number, log)
+                    stack.callback(server.kill)
                     server.wait_ready()
-                except BaseException:
-                    server.kill()
-                    raise
-            try:
                 yield server
-            finally:
-                server.kill()
 
 
 def store_flags(store: Path) -> list[str]:
@@ -120,23 +122,20 @@ def link_store(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def servers(
-    args: argparse.Namespace, show: Step = step, environment: Mapping[str, str] | None = None
-) -> Iterator[Servers]:
+def servers(args: argparse.Namespace, show: Step = step) -> Iterator[Servers]:
     """What starts servers, in the folder of `--keep` or a temporary one."""
-    with work_folder(args.keep) as folder, servers_in(folder, show, environment) as pool:
-        yield pool
-
-
-@contextlib.contextmanager
-def servers_in(
-    folder: Path, show: Step = step, environment: Mapping[str, str] | None = None
-) -> Iterator[Servers]:
-    """What starts servers, with more variables in their environment."""
     threads = str(len(os.sched_getaffinity(0)))
-    whole = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-    with contextlib.closing(Zygote(whole)) as zygote:
+    whole = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1"}
+    with work_folder(args.keep) as folder, contextlib.closing(Zygote(whole)) as zygote:
         yield Servers(folder, zygote, show)
+
+
+class Piece(NamedTuple):
+    """Of a streamed answer: when it came (perf_counter), tokens by then, and SGLang's meta_info."""
+
+    at: float
+    tokens: int
+    meta: Mapping[str, Any]
 
 
 class Server:
@@ -169,7 +168,7 @@ class Server:
         tokens: Sequence[int],
         new_tokens: int = 1,
         *,
-        custom: dict[str, Any] | None = None,
+        custom: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
         """Greedy generation of so many tokens; `custom` are the request's `custom_params`.
@@ -177,7 +176,7 @@ class Server:
         Raises:
             BenchFailed: the request failed.
         """
-        body = _body(tokens, new_tokens, custom) | fields
+        body = body_of(tokens, new_tokens, custom) | fields
         answer: dict[str, Any] = self.request("POST", "/generate", json=body).json()
         reason = answer["meta_info"]["finish_reason"] or {}
         if reason.get("type") != "length":
@@ -185,22 +184,15 @@ class Server:
         return answer
 
     def stream(
-        self,
-        tokens: Sequence[int],
-        new_tokens: int,
-        *,
-        custom: dict[str, Any] | None = None,
-    ) -> Generator[tuple[float, int], None, dict[str, Any]]:
-        """Greedy generation; yields when a piece arrived (perf_counter), and tokens up to it.
-
-        Returns:
-            `meta_info` of the last piece.
+        self, tokens: Sequence[int], new_tokens: int, custom: Mapping[str, Any] | None = None
+    ) -> Iterator[Piece]:
+        """Greedy generation; yields what has come.
 
         Raises:
             BenchFailed: the request failed.
         """
-        body = _body(tokens, new_tokens, custom) | {"stream": True}
-        count, meta = 0, {}
+        body = body_of(tokens, new_tokens, custom) | {"stream": True}
+        count = 0
         with self.request("POST", "/generate", json=body, stream=True) as response:
             try:
                 for line in response.iter_lines():
@@ -208,28 +200,20 @@ class Server:
                     if line.startswith(b"data: {"):
                         meta = json.loads(line.removeprefix(b"data: ")).get("meta_info", {})
                         count = meta.get("completion_tokens", 0)
-                        yield now, count
+                        yield Piece(now, count, meta)
             except requests.RequestException as error:
                 raise BenchFailed(f"a stream broke off: {error}{self._log_end()}") from error
         if count != new_tokens:
             raise BenchFailed(f"a stream ended after {count} of {new_tokens} tokens")
-        return meta
 
     def generate_together(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int = 1, *, at_once: int | None = None
-    ) -> list[dict[str, Any]]:
-        """Several requests at the same time, all of them or so many."""
-        with ThreadPoolExecutor(at_once or len(prompts)) as pool:
-            return list(pool.map(lambda tokens: self.generate(tokens, new_tokens), prompts))
-
-    def first_tokens(
         self,
         prompts: Sequence[Sequence[int]],
-        *,
         at_once: int,
-        custom: dict[str, Any] | None = None,
+        custom: Mapping[str, Any] | None = None,
+        new_tokens: int = 1,
     ) -> list[tuple[float, dict[str, Any]]]:
-        """Ask for one token of each prompt, of so many at a time.
+        """Greedy generation for each prompt, so many at a time.
 
         Returns:
             Seconds until each answer, and the answer.
@@ -237,13 +221,13 @@ class Server:
 
         def ask(tokens: Sequence[int]) -> tuple[float, dict[str, Any]]:
             began = time.perf_counter()
-            answer = self.generate(tokens, custom=custom)
+            answer = self.generate(tokens, new_tokens, custom=custom)
             return time.perf_counter() - began, answer
 
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(ask, prompts))
 
-    def store(self, tokens: Sequence[int], *, custom: dict[str, Any] | None = None) -> None:
+    def store(self, tokens: Sequence[int], *, custom: Mapping[str, Any] | None = None) -> None:
         """Compute a prompt, and empty the pool once it is written."""
         self.generate(tokens, custom=custom)
         self.flush()
@@ -332,13 +316,13 @@ class Server:
         return "; the end of its log:\n" + "\n".join(line[:300] for line in lines)
 
 
-def _body(
+def body_of(
     tokens: Sequence[int], new_tokens: int, custom: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Of a request for greedy generation."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    """The body of a request for greedy generation."""
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     if custom:
-        sampling["custom_params"] = custom
+        sampling["custom_params"] = dict(custom)
     return {"input_ids": list(tokens), "sampling_params": sampling}
 
 

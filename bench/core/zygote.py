@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,17 @@ from bench.core.session import ROOT
 
 TELL_WHERE = signal.SIGUSR1
 """A server's processes write to its log what each of their threads does."""
+
+
+IMPORTED = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.llama",
+    "sglang.srt.models.registry",
+    "impress_sglang.paper.plugin.factory",
+    "impress_sglang.plugin.entry",
+)
 
 
 class ForkedProcess:
@@ -88,14 +100,12 @@ class Zygote:
         Raises:
             RuntimeError: the zygote has ended.
         """
-        self._wait_ready()
+        if not self._ready:
+            assert self._answer() == "ready"
+            self._ready = True
+        order = {"argv": [*argv], "log": str(log), "preload": preload}
+        order["environment"] = dict(environment or {})
         assert self._process.stdin is not None
-        order = {
-            "argv": list(argv),
-            "log": str(log),
-            "preload": preload,
-            "environment": dict(environment or {}),
-        }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return ForkedProcess(int(self._answer()))
@@ -110,11 +120,6 @@ class Zygote:
             self._process.kill()
         self._process.wait()
 
-    def _wait_ready(self) -> None:
-        if not self._ready:
-            assert self._answer() == "ready"
-            self._ready = True
-
     def _answer(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
@@ -127,10 +132,12 @@ def main() -> None:
     """Import, then serve orders until standard input ends."""
     # As a server does after its warm-up: garbage collections pass over all that was imported.
     gc.disable()
-    _import_servers()
+    for module in IMPORTED:
+        importlib.import_module(module)
     _warm_up_soon()
     _end_when_told()
-    _find_names_in_a_table()
+    hook_registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+    hook_registry._propagate_patch = BoundNames().replace
     gc.freeze()
     gc.enable()
     children: set[int] = set()
@@ -157,30 +164,17 @@ def _reap(children: set[int]) -> None:
             children.discard(pid)
 
 
-def _import_servers() -> None:
-    for module in (
-        "sglang.srt.entrypoints.http_server",
-        "sglang.srt.managers.detokenizer_manager",
-        "sglang.srt.managers.scheduler",
-        "sglang.srt.models.llama",
-        "sglang.srt.models.registry",
-        "impress_sglang.paper.plugin.factory",
-        "impress_sglang.plugin.entry",
-    ):
-        importlib.import_module(module)
-
-
 def _become_server(order: dict[str, Any]) -> None:
     status = 1
     try:
         _prepare_process(order)
-        _serve(order)
+        if order["preload"]:
+            importlib.import_module(order["preload"])
+        launch(order["argv"])
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -256,12 +250,6 @@ class BoundNames:
                 yield from ((module, name) for name in list(vars(module)))
 
 
-def _find_names_in_a_table() -> None:
-    from sglang.srt.plugins import hook_registry
-
-    hook_registry._propagate_patch = BoundNames().replace
-
-
 def _prepare_process(order: dict[str, Any]) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -273,12 +261,6 @@ def _prepare_process(order: dict[str, Any]) -> None:
     faulthandler.register(TELL_WHERE, file=2)
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
-
-
-def _serve(order: dict[str, Any]) -> None:
-    if order["preload"]:
-        importlib.import_module(order["preload"])
-    launch(order["argv"])
 
 
 def launch(argv: list[str]) -> None:

@@ -11,8 +11,8 @@ one at a time, on the same prefixes, of normally distributed popularity.
   impress    the prefix in --bits
 
 The warm-up loads and runs no model. Cache sizes are shares of the KVs of all prefixes. Columns:
-TTFT in ms, of it what loading took, and waiting for the drive; MB from the drive per request, and
-the share of chunks by the tier where they were found.
+TTFT in ms, of it what loading took, and of that finding and opening the prefix and waiting for the
+drive; MB from the drive per request, and the share of chunks by the tier where they were found.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
                     engine.load(tokens_of(prefix, lengths[prefix]))
             # Caches fill alike at any speed.
             files.set_rate(args.ssd_mbps)
-            engine.reads = ReadStats()
+            engine.reads, engine.plan_seconds = ReadStats(), 0.0
             found = [engine.serve(tokens_of(prefix, lengths[prefix])) for prefix in measured]
-            rows.append(make_row(policy, found, engine.reads))
+            rows.append(make_row(policy, found, engine))
     figures = {"dtype": args.dtype, "device": args.device, "lengths": lengths, "rows": rows}
     return {"model": dataclasses.asdict(shape), "kv_bytes": kv_bytes, **figures}
 
@@ -190,6 +190,8 @@ class Engine:
         self._new = torch.arange(args.new_tokens, device=model.device)
         self.reads = ReadStats()
         """Of all loads."""
+        self.plan_seconds = 0.0
+        """That they took to find and open a prefix."""
 
     def serve(self, tokens: Tokens) -> tuple[float, float]:
         """Milliseconds to the first token behind a prefix and a question, and of loading."""
@@ -211,6 +213,7 @@ class Engine:
             BenchFailed: not all of it is stored.
             PrefixUnreadable: a chunk is missing, short or corrupt.
         """
+        began = time.perf_counter()
         store, slots = self._store, torch.arange(len(tokens), device=self._model.device)
         match = store.match(NAMESPACE, tokens)
         if match.num_tokens != len(tokens):
@@ -219,6 +222,7 @@ class Engine:
         source = store.open_whole(match.spans, self._planes)
         try:
             store.ahead.join(source)
+            self.plan_seconds += time.perf_counter() - began
             for layer, (keys, values) in enumerate(self._model.pools):
                 store.ahead.top_up()
                 nothing = contextlib.nullcontext
@@ -231,9 +235,9 @@ class Engine:
         store.poll()
 
 
-def make_row(policy: str, served: list[tuple[float, float]], reads: ReadStats) -> Row:
+def make_row(policy: str, served: list[tuple[float, float]], engine: Engine) -> Row:
     """The figures of a policy; a ratio of nothing is None."""
-    ttft = [own for own, _ in served]
+    reads, ttft = engine.reads, [own for own, _ in served]
     chunks = {"device": reads.device_chunks, "host": reads.host_chunks, "ssd": reads.ssd_chunks}
     return {
         "policy": policy,
@@ -241,6 +245,7 @@ def make_row(policy: str, served: list[tuple[float, float]], reads: ReadStats) -
         "ttft_ms": round(float(np.mean(ttft)), 2),
         "p99_ms": round(float(np.percentile(ttft, 99)), 2),
         "load_ms": round(float(np.mean([own for _, own in served])), 2),
+        "plan_ms": round(engine.plan_seconds / len(served) * 1e3, 2),
         "wait_ms": round(reads.wait_ms / len(served), 2),
         "ssd_mb": round(reads.ssd_bytes / len(served) / 1e6, 2),
         **{name: ratio(count, reads.chunks_accessed) for name, count in chunks.items()},

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from impress_sglang.plugin.rectangular import rectangular_attention
 from impress_sglang.storage.layout import KVShape
 
 
@@ -60,6 +59,7 @@ MODELS = {
         ModelShape("llama-2-7b", 32, 32, 32, 11008, 32000),
         ModelShape("llama-2-13b", 40, 40, 40, 13824, 32000),
         ModelShape("llama-3-8b", 32, 32, 8, 14336, 128256),
+        ModelShape("llama-3-70b", 80, 64, 8, 28672, 128256),
     )
 }
 
@@ -132,17 +132,8 @@ class Model:
 def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attention of n queries [n, Hq, D] over [kv, G, D] rows, the last n of them causal.
 
-    On a CPU that is the one of the server. It hides keys by a mask, which would take an accelerator
-    off its fast kernels; there a bias says which keys are seen.
+    A mask would take an accelerator off its fast kernels, so a bias says which keys are seen.
     """
-    scaling = queries.shape[2] ** -0.5
-    if queries.device.type == "cpu":
-        return rectangular_attention(queries, keys, values, scaling=scaling, causal=True)
-    return aligned_attention(queries, keys, values)
-
-
-def aligned_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The same by a bias that says which keys are seen."""
     from torch.nn.attention.bias import causal_lower_right
 
     output = functional.scaled_dot_product_attention(

@@ -19,14 +19,13 @@ CPU as well, where kernels are interpreted: whether the command works.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +33,7 @@ from bench.core.options import Option
 from bench.core.report import Result, Row, Table, describe_machine, plain
 from bench.core.session import ROOT, BenchFailed, step, work_folder
 
+CUDA = torch.cuda.is_available()
 OPTIONS = (
     Option("minutes", 25.0, "for all steps"),
     Option("out", None, "an empty folder for logs and figures (a temporary one)", parse=Path),
@@ -45,58 +45,45 @@ _ENGINE = (
 _SMALL = "--quick --policies=as,impress --requests=2 --warmup=4"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """A benchmark, or a test file where `tests` is true, and its arguments.
+class Step(NamedTuple):
+    """Arguments of a benchmark, or of pytest where the first one is a path, and with --quick.
 
     Attributes:
-        quick: the arguments with --quick; None: it is left out.
+        quick: None: it is left out.
         least: minutes below which it is not worth beginning.
-        needs: a package.
-        on_cpu: whether it says anything without a GPU.
+        needs: a package, or `cuda`; empty: nothing.
     """
 
     name: str
     command: str
     quick: str | None
     least: float
-    tests: bool = False
     needs: str = ""
-    on_cpu: bool = False
 
     def arguments(self, quick: bool, out: Path) -> list[str]:
         """Of Python."""
-        own = (self.quick if quick else self.command) or ""
-        if self.tests:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            return ["-m", "pytest", "-q", f"--device={device}", *own.split()]
-        return ["-m", "bench", *own.split(), f"--json={out / self.name}.json"]
+        own = ((self.quick if quick else self.command) or "").split()
+        if "/" in self.command.split()[0]:
+            return ["-m", "pytest", "-q", f"--device={'cuda' if CUDA else 'cpu'}", *own]
+        return ["-m", "bench", *own, f"--json={out / self.name}.json"]
 
     def why_not(self, quick: bool, minutes: float) -> str:
         """Why it is left out; empty if it is not."""
         if quick and self.quick is None:
             return "not with --quick"
-        if not self.on_cpu and not torch.cuda.is_available():
-            return "no GPU"
-        if self.needs and importlib.util.find_spec(self.needs) is None:
+        if self.needs and not (CUDA and (self.needs == "cuda" or find_spec(self.needs))):
             return f"no {self.needs}"
         return "no time left" if minutes < (0 if quick else self.least) else ""
 
 
+_TESTS = "tests/unit/triton"
 _SERVERS = "tests/serving/test_exact.py tests/serving/test_bits.py tests/serving/test_weights.py"
 STEPS = (
-    Step(
-        "tests",
-        "tests/unit/triton",
-        "tests/unit/triton/test_rows.py -k nothing",
-        1,
-        tests=True,
-        on_cpu=True,
-    ),
-    Step("kernels", "kernels", "kernels --quick", 1),
-    Step("host", f"engine {_ENGINE} --host-share=1.5", f"engine {_SMALL}", 3, on_cpu=True),
-    Step("drive", f"engine {_ENGINE} --host-share=0", None, 3),
-    Step("servers", _SERVERS, None, 4, tests=True, needs="sglang"),
+    Step("tests", _TESTS, f"{_TESTS}/test_rows.py -k nothing", 1),
+    Step("kernels", "kernels", "kernels --quick", 1, "cuda"),
+    Step("host", f"engine {_ENGINE} --host-share=1.5", f"engine {_SMALL}", 3),
+    Step("drive", f"engine {_ENGINE} --host-share=0", None, 3, "cuda"),
+    Step("servers", _SERVERS, None, 4, "sglang"),
 )
 
 
@@ -130,17 +117,12 @@ def take(own: Step, quick: bool, deadline: float, out: Path) -> Row:
     if reason := own.why_not(quick, left / 60):
         return {"step": own.name, "state": reason, "seconds": 0, "told": ""}
     began = time.monotonic()
-    with step(own.name), (out / f"{own.name}.log").open("w") as log:
-        state = _run(own.arguments(quick, out), log.fileno(), left)
-    told = (out / f"{own.name}.log").read_text(errors="replace")[-2000:]
-    seconds = round(time.monotonic() - began, 1)
+    path, command = out / f"{own.name}.log", [sys.executable, *own.arguments(quick, out)]
+    with step(own.name), path.open("w") as log:
+        try:
+            done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=left)
+            state = "failed" if done.returncode else "done"
+        except subprocess.TimeoutExpired:
+            state = "out of time"
+    seconds, told = round(time.monotonic() - began, 1), path.read_text(errors="replace")[-2000:]
     return {"step": own.name, "state": state, "seconds": seconds, "told": told}
-
-
-def _run(arguments: Sequence[str], log: int, seconds: float) -> str:
-    command = [sys.executable, *arguments]
-    try:
-        done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return "out of time"
-    return "failed" if done.returncode else "done"

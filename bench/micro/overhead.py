@@ -142,7 +142,7 @@ def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Ro
             for which in order:
                 began = time.perf_counter()
                 pair[which].generate_together(
-                    prompts, workload.new_tokens, at_once=args.concurrency
+                    prompts, args.concurrency, new_tokens=workload.new_tokens
                 )
                 if number >= 0:
                     seconds[which].append(time.perf_counter() - began)

@@ -15,10 +15,9 @@ down to --ssd-mbps, so that a small model on a CPU has the proportions of a larg
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from bench.core.options import ASKING, Option, one_of
 from bench.core.report import Column, Result, Row, Table, ratio
 from bench.core.servers import SPARE_TOKENS, Server, Servers, link_store, servers
 from bench.core.session import BenchFailed, step
-from bench.policies.trace import MIN_SIGMA, Request, Trace, TraceOptions, make_trace
+from bench.policies.trace import MIN_SIGMA, Tokens, make_trace
 from impress_sglang.options import PART_POLICIES
 from impress_sglang.options import POLICIES as ALL_POLICIES
 
@@ -91,50 +90,38 @@ FIRST_SHARE = 2 / 3
 SETTLE_SHARE = 0.1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tiers:
-    """Caches in MB in front of the SSD."""
-
-    device_mb: float
-    host_mb: float
-
-
-NO_TIERS = Tiers(0, 0)
+TRACED = ("prefixes", "prefix_tokens", "warmup", "settle", "requests", "sigma", "seed")
 
 
 def run(args: argparse.Namespace) -> Result:
     """Measure all policies."""
-    options = TraceOptions(
-        prefixes=args.prefixes,
-        prefix_tokens=args.prefix_tokens,
-        warmup=args.warmup,
-        settle=max(1, round(args.warmup * SETTLE_SHARE)),
-        requests=args.requests,
-        sigma=args.sigma or max(MIN_SIGMA, args.prefixes / 4),
-        seed=args.seed,
-    )
+    args.settle = max(1, round(args.warmup * SETTLE_SHARE))
+    args.sigma = args.sigma or max(MIN_SIGMA, args.prefixes / 4)
     with servers(args) as pool:
-        comparison = Comparison(args, pool, options)
+        comparison = Comparison(args, pool)
         kinds = dict.fromkeys(map(store_kind, args.policies))
         # As the first policy has them.
         stored_bytes, *_ = map(comparison.prepare, kinds)
-        sizes = (share * stored_bytes / 1e6 for share in (args.device_share, args.host_share))
-        tiers = Tiers(*(round(size, 1) for size in sizes))
+        device_mb, host_mb = tiers = (
+            round(args.device_share * stored_bytes / 1e6, 1),
+            round(args.host_share * stored_bytes / 1e6, 1),
+        )
         rows = [comparison.measure(name, tiers) for name in args.policies]
     add_speedups(rows)
     note = f"SSD: emulated, {args.ssd_mbps:g} MB/s" if args.ssd_mbps else "SSD: the real one"
     caption = (
         f"{args.prefixes} prefixes of about {args.prefix_tokens} tokens; {note}; caches: device "
-        f"{tiers.device_mb:g} MB, host {tiers.host_mb:g} MB of {stored_bytes / 1e6:,.0f} MB "
+        f"{device_mb:g} MB, host {host_mb:g} MB of {stored_bytes / 1e6:,.0f} MB "
         "stored; MB and chunks are per request"
     )
+    traced = {name: getattr(args, name) for name in TRACED}
     figures = {
         "model": comparison.model.name,
         "datasets": args.datasets,
-        "trace": {**dataclasses.asdict(options), **comparison.trace.describe()},
+        "trace": {**traced, **comparison.trace.describe()},
         "stored_bytes": stored_bytes,
-        "device_mb": tiers.device_mb,
-        "host_mb": tiers.host_mb,
+        "device_mb": device_mb,
+        "host_mb": host_mb,
         "emulated_ssd_mbps": args.ssd_mbps or None,
         "policies": rows,
     }
@@ -144,13 +131,13 @@ def run(args: argparse.Namespace) -> Result:
 class Comparison:
     """The trace, its prefixes in stores, and a server for each policy."""
 
-    def __init__(self, args: argparse.Namespace, pool: Servers, options: TraceOptions) -> None:
+    def __init__(self, args: argparse.Namespace, pool: Servers) -> None:
         """Build the trace.
 
         Raises:
             BenchFailed: the data cannot give it.
         """
-        if options.prefix_tokens < 2 * MIN_PREFIX_TOKENS:
+        if args.prefix_tokens < 2 * MIN_PREFIX_TOKENS:
             raise BenchFailed(f"--prefix-tokens must be at least {2 * MIN_PREFIX_TOKENS}")
         self.model = model_folder(args.model)
         datasets = {
@@ -158,10 +145,8 @@ class Comparison:
             for name in args.datasets
         }
         with step("building the trace"):
-            self.trace: Trace = make_trace(datasets, load_tokenize(self.model), options)
-        self._args = args
-        self._pool = pool
-        self._running = args.running or args.concurrency
+            self.trace = make_trace(datasets, load_tokenize(self.model), args)
+        self._args, self._pool = args, pool
 
     def prepare(self, kind: str) -> int:
         """Compute and store every prefix; returns bytes on SSD.
@@ -169,31 +154,31 @@ class Comparison:
         Raises:
             BenchFailed: not all were stored.
         """
-        store = self._prepared(kind)
+        store, prefixes = self._pool.folder / f"prepared-{kind}", self.trace.prefixes
         with (
-            self._server(store.name, STORED_BY[kind], store, NO_TIERS) as server,
+            self._server(store.name, STORED_BY[kind], store) as server,
             step(f"computing the prefixes for {kind}"),
         ):
-            for prefix in self.trace.prefixes:
+            for prefix in prefixes:
                 # While a prefix is written, the pool has no room to write another.
                 server.store(prefix)
             server.stop()
         sizes = [path.stat().st_size for path in store.glob("*/segments/*/*") if path.is_file()]
-        if len(sizes) != len(self.trace.prefixes):
+        if len(sizes) != len(prefixes):
             raise BenchFailed(
-                f"{len(sizes)} segments were stored for {len(self.trace.prefixes)} prefixes; is "
-                "there room on the SSD?"
+                f"{len(sizes)} segments were stored for {len(prefixes)} prefixes; is there room on "
+                "the SSD?"
             )
         return sum(sizes)
 
-    def measure(self, name: str, tiers: Tiers) -> Row:
-        """The figures of a policy, on a server with all prefixes.
+    def measure(self, name: str, tiers: tuple[float, float]) -> Row:
+        """The figures of a policy, on a server with all prefixes and caches of so many MB.
 
         Raises:
             BenchFailed: the server counted other requests than those that were measured.
         """
         measured, store = self.trace.measured, self._pool.folder / f"store-{name}"
-        link_store(self._prepared(store_kind(name)), store)
+        link_store(self._pool.folder / f"prepared-{store_kind(name)}", store)
         with self._server(name, name, store, tiers) as server, step(f"{name}: measuring"):
             if ordinary(name) == "recompute":
                 measured = measured[: self._args.recompute_requests]
@@ -208,10 +193,9 @@ class Comparison:
         shutil.rmtree(store)
         return make_row(name, ttft_ms, found)
 
-    def _ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
+    def _ask(self, server: Server, prompts: Sequence[Tokens]) -> list[float]:
         """Milliseconds to the first token of each request."""
-        prompts = [request.tokens for request in requests]
-        answers = server.first_tokens(prompts, at_once=self._args.concurrency)
+        answers = server.generate_together(prompts, self._args.concurrency)
         return [seconds * 1e3 for seconds, _ in answers]
 
     def _warm_up(self, server: Server, name: str) -> None:
@@ -227,26 +211,22 @@ class Comparison:
         server.emulate_ssd(self._args.ssd_mbps)
         self._ask(server, self.trace.settle)
 
-    def _prepared(self, kind: str) -> Path:
-        return self._pool.folder / f"prepared-{kind}"
-
     def _server(
-        self, name: str, policy: str, store: Path, tiers: Tiers
-    ) -> contextlib.AbstractContextManager[Server]:
+        self, name: str, policy: str, store: Path, tiers: tuple[float, float] = (0, 0)
+    ) -> AbstractContextManager[Server]:
         # No more than the requests under way: prefixes of earlier ones have to be loaded.
-        slots = self._running * self.trace.longest_prompt + SPARE_TOKENS
+        running = self._args.running or self._args.concurrency
+        slots = running * self.trace.longest_prompt + SPARE_TOKENS
+        flags = [f"--max-total-tokens={slots}", f"--max-running-requests={running}"]
+        flags += policy_flags(policy, store, self._args.retention, tiers)
         return self._pool.running(
-            name,
-            self.model,
-            self._args.dtype,
-            f"--max-total-tokens={slots}",
-            f"--max-running-requests={self._running}",
-            *policy_flags(policy, store, self._args.retention, tiers),
-            *self._args.server_flag,
+            name, self.model, self._args.dtype, *flags, *self._args.server_flag
         )
 
 
-def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
+def policy_flags(
+    policy: str, store: Path, retention: float, tiers: tuple[float, float]
+) -> list[str]:
     """Arguments of the extension for one policy; `retention` is for those that use parts."""
     name = ordinary(policy)
     flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={name}"]
@@ -260,8 +240,8 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         f"--impress-retention={retention if name in PART_POLICIES else 1.0}",
         # A measured request leaves nothing behind.
         "--impress-approximation-depth=0",
-        f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
-        f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
+        f"--impress-device-gb={tiers[0] / 1e3:.6f}",
+        f"--impress-host-gb={tiers[1] / 1e3:.6f}",
     ]
     if policy.endswith(NO_LOOKAHEAD):
         flags.append("--impress-lookahead=off")

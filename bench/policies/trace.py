@@ -7,12 +7,12 @@ distribution over the prefixes, as in section 6.1 of the paper. Equal options gi
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import itertools
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,74 +25,58 @@ MAX_QUESTION_TOKENS = 63
 MIN_SIGMA = 0.25
 # Share of a data set's examples that are asked and never shown.
 _ASKED_SHARE = 0.3
+Tokens = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """What determines a trace, beside its data; `sigma` is in prefixes."""
+class Trace(NamedTuple):
+    """Prefixes and requests as tokens, these in their order: warm-up, second warm-up, measured."""
 
-    prefixes: int
-    prefix_tokens: int
-    warmup: int
-    settle: int
-    requests: int
-    sigma: float
-    seed: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """A prefix by its number, and all tokens of a question after it."""
-
-    prefix: int
-    tokens: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Trace:
-    """Prefixes as tokens, and the requests in their order: warm-up, second warm-up, measured."""
-
-    prefixes: list[tuple[int, ...]]
-    warmup: list[Request]
-    settle: list[Request]
-    measured: list[Request]
+    prefixes: list[Tokens]
+    warmup: list[Tokens]
+    settle: list[Tokens]
+    measured: list[Tokens]
 
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest request."""
-        asked = (*self.warmup, *self.settle, *self.measured)
-        return max(len(request.tokens) for request in asked)
+        return max(map(len, (*self.warmup, *self.settle, *self.measured)))
 
     def describe(self) -> dict[str, Any]:
         """What a result says of its trace."""
-        counts = Counter(request.prefix for request in self.measured)
+        # No two prefixes begin alike.
+        counts = Counter(tokens[0] for tokens in self.measured)
         return {
             "prefix_lengths": [len(prefix) for prefix in self.prefixes],
             "longest_prompt": self.longest_prompt,
-            "measured_requests_per_prefix": [counts[i] for i in range(len(self.prefixes))],
+            "measured_requests_per_prefix": [counts[prefix[0]] for prefix in self.prefixes],
         }
 
 
 def make_trace(
-    datasets: Mapping[str, Sequence[Question]], tokenize: Tokenize, options: TraceOptions
+    datasets: Mapping[str, Sequence[Question]], tokenize: Tokenize, args: argparse.Namespace
 ) -> Trace:
     """Build the trace; prefix i is of data set i modulo their number.
+
+    Args:
+        datasets: by name.
+        tokenize: by the model's tokenizer.
+        args: the options `prefixes`, `prefix_tokens`, `warmup`, `settle`, `requests` (how many of
+            each), `sigma` (in prefixes) and `seed`.
 
     Raises:
         BenchFailed: there are too few examples, or no two prefixes to take turns.
     """
-    if options.prefixes < 2 or options.sigma < MIN_SIGMA:
+    if args.prefixes < 2 or args.sigma < MIN_SIGMA:
         raise BenchFailed(f"a trace needs two prefixes and a sigma of at least {MIN_SIGMA}")
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(args.seed)
     pools = [_Pool(name, rows, tokenize, rng) for name, rows in sorted(datasets.items())]
-    prefixes = [
-        pools[i % len(pools)].make_prefix(i, options.prefix_tokens) for i in range(options.prefixes)
-    ]
-    total = options.warmup + options.settle + options.requests
-    draws = draw_prefixes(total, options.prefixes, options.sigma, rng)
-    asked = [Request(i, prefixes[i] + next(pools[i % len(pools)].questions)) for i in draws]
-    first, second = options.warmup, options.warmup + options.settle
-    return Trace(prefixes, asked[:first], asked[first:second], asked[second:])
+    takes = [pools[number % len(pools)] for number in range(args.prefixes)]
+    prefixes = [own.make_prefix(i, args.prefix_tokens) for i, own in enumerate(takes)]
+    total = args.warmup + args.settle + args.requests
+    draws = draw_prefixes(total, args.prefixes, args.sigma, rng)
+    asked = iter([prefixes[i] + next(takes[i].questions) for i in draws])
+    parts = (args.warmup, args.settle, args.requests)
+    return Trace(prefixes, *(list(itertools.islice(asked, count)) for count in parts))
 
 
 def draw_prefixes(count: int, prefixes: int, sigma: float, rng: np.random.Generator) -> list[int]:
@@ -128,7 +112,7 @@ class _Pool:
                 f"data set {name} has no question of at most {MAX_QUESTION_TOKENS} tokens to ask"
             )
         # They come round again when all were asked.
-        self.questions = itertools.cycle(short)
+        self.questions: Iterator[Tokens] = itertools.cycle(short)
 
     def make_prefix(self, number: int, length: int) -> tuple[int, ...]:
         """A heading, and as many examples as fit into `length` tokens."""

@@ -22,11 +22,12 @@ the mean over the paper's tasks.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import math
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +36,18 @@ from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder
 from bench.core.options import ASKING, Option, one_of
 from bench.core.report import Column, Result, Row, Table, interval
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers, store_flags
-from bench.core.session import step
-from bench.quality.asking import Answer, Asked, ask, centred_shift, chosen_option
-from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
+from bench.core.session import BenchFailed, step
+from bench.quality.tasks import (
+    MIN_PREFIX_TOKENS,
+    NORMALISED,
+    PAPER_TASKS,
+    TASKS,
+    Item,
+    Task,
+    make_task,
+)
 from impress_sglang.codes.rows.basis import Basis
-from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, PART_POLICIES
+from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, EXACTLY, PART_POLICIES
 
 Floats = NDArray[np.float64]
 REFERENCE = "recompute"
@@ -65,8 +73,34 @@ def _bits(text: str) -> float:
     return value
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class System:
+class Way(NamedTuple):
+    """How a system is asked: for a share of the prefix's tokens, or for all in so many `bits`, as
+    requests share them; None leaves it to the server, which answers exactly."""
+
+    system: str
+    retention: float | None = None
+    bits: float | None = None
+
+    @property
+    def approximate(self) -> bool:
+        """Whether it must read a part of the prefix, or all of it in few bits."""
+        return self.bits is not None or (self.retention or 1.0) < 1.0
+
+    @property
+    def custom(self) -> dict[str, Any]:
+        """The request's `custom_params`."""
+        if self.retention is None:
+            return {}
+        custom: dict[str, Any] = {"impress_retention": self.retention}
+        if not self.approximate:
+            custom["impress_bits"] = EXACTLY
+        elif self.bits in BITS:
+            # Those of a basis are what a server gives that has one.
+            custom["impress_bits"] = self.bits
+        return custom
+
+
+class System(NamedTuple):
     """A name, and the policy and other flags of its server; `rate`: of its basis, if it has one."""
 
     name: str
@@ -79,24 +113,21 @@ class System:
         """Whether its policy uses prefixes only as they were computed."""
         return self.policy not in (*CODED_POLICIES, *PART_POLICIES)
 
-    def ways(self, retentions: Sequence[float], bits: Sequence[float]) -> list[Asked]:
+    def ways(self, retentions: Sequence[float], bits: Sequence[float]) -> list[Way]:
         """How it is asked; exact answers of a server store more than the prefixes, so come last."""
         if self.exact:
-            return [Asked(self.name, None, approximate=False)]
+            return [Way(self.name)]
         if self.rate is not None:
-            return [Asked(f"{self.name}@{self.rate:g}", 1.0, approximate=True, bits=self.rate)]
+            return [Way(f"{self.name}@{self.rate:g}", 1.0, self.rate)]
         if self.policy in PART_POLICIES:
-            fewer = [Asked(self.name, r, approximate=True) for r in sorted(retentions) if r < 1]
+            fewer = [Way(self.name, own) for own in sorted(retentions) if own < 1]
         else:
-            fewer = [Asked(f"{self.name}@{own:g}", 1.0, approximate=True, bits=own) for own in bits]
-        exact = [Asked(self.name, 1.0, approximate=False)] if 1 in retentions else []
-        return [*fewer, *exact]
+            fewer = [Way(f"{self.name}@{own:g}", 1.0, own) for own in bits]
+        return [*fewer, *([Way(self.name, 1.0)] if 1 in retentions else [])]
 
 
 POLICIES = {REFERENCE: "recompute", "as": "as", "h2o": "as+h2o+lru", "paper": "paper"}
-SYSTEMS = {name: System(name, policy) for name, policy in POLICIES.items()} | {
-    "impress": System("impress", "impress"),
-}
+SYSTEMS = {name: System(name, own) for name, own in {**POLICIES, "impress": "impress"}.items()}
 USUAL = ("h2o", "paper", "impress")
 ASKED = ("piqa", "copa", "openbookqa", "squad")
 OPTIONS = (
@@ -113,25 +144,22 @@ OPTIONS = (
     Option("concurrency", 4, "requests under way"),
     *ASKING,
 )
+TASK_OPTIONS = ("prefixes", "shots", "prefix_tokens", "passages", "examples", "seed")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """Answers of a system to a task; `retention` is 1 for exact systems."""
+class Measured(NamedTuple):
+    """Answers of a system to a task: of each question the log-likelihoods of its options in nats,
+    and `meta_info["impress"]` of each of its requests."""
 
-    asked: Asked
+    way: Way
     task: Task
-    answers: list[Answer]
+    logliks: list[list[float]]
+    reports: list[list[Row]]
 
     @property
-    def retention(self) -> float:
-        """Share of the prefix that was used."""
-        return 1.0 if self.asked.retention is None else self.asked.retention
-
-    @property
-    def logliks(self) -> list[list[float]]:
-        """Of each option of each question, [n][options]."""
-        return [answer.logliks for answer in self.answers]
+    def key(self) -> tuple[str, float]:
+        """The system, and the share of the prefix that was used."""
+        return self.way.system, self.way.retention or 1.0
 
     @property
     def choices(self) -> list[int]:
@@ -142,41 +170,28 @@ class Measured:
     @property
     def right(self) -> Floats:
         """1 for each right answer, [n]."""
-        gold = [item.gold for item in self.task.items]
-        return np.array([float(a == b) for a, b in zip(self.choices, gold, strict=True)])
-
-    def agreement(self, reference: Measured) -> Floats:
-        """1 for each question with the same choice as the reference, [n]."""
-        pairs = zip(self.choices, reference.choices, strict=True)
-        return np.array([float(one == other) for one, other in pairs])
+        return _equal(self.choices, [item.gold for item in self.task.items])
 
 
 def run(args: argparse.Namespace) -> Result:
     """Ask all systems."""
-    names = [REFERENCE, *(name for name in args.systems if name != REFERENCE)]
-    systems = [SYSTEMS[name] for name in names]
+    systems = [SYSTEMS[name] for name in dict.fromkeys((REFERENCE, *args.systems))]
     if args.basis is not None:
         rate = round(Basis.load(args.basis).rate, 2)
-        flag = f"--impress-basis={args.basis}"
-        systems.append(System("basis", "impress", (flag,), rate))
+        systems.append(System("basis", "impress", (f"--impress-basis={args.basis}",), rate))
     model = model_folder(args.model)
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TaskOptions)}
-    options, tokenize = TaskOptions(**given), load_tokenize(model)
-    tasks = [make_task(name, args.data, tokenize, options) for name in args.tasks]
+    tokenize = load_tokenize(model)
+    tasks = [make_task(name, tokenize, args) for name in args.tasks]
     with servers(args) as pool:
-        measured = [
-            measurement
-            for system in systems
-            for measurement in _measure(args, pool, model, system, tasks)
-        ]
+        found = [own for system in systems for own in _measure(args, pool, model, system, tasks)]
     size = kv_bytes_per_token(model, args.dtype)
     with step("intervals"):
-        rows = make_rows(measured, size, args.seed)
+        rows = make_rows(found, size, args.seed)
     figures = {
         "model": model.name,
         "kv_bytes_per_token": size,
-        "options": given,
-        "systems": [dataclasses.asdict(system) for system in systems],
+        "options": {name: getattr(args, name) for name in TASK_OPTIONS},
+        "systems": [system._asdict() for system in systems],
         "server_flags": args.server_flag,
         "tasks": [
             {
@@ -189,14 +204,13 @@ def run(args: argparse.Namespace) -> Result:
         ],
         "rows": rows,
         "answers": [
-            {
-                "system": measurement.asked.system,
-                "retention": measurement.retention,
-                "task": measurement.task.name,
-                "choices": measurement.choices,
-                "logliks": [[round(x, 5) for x in own] for own in measurement.logliks],
+            dict(zip(("system", "retention"), own.key, strict=True))
+            | {
+                "task": own.task.name,
+                "choices": own.choices,
+                "logliks": [[round(x, 5) for x in logliks] for logliks in own.logliks],
             }
-            for measurement in measured
+            for own in found
         ],
     }
     lengths = {task.name: sorted(map(len, task.prefixes)) for task in tasks}
@@ -224,61 +238,139 @@ def _measure(
         *args.server_flag,
     ]
     with pool.running(system.name, model, args.dtype, *flags) as server:
-        _store(server, system, tasks)
-        measured = []
-        for asked in system.ways(args.retentions, args.bits):
+        # The same prefix may belong to two tasks. Where a part of a stored beginning would be used,
+        # what comes after it is not stored.
+        exact = Way(system.name, None if system.exact else 1.0).custom
+        for prefix in sorted({tuple(prefix) for task in tasks for prefix in task.prefixes}):
+            server.store(prefix, custom=exact)
+        found = []
+        for way in system.ways(args.retentions, args.bits):
             for task in tasks:
-                with step(f"{asked.system} {asked.retention or ''}: {task.name}"):
-                    answers = ask(server, task, asked, args.concurrency)
-                measured.append(Measured(asked, task, answers))
+                with step(f"{way.system} {way.retention or ''}: {task.name}"):
+                    found.append(_ask_all(server, task, way, args.concurrency))
         server.check_log()
     shutil.rmtree(store, ignore_errors=True)
-    return measured
+    return found
 
 
-def _store(server: Server, system: System, tasks: Sequence[Task]) -> None:
-    """Let the server compute the prefixes, and so store them."""
-    # The same prefix may belong to two tasks.
-    for prefix in sorted({tuple(prefix) for task in tasks for prefix in task.prefixes}):
-        # Where a part of a stored beginning would be used, what comes after it is not stored.
-        exact = {} if system.exact else Asked(system.name, 1.0, approximate=False).custom
-        server.generate(prefix, custom=exact)
-        # Waits for the write, and empties the device pool.
-        server.flush()
+def _ask_all(server: Server, task: Task, way: Way, concurrency: int) -> Measured:
+    with ThreadPoolExecutor(concurrency) as pool:
+        pairs = pool.map(
+            lambda item: _ask(server, task.prefixes[item.prefix], item, way), task.items
+        )
+        logliks, reports = zip(*pairs, strict=True)
+    return Measured(way, task, list(logliks), list(reports))
+
+
+def _ask(
+    server: Server, prefix: Sequence[int], item: Item, way: Way
+) -> tuple[list[float], list[Row]]:
+    """A request for each option.
+
+    Raises:
+        BenchFailed: one failed, or was not served as asked.
+    """
+    logliks, reports = [], []
+    for option in item.options:
+        answer = server.generate(
+            [*prefix, *item.question, *option],
+            custom=way.custom,
+            return_logprob=True,
+            # The first entry belongs to the last token of the question and has no value. An
+            # earlier start would also keep SGLang from using the whole prefix.
+            logprob_start_len=len(prefix) + len(item.question) - 1,
+        )
+        meta = answer["meta_info"]
+        logliks.append(option_loglik(meta, option))
+        check_path(meta["impress"], len(prefix), way)
+        reports.append(meta["impress"])
+    return logliks, reports
+
+
+def option_loglik(meta_info: Mapping[str, Any], option: Sequence[int]) -> float:
+    """Log-likelihood of an option in nats.
+
+    Raises:
+        BenchFailed: the log-probabilities are not those of the option's tokens.
+    """
+    entries = meta_info["input_token_logprobs"][1:]
+    if (tokens := [entry[1] for entry in entries]) != list(option):
+        raise BenchFailed(f"asked for log-probabilities of {list(option)}, got those of {tokens}")
+    total = math.fsum(entry[0] for entry in entries)
+    if not math.isfinite(total):
+        raise BenchFailed(f"the log-probabilities of an option sum up to {total}")
+    return total
+
+
+def chosen_option(task: str, item: Item, logliks: Sequence[float]) -> int:
+    """Place of the most likely option, the first of equals; per byte if the task is normalised."""
+    sizes = item.option_bytes if task in NORMALISED else (1,) * len(logliks)
+    values = [value / max(1, size) for value, size in zip(logliks, sizes, strict=True)]
+    return values.index(max(values))
+
+
+def centred_shift(
+    logliks: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
+) -> float:
+    """Mean absolute difference of centred option log-likelihoods, [n][options], in nats."""
+    pairs = zip(map(np.array, logliks), map(np.array, reference), strict=True)
+    return float(np.mean([np.abs(a - a.mean() - b + b.mean()).mean() for a, b in pairs]))
+
+
+def check_path(report: Mapping[str, Any], prefix_tokens: int, way: Way) -> None:
+    """Check that a request used its prefix as the system must.
+
+    Raises:
+        BenchFailed: it did not; the message says what came instead.
+    """
+    path, stored, loaded = (report[name] for name in ("path", "stored_tokens", "loaded_tokens"))
+    if not way.approximate:
+        right = not report["approximate"] and (path != "ssd" or loaded == stored)
+    elif way.bits is not None:
+        # Of its class: who finds the prefix resident, or the beginning that it shares with others,
+        # has loaded no more than the rest.
+        right = report["approximate"] and stored + report["resident_tokens"] >= prefix_tokens
+        right = right and report["bits"] >= way.bits - 0.5
+    else:
+        assert way.retention is not None
+        # The same rounding as the server's, which forgives 0.1 * 30 > 3.
+        wanted = max(1, math.ceil(way.retention * stored - 1e-9))
+        right = path == "ssd" and stored >= prefix_tokens and loaded == wanted
+    if report["recomputed"] or not right:
+        raise BenchFailed(f"{way}, with a prefix of {prefix_tokens} tokens, got {report}")
 
 
 def make_rows(measured: Sequence[Measured], kv_bytes: int, seed: int) -> list[Row]:
     """A row per system, retention and task, and those of their mean last."""
-    by_key = {(m.asked.system, m.retention, m.task.name): m for m in measured}
-    rows = [_make_row([m], m.task.name, by_key, kv_bytes, seed) for m in measured]
-    names = list(dict.fromkeys(m.task.name for m in measured))
+    by_key = {(*own.key, own.task.name): own for own in measured}
+    names = list(dict.fromkeys(own.task.name for own in measured))
     paper = set(PAPER_TASKS) <= set(names)
     title, averaged = (PAPER_MEAN, list(PAPER_TASKS)) if paper else (OTHER_MEAN, names)
+    groups = [([own], own.task.name) for own in measured]
     if len(averaged) > 1:
-        for system, retention in dict.fromkeys((m.asked.system, m.retention) for m in measured):
-            parts = [by_key[system, retention, name] for name in averaged]
-            rows.append(_make_row(parts, title, by_key, kv_bytes, seed))
+        for key in dict.fromkeys(own.key for own in measured):
+            groups.append(([by_key[*key, name] for name in averaged], title))
+    rows = []
+    for parts, name in groups:
+        references = [by_key[REFERENCE, 1.0, part.task.name] for part in parts]
+        rows.append(_make_row(list(zip(parts, references, strict=True)), name, kv_bytes, seed))
     return rows
 
 
 def _make_row(
-    parts: Sequence[Measured],
-    title: str,
-    by_key: Mapping[tuple[str, float, str], Measured],
-    kv_bytes: int,
-    seed: int,
+    pairs: Sequence[tuple[Measured, Measured]], title: str, kv_bytes: int, seed: int
 ) -> Row:
-    """A row over one task, or the mean over several, each with the same weight."""
-    asked, retention = parts[0].asked, parts[0].retention
-    references = [by_key[REFERENCE, 1.0, part.task.name] for part in parts]
-    pairs = list(zip(parts, references, strict=True))
-    agreements = [part.agreement(reference) for part, reference in pairs]
-    differences = [100 * (part.right - reference.right) for part, reference in pairs]
+    """A row over one task, or the mean over several, each with the same weight: answers, and those
+    of the reference."""
+    parts = [part for part, _ in pairs]
+    system, retention = parts[0].key
+    agreements = [_equal(part.choices, other.choices) for part, other in pairs]
+    differences = [100 * (part.right - other.right) for part, other in pairs]
     return {
-        "system": asked.system,
+        "system": system,
         "retention": retention,
         "task": title,
-        "n": sum(len(part.answers) for part in parts),
+        "n": sum(len(part.logliks) for part in parts),
         "accuracy": _mean([float(part.right.mean()) for part in parts]),
         "shift_nats": _mean([centred_shift(own.logliks, exact.logliks) for own, exact in pairs]),
         "read": _mean([byte_share(part, kv_bytes, "ssd_bytes") for part in parts]),
@@ -292,11 +384,16 @@ def byte_share(measured: Measured, kv_bytes: int, counter: str) -> float | None:
     """Mean bytes of requests that read from SSD over those of their whole prefix; None of none."""
     shares = [
         report[counter] / (len(measured.task.prefixes[item.prefix]) * kv_bytes)
-        for item, answer in zip(measured.task.items, measured.answers, strict=True)
-        for report in answer.reports
+        for item, reports in zip(measured.task.items, measured.reports, strict=True)
+        for report in reports
         if report["path"] == "ssd"
     ]
     return float(np.mean(shares)) if shares else None
+
+
+def _equal(one: Sequence[int], other: Sequence[int]) -> Floats:
+    """1 for each place where both are the same, [n]."""
+    return (np.array(one) == np.array(other)).astype(float)
 
 
 def _with_interval(name: str, strata: Sequence[Floats], seed: int) -> Row:
@@ -311,12 +408,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _interval(name: str, scale: float = 1.0, sign: str = "+") -> Any:
-    def cell(row: Row) -> str | None:
-        if row.get(name) is None:
-            return None
-        low, high = row[f"{name}_interval"]
-        form = f"{sign}.1f"
-        return f"{scale * row[name]:{form}} [{scale * low:{form}}, {scale * high:{form}}]"
+    def cell(row: Row) -> str:
+        own = [scale * value for value in (row[name], *row[f"{name}_interval"])]
+        return "{} [{}, {}]".format(*(f"{value:{sign}.1f}" for value in own))
 
     return cell
 

@@ -23,7 +23,7 @@ TTFT       the median, one request at a time; *many*, *per s*: the median of --c
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import itertools
 import math
 import random
 import re
@@ -33,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.core.data import SEPARATOR, Row, Tokenize, load_tokenize, model_folder, read_rows
 from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
@@ -85,8 +85,7 @@ SHOTS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """Tokens of a prompt: its documents, of which an order is stored, and the right answer."""
 
     head: list[int]
@@ -99,19 +98,23 @@ class Question:
     answers: list[str]
     """All that are right."""
 
-    def prompt(self, order: Sequence[int]) -> list[int]:
-        """Up to the question."""
+    def documents_in(self, order: Sequence[int]) -> list[int]:
+        """The prompt up to the question, with documents in some order."""
         return [*self.head, *(token for number in order for token in self.documents[number])]
 
+    @property
+    def prompt(self) -> list[int]:
+        """Up to the answer."""
+        return [*self.documents_in(self.order), *self.question]
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+
+class Answer(NamedTuple):
     """What a server says before each token of the right answer, and when it begins to."""
 
     distributions: list[Distribution]
     loglik: float
     seconds: float
-    report: Row
+    blended_tokens: int
     f1: float
     right: bool
 
@@ -134,16 +137,18 @@ def run(args: argparse.Namespace) -> Result:
                 for prompt in packs_of(asked, args.documents):
                     server.store(prompt, custom={"impress_blend": OFF})
             with step("asking"):
+                if args.continuation and not args.answers_only:
+                    asked = [_continued(server, own, args.continuation) for own in asked]
                 found = ask_all(server, asked, shares, args)
             rates = [_rate(server, asked, own, args.clients) for own in shares if args.clients]
             server.check_log()
     for share, answers in found.items():
-        lacking = sum(not own.report["blended_tokens"] for own in answers)
+        lacking = sum(not own.blended_tokens for own in answers)
         if share < 1.0 and lacking > FEW * len(asked):
             raise BenchFailed(f"{lacking} of {len(asked)} requests were not blended")
     rows = [_row(share, answers, found) for share, answers in found.items()]
     rows = [row | rate for row, rate in zip(rows, rates or [{}] * len(rows), strict=True)]
-    lengths = [len(own.prompt(own.order)) for own in asked]
+    lengths = [len(own.documents_in(own.order)) for own in asked]
     figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows}
     names = ("share", "KL", "from", "to", "median", "of reuse", "loss", "agreement")
     columns = plain(*names, "F1", "right", "blended", "TTFT", "many", "per s")
@@ -182,18 +187,20 @@ def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> l
 
 
 def ask_all(
-    server: Server, asked: list[Question], shares: Sequence[float], args: argparse.Namespace
+    server: Server, asked: Sequence[Question], shares: Sequence[float], args: argparse.Namespace
 ) -> dict[float, list[Answer]]:
-    """Answers by share; continues what is `asked`."""
+    """Answers by share; each alone and to an empty pool, or some at a time."""
     if args.answers_only:
-        return {share: _ask_together(server, asked, share, args) for share in shares}
-    found: dict[float, list[Answer]] = {share: [] for share in shares}
-    for number, question in enumerate(asked):
-        if args.continuation:
-            asked[number] = question = _continued(server, question, args.continuation)
+        found = {}
         for share in shares:
-            found[share].append(_ask(server, question, share, args))
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                found[share] = list(pool.map(lambda own: _ask(server, own, share, args), asked))  # noqa: B023
             server.flush()
+        return found
+    found = {share: [] for share in shares}
+    for question, share in itertools.product(asked, shares):
+        found[share].append(_ask(server, question, share, args))
+        server.flush()
     return found
 
 
@@ -206,11 +213,10 @@ def packs_of(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
 
 def _continued(server: Server, question: Question, tokens: int) -> Question:
     """With what exact KVs give in the place of the right answer."""
-    prompt = [*question.prompt(question.order), *question.question]
-    said = server.generate(prompt, tokens, custom=_custom(1.0))
+    said = server.generate(question.prompt, tokens, custom=_custom(1.0))
     # Else the first TTFT would be that of a hit in the pool.
     server.flush()
-    return dataclasses.replace(question, answer=list(said["output_ids"]))
+    return question._replace(answer=list(said["output_ids"]))
 
 
 def _ask(server: Server, question: Question, share: float, args: argparse.Namespace) -> Answer:
@@ -219,61 +225,41 @@ def _ask(server: Server, question: Question, share: float, args: argparse.Namesp
     Raises:
         BenchFailed: it asked for exact KVs and was blended.
     """
-    prompt, custom = [*question.prompt(question.order), *question.question], _custom(share)
+    prompt, custom = question.prompt, _custom(share)
     said: list[Row] = []
-    seconds = 0.0
+    began = time.perf_counter()
     if not args.answers_only:
-        began = time.perf_counter()
-        said.append(
-            server.generate(
-                [*prompt, *question.answer],
-                custom=custom,
-                return_logprob=True,
-                logprob_start_len=len(prompt) - 1,
-                top_logprobs_num=TOP,
-            )
-        )
-        seconds = time.perf_counter() - began
+        start, whole = len(prompt) - 1, [*prompt, *question.answer]
+        logs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": TOP}
+        said.append(server.generate(whole, custom=custom, **logs))
+    seconds = time.perf_counter() - began
     if args.answer_tokens:
         said.append(server.generate(prompt, args.answer_tokens, custom=custom))
     first = said[0]["meta_info"]
-    if first["impress"]["blended_tokens"] and share == 1.0:
+    blended = first["impress"]["blended_tokens"]
+    if blended and share == 1.0:
         raise BenchFailed(f"an exact request was blended: {first['impress']}")
+    tops = [own for own in first.get("input_top_logprobs", ()) if own]
     return Answer(
-        [
-            {entry[1]: entry[0] for entry in own}
-            for own in first.get("input_top_logprobs", ())
-            if own
-        ],
+        [{entry[1]: entry[0] for entry in own} for own in tops],
         sum(entry[0] for entry in first.get("input_token_logprobs", [None])[1:]),
         seconds,
-        first["impress"],
+        blended,
         *score(said[-1]["text"] if args.answer_tokens else "", question.answers),
     )
-
-
-def _ask_together(
-    server: Server, asked: Sequence[Question], share: float, args: argparse.Namespace
-) -> list[Answer]:
-    """All questions with such a share, some at a time."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda own: _ask(server, own, share, args), asked))
-    server.flush()
-    return answers
 
 
 def _rate(server: Server, asked: Sequence[Question], share: float, clients: int) -> Row:
     """How fast several clients get the first tokens of all questions."""
     custom = _custom(share)
-    prompts = [[*own.prompt(own.order), *own.question] for own in asked]
     server.flush()
     began = time.perf_counter()
-    answers = server.first_tokens(prompts, at_once=clients, custom=custom)
+    answers = server.generate_together([own.prompt for own in asked], clients, custom)
     seconds = time.perf_counter() - began
     server.flush()
     return {
         "many": round(statistics.median(own for own, _ in answers), 4),
-        "per s": round(len(prompts) / seconds, 3),
+        "per s": round(len(asked) / seconds, 3),
     }
 
 
@@ -292,7 +278,7 @@ def _row(share: float, answers: Sequence[Answer], found: Mapping[float, Sequence
         "F1": _mean([one.f1 for one in answers]),
         "right": _mean([one.right for one in answers]),
         "right_difference": [_mean(right), *interval([right])],
-        "blended": round(statistics.fmean(one.report["blended_tokens"] for one in answers)),
+        "blended": round(statistics.fmean(one.blended_tokens for one in answers)),
     }
     if not answers[0].distributions:
         return row

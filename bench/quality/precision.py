@@ -11,9 +11,8 @@ The first tokens of a prefix, which are attention sinks, stay exact.
 bytes     of codes and ranges, over those in 16 bits
 KL        of the next tokens' distributions, of text that follows prefixes of wikitext2, or of the
           files of --text, each of one kind, in nats; its first tokens, a question, do not count
-shift     mean change of an option's log-likelihood, less the mean over the options, in nats, of
-          questions about passages
-same      share of questions of which the same option is the likeliest
+
+What it does to answers to questions is in `python -m bench accuracy`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +31,6 @@ from bench.core.data import load_tokenize, model_folder, read_rows
 from bench.core.options import DATA, MODEL, Option
 from bench.core.report import Column, Result, Row, Table
 from bench.core.session import BenchFailed, step
-from bench.quality.asking import centred_shift
-from bench.quality.tasks import SQUAD, Item, TaskOptions, make_task
 from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
 from impress_sglang.codes.planes.codec import GROUP_TOKENS, LEVELS, code_keys, code_values, restore
 from impress_sglang.codes.rows.basis import RATES, Basis
@@ -74,13 +70,11 @@ OPTIONS = (
         quick=(Rule("coded", LEVELS[0]),),
         parse=Rule.parse,
     ),
-    Option("prefixes", 5, "of each task", quick=1),
+    Option("prefixes", 5, "of each text", quick=1),
     Option("prefix-tokens", 1500, "of text", quick=300),
     Option("follow-tokens", 144, "of the text that follows", quick=40),
     Option("question-tokens", 24, "of these, what is the question", quick=8),
-    Option("passages", 10, "per prefix of squad", quick=3),
-    Option("questions", 40, "about them", quick=2),
-    Option("seed", 5, "draws prefixes and questions"),
+    Option("seed", 5, "draws prefixes"),
     Option("text", (), "files of text, each of one kind, in place of wikitext2", parse=Path),
     DATA,
     MODEL,
@@ -89,7 +83,7 @@ OPTIONS = (
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Measure all rules on both tasks."""
+    """Measure all rules."""
     if args.question_tokens >= args.follow_tokens:
         raise BenchFailed("--question-tokens must be fewer than --follow-tokens")
     torch.set_grad_enabled(False)
@@ -102,16 +96,12 @@ def run(args: argparse.Namespace) -> Result:
     reader = Reader(folder, bases)
     with step("text"):
         divergences = _text(args, folder, reader)
-    with step("passages"):
-        shifts, same = _passages(args, folder, reader)
     rows: list[Row] = [
         {
             "rule": str(rule),
             "bytes": reader.bytes_of(rule),
             "KL": round(statistics.fmean(own[rule] for own in divergences.values()), 5),
             "KL_of": {kind: round(own[rule], 5) for kind, own in divergences.items()},
-            "shift": round(shifts[rule], 4),
-            "same": round(same[rule], 4),
         }
         for rule in args.rules
     ]
@@ -120,8 +110,6 @@ def run(args: argparse.Namespace) -> Result:
         Column("bytes", "bytes", "{:.3f}"),
         Column("KL", "KL", "{:.5f}"),
         Column("KL of each kind", lambda row: "  ".join(map(str, row["KL_of"].values()))),
-        Column("shift", "shift", "{:.3f}"),
-        Column("same", "same", "{:.1%}"),
     )
     return Result({"model": folder.name, "rows": rows}, [Table(columns, rows, folder.name)])
 
@@ -234,36 +222,3 @@ def _divergences(
             other = reader.follow(reader.rounded(rule, kvs, energies), text)[asked:]
             found[rule].append(float((exact.exp() * (exact - other)).sum(-1).mean()))
     return {rule: statistics.fmean(own) for rule, own in found.items()}
-
-
-def _passages(
-    args: argparse.Namespace, folder: Path, reader: Reader
-) -> tuple[dict[Rule, float], dict[Rule, float]]:
-    """Shift, and share of the same options, of each rule."""
-    size = TaskOptions(args.prefixes, 0, None, args.passages, args.questions, args.seed)
-    task = make_task(SQUAD, args.data, load_tokenize(folder), size)
-    exact: list[list[float]] = []
-    found: dict[Rule, list[list[float]]] = {rule: [] for rule in args.rules}
-    for number, tokens in enumerate(task.prefixes):
-        kvs, energies = reader.prefix(tokens)
-        items = [own for own in task.items if own.prefix == number]
-        exact += [_logliks(reader, kvs, item) for item in items]
-        for rule in args.rules:
-            rounded = reader.rounded(rule, kvs, energies)
-            found[rule] += [_logliks(reader, rounded, item) for item in items]
-    shifts = {rule: centred_shift(own, exact) for rule, own in found.items()}
-    best = [int(np.argmax(own)) for own in exact]
-    same = {
-        rule: statistics.fmean(int(np.argmax(a)) == b for a, b in zip(own, best, strict=True))
-        for rule, own in found.items()
-    }
-    return shifts, same
-
-
-def _logliks(reader: Reader, kvs: KVs, item: Item) -> list[float]:
-    """Of the options of a question."""
-    found = []
-    for option in item.options:
-        logs = reader.follow(kvs, [*item.question, *option])[len(item.question) - 1 : -1]
-        found.append(float(logs[torch.arange(len(option)), torch.tensor(option)].sum()))
-    return found

@@ -10,17 +10,15 @@ Everything is drawn by the seed.
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 from bench.core.data import READERS, SEPARATOR, Question, Row, Tokenize, fitting_shots, read_rows
 from bench.core.session import BenchFailed
 
-_T = TypeVar("_T")
 PAPER_TASKS = ("piqa", "rte", "copa", "openbookqa")
 SQUAD, SQUAD_DATA = "squad", "squad_xquad_en"
 TASKS = (*PAPER_TASKS, SQUAD)
@@ -34,20 +32,7 @@ SQUAD_SHOTS = 3
 MIN_PREFIX_TOKENS = 64
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TaskOptions:
-    """Size of a task; `prefix_tokens`, if given, decides the number of shots instead of `shots`."""
-
-    prefixes: int
-    shots: int
-    prefix_tokens: int | None
-    passages: int
-    examples: int
-    seed: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A question as token ids; `prefix` is the place of its prefix in `Task.prefixes`."""
 
     prefix: int
@@ -57,8 +42,7 @@ class Item:
     gold: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """Prefixes (token ids) and items, those of a prefix together."""
 
     name: str
@@ -75,81 +59,73 @@ class Task:
 
 
 # A prefix as text, and the questions to it.
-_Group = tuple[str, list[Question]]
+_Group = tuple[str, Sequence[Question]]
 
 
-def make_task(name: str, data: Path | None, tokenize: Tokenize, options: TaskOptions) -> Task:
+def make_task(name: str, tokenize: Tokenize, args: argparse.Namespace) -> Task:
     """Draw one of `TASKS`.
+
+    Args:
+        name: of the task.
+        tokenize: by the model's tokenizer.
+        args: the options `data`, `seed`, `examples`, `prefixes`, `shots`, `prefix_tokens` (if
+            given, it decides the number of shots) and `passages`.
 
     Raises:
         BenchFailed: the data is missing or too small, or a prefix is too short to be stored.
     """
     dataset = SQUAD_DATA if name == SQUAD else name
-    rows, rng = read_rows(data, dataset), random.Random(f"{dataset} {options.seed}")
+    rows, rng = read_rows(args.data, dataset), random.Random(f"{dataset} {args.seed}")
     if name == SQUAD:
-        groups = _squad_groups(rows, rng, options)
+        groups = _squad_groups(rows, rng, args)
     else:
         drawn = [READERS[name](row) for row in _shuffled(rows, rng)]
-        groups = _few_shot_groups(drawn, tokenize, options)
+        groups = _few_shot_groups(drawn, tokenize, args)
     prefixes, items = [], []
     for place, (text, questions) in enumerate(groups):
-        prefix = tokenize(text)
+        prefixes.append(prefix := tokenize(text))
         if len(prefix) < MIN_PREFIX_TOKENS:
             raise BenchFailed(
                 f"{name}: a prefix has {len(prefix)} tokens, and none shorter than "
                 f"{MIN_PREFIX_TOKENS} is stored; give more --shots"
             )
-        prefixes.append(prefix)
-        items += [_item(place, question, tokenize) for question in questions]
+        for own in questions:
+            options = tuple(tokenize(f" {option}") for option in own.options)
+            sizes = tuple(len(option.encode()) for option in own.options)
+            items.append(Item(place, tokenize(own.text), options, sizes, own.gold))
     return Task(name, prefixes, items)
 
 
-def _item(prefix: int, question: Question, tokenize: Tokenize) -> Item:
-    return Item(
-        prefix=prefix,
-        question=tokenize(question.text),
-        options=tuple(tokenize(f" {option}") for option in question.options),
-        option_bytes=tuple(len(option.encode()) for option in question.options),
-        gold=question.gold,
-    )
-
-
 def _few_shot_groups(
-    drawn: Sequence[Question], tokenize: Tokenize, options: TaskOptions
+    drawn: Sequence[Question], tokenize: Tokenize, args: argparse.Namespace
 ) -> list[_Group]:
     """Prefixes of shots, with questions that are no shots."""
-    if len(drawn) <= options.examples:
-        raise BenchFailed(f"{len(drawn)} rows are too few for {options.examples} examples")
-    shots = iter(drawn[options.examples :])
-    asked, count = drawn[: options.examples], options.prefixes
-    return [
-        (
-            _few_shot_text(shots, tokenize, options),
-            list(asked[len(asked) * i // count : len(asked) * (i + 1) // count]),
-        )
-        for i in range(count)
-    ]
+    if len(drawn) <= args.examples:
+        raise BenchFailed(f"{len(drawn)} rows are too few for {args.examples} examples")
+    asked, shots, count = drawn[: args.examples], iter(drawn[args.examples :]), args.prefixes
+    parts = (asked[len(asked) * i // count : len(asked) * (i + 1) // count] for i in range(count))
+    return [(_few_shot_text(shots, tokenize, args), part) for part in parts]
 
 
-def _few_shot_text(shots: Iterator[Question], tokenize: Tokenize, options: TaskOptions) -> str:
-    if options.prefix_tokens is not None:
-        chosen = fitting_shots(shots, tokenize, options.prefix_tokens)
-    elif len(chosen := list(itertools.islice(shots, options.shots))) < options.shots:
+def _few_shot_text(shots: Iterator[Question], tokenize: Tokenize, args: argparse.Namespace) -> str:
+    if args.prefix_tokens is not None:
+        chosen = fitting_shots(shots, tokenize, args.prefix_tokens)
+    elif len(chosen := list(itertools.islice(shots, args.shots))) < args.shots:
         raise BenchFailed("too few rows for so many --examples, --prefixes and --shots")
     return "".join(question.shot + SEPARATOR for question in chosen)
 
 
-def _squad_groups(rows: Sequence[Row], rng: random.Random, options: TaskOptions) -> list[_Group]:
+def _squad_groups(
+    rows: Sequence[Row], rng: random.Random, args: argparse.Namespace
+) -> list[_Group]:
     """Passages, with questions on them; more prefixes than asked if they have too few questions."""
     of_passage: dict[str, list[Row]] = {}
     for row in rows:
         of_passage.setdefault(row["context"], []).append(row)
-    contexts = _shuffled(list(of_passage), rng)
-    each = -(-options.examples // options.prefixes)
-    groups: list[_Group] = []
-    missing = options.examples
-    for start in range(0, len(contexts) - options.passages + 1, options.passages):
-        chosen = contexts[start : start + options.passages]
+    contexts, groups, missing = _shuffled([*of_passage], rng), list[_Group](), args.examples
+    each = -(-args.examples // args.prefixes)
+    for start in range(0, len(contexts) - args.passages + 1, args.passages):
+        chosen = contexts[start : start + args.passages]
         on_them = [row for context in chosen for row in of_passage[context]]
         drawn = [_squad_question(row, on_them, rng) for row in _shuffled(on_them, rng)]
         questions = drawn[SQUAD_SHOTS:][: min(each, missing)]
@@ -157,7 +133,7 @@ def _squad_groups(rows: Sequence[Row], rng: random.Random, options: TaskOptions)
         missing -= len(questions)
         if not missing:
             return groups
-    raise BenchFailed(f"squad has {missing} questions less than {options.examples} --examples")
+    raise BenchFailed(f"squad has {missing} questions less than {args.examples} --examples")
 
 
 def _squad_question(row: Row, on_them: Sequence[Row], rng: random.Random) -> Question:
@@ -166,13 +142,11 @@ def _squad_question(row: Row, on_them: Sequence[Row], rng: random.Random) -> Que
     for answer in row["answers"]:
         others.pop(answer.lower(), None)
     if len(others) < SQUAD_OPTIONS - 1:
-        raise BenchFailed(
-            "squad: too few different answers on these passages; give more --passages"
-        )
+        raise BenchFailed("squad: too few different answers on these passages; more --passages")
     options = [gold, *rng.sample(sorted(others.values()), SQUAD_OPTIONS - 1)]
     rng.shuffle(options)
     return Question(f"Question: {row['question']}\nAnswer:", tuple(options), options.index(gold))
 
 
-def _shuffled(values: Sequence[_T], rng: random.Random) -> list[_T]:
+def _shuffled(values: Sequence[Any], rng: random.Random) -> list[Any]:
     return rng.sample(list(values), len(values))

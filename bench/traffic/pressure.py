@@ -5,8 +5,7 @@ half of the requests for a whole one and the others for one that is cut at some 
 new tokens behind it and up to 11 to generate. A fifth wants exact KVs, and a fifth is aborted some
 time within two seconds. The pool has room for --pools times the longer prefix, and SGLang checks
 its accounting after each pass. Each pool and seed has a server of its own, with the same stored
-prefixes. Afterwards some requests are made again, alone and after a flush: how many answers differ.
-Who had exact KVs, as the report says, asks for such then.
+prefixes. Whether answers are right under pressure is what `tests/serving/test_random.py` asks.
 
   seconds    until all were answered
   finished, aborted, failed    requests; failed ones were not asked to end as they did
@@ -15,7 +14,6 @@ Who had exact KVs, as the report says, asks for such then.
   slowest    seconds of the slowest request that was finished
   MB, drive  read by finished requests, and by the server's processes for whomever
   loads      finished requests with a stored prefix that was not in the pool
-  differ     answers that are not those of the same request alone
   machine    its load average before the server was started
 """
 
@@ -34,17 +32,16 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import requests
 
 from bench.core.data import model_folder
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
 from bench.core.report import Column, Result, Row, Table, plain
-from bench.core.servers import Server, Servers, link_store, servers, store_flags
+from bench.core.servers import Server, body_of, link_store, servers, store_flags
 from bench.core.session import BenchFailed, step
-from bench.traffic.prompts import QUESTIONS, Handbook, draw
-from bench.traffic.reading import Counts
+from bench.traffic.clients import QUESTIONS, Counts, Handbook, draw
 
 PREFIX_TOKENS = (3020, 2500)
 SHORTEST_CUT = 600
@@ -53,7 +50,6 @@ EXACT = {"impress_bits": "exact"}
 EXACT_SHARE = 0.2
 ABORT_SHARE = 0.2
 ABORT_SECONDS = 2.0
-CHUNK_TOKENS = 512
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
 OPTIONS = (
     Option("seeds", 10, "number of seeds, from --seed on", quick=1),
@@ -61,7 +57,6 @@ OPTIONS = (
     Option("requests", 60, "for each seed", quick=10),
     Option("clients", 6, "requests under way"),
     Option("ssd-mbps", 150.0, "bandwidth of the emulated SSD in MB/s; 0: the real one"),
-    Option("sample", 20, "answers that are compared", quick=4),
     Option("request-seconds", 120.0, "after which a request without an answer is a hang"),
     Option("run-seconds", 300.0, "after which no request is waited for"),
     SERVER_FLAG,
@@ -72,8 +67,7 @@ OPTIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A request, and after how many seconds it is aborted, if it is."""
 
     name: str
@@ -82,11 +76,6 @@ class Asked:
     exact: bool
     abort_after: float | None
 
-    @property
-    def custom(self) -> dict[str, Any] | None:
-        """Its `custom_params`."""
-        return EXACT if self.exact else None
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
@@ -94,29 +83,20 @@ class Ended:
 
     outcome: str
     seconds: float = 0.0
-    output: tuple[int, ...] = ()
-    exact: bool = False
     told: str = ""
 
 
 def make_traffic(prefixes: Sequence[Sequence[int]], count: int, seed: int) -> list[Asked]:
     """Requests in their order; equal arguments give equal ones."""
-    chance = random.Random(f"{seed} pressure")
-    made = []
+    chance, made = random.Random(f"{seed} pressure"), []
     for number in range(count):
         prefix = chance.choice(prefixes)
         whole = len(prefix)
         cut = chance.choice((whole, whole, OFTEN_CUT, chance.randrange(SHORTEST_CUT, whole)))
-        asked = Asked(
-            name=f"{seed}-{number}",
-            tokens=(*prefix[:cut], *draw(chance, chance.randrange(5, 60))),
-            new_tokens=chance.randrange(1, 12),
-            exact=chance.random() < EXACT_SHARE,
-            abort_after=(
-                chance.random() * ABORT_SECONDS if chance.random() < ABORT_SHARE else None
-            ),
-        )
-        made.append(asked)
+        tokens = (*prefix[:cut], *draw(chance, chance.randrange(5, 60)))
+        new_tokens, exact = chance.randrange(1, 12), chance.random() < EXACT_SHARE
+        after = chance.random() * ABORT_SECONDS if chance.random() < ABORT_SHARE else None
+        made.append(Asked(f"{seed}-{number}", tokens, new_tokens, exact, after))
     return made
 
 
@@ -125,29 +105,39 @@ def run(args: argparse.Namespace) -> Result:
     model = model_folder(args.model)
     handbook = Handbook(model).ask(QUESTIONS[0])[: PREFIX_TOKENS[0]]
     prefixes = [handbook, draw(random.Random(5), PREFIX_TOKENS[1])]
-    with servers(args, environment=STRICT) as pool:
-        flags = _flags(args, pool.folder / "prepared", 3 * PREFIX_TOKENS[0])
-        with (
-            step("computing the prefixes"),
-            pool.running("prepare", model, args.dtype, *flags) as server,
-        ):
+    rows: list[Row] = []
+    with servers(args) as pool:
+        prepared = pool.folder / "prepared"
+
+        def running(name: str, store: Path, tokens: int) -> Any:
+            sizes = f"--max-total-tokens={tokens}", "--chunked-prefill-size=512"
+            flags = *sizes, *store_flags(store), *args.server_flag
+            return pool.running(name, model, args.dtype, *flags, environment=STRICT)
+
+        with step("prefixes"), running("prepare", prepared, 3 * PREFIX_TOKENS[0]) as server:
             for prefix in prefixes:
                 server.store(prefix)
             server.check_log()
             server.stop()
-        rows = [
-            _measure(args, pool, model, room, seed, make_traffic(prefixes, args.requests, seed))
-            for room in args.pools
-            for seed in range(args.seed, args.seed + args.seeds)
-        ]
-    figures = {
-        "model": model.name,
-        "prefix_tokens": [len(prefix) for prefix in prefixes],
-        "runs": rows,
-        "summary": (summaries := summarize(rows)),
-    }
+        for room in args.pools:
+            for seed in range(args.seed, args.seed + args.seeds):
+                name, traffic = (
+                    f"pool-{room:g}-seed-{seed}",
+                    make_traffic(prefixes, args.requests, seed),
+                )
+                store = pool.folder / f"store-{name}"
+                link_store(prepared, store)
+                # What else the machine does decides how far seconds can be compared.
+                load = round(os.getloadavg()[0], 1)
+                with running(name, store, round(room * PREFIX_TOKENS[0])) as server, step(name):
+                    row = measure(args, server, traffic)
+                rows.append({"pool": room, "seed": seed, "machine_load": load, **row})
+                shutil.rmtree(store)
+    lengths = [len(prefix) for prefix in prefixes]
+    figures = {"model": model.name, "prefix_tokens": lengths, "runs": rows}
+    summaries = summarize(rows)
     tables = [Table(COLUMNS, rows), Table(plain(*summaries[0]), summaries)]
-    return Result(figures, tables, notes=warnings(rows))
+    return Result({**figures, "summary": summaries}, tables, notes=warnings(rows))
 
 
 COLUMNS = (
@@ -158,7 +148,6 @@ COLUMNS = (
     Column("MB", lambda row: row["read_bytes"] and row["read_bytes"] / 1e6, "{:,.0f}"),
     Column("drive", lambda row: row["drive_bytes"] and row["drive_bytes"] / 1e6, "{:,.0f}"),
     Column("loads", "loads", "{:.0f}"),
-    Column("differ", lambda row: f"{row['differ']} of {row['compared']}"),
     Column("machine", "machine_load"),
     Column("state", "state"),
 )
@@ -177,9 +166,7 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
                 "ok": len(seconds),
                 "median_s": round(statistics.median(seconds), 1) if seconds else None,
                 "worst_s": max(seconds, default=None),
-                **{
-                    name: sum(row[name] for row in own) for name in ("failed", "differ", "compared")
-                },
+                "failed": sum(row["failed"] for row in own),
             }
         )
     return found
@@ -194,50 +181,25 @@ def warnings(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _flags(args: argparse.Namespace, store: Path, pool_tokens: int) -> list[str]:
-    sizes = [f"--max-total-tokens={pool_tokens}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
-    return [*sizes, *store_flags(store), *args.server_flag]
-
-
-def _measure(
-    args: argparse.Namespace,
-    pool: Servers,
-    model: Path,
-    room: float,
-    seed: int,
-    traffic: Sequence[Asked],
-) -> Row:
+def measure(args: argparse.Namespace, server: Server, traffic: Sequence[Asked]) -> Row:
     """The row of a run; whatever happens to the server is part of it."""
-    name = f"pool-{room:g}-seed-{seed}"
-    store = pool.folder / f"store-{name}"
-    link_store(pool.folder / "prepared", store)
-    flags = _flags(args, store, round(room * PREFIX_TOKENS[0]))
-    row: Row = {"pool": room, "seed": seed}
-    # What else the machine does decides how far seconds can be compared.
-    row["machine_load"] = round(os.getloadavg()[0], 1)
-    with pool.running(name, model, args.dtype, *flags) as server:
-        # Compiled loops are loaded and buffers are made, but none of the prefixes is in the pool.
-        server.generate(draw(random.Random(seed), 400), 2)
-        server.flush()
-        server.emulate_ssd(args.ssd_mbps)
-        counts, clients = Counts(server), Clients(args, server)
-        with step(f"pool {room:g}, seed {seed}"):
-            ended, seconds = clients.ask_all(traffic)
-        row |= describe(ended) | {"seconds": round(seconds, 1)}
-        row |= {"read_bytes": None, "drive_bytes": None, "loads": None, "differ": 0, "compared": 0}
-        try:
-            if not row["unasked"] and row["state"] == "ok":
-                row |= counts.since()
-                server.emulate_ssd(0)
-                row |= clients.compare(list(zip(traffic, ended, strict=True)))
-                server.flush()
-            server.check_log()
-            if row["state"] == "ok":
-                server.stop()
-        except BenchFailed as error:
-            row["state"] = row["state"] if row["state"] != "ok" else "trouble"
-            row["told"] = f"{row['told']}\n{error}"
-    shutil.rmtree(store)
+    # Compiled loops are loaded and buffers are made, but none of the prefixes is in the pool.
+    server.generate(draw(random.Random(0), 400), 2)
+    server.flush()
+    server.emulate_ssd(args.ssd_mbps)
+    counts = Counts(server)
+    ended, seconds = Clients(args, server).ask_all(traffic)
+    row = describe(ended) | {"seconds": round(seconds, 1)}
+    row |= dict.fromkeys(("read_bytes", "drive_bytes", "loads"))
+    try:
+        if row["state"] == "ok":
+            row |= counts.since()
+        server.check_log()
+        if row["state"] == "ok":
+            server.stop()
+    except BenchFailed as error:
+        row["state"] = row["state"] if row["state"] != "ok" else "trouble"
+        row["told"] = f"{row['told']}\n{error}"
     return row
 
 
@@ -270,52 +232,26 @@ class Clients:
             ended = list(pool.map(self._ask, traffic))
         return ended, time.perf_counter() - began
 
-    def compare(self, pairs: Sequence[tuple[Asked, Ended]]) -> Row:
-        """Make some of the finished requests again, alone; how many answers differ.
-
-        Raises:
-            BenchFailed: the server does not answer any more.
-        """
-        finished = [pair for pair in pairs if pair[1].outcome == "finished"]
-        stride = max(1, len(finished) // max(1, self._args.sample))
-        sample = finished[::stride][: self._args.sample]
-        different = []
-        for asked, before in sample:
-            self._server.request(
-                "POST", "/flush_cache", params={"timeout": 30}, timeout=self._args.request_seconds
-            )
-            alone = dataclasses.replace(asked, exact=before.exact)
-            again = self._post(alone, self._args.request_seconds)
-            if tuple(again["output_ids"]) != before.output:
-                different.append(asked)
-        return {
-            "differ": len(different),
-            "differ_exact": sum(asked.exact for asked in different),
-            "differ_names": [asked.name for asked in different],
-            "compared": len(sample),
-            "compared_exact": sum(asked.exact for asked, _ in sample),
-        }
-
     def _ask(self, asked: Asked) -> Ended:
         if self._over.is_set():
             return Ended("unasked")
         left = max(1.0, self._deadline - time.monotonic())
         began = time.perf_counter()
-        with contextlib.ExitStack() as stack:
+        timer = threading.Timer(asked.abort_after or 0.0, self._abort, [asked.name])
+        try:
             if asked.abort_after is not None:
-                timer = threading.Timer(asked.abort_after, self._abort, [asked.name])
                 timer.start()
-                stack.callback(timer.join)
-                stack.callback(timer.cancel)
-            try:
-                answer = self._post(asked, min(self._args.request_seconds, left))
-            except BenchFailed as error:
-                return self._failed(asked, error, time.perf_counter() - began)
+            answer = self._post(asked, min(self._args.request_seconds, left))
+        except BenchFailed as error:
+            return self._failed(asked, error, time.perf_counter() - began)
+        finally:
+            timer.cancel()
+            if asked.abort_after is not None:
+                timer.join()
         seconds = time.perf_counter() - began
         reason = answer["meta_info"]["finish_reason"] or {}
         if reason.get("type") == "length":
-            exact = not answer["meta_info"]["impress"]["approximate"]
-            return Ended("finished", seconds, tuple(answer["output_ids"]), exact)
+            return Ended("finished", seconds)
         if reason.get("type") == "abort" and asked.abort_after is not None:
             return Ended("aborted", seconds)
         return Ended("failed", seconds, told=f"{asked.name}: {reason}"[:500])
@@ -323,23 +259,15 @@ class Clients:
     def _failed(self, asked: Asked, error: BenchFailed, seconds: float) -> Ended:
         """By what went wrong: no answer, no server, or a refusal."""
         cause = error.__cause__
-        if isinstance(cause, requests.Timeout):
+        outcomes = {requests.Timeout: "hung", requests.ConnectionError: "died"}
+        outcome = next((own for kind, own in outcomes.items() if isinstance(cause, kind)), "failed")
+        if outcome != "failed":
             self._over.set()
-            return Ended("hung", seconds, told=f"{asked.name}: no answer in {seconds:.0f} s")
-        if isinstance(cause, requests.ConnectionError):
-            self._over.set()
-            return Ended("died", seconds, told=f"{asked.name}: the connection broke off")
-        return Ended("failed", seconds, told=f"{asked.name}: {cause}"[:500])
+        return Ended(outcome, seconds, told=f"{asked.name}, {seconds:.0f} s: {cause!r}"[:500])
 
     def _post(self, asked: Asked, timeout: float) -> dict[str, Any]:
-        sampling: dict[str, Any] = {
-            "temperature": 0,
-            "max_new_tokens": asked.new_tokens,
-            "ignore_eos": True,
-        }
-        if asked.custom:
-            sampling["custom_params"] = asked.custom
-        body = {"input_ids": list(asked.tokens), "rid": asked.name, "sampling_params": sampling}
+        body = body_of(asked.tokens, asked.new_tokens, EXACT if asked.exact else None)
+        body["rid"] = asked.name
         response = self._server.request("POST", "/generate", json=body, timeout=timeout)
         answer: dict[str, Any] = response.json()
         return answer

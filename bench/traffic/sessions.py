@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.core.data import EXCERPTS
 from bench.core.options import Option
@@ -29,8 +29,7 @@ MOONCAKE_BLOCK = 512
 SESSION_IDS = 10**9
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A request of a trace.
 
     Attributes:
@@ -110,8 +109,7 @@ def _follow(requests: Iterable[dict[str, Any]]) -> list[Session]:
     return sessions
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """What is asked: all tokens of a prompt, how many are answered, and the pause before."""
 
     tokens: Sequence[int]
@@ -119,38 +117,30 @@ class Ask:
     pause_seconds: float
 
 
+@dataclasses.dataclass
 class Scale:
     """Makes requests of turns.
 
-    Each length is divided by `divide`, and pauses by `hurry` and are never longer than `longest`
-    seconds.
+    Lengths are divided by `divide`, and pauses by `hurry` and are never longer than `longest`
+    seconds; tokens of blocks are taken from `text`.
     """
 
-    def __init__(
-        self, text: Sequence[int], *, divide: int, hurry: float, longest: float, seed: int
-    ) -> None:
-        """`text`: tokens from which those of blocks are taken."""
-        self._text = text
-        self._divide = divide
-        self._hurry, self._longest = hurry, longest
-        self._seed = seed
-        self._begins: dict[int, int] = {}
+    text: Sequence[int]
+    divide: int
+    hurry: float
+    longest: float
+    seed: int
 
     def ask(self, turn: Turn) -> Ask:
         """The request of a turn."""
         size = self._size(turn)
         tokens = [token for block in turn.blocks for token in self._block(block, size)]
-        wanted = turn.prompt_tokens // self._divide
+        wanted = turn.prompt_tokens // self.divide
         # What is behind the last whole block is new.
-        fresh = random.Random(f"{self._seed} {turn.blocks[-1]} {turn.prompt_tokens}")
-        at = fresh.randrange(len(self._text))
-        rest = max(1, wanted - len(tokens))
-        tokens = tokens[:wanted] if wanted < len(tokens) else tokens + self._piece(at, rest)
-        return Ask(
-            tokens,
-            max(1, turn.answer_tokens // self._divide),
-            min(turn.think_seconds / self._hurry, self._longest),
-        )
+        fresh = self._place(f"{turn.blocks[-1]} {turn.prompt_tokens}")
+        end = [] if wanted < len(tokens) else self._piece(fresh, max(1, wanted - len(tokens)))
+        pause = min(turn.think_seconds / self.hurry, self.longest)
+        return Ask([*tokens[:wanted], *end], max(1, turn.answer_tokens // self.divide), pause)
 
     def working_set(self, sessions: Iterable[Session]) -> int:
         """Tokens of all blocks, each once."""
@@ -159,16 +149,15 @@ class Scale:
         return sum(sizes.values())
 
     def _size(self, turn: Turn) -> int:
-        return max(1, turn.block_tokens // self._divide)
+        return max(1, turn.block_tokens // self.divide)
 
     def _block(self, block: int, size: int) -> list[int]:
         """Blocks that come one after another in a session are text that does, too."""
         session, number = divmod(block, SESSION_IDS)
-        if session not in self._begins:
-            chance = random.Random(f"{self._seed} session {session}")
-            self._begins[session] = chance.randrange(len(self._text))
-        return self._piece(self._begins[session] + number * size, size)
+        return self._piece(self._place(f"session {session}") + number * size, size)
+
+    def _place(self, name: str) -> int:
+        return random.Random(f"{self.seed} {name}").randrange(len(self.text))
 
     def _piece(self, at: int, count: int) -> list[int]:
-        length = len(self._text)
-        return [self._text[(at + i) % length] for i in range(count)]
+        return [self.text[(at + i) % len(self.text)] for i in range(count)]

@@ -21,26 +21,23 @@ store or of HiCache's files down to a drive's.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder, read_rows
 from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Result, Row, Table, plain, ratio
-from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Server, servers_in
-from bench.core.session import BenchFailed, step, work_folder
-from bench.traffic.reading import file_bytes
+from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Piece, Server, servers
+from bench.core.session import BenchFailed, step
+from bench.traffic.clients import file_bytes, gaps_of
 from bench.traffic.sessions import TRACE, Scale, Session, Turn, read_sessions
-from bench.traffic.streams import gaps_of
 
 SYSTEMS = ("stock", "hicache", "impress", "exact", "basis")
 OPTIONS = (
@@ -83,20 +80,11 @@ HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 HOST_RATIO = 1.05
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Room:
-    """Of the device pool in tokens, and of host memory in bytes."""
-
-    tokens: int
-    host_bytes: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A request that was answered."""
 
     began: float
-    came: Sequence[tuple[float, int]]
+    came: Sequence[Piece]
     prompt_tokens: int
     cached: dict[str, int]
 
@@ -107,41 +95,43 @@ def run(args: argparse.Namespace) -> Result:
         raise BenchFailed("the system basis needs --basis FILE, and the other way round")
     model = model_folder(args.model)
     text = "\n".join(row["text"] for row in read_rows(args.data, "wikitext2"))
-    scale = Scale(
-        load_tokenize(model)(text),
-        divide=args.divide,
-        hurry=args.hurry,
-        longest=args.longest_pause,
-        seed=args.seed,
-    )
+    tokens = load_tokenize(model)(text)
+    scale = Scale(tokens, args.divide, args.hurry, args.longest_pause, args.seed)
     sessions = [own[: args.turns] for own in choose(read_sessions(args.trace), args.sessions)]
     working_set = scale.working_set(sessions)
     longest = max(len(scale.ask(turn).tokens) for own in sessions for turn in own)
-    tokens = int(max(args.pool_share * working_set, LEAST_ROOM * longest)) + SPARE_TOKENS
-    tokens -= tokens % PAGE_TOKENS
-    room = Room(tokens, HOST_RATIO * tokens * kv_bytes_per_token(model, args.dtype))
+    room = int(max(args.pool_share * working_set, LEAST_ROOM * longest)) + SPARE_TOKENS
+    room -= room % PAGE_TOKENS
+    host_bytes = HOST_RATIO * room * kv_bytes_per_token(model, args.dtype)
+    sizes = [f"--max-total-tokens={room}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
     rows = []
-    with work_folder(args.keep) as folder:
+    with servers(args) as pool:
         for mbps, system in itertools.product(args.mbps, args.systems):
-            own = folder / f"{system}-{mbps:g}"
-            own.mkdir()
-            with running(args, system, mbps, room, model, own) as server:
+            name = f"{system}-{mbps:g}"
+            preload, flags, variables = kind_of(
+                args, system, mbps, pool.folder / f"kv-{name}", host_bytes
+            )
+            how = {"preload": preload, "environment": variables}
+            with pool.running(name, model, args.dtype, *sizes, *flags, **how) as server:
+                if preload == OURS:
+                    server.emulate_ssd(mbps)
+                # First requests take longer.
+                server.generate(list(range(100, 140)), 4)
+                server.flush()
                 with step(f"{system}, {mbps:g} MB/s: {len(sessions)} sessions"):
                     row = replay(server, sessions, scale, args.at_once)
                 server.check_log()
             rows.append({"system": system, "mbps": mbps, **row})
-    figures = {
-        "model": model.name,
+    sizes_told = {
         "trace": args.trace.stem,
         "requests": sum(map(len, sessions)),
         "working_set_tokens": working_set,
         "longest_prompt": longest,
-        "pool_tokens": room.tokens,
-        "host_bytes": int(room.host_bytes),
-        "rows": rows,
+        "pool_tokens": room,
     }
     shown = plain(*(name for name in rows[0] if name != "cached_tokens"))
-    told = ", ".join(f"{name} {figures[name]}" for name in list(figures)[1:6])
+    told = ", ".join(f"{name} {own}" for name, own in sizes_told.items())
+    figures = {"model": model.name, **sizes_told, "host_bytes": int(host_bytes), "rows": rows}
     return Result(figures, [Table(shown, rows, told)])
 
 
@@ -151,39 +141,19 @@ def choose(sessions: Sequence[Session], count: int) -> list[Session]:
     return sorted(several, key=lambda own: own[0].at)[:count]
 
 
-@contextlib.contextmanager
-def running(
-    args: argparse.Namespace, system: str, mbps: float, room: Room, model: Path, folder: Path
-) -> Iterator[Server]:
-    """A server of a system, on a drive of that rate, which has answered something already."""
-    flags = [f"--max-total-tokens={room.tokens}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
-    preload, variables = STOCK, {}
+def kind_of(
+    args: argparse.Namespace, system: str, mbps: float, store: Path, host_bytes: float
+) -> tuple[str, Sequence[str], dict[str, str]]:
+    """What a server of a system imports first, its flags and variables of its environment."""
+    if system == "stock":
+        return STOCK, (), {}
     if system == "hicache":
-        preload = HICACHE
-        variables = {HICACHE_FOLDER: str(folder / "kv"), HICACHE_MBPS: str(mbps)}
-        flags += [*HICACHE_FLAGS, f"--hicache-ratio={HOST_RATIO}"]
-    elif system != "stock":
-        preload = OURS
-        flags += [
-            "--enable-impress",
-            f"--impress-ssd-dir={folder / 'kv'}",
-            "--impress-min-free-gb=0",
-            "--impress-device-gb=0",
-            f"--impress-host-gb={room.host_bytes / 1e9:.4f}",
-            *({"exact": ["--impress-bits=exact"]}.get(system, [])),
-            *([f"--impress-basis={args.basis}"] if system == "basis" else []),
-            *args.server_flag,
-        ]
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(servers_in(folder, environment=variables))
-        server = stack.enter_context(
-            pool.running(system, model, args.dtype, *flags, preload=preload)
-        )
-        if preload == OURS:
-            server.emulate_ssd(mbps)
-        server.generate(list(range(100, 140)), 4)
-        server.flush()
-        yield server
+        flags = *HICACHE_FLAGS, f"--hicache-ratio={HOST_RATIO}"
+        return HICACHE, flags, {HICACHE_FOLDER: str(store), HICACHE_MBPS: str(mbps)}
+    own = {"exact": ["--impress-bits=exact"], "basis": [f"--impress-basis={args.basis}"]}
+    flags = "--enable-impress", f"--impress-ssd-dir={store}", "--impress-min-free-gb=0"
+    caches = "--impress-device-gb=0", f"--impress-host-gb={host_bytes / 1e9:.4f}"
+    return OURS, (*flags, *caches, *own.get(system, ()), *args.server_flag), {}
 
 
 def replay(server: Server, sessions: Sequence[Session], scale: Scale, at_once: int) -> Row:
@@ -201,18 +171,13 @@ def replay(server: Server, sessions: Sequence[Session], scale: Scale, at_once: i
 
 def play(server: Server, session: Sequence[Turn], scale: Scale) -> list[Asked]:
     """Ask what a session asks, one after the other."""
-    found = []
+    found: list[Asked] = []
     for turn in session:
         ask = scale.ask(turn)
         time.sleep(ask.pause_seconds if found else 0.0)
-        began, came = time.perf_counter(), []
-        pieces = server.stream(ask.tokens, ask.answer_tokens)
-        while True:
-            try:
-                came.append(next(pieces))
-            except StopIteration as end:
-                meta: dict[str, Any] = end.value
-                break
+        began = time.perf_counter()
+        came = list(server.stream(ask.tokens, ask.answer_tokens))
+        meta = came[-1].meta
         details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}
         cached = {name: own for name, own in details.items() if isinstance(own, int)}
         found.append(Asked(began, came, len(ask.tokens), cached))
@@ -221,11 +186,11 @@ def play(server: Server, session: Sequence[Turn], scale: Scale) -> list[Asked]:
 
 def describe(asked: Sequence[Asked], seconds: float) -> Row:
     """The figures of requests."""
-    first = [(own.came[0][0] - own.began) * 1e3 for own in asked]
+    first = [(own.came[0].at - own.began) * 1e3 for own in asked]
     gaps = [gap * 1e3 for own in asked for gap in gaps_of(own.came)] or [0.0]
     prompts = sum(own.prompt_tokens for own in asked)
     cached: Counter[str] = sum((Counter(own.cached) for own in asked), Counter())
-    tokens = prompts + sum(own.came[-1][1] for own in asked)
+    tokens = prompts + sum(own.came[-1].tokens for own in asked)
     ttft = {
         f"ttft_p{percent}": round(float(np.percentile(first, percent)), 1)
         for percent in (50, 95, 99)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.core.ports import ReservedPort
+from bench.core.session import ReservedPort
 from bench.core.zygote import TELL_WHERE
 from bench.core.zygote import Zygote as ZygoteProcess
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX

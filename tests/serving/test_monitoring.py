@@ -16,7 +16,7 @@ import pytest
 import requests
 import yaml
 
-from bench.core.ports import ReservedPort
+from bench.core.session import ReservedPort
 from scripts import board
 from tests.serving.conftest import Serve
 from tests.serving.harness import Server, tail

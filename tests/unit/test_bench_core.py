@@ -16,9 +16,8 @@ from bench.core import report
 from bench.core.cli import MODULES, ROOMS, main, overview
 from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
-from bench.core.ports import ReservedPort
 from bench.core.report import Column, Result, Table, interval, plain, publish, ratio
-from bench.core.session import BenchFailed, work_folder
+from bench.core.session import BenchFailed, ReservedPort, work_folder
 
 OPTIONS = (
     Option("sizes", (1, 2), "some", quick=(3,)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from pathlib import Path
@@ -14,14 +13,15 @@ from bench.core.options import parse
 from bench.core.session import ROOT, BenchFailed
 from bench.micro import gpu
 
-NONE = gpu.Step("none", "kernels", None, 3, on_cpu=True)
+NONE = gpu.Step("none", "kernels", None, 3)
 
 
 def test_steps_are_benchmarks_and_tests() -> None:
     for own in gpu.STEPS:
         first = own.command.split()[0]
-        assert (ROOT / first).exists() if own.tests else first in MODULES
-        assert own.arguments(False, Path("x"))[:2] == ["-m", "pytest" if own.tests else "bench"]
+        tests = (ROOT / first).exists()
+        assert tests or first in MODULES
+        assert own.arguments(False, Path("x"))[:2] == ["-m", "pytest" if tests else "bench"]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_steps_are_benchmarks_and_tests() -> None:
 def test_why_a_step_is_left_out(
     changed: dict[str, str], quick: bool, minutes: float, reason: str
 ) -> None:
-    assert dataclasses.replace(NONE, **changed).why_not(quick, minutes) == reason
+    assert NONE._replace(**changed).why_not(quick, minutes) == reason
 
 
 def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         def arguments(self, quick: bool, out: Path) -> list[str]:
             return ["-c", "print('begun', flush=True); import time; time.sleep(60)"]
 
-    slow = Sleeper("slow", "", None, 0, on_cpu=True)
+    slow = Sleeper("slow", "", None, 0)
     row = gpu.take(slow, False, time.monotonic() + 2, tmp_path)
     assert row["state"] == "out of time" and row["told"] == "begun\n"
 
@@ -53,8 +53,8 @@ def test_what_fails_is_told_and_what_was_done_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = (
-        gpu.Step("bad", "no-such-benchmark", "no-such-benchmark", 0, on_cpu=True),
-        gpu.Step("good", "planning --quick", "planning --quick", 0, on_cpu=True),
+        gpu.Step("bad", "no-such-benchmark", "no-such-benchmark", 0),
+        gpu.Step("good", "capacity", "capacity --quick --kinds=exact --tb=1", 0),
     )
     monkeypatch.setattr(gpu, "STEPS", steps)
     args = parse("gpu", "", gpu.OPTIONS, ["--quick", f"--out={tmp_path / 'out'}"])

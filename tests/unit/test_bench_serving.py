@@ -19,16 +19,22 @@ from bench.core.servers import link_store
 from bench.core.session import BenchFailed
 from bench.policies import serving
 from bench.policies.serving import counted, warnings
-from bench.policies.trace import MAX_QUESTION_TOKENS, Trace, TraceOptions, draw_prefixes, make_trace
+from bench.policies.trace import MAX_QUESTION_TOKENS, Trace, draw_prefixes, make_trace
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import POLICIES as ALL_POLICIES
 from impress_sglang.serving.report import RequestTotals
 
 TOTALS = dict(RequestTotals())
 
-OPTIONS = TraceOptions(
-    prefixes=6, prefix_tokens=300, warmup=5, settle=2, requests=20, sigma=1.5, seed=3
-)
+OPTIONS = {
+    "prefixes": 6,
+    "prefix_tokens": 300,
+    "warmup": 5,
+    "settle": 2,
+    "requests": 20,
+    "sigma": 1.5,
+    "seed": 3,
+}
 
 
 class Words:
@@ -47,7 +53,7 @@ def examples(count: int, name: str = "a") -> list[Question]:
 
 
 def trace_of(**options: Any) -> Trace:
-    return make_trace({"made": examples(400)}, Words(), dataclasses.replace(OPTIONS, **options))
+    return make_trace({"made": examples(400)}, Words(), argparse.Namespace(**(OPTIONS | options)))
 
 
 def test_equal_options_give_equal_traces() -> None:
@@ -61,14 +67,16 @@ def test_parts_have_the_lengths_that_were_asked_for() -> None:
     assert all(250 < len(prefix) <= 300 for prefix in trace.prefixes)
     described = trace.describe()
     assert sum(described["measured_requests_per_prefix"]) == 20
-    assert described["longest_prompt"] == max(len(own.tokens) for own in trace.measured)
+    assert described["longest_prompt"] == max(map(len, trace.measured))
 
 
 def test_prefixes_share_no_first_token_and_take_turns_among_data_sets() -> None:
     trace = trace_of(prefixes=60, prefix_tokens=100, sigma=15)
     assert len({prefix[0] for prefix in trace.prefixes}) == 60
     words = Words()
-    both = make_trace({"b": examples(400, "b"), "a": examples(400)}, words, OPTIONS)
+    both = make_trace(
+        {"b": examples(400, "b"), "a": examples(400)}, words, argparse.Namespace(**OPTIONS)
+    )
     of = [words("Examples of b")[-1] in prefix for prefix in both.prefixes]
     assert of == [False, True] * 3
 
@@ -77,9 +85,8 @@ def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
     trace = trace_of()
     asked = set()
     for request in (*trace.warmup, *trace.settle, *trace.measured):
-        prefix = trace.prefixes[request.prefix]
-        question = request.tokens[len(prefix) :]
-        assert request.tokens[: len(prefix)] == prefix
+        (prefix,) = (own for own in trace.prefixes if request[: len(own)] == own)
+        question = request[len(prefix) :]
         assert 0 < len(question) <= MAX_QUESTION_TOKENS and question not in asked
         asked.add(question)
         for other in trace.prefixes:
@@ -102,9 +109,11 @@ def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
         with pytest.raises(BenchFailed, match="two prefixes"):
             trace_of(**options)
     with pytest.raises(BenchFailed, match="too few rows"):
-        make_trace({"made": examples(4)}, Words(), OPTIONS)
+        make_trace({"made": examples(4)}, Words(), argparse.Namespace(**OPTIONS))
     with pytest.raises(BenchFailed, match="no question"):
-        make_trace({"long": [Question("a " * 100, ("b",), 0)] * 20}, Words(), OPTIONS)
+        make_trace(
+            {"long": [Question("a " * 100, ("b",), 0)] * 20}, Words(), argparse.Namespace(**OPTIONS)
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,7 @@ def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
 )
 def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     assert serving.policy(name) == name
-    flags = serving.policy_flags(name, Path("kv"), 0.25, serving.Tiers(70, 104))
+    flags = serving.policy_flags(name, Path("kv"), 0.25, (70, 104))
     given = dict(flag.removeprefix("--impress-").split("=") for flag in flags[1:])
     fields = {own.name: own.default for own in dataclasses.fields(ImpressConfig)}
     assert {key.replace("-", "_") for key in given} <= set(fields)

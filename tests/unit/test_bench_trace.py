@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from bench.core.data import EXCERPTS
 from bench.core.options import parse
+from bench.core.servers import Piece
 from bench.core.session import BenchFailed
 from bench.traffic import trace
 from bench.traffic.sessions import MOONCAKE_BLOCK, Scale, Session, read_sessions
@@ -95,14 +96,12 @@ class Server:
         self.details = details
         self.made: list[int] = []
 
-    def stream(
-        self, tokens: list[int], new_tokens: int
-    ) -> Generator[tuple[float, int], None, dict[str, Any]]:
+    def stream(self, tokens: list[int], new_tokens: int) -> Iterator[Piece]:
         self.made.append(len(tokens))
         now = trace.time.perf_counter()
-        yield now + 0.5, 1
-        yield now + 0.75, new_tokens
-        return {"cached_tokens": len(tokens) - 10, "cached_tokens_details": self.details}
+        yield Piece(now + 0.5, 1, {})
+        cached = {"cached_tokens": len(tokens) - 10, "cached_tokens_details": self.details}
+        yield Piece(now + 0.75, new_tokens, cached)
 
 
 def test_a_session_is_asked_in_its_order(tmp_path: Path) -> None:

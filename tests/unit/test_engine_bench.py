@@ -15,7 +15,7 @@ import torch
 from bench.core.options import parse
 from bench.core.session import BenchFailed
 from bench.engine.engine import IDENTITY, OPTIONS, Engine, run, save, tokens_of
-from bench.engine.model import MODELS, Model, ModelShape, aligned_attention, attention
+from bench.engine.model import MODELS, Model, ModelShape
 from impress_sglang.config import ImpressConfig
 from impress_sglang.store.store import PrefixStore
 
@@ -55,12 +55,6 @@ def test_a_pass_in_two_parts_is_the_same_pass() -> None:
     torch.testing.assert_close(parts.pools[1][0][:20], whole.pools[1][0][:20])
 
 
-def test_both_forms_of_attention_are_the_same() -> None:
-    queries, keys, values = torch.randn(5, 8, 32), torch.randn(9, 4, 32), torch.randn(9, 4, 32)
-    found = aligned_attention(queries, keys, values)
-    torch.testing.assert_close(found, attention(queries, keys, values))
-
-
 def test_shapes_are_scaled_by_their_heads() -> None:
     small = MODELS["llama-3-8b"].scaled(0.25, 3)
     assert (small.query_heads, small.kv_heads, small.layers, small.ffn) == (8, 2, 3, 3584)
@@ -78,7 +72,7 @@ def test_a_stored_prefix_fills_the_pool(policy: str, error: float, store: Prefix
     wanted = [(again.random(*size), again.random(*size)) for _ in range(SHAPE.layers)]
     engine = engine_of(store, model, policy)
     ttft, load = engine.serve(tokens_of(1, LENGTH))
-    assert 0 < load < ttft and engine.reads.ssd_bytes > 0
+    assert 0 < engine.plan_seconds * 1e3 < load < ttft and engine.reads.ssd_bytes > 0
     for pool, own, before in zip(model.pools, wanted, kvs, strict=True):
         for found, exact, was in zip(pool, own, before, strict=True):
             assert float((found[:LENGTH] - exact).abs().mean()) <= error
