@@ -21,7 +21,6 @@ from impress_sglang.options import (
     BOTH,
     CODED_POLICIES,
     CODES,
-    EXACT_BITS,
     EXACTLY,
     OFF,
     OPTIONS,
@@ -113,10 +112,9 @@ class ImpressConfig:
                 f"--impress-keep {EXACTLY} writes no codes, which --impress-basis and "
                 "--impress-blend need"
             )
-        if self.blend != OFF and self.basis and self.usual_bits < USUAL_BITS:
-            raise ConfigError(
-                f"--impress-blend with --impress-basis needs --impress-bits {USUAL_BITS:g} or more"
-            )
+        if self.blend != OFF and self.code_bits < USUAL_BITS:
+            # Nothing shows which of the reused tokens matter.
+            raise ConfigError(f"--impress-blend needs --impress-bits {USUAL_BITS:g} or more")
         if self.basis and self.policy not in CODED_POLICIES:
             raise ConfigError(
                 f"--impress-basis needs --impress-policy impress, got {self.policy!r}"
@@ -145,9 +143,17 @@ class ImpressConfig:
         return EXACTLY if self._loads_exact else CODES
 
     @property
+    def code_bits(self) -> float:
+        """The rate of codes without a basis, which those by a basis are as good as.
+
+        They serve requests for so many bits, or fewer; others get exact KVs.
+        """
+        return min(self.usual_bits, USUAL_BITS)
+
+    @property
     def _loads_exact(self) -> bool:
-        """Whether usual requests load exact KVs, as they do where a basis keeps too little."""
-        return self.usual_bits == EXACT_BITS or bool(self.basis and self.usual_bits > USUAL_BITS)
+        """Whether usual requests load exact KVs."""
+        return self.usual_bits > self.code_bits
 
     @property
     def auto_retention(self) -> bool:

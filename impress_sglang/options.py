@@ -37,15 +37,15 @@ USUAL = "usual"
 AUTO_FLOOR = 0.25
 AUTO_SHARE = 0.15
 # The value of --impress-bits for KVs as they were computed, and the number that stands for it,
-# whatever their dtype has; else the bits of the base, and with each plane (`codes.planes.codec`).
+# whatever their dtype has. Otherwise it is the rate of codes without a basis, in bits per element.
 EXACTLY = "exact"
 EXACT_BITS = 16.0
 # What is written of a prefix.
 BOTH, CODES = "both", "codes"
 KEEPS = (AUTO, BOTH, CODES, EXACTLY)
-BITS = (5.0, 6.0, 7.0, 8.0)
+BITS = (5.0, 6.0)
 BITS_TEXT = ", ".join(f"{bits:g}" for bits in BITS)
-# Of a request that asks for none, and the fewest that `AUTO` gives.
+# Of a request that asks for none, and of codes where `AUTO` or `EXACTLY` is asked for.
 USUAL_BITS = 6.0
 ON, OFF = "on", "off"
 CLASSES, SHORTEST = "classes", "shortest"
@@ -202,9 +202,9 @@ OPTIONS: tuple[Option, ...] = (
             f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
             lambda bits: is_bits(bits) or bits in (AUTO, USUAL),
         ),
-        "Bits per element of a stored prefix when it is loaded. exact: KVs as they were computed. "
-        f"usual: {USUAL_BITS:g}, or exact where codes would not save (KVs in fp8). "
-        f"auto: the most that take hardly longer than the fastest, at least {USUAL_BITS:g}.",
+        "Bits per element of codes, for all requests that ask for no more. exact: KVs as they were "
+        f"computed. usual: {USUAL_BITS:g}, or exact where codes would not save (KVs in fp8). "
+        f"auto: exact KVs where they take hardly longer than {USUAL_BITS:g} bits.",
     ),
     Option(
         "basis",

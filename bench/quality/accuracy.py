@@ -101,7 +101,7 @@ class Way(NamedTuple):
 
 
 class System(NamedTuple):
-    """A name, and the policy and other flags of its server; `rate`: of its basis, if it has one."""
+    """A name, and the policy and other flags of its server; `rate`: of its codes, if any."""
 
     name: str
     policy: str
@@ -113,27 +113,28 @@ class System(NamedTuple):
         """Whether its policy uses prefixes only as they were computed."""
         return self.policy not in (*CODED_POLICIES, *PART_POLICIES)
 
-    def ways(self, retentions: Sequence[float], bits: Sequence[float]) -> list[Way]:
+    def ways(self, retentions: Sequence[float]) -> list[Way]:
         """How it is asked; exact answers of a server store more than the prefixes, so come last."""
         if self.exact:
             return [Way(self.name)]
         if self.rate is not None:
-            return [Way(f"{self.name}@{self.rate:g}", 1.0, self.rate)]
-        if self.policy in PART_POLICIES:
-            fewer = [Way(self.name, own) for own in sorted(retentions) if own < 1]
+            fewer = [Way(f"{self.name}@{self.rate:g}", 1.0, self.rate)]
         else:
-            fewer = [Way(f"{self.name}@{own:g}", 1.0, own) for own in bits]
+            fewer = [Way(self.name, own) for own in sorted(retentions) if own < 1]
         return [*fewer, *([Way(self.name, 1.0)] if 1 in retentions else [])]
 
 
 POLICIES = {REFERENCE: "recompute", "as": "as", "h2o": "as+h2o+lru", "paper": "paper"}
-SYSTEMS = {name: System(name, own) for name, own in {**POLICIES, "impress": "impress"}.items()}
+SYSTEMS = {name: System(name, own) for name, own in POLICIES.items()}
+CODED = "impress"
 USUAL = ("h2o", "paper", "impress")
 ASKED = ("piqa", "copa", "openbookqa", "squad")
 OPTIONS = (
-    Option("systems", USUAL, "beside recompute", quick=("impress",), parse=one_of(SYSTEMS)),
+    Option(
+        "systems", USUAL, "beside recompute", quick=("impress",), parse=one_of((*SYSTEMS, CODED))
+    ),
     Option("retentions", (0.25,), "shares that paper and h2o use; 1 is exact", parse=_share),
-    Option("bits", (BITS[0],), "that impress has of all of the prefix", parse=_bits),
+    Option("bits", (BITS[0],), "of all of the prefix, each on a server of its own", parse=_bits),
     Option("tasks", ASKED, f"of {', '.join(TASKS)}", quick=("copa",), parse=one_of(TASKS)),
     Option("prefixes", 2, "per task", quick=1),
     Option("examples", 100, "questions per task", quick=6),
@@ -175,7 +176,11 @@ class Measured(NamedTuple):
 
 def run(args: argparse.Namespace) -> Result:
     """Ask all systems."""
-    systems = [SYSTEMS[name] for name in dict.fromkeys((REFERENCE, *args.systems))]
+    names = dict.fromkeys((REFERENCE, *args.systems))
+    systems = [SYSTEMS[name] for name in names if name != CODED]
+    for bits in args.bits if CODED in names else ():
+        flags = f"--impress-bits={bits:g}", "--impress-keep=both"
+        systems.append(System(CODED, CODED, flags, bits))
     if args.basis is not None:
         rate = round(Basis.load(args.basis).rate, 2)
         systems.append(System("basis", "impress", (f"--impress-basis={args.basis}",), rate))
@@ -244,7 +249,7 @@ def _measure(
         for prefix in sorted({tuple(prefix) for task in tasks for prefix in task.prefixes}):
             server.store(prefix, custom=exact)
         found = []
-        for way in system.ways(args.retentions, args.bits):
+        for way in system.ways(args.retentions):
             for task in tasks:
                 with step(f"{way.system} {way.retention or ''}: {task.name}"):
                     found.append(_ask_all(server, task, way, args.concurrency))

@@ -36,8 +36,6 @@ from impress_sglang.store.stored import StoredMatch
 # So many first tokens are computed unless they are resident or stored as a prefix: attention needs
 # a head that it knows (AttentionStore's truncation as printed fails without one).
 HEAD_TOKENS = 16
-# Least bits of reused tokens, whatever a request accepts: nothing shows which tokens matter.
-LEAST_BITS = 6.0
 # A blend that was slow is tried again after so many seconds.
 MEASURE_SECONDS = 60.0
 # A waiting request may be planned again and again; its text is searched for and weighed only once
@@ -176,10 +174,8 @@ class BlendPlanner:
         prefix = runs_of(match, resident_len)
         kinds = self._kinds(resident_len, known, stop, runs)
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
-        # A basis has no other bits.
-        bits = own.bits if self._shape.basis else max(own.bits, LEAST_BITS)
         read = store.forecast.coded_bytes([run.span for run in (*prefix, *runs)])
-        io = store.forecast.seconds_to_read(read.expected(planes_of(bits)))
+        io = store.forecast.seconds_to_read(read.expected(planes_of(own.bits)))
         share, estimate = self._choose(work, kinds, io, blend)
         if (refusal := self._too_slow(estimate, usual)) is not None:
             if notes.why is None:
@@ -193,7 +189,7 @@ class BlendPlanner:
             match=match,
             work=work,
             tokens=tokens,
-            estimate=dataclasses.replace(estimate, bits=bits),
+            estimate=dataclasses.replace(estimate, bits=own.bits),
             runs=(*prefix, *runs),
             kinds=kinds,
             share=share,

@@ -19,7 +19,7 @@ from impress_sglang.codes.planes.codec import DIM_GRAIN, NUM_PLANES, planes_of
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
-from impress_sglang.options import BITS, CODES, USUAL_BITS
+from impress_sglang.options import BITS, CODES
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.store.forecast import CodedBytes
 from impress_sglang.transfer.kv_codec import shape_by
@@ -43,10 +43,10 @@ def plan(
         model: folder of the model, or its config.json.
         prefixes: how many are to be kept.
         tokens: length of each, in tokens.
-        bits: per element that a request reads, one of `BITS`.
+        bits: rate of codes without a basis, one of `BITS`.
         drive_gbps: GB per second that the drive reads.
         per_day: new prefixes per day.
-        basis: by which KVs are coded, as well as in 6 bits if `bits` are more.
+        basis: by which KVs are coded, as well as in so many bits.
         keep: as `--impress-keep`.
 
     Raises:
@@ -61,7 +61,7 @@ def plan(
     shape = shape_of(_config_of(model))
     if basis is not None:
         try:
-            shape = shape_by(Basis.load(basis).keeping(min(bits, USUAL_BITS)), shape)
+            shape = shape_by(Basis.load(basis).keeping(bits), shape)
         except ImpressError as error:
             raise Refused(str(error)) from error
     shape = replace(shape, exact=keep != CODES)

@@ -181,9 +181,8 @@ class KnownRequests:
         key = key_of(known.req)
         if not self._planner.looks_for(len(key)):
             return known.kv_class
-        tokens, share = as_tokens(key.raw_token_ids()), known.kv_class.share
-        classes = (KVClass(), *(KVClass(own, share) for own in self._service.levels))
-        resident = {own: self._resident(known, own) for own in classes}
+        tokens = as_tokens(key.raw_token_ids())
+        resident = {own: self._resident(known, own) for own in (KVClass(), known.kv_class)}
         return self._planner.choose(known.namespace, tokens, resident, known.kv_class)
 
     def in_use(self) -> list[Known]:

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from impress_sglang.blend.plugin.steps import check_blended, rotation_of
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig
-from impress_sglang.options import CODES, EXACTLY, OFF, USUAL_BITS
+from impress_sglang.options import CODES, EXACTLY, OFF
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.factory import identity_of, kv_shape
@@ -55,7 +55,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     shape, codec = kv_shape(runner, policy, config.probe_heads), None
     shape = replace(shape, coded=shape.coded and config.kept != EXACTLY, exact=config.kept != CODES)
     if config.basis:
-        basis = Basis.load(config.basis_path).keeping(min(config.usual_bits, USUAL_BITS))
+        basis = Basis.load(config.basis_path).keeping(config.code_bits)
         codec = KVCodec(basis, rotation_of(runner.model, "--impress-basis"))
         shape = codec.shape(shape)
         codec.prepare(runner.model_config.context_len)

@@ -87,16 +87,12 @@ class LoadPlanner:
     def choose(
         self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], least: KVClass
     ) -> KVClass:
-        """Choose the class of a request that takes more bits than `least`, where they cost little.
+        """Choose between the class `least` and exact KVs, which are taken if they cost little.
 
-        The class with the longest resident prefix, if any has one; else that with the most bits
-        which take hardly longer than the fastest.
+        It is the class with the longest resident prefix, if any has one; else that with the most
+        bits which takes hardly longer than the faster one.
         """
-        classes = [
-            KVClass(),
-            *(KVClass(own, least.share) for own in reversed(self._service.levels)),
-        ]
-        classes = [own for own in classes if own.bits >= least.bits]
+        classes = (KVClass(), least)
         longest = max(classes, key=lambda own: resident.get(own, 0))
         if resident.get(longest, 0) >= self._config.min_prefix_tokens:
             return longest

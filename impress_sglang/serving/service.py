@@ -10,7 +10,7 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.cost import Estimator
-from impress_sglang.options import BITS, EXACT_BITS, ON
+from impress_sglang.options import EXACT_BITS, ON
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.recent import RecentRequests
@@ -66,8 +66,8 @@ class Service:
         self.codec = codec
         """Codes KVs by a basis; None: there is none, and codes are those without one."""
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
-        self.levels = () if not shape.coded else BITS if codec is None else (codec.bits,)
-        """The bits in which prefixes can be loaded from codes, ascending."""
+        self.code_bits = config.code_bits if codec is None else codec.bits
+        """Bits per element of codes, as classes name them."""
         self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.usual_blend))
         """The class of a request that asks for nothing else."""
         self.explainer = Explainer(config, self.served, self.least)
@@ -80,12 +80,8 @@ class Service:
 
     def class_of(self, wanted: LoadOptions) -> KVClass:
         """The class of the KVs that a request gets."""
-        bits = self.policy.bits(wanted)
-        if not self.shape.coded:
-            bits = EXACT_BITS
-        elif self.codec is not None:
-            # Named by its own bits; a request names those without a basis that keep as much.
-            bits = self.codec.bits if bits <= self.codec.basis.keeps else EXACT_BITS
+        suffice = self.shape.coded and self.policy.bits(wanted) <= self.config.code_bits
+        bits = self.code_bits if suffice else EXACT_BITS
         return KVClass.of(dataclasses.replace(wanted, bits=bits))
 
     def least(self, wanted: LoadOptions) -> Quality | None:

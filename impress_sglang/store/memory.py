@@ -8,7 +8,6 @@ import torch
 
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError
-from impress_sglang.options import EXACT_BITS, USUAL_BITS
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.store.policies import LoadOptions, make_policy
 from impress_sglang.tiers.cache import ChunkCache
@@ -41,9 +40,7 @@ class StoreMemory:
         if policy.stores:
             _check_host(config, device)
         usual = policy.bits(LoadOptions(bits=config.usual_bits))
-        if not shape.coded or (shape.basis and usual > USUAL_BITS):
-            # A basis has fewer bits: such requests get exact KVs.
-            usual = EXACT_BITS
+        in_codes = shape.coded and usual <= config.code_bits
         page = PageShape.of(shape, config.chunk_tokens)
         layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
         most = max(map(most_pages, layout.codes), default=1)
@@ -59,8 +56,8 @@ class StoreMemory:
                 host_bytes=bytes_of(config.host_gb) if used else 0,
             )
 
-        cache = make(page, page.max_chunk_pages(shape), used=usual == EXACT_BITS)
-        codes = make(CODE_PAGE, most, used=usual < EXACT_BITS)
+        cache = make(page, page.max_chunk_pages(shape), used=not in_codes)
+        codes = make(CODE_PAGE, most, used=in_codes)
         # Chunks are cached in whole pages, even if they end inside one.
         pool = BufferPool(
             bytes_of(config.buffer_gb),

@@ -193,7 +193,6 @@ def test_the_second_request_hits_what_the_first_one_blended(world: TreeWorld) ->
         {"bits": "exact"},
         {"bits": 6.0, "blend": "off"},
         {"bits": 6.0, "blend": 0.5},
-        {"bits": 8.0, "blend": 0.25},
     ):
         req = world.request("another", [*PROMPT, 5], **wanted)
         assert world.match(req) < 32, wanted

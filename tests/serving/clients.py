@@ -30,14 +30,13 @@ KINDS = {
 }
 # Of these each request is answered, and its answer has its report.
 REPORTED = ("plain", "logprob", "json")
-WAYS = {"whole": 8, "part": 3, "bits": 2, "more bits": 2, "blend": 3, "abort": 1, "hang up": 1}
-# What a request asks for: all as it was computed, a part in few bits, all in few or more bits, or
+WAYS = {"whole": 8, "part": 3, "bits": 2, "blend": 3, "abort": 1, "hang up": 1}
+# What a request asks for: all as it was computed, a part in few bits, all in few bits, or
 # with what is stored elsewhere.
 WISHES: dict[str, dict[str, Any]] = {
     "whole": {"impress_retention": 1.0, "impress_bits": "exact"},
     "part": {"impress_retention": PART},
     "bits": {"impress_retention": 1.0, "impress_bits": 6},
-    "more bits": {"impress_retention": 1.0, "impress_bits": 8},
     "blend": {"impress_retention": 1.0, "impress_bits": 6, "impress_blend": 0.15},
 }
 

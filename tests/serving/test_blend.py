@@ -138,9 +138,9 @@ def test_what_was_blended_is_loaded_by_who_would_blend_as_much(
     def ask(tokens: list[int], blend: float | str, **custom: Any) -> Answer:
         return blending.generate(tokens, 8, **scored, **asking(blend, **custom))
 
-    first = ask(prompt, 0.25, impress_bits=8)
+    first = ask(prompt, 0.25)
     blending.flush()
-    again = [ask(prompt, 0.25, impress_bits=8), ask(other, 0.0)]
+    again = [ask(prompt, 0.25), ask(other, 0.0)]
 
     assert blended([first])[0] > 300 and not any(blended(again))
     for told in map(report, again):
@@ -149,7 +149,7 @@ def test_what_was_blended_is_loaded_by_who_would_blend_as_much(
     assert question_distance(first, again[0]) < question_distance(expected, first) / 2
     ask(prompt, "off")
     blending.flush()
-    last = ask(prompt, 0.25, impress_bits=8)
+    last = ask(prompt, 0.25)
     assert question_distance(expected, last) < question_distance(expected, first) / 2
 
 

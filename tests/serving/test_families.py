@@ -16,7 +16,7 @@ from tests.serving.tiny_models import make_model, random_tokens
 PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300)]
 FLAGS = ("--max-total-tokens=9000", "--chunked-prefill-size=128", "--impress-bits=exact")
 # All tokens are computed again, but not by way of SGLang's own pass.
-BLENDED = {"impress_blend": 0.99999, "impress_bits": 8, "impress_store": False}
+BLENDED = {"impress_blend": 0.99999, "impress_bits": 6, "impress_store": False}
 
 
 @pytest.fixture(scope="module", params=["opt", "qwen2", "qwen3"])

@@ -14,8 +14,7 @@ from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
 POOL = 9024
-# All planes, so that nothing depends on who asked before.
-EIGHT_BITS: dict[str, Any] = {"return_logprob": True, "impress_bits": 8}
+LOGPROBS: dict[str, Any] = {"return_logprob": True}
 STAYS_WHOLE = "paged"
 
 
@@ -60,7 +59,7 @@ def without_pages(serve: Serve) -> list[Answer]:
     """Answers in codes of a server with page size 1."""
     with serve("no-pages") as server:
         server.store_prompts(*even_branches())
-        return [server.generate(question, 8, **EIGHT_BITS) for question in questions()]
+        return [server.generate(question, 8, **LOGPROBS) for question in questions()]
 
 
 def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: int) -> None:
@@ -84,8 +83,8 @@ def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: in
 def test_codes_are_those_of_any_page_size(paged: Server, without_pages: list[Answer]) -> None:
     """However they come into slots, by whom and in what order, the answers are the same."""
     paged.store_prompts(*even_branches())
-    alone = [paged.generate(question, 8, **EIGHT_BITS) for question in questions()]
-    together = paged.generate_together(questions(), 8, **EIGHT_BITS)
+    alone = [paged.generate(question, 8, **LOGPROBS) for question in questions()]
+    together = paged.generate_together(questions(), 8, **LOGPROBS)
     for answers in (alone, together):
         assert_same(without_pages, answers, TOLERANCE)
         assert all(report(answer)["approximate"] for answer in answers)

@@ -108,14 +108,14 @@ def test_too_little_data_is_refused() -> None:
 
 
 def test_systems_are_asked_from_few_tokens_to_all() -> None:
-    assert [own.retention for own in SYSTEMS["as"].ways([0.25, 1], [5])] == [None]
-    coded, exact = SYSTEMS["impress"].ways([1, 0.25], [5.0])
+    assert [own.retention for own in SYSTEMS["as"].ways([0.25, 1])] == [None]
+    coded, exact = System("impress", "impress", rate=5.0).ways([1, 0.25])
     assert coded.system == "impress@5"
-    (parts,) = SYSTEMS["h2o"].ways([0.25], [5.0])
+    (parts,) = SYSTEMS["h2o"].ways([0.25])
     assert parts.custom == {"impress_retention": 0.25}, "it has no codes"
     assert coded.custom == {"impress_retention": 1.0, "impress_bits": 5.0}
     assert exact.custom == {"impress_retention": 1.0, "impress_bits": "exact"}
-    (basis,) = System("basis", "impress", rate=4.0).ways([0.25, 1], [5.0])
+    (basis,) = System("basis", "impress", rate=4.0).ways([0.25])
     assert (basis.system, basis.bits) == ("basis@4", 4.0)
     assert basis.custom == {"impress_retention": 1.0}
 

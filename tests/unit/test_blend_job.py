@@ -55,7 +55,7 @@ def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tens
 
 
 @pytest.mark.parametrize("block", [10_000, 128, 100])
-@pytest.mark.parametrize(("resident", "bits"), [(0, 6), (60, 6), (0, 8)])
+@pytest.mark.parametrize(("resident", "bits"), [(0, 6), (60, 6)])
 def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits: int) -> None:
     """Keys as they would have been at the new place, values as they were, whoever computed them."""
     desk = Desk(bench, block=block, base_error=0.0)
@@ -95,26 +95,25 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
         assert keys[layer].isnan().any(2).any(1).sum() == 3
 
 
-@pytest.mark.parametrize("bits", [6.0, 8.0])
-def test_all_planes_that_are_wanted_are_read_ahead(bench: Workbench, bits: float) -> None:
+def test_all_planes_that_are_wanted_are_read_ahead(bench: Workbench) -> None:
     desk = Desk(bench, (0, 1, 2), base_error=0.0)
-    plan = desk.planned(texts(2, 1, 0), wanted=LoadOptions(bits=bits, blend=0.0))
+    plan = desk.planned(texts(2, 1, 0), wanted=LoadOptions(bits=6, blend=0.0))
     source = desk.job(plan).open()
     assert isinstance(source, CodedSource)
     span = source.spans[0]
     units = span.wanted_units(0, source.planes)
-    assert set(units[:, 0]) == set(range(plan.planes)) and LEVELS[plan.planes] == bits
+    assert set(units[:, 0]) == set(range(plan.planes)) and LEVELS[plan.planes] == 6
     assert list(span.wanted_chunks(0, source.planes)) == [*span.pages, *span.unit_chunks(units)]
     desk.store.close_source(source)
 
 
 def test_a_document_that_is_asked_for_twice(bench: Workbench) -> None:
     desk = Desk(bench, (0, 1))
-    asked, wanted = [3, *texts(1), 4, *texts(1), 5, *texts(1)], LoadOptions(bits=8, blend=0.0)
+    asked, wanted = [3, *texts(1), 4, *texts(1), 5, *texts(1)], LoadOptions(bits=6, blend=0.0)
     plan = desk.planned(asked, wanted=wanted)
     assert [len(group) for group in plan.groups] == [1, 1, 1]
     _, values = carry_out(desk.job(plan, wanted))
-    _, own = rounded(texts(0, 1), 1, slice(200, None), 8)
+    _, own = rounded(texts(0, 1), 1, slice(200, None), 6)
     for start in (1, 203, 405):
         assert torch.allclose(values[1][start : start + 201], own, atol=1e-4)
 

@@ -45,7 +45,7 @@ NO_ROOM = (0.0, -1.0, NO_NUMBER, float("inf"))
 WRONG_VALUES: dict[str, Sequence[object]] = {
     "retention": (0.0, -0.25, 1.0001, NO_NUMBER, "", "0.5", "Auto", "auto ", "most"),
     "min_retention": (-0.001, 1.0001, NO_NUMBER),
-    "bits": (0, 3.999, 5.5, 8.001, 16.0, -5.0, NO_NUMBER, float("inf"), "", "5", "Exact", "exact "),
+    "bits": (0, 5.5, 7, 8.0, 16.0, -5.0, NO_NUMBER, float("inf"), "", "5", "Exact", "exact "),
     "keep": ("", "Codes", "none"),
     "base_error": (-0.5, NO_NUMBER, float("inf")),
     "probe_heads": (0, -3),
@@ -86,7 +86,7 @@ WRONG_TYPES: dict[str, Sequence[object]] = {
 EDGE_VALUES: dict[str, Sequence[object]] = {
     "retention": (1, 0.05, AUTO),
     "min_retention": (0, 0.05),
-    "bits": (6, *BITS, 8, EXACTLY, AUTO),
+    "bits": (6, *BITS, EXACTLY, AUTO),
     "alpha": (1.0, 5e-324),
     "probe_heads": (1,),
     "chunk_tokens": (8, 4096),
@@ -176,7 +176,9 @@ FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
     # Who uses a part uses no more than that floor.
     *(({"retention": own}, "part_retention", AUTO_FLOOR) for own in (1.0, 0.6, AUTO)),
     ({"retention": 0.1}, "part_retention", 0.1),
-    *(({"bits": own}, "usual_bits", float(own)) for own in (6, 6.0, 8.0)),
+    *(({"bits": own}, "usual_bits", float(own)) for own in (5, 6, 6.0)),
+    *(({"bits": own}, "code_bits", 6.0) for own in (6, EXACTLY, AUTO)),
+    ({"bits": 5}, "code_bits", 5.0),
     ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
     ({"bits": AUTO}, "usual_bits", USUAL_BITS),
     ({"retention": AUTO}, "auto_retention", True),
@@ -248,7 +250,7 @@ def test_only_the_papers_policies_have_parts(policy: str, retention: float | str
     "options",
     [
         {"keep": "codes", "bits": EXACTLY},
-        {"keep": "codes", "bits": 8, "basis": "some"},
+        {"keep": "codes", "bits": EXACTLY, "basis": "some"},
         {"keep": "codes", "policy": "paper"},
         {"keep": "exact", "policy": "as"},
         {"keep": "exact", "basis": "some"},
@@ -265,9 +267,9 @@ def test_what_would_never_be_loaded_is_not_kept(options: dict[str, Any]) -> None
     [
         ({}, "codes"),
         ({"bits": 5, "basis": "some"}, "codes"),
-        ({"bits": 7}, "codes"),
+        ({"bits": 5}, "codes"),
         ({"blend": 0.15}, "both"),
-        *(({"bits": own, "basis": "some"}, "both") for own in (7, 8, EXACTLY, AUTO)),
+        *(({"bits": own, "basis": "some"}, "both") for own in (EXACTLY, AUTO)),
         ({"bits": EXACTLY}, "exact"),
         ({"bits": EXACTLY, "blend": 0.15}, "both"),
         ({"bits": AUTO}, "both"),
@@ -278,6 +280,12 @@ def test_what_would_never_be_loaded_is_not_kept(options: dict[str, Any]) -> None
 )
 def test_what_bits_may_load_is_kept(options: dict[str, Any], kept: str) -> None:
     assert ImpressConfig(**options).kept == kept
+
+
+def test_reused_text_needs_as_many_bits_as_there_are() -> None:
+    assert ImpressConfig(bits=EXACTLY, blend=0.15).code_bits == 6.0
+    with pytest.raises(ConfigError, match="--impress-blend needs --impress-bits 6"):
+        ImpressConfig(bits=5, blend=0.15)
 
 
 def test_only_policies_with_codes_blend() -> None:

@@ -303,7 +303,7 @@ def test_a_segment_that_goes_while_it_is_opened_in_vain(
 
     def acquire_late(readers: OpenSegments, stored: StoredSegment) -> OpenSegment:
         desk.store._evict([stored], Cause.EVICTED)
-        desk.store.writes.drain()
+        wait_until(lambda: not desk.store.worker.removing_bytes)
         return acquire(readers, stored)
 
     monkeypatch.setattr(OpenSegments, "acquire", acquire_late)

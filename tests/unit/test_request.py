@@ -42,10 +42,10 @@ USUAL = CONFIG.usual_bits
 
 
 NO_NUMBERS = ("x", "0.5", True, False, None, [0.5], {}, 10**400, math.nan)
-RIGHT = {RETENTION_KEY: (1, 1.0, 0.25, 1e-9), BITS_KEY: (6, *BITS, 8, EXACTLY, AUTO)}
+RIGHT = {RETENTION_KEY: (1, 1.0, 0.25, 1e-9), BITS_KEY: (6, *BITS, EXACTLY, AUTO)}
 WRONG = {
     RETENTION_KEY: (*NO_NUMBERS, 0, 0.0, -0.5, 2, 1.0001, math.inf),
-    BITS_KEY: (*NO_NUMBERS, 3, 5.5, 8.01, 0, -5, 16, "5", "Exact", ""),
+    BITS_KEY: (*NO_NUMBERS, 3, 5.5, 7, 8.0, 0, -5, 16, "5", "Exact", ""),
     TRUNCATE_KEY: (*NO_NUMBERS, 0, 1.0, 2),
     KEEP_KEY: (*NO_NUMBERS[:6], -1, 2.0),
 }
@@ -171,7 +171,7 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
 
 @pytest.mark.parametrize(
     ("asked", "given"),
-    [(6, 6.0), (8.0, 8.0), (EXACTLY, EXACT_BITS), (AUTO, USUAL_BITS)],
+    [(6, 6.0), (5.0, 5.0), (EXACTLY, EXACT_BITS), (AUTO, USUAL_BITS)],
 )
 def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: float) -> None:
     params = SimpleNamespace(custom_params={BITS_KEY: asked})
