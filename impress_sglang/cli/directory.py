@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from impress_sglang.cli.orders import carry_out, in_use, opened
+from impress_sglang.cli.orders import PATIENCE_S, carry_out, check_done, in_use, opened
 from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.cli.prefix_file import PrefixFile
 from impress_sglang.cli.shipping import export_file, import_file
-from impress_sglang.cli.upkeep import collect, rebuild, removal
 from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreError
 from impress_sglang.storage.directory import (
     StoreDirectory,
@@ -30,7 +30,11 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import FORMAT_VERSION
 from impress_sglang.store.catalog import Catalog
+from impress_sglang.store.disk_worker import DiskWorker
+from impress_sglang.store.health import Health
+from impress_sglang.store.restoring import recover, restore_segments, survey
 from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.tree import StoredTree
 
 
 class Directory:
@@ -71,16 +75,16 @@ class Directory:
         return removed
 
     def rebuild(self) -> list[dict[str, Any]]:
-        """See `upkeep.rebuild`; stores of other formats are left alone."""
+        """Rebuild all indexes; stores of other formats are left alone."""
         with self._all_locked() as (stores, _):
-            return [rebuild(own) for own in stores]
+            return [_rebuilt(own) for own in stores]
 
     def gc(self, *, dry_run: bool) -> list[dict[str, Any]]:
-        """See `upkeep.collect`; stores of older formats are removed as a whole."""
+        """Remove what cannot be used; stores of older formats are removed as a whole."""
         with self._all_locked() as (stores, old):
-            rows = [removal(path.name, "older format", self._sizes(path)) for path in old]
+            rows = [_removal(path.name, "older format", self._sizes(path)) for path in old]
             self._remove(() if dry_run else old)
-            return rows + [row for own in stores for row in collect(own, dry_run=dry_run)]
+            return rows + [row for own in stores for row in _collected(own, dry_run=dry_run)]
 
     def order(self, verb: str, which: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See `orders.carry_out`."""
@@ -208,3 +212,70 @@ def _described(store: str, segment: StoredSegment) -> dict[str, Any]:
 
 def _latest_first(segment: StoredSegment) -> tuple[int, str]:
     return -segment.last_access, segment.segment_id
+
+
+def _rebuilt(directory: StoreDirectory) -> dict[str, Any]:
+    """Rebuild the index of a store from the headers of all its files.
+
+    The times of use come from the old index, which stays until the new one is complete.
+
+    Raises:
+        Unreachable: the disk failed something.
+        OSError: the directory cannot be read.
+        sqlite3.Error: the index can neither be read nor rebuilt.
+    """
+    with _kept(directory) as worker:
+        found = survey(directory, worker.catalog, directory.path.name, anew=True)
+        recover(found, directory, worker)
+    return {
+        "store": directory.path.name,
+        "segments": len(found.segments),
+        "not_indexed": len(found.adopted),
+        "without_file": len(found.missing),
+        "quarantined": len(found.damaged),
+        "unreadable_now": found.unread,
+    }
+
+
+def _collected(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]:
+    """Remove what cannot be used of a store, or only say what that is; raises like `_rebuilt`."""
+    store, now = directory.path.name, time.time()
+    expired: list[StoredSegment] = []
+    current: list[StoredSegment] = []
+    with _kept(directory, read_only=dry_run) as worker:
+        there = survey(directory, worker.catalog, store)
+        for own in there.segments:
+            (expired if 0 < own.info.expires <= now else current).append(own)
+        placeless, orphans = restore_segments(StoredTree(), current)
+        # Those that may build on what cannot be read now are not useless.
+        placeless += [] if there.unread else orphans
+        damaged = [directory.segment_path(own.segment_id) for own in there.damaged]
+        damaged += quarantined_files(directory.files, directory.path)
+        found = {
+            "unfinished": [directory.files.stat(own).st_size for own in there.unfinished],
+            "damaged": [directory.files.stat(own).st_size for own in damaged],
+            "expired": [own.file_bytes for own in expired],
+            "without a place": [own.file_bytes for own in placeless],
+        }
+        if not dry_run:
+            recover(there, directory, worker)
+            worker.delete({own.segment_id: own.file_bytes for own in expired + placeless})
+            worker.submit(worker.tidy, False)
+    return [_removal(store, what, sizes) for what, sizes in found.items() if sizes]
+
+
+def _removal(store: str, what: str, sizes: list[int]) -> dict[str, Any]:
+    """A row for the files of one kind: how many, and their bytes."""
+    return {"store": store, "what": what, "files": len(sizes), "bytes": sum(sizes)}
+
+
+@contextlib.contextmanager
+def _kept(directory: StoreDirectory, *, read_only: bool = False) -> Iterator[DiskWorker]:
+    """A worker on a store, which has done all its work in the end; `read_only`: as there."""
+    health = Health()
+    worker = DiskWorker(directory, health, direct=False, read_only=read_only)
+    try:
+        yield worker
+    finally:
+        worker.close(PATIENCE_S)
+    check_done(health)

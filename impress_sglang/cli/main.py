@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,122 @@ from impress_sglang.options import BOTH, CODES, USUAL_BITS
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
-# Orders about prefixes; a directory takes these as well, except the first two.
-_ORDERS = {
-    "why": "say how much of a prompt is stored, and why no more",
-    "warm": "store a prefix now, or load it",
-    "pin": "never evict a stored prefix",
-    "unpin": "unpin prefixes that begin like this one",
-    "purge": "remove a prefix and all that begin with it, or a namespace",
-}
-_ONLY_OF_SERVERS = ("why", "warm")
 # The answer of a server that has found nothing wrong.
 _SOUND = {"integrity": "ok"}
-_IDS = "its token ids, separated by commas"
-_MORE = "; may be given several times"
+Option = tuple[str, dict[str, Any]]
+
+
+def _need(name: str, kind: type, told: str, **how: Any) -> Option:
+    return name, {"type": kind, "required": True, "help": told, **how}
+
+
+def _may(name: str, kind: type, told: str, default: Any = None, **how: Any) -> Option:
+    told = told if default in (None, []) else f"{told}; default: {default}"
+    return name, {"type": kind, "default": default, "help": told, **how}
+
+
+def _flag(name: str, told: str, **how: Any) -> Option:
+    return name, {"action": "store_true", "help": told, **how}
+
+
+_NAMESPACE = (
+    _may("--extra-key", str, "extra_key of the requests"),
+    _may("--cache-salt", str, "cache_salt of the requests"),
+)
+_FILE, _IDS = "file with the text of the prefix; -: stdin", "its token ids, separated by commas"
 _SEGMENT = "its last segment, as ls shows it"
+_TEXT, _ONE_FILE = _may("--text", str, "text of the prefix"), _may("--file", Path, _FILE)
+_FILES = _may("--file", Path, f"{_FILE}; may be given several times", action="append")
+_PROMPT = (_TEXT, _ONE_FILE, _may("--ids", str, _IDS))
+_PREFIX = (*_PROMPT, _may("--segment", str, f"{_SEGMENT}; only with --dir"), *_NAMESPACE)
+_AGE = "written at least so long ago; alone: any prefix"
+_SERVER, _DIR = ("--url", "--key"), ("--dir",)
+_BOTH = (*_SERVER, *_DIR)
+
+COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
+    "stat": (_BOTH, "say how much is stored", ()),
+    "ls": (_BOTH, "list stored segments, the most recently used first", ()),
+    "verify": (_BOTH, "check a server, or read all files in a directory", ()),
+    "rebuild": (_DIR, "rebuild indexes from all files", ()),
+    "gc": (_DIR, "remove files that nobody can use", (_flag("--dry-run", "only list them"),)),
+    "clear": (
+        _BOTH,
+        "remove everything that is stored",
+        (_flag("--yes", "it cannot be undone", required=True),),
+    ),
+    "plan": (
+        (),
+        "compute the space and time that prefixes of a model take",
+        (
+            _need("--model", Path, "its folder or config.json"),
+            _need("--prefixes", int, "number of prefixes to keep"),
+            _need("--tokens", int, "tokens per prefix"),
+            _may("--bits", float, "as --impress-bits", USUAL_BITS),
+            _may("--basis", Path, "of --impress-basis"),
+            _may("--keep", str, "of --impress-keep", CODES, choices=(CODES, BOTH)),
+            _may("--drive-gbps", float, "read speed of the drive", 3.0),
+            _may("--per-day", int, "new prefixes per day", 0),
+        ),
+    ),
+    "bench": (
+        _SERVER,
+        "measure whether the store pays on a server",
+        (
+            _may("--prefixes", int, "number of prefixes", 8),
+            _may("--prefix-tokens", int, "tokens per prefix", 2000),
+            _may("--text", Path, "file to take them from; default: random tokens"),
+            _may("--clients", int, "concurrent clients", 1),
+            _flag("--flush", "empty SGLang's pool, for everybody"),
+            _may("--api-key", str, "key of requests, if it differs from --key"),
+        ),
+    ),
+    "calibrate": (
+        (),
+        "fit a basis to a model",
+        (
+            _need("--model", Path, "its folder"),
+            _need("--out", Path, "to write the basis to", metavar="FILE"),
+            _may("--text", Path, "one per kind; default: those of the package", [], nargs="+"),
+            _may("--tokens", int, "per text", 1500),
+        ),
+    ),
+    "why": (
+        _SERVER,
+        "say how much of a prompt is stored, and why no more",
+        (*_PROMPT, *_NAMESPACE),
+    ),
+    "warm": (_SERVER, "store a prefix now, or load it", (_TEXT, _FILES, _PROMPT[2], *_NAMESPACE)),
+    "pin": (_BOTH, "never evict a stored prefix", _PREFIX),
+    "unpin": (_BOTH, "unpin prefixes that begin like this one", _PREFIX),
+    "purge": (
+        _BOTH,
+        "remove a prefix and all that begin with it, or a namespace",
+        (*_PREFIX, _may("--older-than", float, _AGE, metavar="SECONDS")),
+    ),
+    "export": (
+        _DIR,
+        "write a namespace to a new file",
+        (
+            ("path", {"type": Path, "metavar": "FILE", "help": "safetensors file"}),
+            _may("--store", str, "its name as ls shows it, if there are several"),
+            _may("--ids", str, f"a prefix instead of a namespace: {_IDS}"),
+            _may("--segment", str, f"the same by {_SEGMENT}"),
+            *_NAMESPACE,
+        ),
+    ),
+    "import": (
+        _DIR,
+        "store what was exported elsewhere",
+        (
+            ("path", {"type": Path, "metavar": "FILE", "help": "written by impress export"}),
+            *_NAMESPACE,
+        ),
+    ),
+}
+# Of these a command takes one; these commands need one.
+_WHICH, _ONE = ("--text", "--file", "--ids", "--segment"), ("why", "warm", "pin", "unpin")
+# That a directory takes as well.
+_ORDERS = ("pin", "unpin", "purge")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,110 +154,23 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"Exit status is {status}.".replace("`", ""),
     )
     commands = top.add_subparsers(dest="command", required=True)
-
-    def add(name: str, told: str, *, server: bool, directory: bool) -> argparse.ArgumentParser:
+    for name, (where, told, options) in COMMANDS.items():
         own = commands.add_parser(name, help=told, description=told[0].upper() + told[1:] + ".")
         own.add_argument("--json", action="store_true", help="print JSON")
-        if directory:
-            default = None if server else DEFAULT_SSD_DIR
-            where = "an --impress-ssd-dir that no server uses"
-            shown = f"{where}; default: {default}" if default else f"{where}, in place of a server"
+        if "--dir" in where:
+            default = None if "--url" in where else DEFAULT_SSD_DIR
+            instead = f"default: {default}" if default else "in place of a server"
+            shown = f"an --impress-ssd-dir that no server uses; {instead}"
             own.add_argument("--dir", type=Path, default=default, help=shown)
-        if server:
+        if "--url" in where:
+            key = os.environ.get(KEY_VARIABLE)
             own.add_argument("--url", default=URL, help=f"running server; default: {URL}")
-            own.add_argument(
-                "--key", default=os.environ.get(KEY_VARIABLE), help=f"default: {KEY_VARIABLE}"
-            )
-        return own
-
-    add("stat", "say how much is stored", server=True, directory=True)
-    add("ls", "list stored segments, the most recently used first", server=True, directory=True)
-    add("verify", "check a server, or read all files in a directory", server=True, directory=True)
-    add("rebuild", "rebuild indexes from all files", server=False, directory=True)
-    gc = add("gc", "remove files that nobody can use", server=False, directory=True)
-    gc.add_argument("--dry-run", action="store_true", help="only list them")
-    clear = add("clear", "remove everything that is stored", server=True, directory=True)
-    clear.add_argument("--yes", action="store_true", required=True, help="it cannot be undone")
-    sizes = add(
-        "plan",
-        "compute the space and time that prefixes of a model take",
-        server=False,
-        directory=False,
-    )
-    sizes.add_argument("--model", type=Path, required=True, help="its folder or config.json")
-    sizes.add_argument("--prefixes", type=int, required=True, help="number of prefixes to keep")
-    sizes.add_argument("--tokens", type=int, required=True, help="tokens per prefix")
-    sizes.add_argument(
-        "--bits", type=float, default=USUAL_BITS, help="as --impress-bits; default: 6"
-    )
-    sizes.add_argument("--basis", type=Path, help="of --impress-basis")
-    sizes.add_argument(
-        "--keep", choices=(CODES, BOTH), default=CODES, help="of --impress-keep; default: codes"
-    )
-    sizes.add_argument(
-        "--drive-gbps", type=float, default=3.0, help="read speed of the drive; default: 3"
-    )
-    sizes.add_argument("--per-day", type=int, default=0, help="new prefixes per day; default: 0")
-    tried = add("bench", "measure whether the store pays on a server", server=True, directory=False)
-    tried.add_argument("--prefixes", type=int, default=8, help="number of prefixes; default: 8")
-    tried.add_argument(
-        "--prefix-tokens", type=int, default=2000, help="tokens per prefix; default: 2000"
-    )
-    tried.add_argument("--text", type=Path, help="file to take them from; default: random tokens")
-    tried.add_argument("--clients", type=int, default=1, help="concurrent clients; default: 1")
-    tried.add_argument("--flush", action="store_true", help="empty SGLang's pool, for everybody")
-    tried.add_argument("--api-key", help="key of requests, if it differs from --key")
-    fitted = add("calibrate", "fit a basis to a model", server=False, directory=False)
-    fitted.add_argument("--model", type=Path, required=True, help="its folder")
-    fitted.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="to write the basis to"
-    )
-    fitted.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="one per kind of text; default: those of the package",
-    )
-    fitted.add_argument("--tokens", type=int, default=1500, help="per text; default: 1500")
-    for name, told in _ORDERS.items():
-        own = add(name, told, server=True, directory=name not in _ONLY_OF_SERVERS)
-        which = own.add_mutually_exclusive_group(required=name != "purge")
-        which.add_argument("--text", help="text of the prefix")
-        which.add_argument(
-            "--file",
-            type=Path,
-            action="append" if name == "warm" else "store",
-            help=f"file with the text of the prefix; -: stdin{_MORE if name == 'warm' else ''}",
-        )
-        which.add_argument("--ids", help=_IDS)
-        if name not in _ONLY_OF_SERVERS:
-            which.add_argument("--segment", help=f"{_SEGMENT}; only with --dir")
-        _add_namespace(own)
-        if name == "purge":
-            own.add_argument(
-                "--older-than",
-                type=float,
-                metavar="SECONDS",
-                help="written at least so long ago; alone: any prefix",
-            )
-    export = add("export", "write a namespace to a new file", server=False, directory=True)
-    export.add_argument("path", type=Path, metavar="FILE", help="safetensors file")
-    export.add_argument("--store", help="its name as ls shows it, if there are several")
-    which = export.add_mutually_exclusive_group()
-    which.add_argument("--ids", help=f"a prefix instead of a namespace: {_IDS}")
-    which.add_argument("--segment", help=f"the same by {_SEGMENT}")
-    _add_namespace(export)
-    taken = add("import", "store what was exported elsewhere", server=False, directory=True)
-    taken.add_argument("path", type=Path, metavar="FILE", help="written by impress export")
-    _add_namespace(taken)
+            own.add_argument("--key", default=key, help=f"default: {KEY_VARIABLE}")
+        named = _WHICH if "--ids" in dict(options) else ()
+        which = own.add_mutually_exclusive_group(required=name in _ONE) if named else own
+        for option, how in options:
+            (which if option in named else own).add_argument(option, **how)
     return top
-
-
-def _add_namespace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--extra-key", help="extra_key of the requests")
-    parser.add_argument("--cache-salt", help="cache_salt of the requests")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,19 +198,17 @@ def _fail(error: Exception | str, status: int) -> int:
 
 
 def _carry_out(args: argparse.Namespace) -> Any:
+    # What imports torch is imported only for who needs it.
     if args.command == "plan":
-        # Only here: it imports torch.
         from impress_sglang.cli.plan import plan
 
         sizes = args.prefixes, args.tokens, args.bits, args.drive_gbps, args.per_day
         return plan(args.model, *sizes, args.basis, args.keep)
     if args.command == "calibrate":
-        # Only here: it imports torch.
         from impress_sglang.cli.calibrate import calibrate
 
         return calibrate(args.model, args.out, args.text, args.tokens)
     if getattr(args, "dir", None) is not None:
-        # Only here: it imports torch.
         from impress_sglang.cli.directory import Directory
 
         directory = Directory(args.dir)
@@ -210,31 +223,22 @@ def _carry_out(args: argparse.Namespace) -> Any:
         return getattr(directory, args.command)()
     if getattr(args, "segment", None) is not None:
         raise Refused("--segment names a prefix in a directory: give --dir")
-    server = Server(args.url, args.key)
-    if args.command == "bench":
-        return _measured(args)
-    if args.command == "ls":
-        return _listed(server.overview())
-    if args.command == "verify":
-        return server.check()
-    if args.command == "stat":
-        return _shown(server.stats())
-    if args.command == "clear":
-        return server.order("purge", {"all": True})
+    server = Server(args.url, args.key, getattr(args, "api_key", None))
+    if args.command in _ASKED:
+        return _ASKED[args.command](server, args)
     found = server.order(args.command, _prefix_of(args))
     if isinstance(found, list):
         return [{"file": str(own), **row} for own, row in zip(args.file, found, strict=True)]
     return found
 
 
-def _measured(args: argparse.Namespace) -> dict[str, Any]:
-    text = None if args.text is None else _read(args.text)
+def _measured(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     return measure(
-        Server(args.url, args.key, args.api_key),
+        server,
         prefixes=args.prefixes,
         tokens=args.prefix_tokens,
         clients=args.clients,
-        text=text,
+        text=None if args.text is None else _read(args.text),
         flush=args.flush,
     )
 
@@ -315,3 +319,12 @@ def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(own)}" for name, own in value.items()) or "none"
     return f"{value:,}" if type(value) is int else str(value)
+
+
+_ASKED: dict[str, Callable[[Server, argparse.Namespace], Any]] = {
+    "bench": _measured,
+    "ls": lambda server, _: _listed(server.overview()),
+    "verify": lambda server, _: server.check(),
+    "stat": lambda server, _: _shown(server.stats()),
+    "clear": lambda server, _: server.order("purge", {"all": True}),
+}

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from impress_sglang.cli import directory as cli_directory
-from impress_sglang.cli import upkeep
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, UNREACHABLE
 from impress_sglang.storage.directory import CATALOG, MARKER
@@ -211,7 +210,7 @@ def test_what_nobody_can_use_is_removed(
     (left.root / IDENTITY / "quarantine" / f"{REMAINS}.kv").write_bytes(bytes(200))
     left.file_of(first).unlink()
     later = time.time() + 1001
-    monkeypatch.setattr(upkeep, "time", SimpleNamespace(time=lambda: later))
+    monkeypatch.setattr(cli_directory, "time", SimpleNamespace(time=lambda: later))
 
     expected = {
         "unfinished": (1, 100),

@@ -92,47 +92,6 @@ def test_a_job_that_nobody_waits_for_ends(desk: Desk, when: str) -> None:
     desk.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("when", ["waiting", "loading", "loaded", "settled"])
-def test_a_job_goes_on_for_those_who_stay(desk: Desk, when: str) -> None:
-    job = new_job(prompt(1, 5))
-    desk.ask("a", prompt(1), job)
-    waiter = desk.ask("b", prompt(1), job)
-    if when != "waiting":
-        desk.poll()
-    if when == "loaded":
-        desk.loader.run()
-    if when == "settled":
-        desk.load()
-
-    desk.leave("a")
-    desk.poll()
-    desk.load()
-
-    assert job.state is JobState.LOADED and waiter.hold is not None
-    assert desk.tree.written(prompt(1, 5))
-
-
-def test_leaving_twice_or_without_a_job_is_nothing(desk: Desk) -> None:
-    desk.jobs.leave("nobody")
-    desk.ask("a", prompt(1), new_job(prompt(1, 5)))
-    desk.leave("a")
-    desk.jobs.leave("a")
-    desk.check_nothing_is_left()
-
-
-def test_nobody_waits_for_a_job_that_failed(desk: Desk) -> None:
-    desk.loader.corrupt.add(prompt(1, 3))
-    job = new_job(prompt(1, 5))
-    waiter = desk.ask("a", prompt(1), job)
-    desk.poll()
-    desk.load()
-    assert job.state is JobState.FAILED and desk.ended == [job] and waiter.tries == 1
-    assert desk.replanned == [("a", job)] and not desk.waiting
-    assert not desk.tree.nodes
-    desk.leave("a")
-    desk.check_nothing_is_left()
-
-
 def test_who_waited_may_get_another_job(desk: Desk) -> None:
     desk.loader.corrupt.add(prompt(1, 5))
     desk.again["a"] = new_job(prompt(1, 4))
@@ -190,15 +149,6 @@ def test_who_needs_more_than_what_became_resident_gets_another_job(desk: Desk) -
     desk.poll()
     desk.load()
     assert more.state is JobState.LOADED and desk.tree.written(prompt(1, 12))
-
-
-def test_what_was_computed_while_it_was_loaded_stays(desk: Desk) -> None:
-    job = new_job(prompt(1, 8))
-    desk.ask("a", prompt(1, 9), job)
-    desk.poll()
-    resident(desk, prompt(1, 5))
-    desk.load()
-    assert desk.tree.written(prompt(1, 8)) and len(desk.tree.free) == 12
 
 
 class TestOrder:
@@ -306,23 +256,6 @@ class TestPassing:
         desk.poll()
         assert job.state is JobState.LOADING
 
-    def test_what_is_held_far_behind_is_released_as_well(
-        self, desk: Desk, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(job_queue, "WINDOW", 1)
-        desk.ask("b", prompt(2, 7), new_job(prompt(2, 6)))
-        desk.poll()
-        desk.load()
-        job = new_job(prompt(1, 13))
-        desk.ask("a", prompt(1, 14), job)
-        desk.queue.reverse()
-        desk.poll()
-        desk.clock.now += 2.0
-        desk.poll()
-        assert desk.waiting == ["a", "b"] and not desk.tree.holds
-        desk.poll()
-        assert job.state is JobState.LOADING
-
     def test_nothing_is_held_against_a_request_that_came_to_the_head(self, desk: Desk) -> None:
         """No job waits: SGLang would wait for room for ever."""
         desk.ask("b", prompt(2, 7), new_job(prompt(2, 6)))
@@ -375,29 +308,6 @@ class TestPassing:
         assert job.revoked
         desk.load()
         assert again.state is JobState.WAITING and desk.waiting == ["a", "b"], "b may not"
-
-    def test_nobody_is_barred_for_a_request_that_has_gone(self, desk: Desk) -> None:
-        """Nobody polls while there is no job."""
-        self.busy(desk)
-        desk.clock.now += 2.0
-        desk.poll()
-        assert desk.waiting == ["a", "b"]
-        desk.leave("a")
-        assert not desk.jobs and not desk.waiting
-
-    def test_nobody_is_barred_for_a_request_that_was_given_up(self, desk: Desk) -> None:
-        job = self.busy(desk)
-        desk.clock.now += 2.0
-        desk.poll()
-        desk.jobs.give_up(job)
-        assert not desk.jobs and not desk.waiting
-
-    def test_nobody_is_barred_after_all_jobs_were_dropped(self, desk: Desk) -> None:
-        self.busy(desk)
-        desk.clock.now += 2.0
-        desk.poll()
-        desk.jobs.drop_all()
-        assert desk.jobs.wait_for_loader(1.0) and not desk.waiting
 
 
 class TestAlone:

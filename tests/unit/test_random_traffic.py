@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,9 +11,8 @@ import pytest
 
 from tests.serving.clients import KINDS
 from tests.serving.traffic import TOLERANCE, Answer, Catalogue, make_catalogue
-from tests.serving.watch import Arrivals, Look, Record, Watch, allocated_bytes
-from tests.serving.world import KILL, MIXED, World
-from tests.unit.waiting import wait_until
+from tests.serving.watch import Look, Record, Watch, allocated_bytes
+from tests.serving.world import MIXED, World
 
 ONE, OTHER = Answer(tokens=((1, 2, 3),)), Answer(tokens=((1, 2, 4),))
 
@@ -75,30 +73,6 @@ def test_what_is_not_exact_has_the_right_form(world: World) -> None:
     assert not judge(world, OTHER, time.monotonic())
 
 
-def test_a_disturbance_has_an_end(world: World) -> None:
-    before = time.monotonic()
-    with world.disturbed(KILL):
-        assert world.is_disturbed(KILL, before) and not world.is_disturbed(MIXED, before)
-    time.sleep(0.01)
-    assert world.is_disturbed(KILL, before)
-    assert not world.is_disturbed(KILL, time.monotonic())
-
-
-def test_nothing_is_asked_in_a_pause(world: World) -> None:
-    asked = threading.Event()
-
-    def ask() -> None:
-        with world.request():
-            asked.set()
-
-    with world.pause():
-        thread = threading.Thread(target=ask)
-        thread.start()
-        assert not asked.wait(0.05)
-    assert asked.wait(5)
-    thread.join()
-
-
 def test_the_catalogue_has_all_kinds_and_is_of_its_seed() -> None:
     catalogue = make_catalogue(3)
     assert catalogue.kinds() == set(KINDS) - {"talk"}
@@ -155,19 +129,3 @@ def test_the_disk_is_asked_what_files_take(tmp_path: Path) -> None:
         time.sleep(1.2)
     (record,) = watch.records
     assert record.fullest.stored == 16384 and record.end > 10**6
-
-
-def test_whole_files_that_appear_are_counted(tmp_path: Path) -> None:
-    folder = tmp_path / "store" / "segments" / "ab"
-    folder.mkdir(parents=True)
-    (folder / "old.kv").write_bytes(bytes(1000))
-    with Arrivals(tmp_path) as arrivals:
-        (folder / "short.kv").write_bytes(bytes(1))
-        wait_until(lambda: "short.kv" in arrivals.found)
-        (folder / "short.kv").unlink()
-        (folder / "new.kv.tmp").write_bytes(bytes(100))
-        (tmp_path / "store" / "index.sqlite").write_bytes(bytes(100))
-        (folder / "new.kv").write_bytes(bytes(10))
-        assert arrivals.count() == 11
-        (folder / "late.kv").write_bytes(bytes(5))
-    assert arrivals.found == {"short.kv": 1, "new.kv": 10}
