@@ -15,24 +15,28 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.plugin.reporting import add_order, give_order
+from impress_sglang.plugin.admin import VERBS
+from impress_sglang.plugin.routes import send
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.storage.files import install
 
 _FILES = SlowFileSystem()
 
 
-def _set_ssd_mbps(_: ServedCache, mbps: float) -> None:
-    _FILES.set_rate(mbps)
+def _set_ssd_mbps(cache: ServedCache, asked: Any) -> Any:
+    _FILES.set_rate(asked.value)
+    return cache.summary()["store"]
 
 
-def _set_readahead(cache: ServedCache, share: float) -> None:
-    cache.served.store.ahead.waste_budget = share
+def _set_readahead(cache: ServedCache, asked: Any) -> Any:
+    cache.served.store.ahead.waste_budget = asked.value
+    return cache.summary()["store"]
 
 
-def _reorder_all(cache: ServedCache, _: float) -> None:
+def _reorder_all(cache: ServedCache, _: Any) -> Any:
     cache.served.store.reorders.enqueue(force=True)
     cache.served.store.poll()
+    return cache.summary()["reorder"]
 
 
 def _add_routes(*_: Any, **__: Any) -> None:
@@ -41,21 +45,21 @@ def _add_routes(*_: Any, **__: Any) -> None:
 
     @app.post("/bench/ssd_mbps")
     async def ssd_mbps(mbps: float = Body(ge=0, embed=True)) -> dict[str, Any]:
-        return (await give_order("bench_ssd_mbps", mbps))["store"]
+        return await send("bench_ssd_mbps", value=mbps)
 
     @app.post("/bench/readahead")
     async def readahead(share: float = Body(ge=0, embed=True)) -> dict[str, Any]:
-        return (await give_order("bench_readahead", share))["store"]
+        return await send("bench_readahead", value=share)
 
     @app.post("/bench/reorder")
     async def reorder() -> dict[str, Any]:
-        return (await give_order("bench_reorder"))["reorder"]
+        return await send("bench_reorder")
 
 
 install(_FILES)
-add_order("bench_ssd_mbps", _set_ssd_mbps)
-add_order("bench_readahead", _set_readahead)
-add_order("bench_reorder", _reorder_all)
+VERBS["bench_ssd_mbps"] = _set_ssd_mbps
+VERBS["bench_readahead"] = _set_readahead
+VERBS["bench_reorder"] = _reorder_all
 HookRegistry.register(
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server", _add_routes, HookType.BEFORE
 )

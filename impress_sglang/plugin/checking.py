@@ -14,10 +14,6 @@ from impress_sglang.serving.served_store import ServedStore
 
 logger = logging.getLogger(__name__)
 
-CHECK = {"impress_check": 1}
-"""`server_args` of a message that begins a check, or joins one, and takes a step of it."""
-GO_ON = "go on"
-"""`rid` of a message that only takes a step."""
 UNCHECKED, RUNNING, OK, FAILED = "unchecked", "running", "ok", "failed"
 # Seconds after which a step checks nothing further.
 STEP_S = 0.001

@@ -10,6 +10,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 from impress_sglang.config import ImpressConfig
@@ -23,9 +24,9 @@ from impress_sglang.plugin.flags import (
     config_of,
 )
 from impress_sglang.plugin.hooks import Hook, check_in_place, register
-from impress_sglang.plugin.report_hooks import HOOKS as REPORT_HOOKS
 
 BACKEND_NAME = "impress"
+_OURS = "impress_sglang.plugin"
 _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
@@ -117,33 +118,12 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
     declare_resolution(server_args, BACKEND_NAME, radix_cache_backend=BACKEND_NAME)
 
 
-def _before_load(runner: Any, *_: Any, **__: Any) -> None:
-    """Let a CPU server run without an AMX build of sgl_kernel, and add what its kind needs.
-
-    Only this switch of SGLang's rotary embedding is needed for that; the switch for all of SGLang
-    (SGLANG_USE_CPU_ENGINE) needs kernels that the package on PyPI does not have.
-    """
-    config = config_of(runner.server_args)
-    if config is None:
-        return
-    if runner.device == "cpu":
-        from sglang.srt.layers.rotary_embedding import base
-
-        base._is_cpu = True
-    if config.needs_parts:
-        from impress_sglang.paper.plugin.hooks import add_hooks
-
-        add_hooks()
-
-
 def _make_tree_cache(context: Any) -> Any:
-    from impress_sglang.plugin.reports import opt_in
-
     config = config_of(context.server_args)
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     _check_seams()
-    opt_in(config.policy)
+    import_module(f"{_OURS}.reports").opt_in(config.policy)
     if config.needs_parts:
         from impress_sglang.paper.plugin.factory import make_tree_cache
 
@@ -153,90 +133,26 @@ def _make_tree_cache(context: Any) -> Any:
     return make(context, config)
 
 
-def _after_init(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    """Connect the tree cache to the scheduler, once that is complete."""
-    from impress_sglang.plugin.served_cache import served_cache_of
-    from impress_sglang.plugin.weights import watch_messages
-
-    cache = served_cache_of(scheduler.tree_cache)
-    if cache is not None:
-        cache.attach(scheduler)
-        watch_messages(scheduler, cache.weights)
-    return result
-
-
-def _around_policy(
-    original: Callable[..., None], policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any
+def _around_init(
+    original: Callable[..., None], scheduler: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Let SGLang order the waiting queue, then reorder its head and note the final order."""
-    from impress_sglang.plugin.served_cache import served_cache_of
+    """Prepare what the model needs, and connect the tree cache once the scheduler is complete."""
+    config = config_of(server_args)
+    if config is not None and server_args.device == "cpu":
+        # Lets a CPU server run without an AMX build of sgl_kernel. Only this switch of SGLang's
+        # rotary embedding is needed for that; the switch for all of SGLang
+        # (SGLANG_USE_CPU_ENGINE) needs kernels that the package on PyPI does not have.
+        from sglang.srt.layers.rotary_embedding import base
 
-    cache = served_cache_of(policy.tree_cache)
-    if cache is None:
-        original(policy, waiting_queue, *args, **kwargs)
-        return
-    if cache.queue_order is not None:
-        cache.queue_order.restore(waiting_queue)
-    original(policy, waiting_queue, *args, **kwargs)
-    if cache.queue_order is not None:
-        cache.queue_order.look(waiting_queue, lambda req: cache.prefetch(req, again=True))
-        cache.queue_order.arrange(waiting_queue)
-    cache.note_queue([req.rid for req in waiting_queue])
+        base._is_cpu = True
+    if config is not None and config.needs_parts:
+        from impress_sglang.paper.plugin.hooks import add_hooks
 
+        add_hooks()
+    original(scheduler, server_args, *args, **kwargs)
+    from impress_sglang.plugin.served_cache import connect
 
-def _before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Tell the cache: nothing else may happen for a long time."""
-    from impress_sglang.plugin.served_cache import served_cache_of
-
-    cache = served_cache_of(scheduler.tree_cache)
-    if cache is not None:
-        cache.tell_idle()
-
-
-def _after_state(result: Any, *arguments: Any, **keywords: Any) -> Any:
-    from impress_sglang.plugin.reporting import add_totals
-
-    return add_totals(result, *arguments, **keywords)
-
-
-def _around_order(original: Callable[..., Any], *arguments: Any) -> Any:
-    from impress_sglang.plugin.reporting import take_order
-
-    return take_order(original, *arguments)
-
-
-def _after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
-    """Where SGLang reports tokens from a storage, say that the storage is ours."""
-    from impress_sglang.plugin.served_cache import served_cache_of
-
-    if "storage" in (result or ()) and served_cache_of(streamer.tree_cache) is not None:
-        result["storage_backend"] = BACKEND_NAME
-    return result
-
-
-def _around_validation(original: Callable[..., None], *arguments: Any) -> None:
-    from impress_sglang.plugin.truncation import around_validation
-
-    around_validation(original, *arguments)
-
-
-def _around_tokenized(original: Callable[..., Any], *arguments: Any) -> Any:
-    from impress_sglang.plugin.truncation import around_tokenized
-
-    return around_tokenized(original, *arguments)
-
-
-def _after_chat(result: Any, chat: Any, request: Any, *_: Any, **__: Any) -> Any:
-    from impress_sglang.plugin.truncation import keep_system_prompt
-
-    return keep_system_prompt(result, chat, request)
-
-
-def _before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
-    if config_of(server_args) is not None:
-        from impress_sglang.plugin.reporting import add_routes
-
-        add_routes()
+    connect(scheduler)
 
 
 def _check_seams() -> None:
@@ -273,44 +189,52 @@ def _or_exit(action: Callable[[], _T]) -> _T:
         raise SystemExit(2) from None
 
 
-HOOKS = (
-    Hook("sglang.srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args, "after"),
-    Hook("sglang.srt.server_args.ServerArgs.from_cli_args", _after_from_cli_args, "after"),
-    Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _before_load, "before"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", _after_init, "after"),
-    Hook(
-        "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
-        _around_policy,
-        "around",
-    ),
-    Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, "before"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),
-    Hook("sglang.srt.managers.scheduler.Scheduler.set_internal_state", _around_order, "around"),
-    Hook(
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
-        ".get_cached_tokens_details",
-        _after_cached_details,
-        "after",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        _around_validation,
-        "around",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-        _around_tokenized,
-        "around",
-    ),
-    Hook(
-        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
-        _after_chat,
-        "after",
-    ),
-    Hook(
-        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-        _before_http_server,
-        "before",
-    ),
-    *REPORT_HOOKS,
+def _later(name: str) -> Callable[..., Any]:
+    """A function of this package, `module.function`, that is imported when it is called."""
+    module, _, function = name.partition(".")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(f"{_OURS}.{module}"), function)(*args, **kwargs)
+
+    return call
+
+
+_MANAGERS = "sglang.srt.managers"
+_TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_COMPONENTS = f"{_MANAGERS}.scheduler_components"
+_STREAMER = f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer"
+_SENDER = f"{_COMPONENTS}.output_sender.SenderWrapper"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_HTTP = "sglang.srt.entrypoints.http_server"
+HOOKS = tuple(
+    Hook(target, function if callable(function) else _later(function), kind)
+    for kind, target, function in (
+        ("after", "sglang.srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args),
+        ("after", "sglang.srt.server_args.ServerArgs.from_cli_args", _after_from_cli_args),
+        # Requests, in the process that tokenizes.
+        ("after", f"{_CHAT}._convert_to_internal_request", "truncation.keep_system_prompt"),
+        ("around", f"{_TOKENIZER}._validate_one_request", "truncation.around_validation"),
+        ("around", f"{_TOKENIZER}._create_tokenized_object", "truncation.around_tokenized"),
+        # The scheduler, and its queue.
+        ("around", f"{_MANAGERS}.scheduler.Scheduler.__init__", _around_init),
+        (
+            "around",
+            f"{_MANAGERS}.schedule_policy.SchedulePolicy.calc_priority",
+            "served_cache.around_policy",
+        ),
+        ("before", f"{_MANAGERS}.scheduler.Scheduler.on_idle", "served_cache.before_idle"),
+        # Reports.
+        ("after", f"{_STREAMER}.get_cached_tokens_details", "served_cache.after_cached_details"),
+        ("after", f"{_STREAMER}.build_additional_customized_info", "reports.after_built"),
+        (
+            "before",
+            f"{_COMPONENTS}.output_sender.SenderWrapper.send_output",
+            "reports.before_output",
+        ),
+        ("around", f"{_TOKENIZER}._accumulate_request_meta_info", "reports.around_meta_info"),
+        ("around", f"{_TOKENIZER}._handle_abort_req", "reports.around_abort"),
+        # Admin requests.
+        ("around", f"{_MANAGERS}.scheduler.Scheduler.set_internal_state", "admin.around_message"),
+        ("before", f"{_HTTP}._setup_and_run_http_server", "routes.before_http_server"),
+    )
 )

@@ -10,17 +10,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
-import json
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fastapi import Depends
-from fastapi.responses import HTMLResponse, JSONResponse
-
 from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.plugin.steering import refuse_foreign, send, tokenizer_manager
 from impress_sglang.serving.recent import RecentRequests
 from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
@@ -28,36 +22,22 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.tiers.placement import Tier
 
-logger = logging.getLogger(__name__)
-
 PAGE_ROUTE = "/impress"
 OVERVIEW_ROUTE = "/impress/overview"
-LOOK = {"impress_look": 1}
-"""`server_args` of a message whose `rid` says what to show."""
 MOST_SEGMENTS = 100
 _MOST_LETTERS = 120
 _FILES = Path(__file__).parents[1] / "page"
 
 
-def look(cache: ServedCache, text: str | None) -> str:
-    """Gather the data of the page on the scheduler's thread, as JSON. Raises nothing.
+def overview(cache: ServedCache, after: int, below: str | None) -> dict[str, Any]:
+    """Gather the data of the page on the scheduler's thread.
 
-    `text`: a JSON object, `{"after": N}` for everything but requests up to number N, or
-    `{"below": ID}` for the segments that build on the segment ID.
+    `after`: leave out requests up to this number. If there is a segment `below`: only the segments
+    that build on it.
     """
-    try:
-        wanted = json.loads(text or "{}")
-        below = wanted.get("below")
-        found = _all(cache, wanted["after"]) if below is None else _below(cache, str(below))
-        return json.dumps(found)
-    except Exception:
-        # Whatever the error is, requests are still served.
-        logger.exception("the data of the page could not be gathered")
-        return json.dumps({"error": "this cannot be shown; the server's log says why"})
-
-
-def _all(cache: ServedCache, after: int) -> dict[str, Any]:
-    recent, stats = cache.recent, cache.summary()
+    if below is not None:
+        return _below(cache, str(below))
+    recent, stats = cache.service.recent, cache.summary()
     store = cache.served.opened
     latest = () if store is None else itertools.islice(store.tree.order.latest(), MOST_SEGMENTS)
     return {
@@ -84,7 +64,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     if store is None:
         return []
-    return [_row(cache.recent, store, own) for own in segments]
+    return [_row(cache.service.recent, store, own) for own in segments]
 
 
 def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> dict[str, Any]:
@@ -143,30 +123,3 @@ def document() -> tuple[str, str]:
 def _source(text: str) -> str:
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def add_page(app: Any) -> None:
-    """Add both routes. The page itself holds no data; the data need the key of `/flush_cache`."""
-    from sglang.srt.utils.auth import AuthLevel, auth_level
-
-    html, policy = document()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-store",
-    }
-
-    @app.get(PAGE_ROUTE)
-    async def impress_page() -> HTMLResponse:
-        return HTMLResponse(html, headers=headers)
-
-    @app.get(OVERVIEW_ROUTE, dependencies=[Depends(refuse_foreign)])
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def impress_overview(after: int = 0, below: str | None = None) -> JSONResponse:
-        found = await send(LOOK, json.dumps({"after": after, "below": below}))
-        return JSONResponse(
-            with_text(found, getattr(tokenizer_manager(), "tokenizer", None)),
-            status_code=500 if "error" in found else 200,
-            headers={"Cache-Control": "no-store"},
-        )

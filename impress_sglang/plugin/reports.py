@@ -3,9 +3,7 @@
 SGLang cuts what a request has in `customized_info` by output tokens, so that an answer without any
 would have no report. Its output streamer takes one more value for each answer that it sends, and
 reports travel there. A request that ends outside that stream ends with a message that holds
-nothing but text.
-
-A tree cache uses `attach` and `report_of` only; `report_hooks.py` calls the rest.
+nothing but text. A tree cache uses `attach` and `report_of` only; the rest are hooks.
 """
 
 from __future__ import annotations
@@ -71,46 +69,52 @@ def opt_in(policy: str) -> None:
     SchedulerOutputStreamer.has_additional_customized_info = True
 
 
-def opted_in() -> str | None:
-    """The name of the policy of this process's reports; None if there are none."""
-    return _policy
+def after_built(result: Any, streamer: Any, reqs: Iterable[Any], *_: Any, **__: Any) -> Any:
+    """After `SchedulerOutputStreamer.build_additional_customized_info`: add reports to it.
 
-
-def reports_to_send(reqs: Iterable[Any], policy: str) -> list[Report | None]:
-    """The report for each answer that is being sent, whole or in part.
-
-    A streaming answer has it in its first part, and complete in its last.
+    There is one for each answer that is being sent, whole or in part. A streaming answer has it in
+    its first part, and complete in its last.
     """
-    return [_to_send(req, policy) for req in reqs]
+    ours = getattr(streamer.tree_cache, "impress", None) is not None
+    return {**result, REPORT_KEY: [_to_send(req) for req in reqs]} if ours else result
 
 
-def pack(message: Any, req: Any, policy: str) -> None:
-    """Put the report of a request into the `AbortReq` that ends it, beside its own text."""
-    packed = [_told(req, policy), message.abort_message]
-    # Whatever a report may hold, it must not end the scheduler.
-    message.abort_message = _MARK + json.dumps(packed, default=repr)
+def before_output(sender: Any, message: Any, req: Any = None, *_: Any, **__: Any) -> None:
+    """Before `SenderWrapper.send_output`: put the report of a request into the message that ends it
+    outside of the output stream, beside its own text."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req
+
+    if _policy is not None and isinstance(message, AbortReq) and isinstance(req, Req):
+        packed = [_told(req), message.abort_message]
+        # Whatever a report may hold, it must not end the scheduler.
+        message.abort_message = _MARK + json.dumps(packed, default=repr)
 
 
-def take_abort(original: Callable[..., None], manager: Any, message: Any) -> None:
-    """Around `TokenizerManager._handle_abort_req`: add the report that `pack` put there."""
-    packed = message.abort_message
-    if packed is None or not packed.startswith(_MARK):
-        original(manager, message)
-        return
-    report, message.abort_message = json.loads(packed.removeprefix(_MARK))
+def around_abort(original: Callable[..., None], manager: Any, message: Any) -> None:
+    """Around `TokenizerManager._handle_abort_req`: add the report that came with its message."""
+    packed, report = message.abort_message, None
+    if packed is not None and packed.startswith(_MARK):
+        report, message.abort_message = json.loads(packed.removeprefix(_MARK))
     state = manager.rid_to_state.get(message.rid)
     original(manager, message)
-    if state is not None and state.out_list:
+    if report is not None and state is not None and state.out_list:
         state.out_list[-1]["meta_info"][REPORT_KEY] = report
 
 
-def keep(meta_info: dict[str, Any], state: Any, report: Report | None) -> None:
-    """Put the report into `meta_info` of each part of an answer; None if it came before.
+def around_meta_info(
+    original: Callable[..., None], meta_info: dict[str, Any], state: Any, key: str, values: Any
+) -> None:
+    """Around `TokenizerManager._accumulate_request_meta_info`: keep the report in each part.
 
-    For several samples (n > 1), SGLang first asks for the prompt alone. Each sample that finds the
-    prompt where that request left it is told what that request did.
+    It is None if it came before. For several samples (n > 1), SGLang first asks for the prompt
+    alone. Each sample that finds the prompt where that request left it is told what that request
+    did.
     """
-    report = report or getattr(state, _OF_STATE, None)
+    if key != REPORT_KEY:
+        original(meta_info, state, key, values)
+        return
+    report = values or getattr(state, _OF_STATE, None)
     if report is None:
         return
     setattr(state, _OF_STATE, report)
@@ -133,16 +137,16 @@ def _carried(req: Any) -> _Carried | None:
     return carried
 
 
-def _told(req: Any, policy: str) -> Report:
+def _told(req: Any) -> Report:
     """What the answer of a request says."""
     carried = _carried(req)
     used = None if carried is None else carried.used
-    return used or unused_report(policy, truncated_tokens_of(req.sampling_params))
+    return used or unused_report(_policy or "", truncated_tokens_of(req.sampling_params))
 
 
-def _to_send(req: Any, policy: str) -> Report | None:
+def _to_send(req: Any) -> Report | None:
     if req.finished():
-        return _told(req, policy)
+        return _told(req)
     carried = _carried(req)
     if carried is None or carried.sent or not req.stream:
         return None

@@ -1,85 +1,127 @@
-"""What hooks, routes and orders need of a tree cache of ours, whichever kind of server it is in.
-
-A tree cache has it as `impress`; SGLang's own ones have no such attribute.
-"""
+"""What hooks, routes and admin requests use of a tree cache of ours, which has it as `impress`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang.srt.mem_cache.radix_cache import RadixKey
-
 from impress_sglang.plugin.checking import IntegrityCheck
-from impress_sglang.plugin.weights import WeightWatch
-from impress_sglang.serving.recent import RecentRequests
+from impress_sglang.plugin.sweeps import Sweeps
+from impress_sglang.plugin.weights import WeightWatch, watch_messages
+from impress_sglang.serving.custom_params import load_options_of
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.scheduling import QueueOrder
-from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.serving.service import Service
+from impress_sglang.serving.sights import Sights
+from impress_sglang.serving.why import Asked
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.policies import LoadOptions
+from impress_sglang.store.stored import StoredMatch
 
 
-class ServedCache(ABC):
+class ServedCache:
     """What one tree cache serves; owned by the scheduler's thread."""
 
     def __init__(
         self,
-        served: ServedStore,
-        recent: RecentRequests,
+        service: Service,
         check: IntegrityCheck,
         weights: WeightWatch,
+        sweeps: Sweeps,
+        sights: Sights | None,
         page_size: int,
         queue_order: QueueOrder | None,
     ) -> None:
-        """`page_size`: of SGLang's pool; `queue_order` is None if the queue is not reordered."""
-        self.served = served
-        self.recent = recent
+        """`page_size`: of SGLang's pool; `queue_order` is None if the queue is not reordered.
+
+        `sights` counts prompts; None unless that decides what is stored.
+        """
+        self.service = service
+        self.served = service.served
         self.check = check
         self.weights = weights
+        self.sweeps = sweeps
         self.page_size = page_size
         self.queue_order = queue_order
+        self._sights = sights
 
-    def attach(self, scheduler: Any) -> None:  # noqa: B027
+    def attach(self, scheduler: Any) -> None:
         """Begin to serve, for a scheduler of SGLang's that is complete."""
 
-    @abstractmethod
     def prefetch(self, req: Any, *, again: bool = False) -> None:
         """Note what a waiting request will use, and begin to read it; `again`: it is not new."""
 
-    @abstractmethod
     def note_queue(self, rids: Sequence[str]) -> None:
         """Note the final order of the waiting queue."""
 
-    @abstractmethod
     def tell_idle(self) -> None:
         """Tell the metrics what has happened, before the scheduler has nothing to do."""
+        self.service.tell_metrics(idle=True)
 
-    @abstractmethod
+    def find(
+        self, namespace: str, tokens: Tokens, wanted: LoadOptions, *, exactly: bool
+    ) -> StoredMatch:
+        """What is stored of a prompt as `wanted`, or if `exactly`, of what was computed exactly."""
+        raise NotImplementedError
+
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
+        return {**self.service.summary(), "integrity": self.check.state}
 
-    @abstractmethod
     def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
-        """What is stored of a prompt that is not being served, and why no more of it.
-
-        `exactly`: of KVs that were computed exactly, and not of those that a usual request takes.
-        """
-
-    @abstractmethod
-    def sweep(self, order: str, namespace: str | None, key: RadixKey | None) -> tuple[int, bool]:
-        """Take a step of freeing what SGLang's tree has of purged prefixes.
-
-        Args:
-            order: identifies the order; it is repeated until it is done.
-            namespace: from `namespace_of`; None for all.
-            key: free only what begins with it; None: all of the namespace.
-
-        Returns:
-            How many slots came free, and whether there is more to do.
-        """
+        """What is stored of a prompt that is not being served, and why no more of it."""
+        service, sights = self.service, self._sights
+        wanted = LoadOptions() if exactly else load_options_of(None, service.config)
+        stored = self.find(namespace, tokens, wanted, exactly=exactly).num_tokens
+        report = new_report(service.policy.name, stored, len(tokens))
+        seen = None if sights is None else sights.note(namespace, tokens, count=False)
+        why = service.explainer.foretell(Asked(report, namespace, tokens, wanted, seen))
+        return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
 
 def served_cache_of(tree_cache: Any) -> ServedCache | None:
     """What a tree cache of SGLang's serves from our store; None if it is not ours."""
     cache: ServedCache | None = getattr(tree_cache, "impress", None)
     return cache
+
+
+# Hooks of the scheduler.
+
+
+def connect(scheduler: Any) -> None:
+    """Connect the tree cache to its scheduler, which is complete."""
+    cache = served_cache_of(scheduler.tree_cache)
+    if cache is not None:
+        cache.attach(scheduler)
+        watch_messages(scheduler, cache.weights)
+
+
+def around_policy(
+    original: Callable[..., None], policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Let SGLang order the waiting queue, then reorder its head and note the final order."""
+    cache = served_cache_of(policy.tree_cache)
+    order = None if cache is None else cache.queue_order
+    if order is not None:
+        order.restore(waiting_queue)
+    original(policy, waiting_queue, *args, **kwargs)
+    if cache is None:
+        return
+    if order is not None:
+        order.look(waiting_queue, lambda req: cache.prefetch(req, again=True))
+        order.arrange(waiting_queue)
+    cache.note_queue([req.rid for req in waiting_queue])
+
+
+def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
+    """Tell the cache: nothing else may happen for a long time."""
+    cache = served_cache_of(scheduler.tree_cache)
+    if cache is not None:
+        cache.tell_idle()
+
+
+def after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
+    """Where SGLang reports tokens from a storage, say that the storage is ours."""
+    if "storage" in (result or ()) and served_cache_of(streamer.tree_cache) is not None:
+        result["storage_backend"] = "impress"
+    return result

@@ -87,7 +87,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
         check = IntegrityCheck(service.served, self._check_requests)
         self.impress = ServedTree(
-            self, self, service, planner, self._known, self._saves.sights, check, weights
+            self, service, planner, self._known, self._saves.sights, check, weights
         )
         service.describe_pool = self._describe_pool
 

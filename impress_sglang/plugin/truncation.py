@@ -10,6 +10,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from impress_sglang.plugin.flags import config_of
+from impress_sglang.plugin.reports import share
 from impress_sglang.serving.custom_params import check_custom_params
 from impress_sglang.serving.truncation import (
     KEEP_KEY,
@@ -52,6 +53,8 @@ def around_tokenized(
 
     The token lists of callers of `sglang.Engine` are not changed.
     """
+    if config_of(manager.server_args) is not None:
+        share(obj)
     cut = _cut_of(manager, obj, input_ids)
     if cut is not None:
         _tell(manager, obj, {TRUNCATED_KEY: len(cut)})

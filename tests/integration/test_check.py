@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from impress_sglang.plugin import checking, reporting
-from impress_sglang.plugin.checking import CHECK, GO_ON
-from impress_sglang.plugin.reporting import add_totals, check_all
-from impress_sglang.plugin.reports import REPORT_KEY
+from impress_sglang.plugin import checking, routes
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 
 def polled(world: World) -> str:
-    """As `/get_internal_state` and `GET /impress/stats` are."""
-    state = SimpleNamespace(internal_state={})
-    add_totals(state, world.updater.scheduler)
-    integrity: str = state.internal_state[REPORT_KEY]["integrity"]
+    """As by `GET /impress/stats`."""
+    integrity: str = world.told("stats")["integrity"]
     return integrity
 
 
-def told(world: World, text: str = "") -> str:
-    integrity: str = world.told(CHECK, text)["integrity"]
+def told(world: World, *, begin: bool = True) -> str:
+    integrity: str = world.told("check", begin=begin)["integrity"]
     return integrity
 
 
 def checked(world: World) -> str:
     state = told(world)
     while state == "running":
-        state = told(world, GO_ON)
+        state = told(world, begin=False)
     return state
 
 
@@ -47,7 +41,7 @@ def test_polls_tell_what_the_last_check_found(
 ) -> None:
     world.compute("a", 2000)
     assert [polled(world) for _ in range(3)] == ["unchecked"] * 3
-    assert told(world, GO_ON) == "unchecked", "nobody has begun one"
+    assert told(world, begin=False) == "unchecked", "nobody has begun one"
     assert checked(world) == "ok" == polled(world)
     for error in (AssertionError, KeyError):
 
@@ -86,7 +80,7 @@ def test_requests_are_served_while_a_check_goes_on(world: World) -> None:
     assert told(world) == "running", "who comes later waits for the same"
     world.make_resident(STORED)
     assert world.cache.evictable_size() >= TOKENS
-    while (state := told(world, GO_ON)) == "running":
+    while (state := told(world, begin=False)) == "running":
         world.compute("c", 4000, prompt=OTHER)
     assert state == "ok"
 
@@ -95,9 +89,9 @@ def test_requests_are_served_while_a_check_goes_on(world: World) -> None:
 def test_the_store_may_be_another_one_in_the_end(world: World) -> None:
     for number in range(3):
         world.compute(f"r{number}", 2000, prompt=[*range(9000 * number, 9000 * number + TOKENS)])
-    assert told(world) == told(world, GO_ON) == "running"
+    assert told(world) == told(world, begin=False) == "running"
     world.call("update_weights_from_disk")
-    assert told(world, GO_ON) in ("running", "ok")
+    assert told(world, begin=False) in ("running", "ok")
     assert world.used()
     assert checked(world) == "ok"
 
@@ -105,10 +99,10 @@ def test_the_store_may_be_another_one_in_the_end(world: World) -> None:
 def test_the_route_goes_on_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, asked = iter(["running", "running", "failed"]), []
 
-    async def send(kind: dict[str, int], text: str) -> dict[str, Any]:
-        asked.append((kind, text))
+    async def send(verb: str, **fields: Any) -> dict[str, Any]:
+        asked.append((verb, fields))
         return {"integrity": next(answers)}
 
-    monkeypatch.setattr(reporting, "send", send)
-    assert asyncio.run(check_all()) == {"integrity": "failed"}
-    assert asked == [(CHECK, ""), (CHECK, GO_ON), (CHECK, GO_ON)]
+    monkeypatch.setattr(routes, "send", send)
+    assert asyncio.run(routes.check_all()) == {"integrity": "failed"}
+    assert asked == [("check", {"begin": True}), ("check", {}), ("check", {})]

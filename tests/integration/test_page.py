@@ -20,7 +20,8 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from impress_sglang.paper.plugin.prompt_saves import as_tokens
 from impress_sglang.plugin import page
-from impress_sglang.plugin.page import document, look, with_text
+from impress_sglang.plugin.admin import handle
+from impress_sglang.plugin.page import document, with_text
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
@@ -40,7 +41,7 @@ def options(show_prompts: str) -> dict[str, Any]:
 
 def seen(world: World, **wanted: Any) -> Any:
     """What the scheduler's process answers."""
-    return world.told(page.LOOK, json.dumps(wanted))
+    return world.told("overview", **{"after": 0, "below": None, **wanted})
 
 
 def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
@@ -124,9 +125,9 @@ def test_requests_and_segments_that_begin_alike_have_one_name(world: World) -> N
 
 def test_nothing_that_is_asked_ends_the_scheduler(world: World) -> None:
     end(world)
-    for text in ("no JSON", "[]", '{"after": "x"}', "{}"):
-        assert "error" in json.loads(look(world.cache.impress, text))
-    assert json.loads(look(world.cache.impress, '{"below": {}}')) == {"segments": []}
+    assert "error" in seen(world, after="x")
+    assert "error" in json.loads(handle(world.cache.impress, '{"verb": "overview"}'))
+    assert seen(world, below={}) == {"segments": []}
     world.runtime.served.reopen("1" * 32)
     assert seen(world, after=0)["segments"] == [] == seen(world, below="x")["segments"]
 

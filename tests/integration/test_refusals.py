@@ -363,16 +363,16 @@ def test_every_hook_is_looked_for(hook: Hook, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_hook_below_that_of_another_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = _wrap_fn(Scheduler.get_internal_state, lambda result, *_: None, HookType.AFTER)
-    monkeypatch.setattr(Scheduler, "get_internal_state", theirs)
+    theirs = _wrap_fn(Scheduler.set_internal_state, lambda result, *_: None, HookType.AFTER)
+    monkeypatch.setattr(Scheduler, "set_internal_state", theirs)
     hooks.check_in_place(ALL_HOOKS)
 
 
 def test_scheduler_looks_for_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The tree factory runs in the scheduler's process, whose hooks are its own."""
-    monkeypatch.setattr(Scheduler, "get_internal_state", lambda *_: None)
+    monkeypatch.setattr(Scheduler, "set_internal_state", lambda *_: None)
     server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: ImpressConfig(ssd_dir=str(tmp_path))})
-    with pytest.raises(UnsupportedError, match="get_internal_state"):
+    with pytest.raises(UnsupportedError, match="set_internal_state"):
         plugin._make_tree_cache(SimpleNamespace(server_args=server_args))
 
 

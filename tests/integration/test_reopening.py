@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.errors import StoreInUseError
-from impress_sglang.plugin.reporting import REORDER_ORDER, take_order
 from impress_sglang.serving import served_store
 from impress_sglang.storage import files as files_module
 from impress_sglang.storage.layout import SegmentLayout
@@ -86,8 +84,7 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
         world.prefill("unsaved", 5)
     world.cache.evict(EvictParams(num_tokens=4 * TOKENS))
     world.cache.prefetch(world.request("waits", [*STORED, 5]))
-    scheduler = world.updater.scheduler
-    take_order(lambda *_: None, scheduler, SimpleNamespace(server_args={REORDER_ORDER: 1}))
+    assert world.told("reorder") == {"error": "no store is in use: opening"}
     for _ in range(2):
         assert world.flush() and world.runtime.served.suspended == "opening"
     # What is computed meanwhile is of the same weights.

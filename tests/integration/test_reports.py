@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.cost import RequestLengths
 from impress_sglang.paper.plugin.passes import Passes
 from impress_sglang.plugin import reports
-from impress_sglang.plugin.reports import attach, pack, report_of, reports_to_send
+from impress_sglang.plugin.reports import (
+    after_built,
+    around_abort,
+    around_meta_info,
+    attach,
+    before_output,
+    report_of,
+)
 from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.serving.recent import RecentRequests
 from impress_sglang.serving.report import new_report
@@ -42,7 +52,8 @@ def matched(req: Any, name: str = "", *, admitted: bool = True) -> dict[str, Any
 
 
 def sent(req: Any) -> dict[str, Any] | None:
-    (report,) = reports_to_send([req], "impress")
+    streamer = SimpleNamespace(tree_cache=SimpleNamespace(impress=object()))
+    (report,) = after_built({}, streamer, [req])["impress"]
     return report
 
 
@@ -108,20 +119,24 @@ class Manager:
         """The `meta_info` of an answer that ends with a message, which travels as SGLang's do."""
         state = self.rid_to_state.get(message.rid)
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AbortReq)
-        reports.take_abort(lambda own, it: own.end(it), self, message)
+        around_abort(lambda own, it: own.end(it), self, message)
         return state and state.out_list[-1]["meta_info"]
 
 
 @pytest.mark.parametrize("text", [None, "Because."])
-def test_a_message_that_ends_a_request_carries_its_report(text: str | None) -> None:
-    req, message = Request(), AbortReq(rid="r", abort_message=text)
+def test_a_message_that_ends_a_request_carries_its_report(
+    monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.setattr(reports, "_policy", "impress")
+    req = Req("r", "", array("q", [1]), SamplingParams())
+    message = AbortReq(rid="r", abort_message=text)
     report = matched(req)
-    pack(message, req, "impress")
+    before_output(None, message, req)
     told = Manager().told(message)
     assert told == {"text": text or "usual", "impress": report}
     # What is unknown here, or comes from another server, ends as usual.
     other = AbortReq(rid="other")
-    pack(other, req, "impress")
+    before_output(None, other, req)
     assert Manager().told(other) is None
     assert Manager().told(AbortReq(rid="r", abort_message=text)) == {"text": text or "usual"}
 
@@ -129,7 +144,7 @@ def test_a_message_that_ends_a_request_carries_its_report(text: str | None) -> N
 def answered(state: Any, report: Any, tokens: int, end: Any = LENGTH) -> Any:
     """What an answer, or a part of it, says when a report arrives, or none does."""
     meta_info = {"finish_reason": end, "completion_tokens": tokens}
-    reports.keep(meta_info, state, report)
+    around_meta_info(lambda *_: pytest.fail("ours"), meta_info, state, "impress", report)
     return meta_info.get("impress")
 
 

@@ -39,7 +39,7 @@ from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.runtime import ServingRuntime
 from impress_sglang.paper.saving import Save
-from impress_sglang.plugin.reporting import take_order
+from impress_sglang.plugin.admin import MESSAGE, around_message
 from impress_sglang.plugin.weights import around_handler
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs
@@ -200,10 +200,11 @@ class World:
         original, message = getattr(self.updater, handler), SimpleNamespace(**(request | fields))
         return around_handler(original, self.updater.scheduler, self.cache.weights, message)
 
-    def told(self, kind: dict[str, int], text: str) -> Any:
-        """The answer to a text of ours that came by SGLang's way."""
-        message = SetInternalStateReq(server_args=dict(kind), rid=text)
-        answer = take_order(lambda *_: pytest.fail("not ours"), self.updater.scheduler, message)
+    def told(self, verb: str, **fields: Any) -> Any:
+        """The answer to an admin request that came by SGLang's way."""
+        text = json.dumps({"verb": verb} | fields)
+        message = SetInternalStateReq(server_args=dict(MESSAGE), rid=text)
+        answer = around_message(lambda *_: pytest.fail("ours"), self.updater.scheduler, message)
         assert answer.updated
         return json.loads(answer.rid)
 

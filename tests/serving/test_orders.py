@@ -67,7 +67,7 @@ def test_there_are_no_routes_for_benchmarks(server: Server, path: str) -> None:
 )
 def test_there_are_no_orders_for_benchmarks(server: Server, name: str) -> None:
     """SGLang's own way to the scheduler's process is no way round."""
-    for orders in ({name: 1e-6}, {"impress_reorder": 1, name: 1e-6}):
+    for orders in ({name: 1e-6}, {"impress": 1, name: 1e-6}):
         response = ask(server, "POST", "/set_internal_state", "admin", server_args=orders)
         response.raise_for_status()
         assert response.json() == [False]
@@ -84,9 +84,6 @@ def test_reordering_rewrites_what_pays(server: Server) -> None:
     assert other["why"]["reason"] == "never_stored"
 
     response = ask(server, "POST", "/impress/reorder", "admin", force=True)
-    orders = {"server_args": {"impress_reorder": 1}}
-    ask(server, "POST", "/set_internal_state", "admin", **orders).raise_for_status()
-
     assert response.json()["pending"] == 0, "one request has not paid for it"
     stats = ask(server, "GET", "/impress/stats", "user").json()
     assert stats["reorder"]["pending"] == stats["reorder"]["segments"] == 0

@@ -18,9 +18,8 @@ from impress_sglang.paper.saving import Save
 from impress_sglang.plugin.keys import as_tokens, namespace_of
 from impress_sglang.plugin.reports import report_of
 from impress_sglang.serving.custom_params import load_options_of
-from impress_sglang.serving.report import new_report
+from impress_sglang.serving.sights import Sights
 from impress_sglang.serving.why import Asked, Reason, say
-from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
 
 logger = logging.getLogger(__name__)
@@ -93,18 +92,10 @@ class Passes:
                 saves[place] = save
         return saves
 
-    def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
-        """What is stored of a prompt that is not being served, and why no more of it.
-
-        `exactly`: of exact KVs, and not of those that a usual request takes.
-        """
-        runtime, sights = self._runtime, self._saves.sights
-        wanted = LoadOptions() if exactly else load_options_of(None, runtime.config)
-        stored = runtime.admission.find(namespace, tokens, wanted).num_tokens
-        report = new_report(runtime.policy.name, stored, len(tokens))
-        seen = None if sights is None else sights.note(namespace, tokens, count=False)
-        why = runtime.explainer.foretell(Asked(report, namespace, tokens, wanted, seen))
-        return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
+    @property
+    def sights(self) -> Sights | None:
+        """Counts prompts; None unless that decides what is stored."""
+        return self._saves.sights
 
     def wanted_by(self, req: Any) -> LoadOptions:
         """What a request asks for."""

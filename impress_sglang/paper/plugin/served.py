@@ -1,11 +1,9 @@
-"""What hooks, routes and orders need of the tree cache that loads within a pass."""
+"""What hooks, routes and admin requests need of the tree cache that loads within a pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.paper.plugin.passes import Passes
 from impress_sglang.paper.plugin.pool_sweeps import PoolSweeps
@@ -15,6 +13,8 @@ from impress_sglang.plugin.checking import IntegrityCheck
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.policies import LoadOptions
+from impress_sglang.store.stored import StoredMatch
 
 
 class PaperServedCache(ServedCache):
@@ -32,12 +32,9 @@ class PaperServedCache(ServedCache):
         page_size: int,
     ) -> None:
         """`prefetch` is that of the cache."""
-        super().__init__(
-            runtime.served, runtime.recent, check, weights, page_size, runtime.queue_order
-        )
+        order = runtime.queue_order
+        super().__init__(runtime, check, weights, sweeps, passes.sights, page_size, order)
         self._runtime = runtime
-        self._passes = passes
-        self._sweeps = sweeps
         self._retries = retries
         self._prefetch = prefetch
 
@@ -55,18 +52,11 @@ class PaperServedCache(ServedCache):
 
     def tell_idle(self) -> None:
         """Tell the metrics what has happened; also polls, since no batch will come that would."""
-        self._runtime.tell_metrics(idle=True)
+        super().tell_idle()
         self._retries.poll()
 
-    def summary(self) -> dict[str, Any]:
-        """What `GET /impress/stats` shows."""
-        self.served.poll()
-        return {**self._runtime.summary(), "integrity": self.check.state}
-
-    def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
-        """See `Passes.foretell`."""
-        return self._passes.foretell(namespace, tokens, exactly=exactly)
-
-    def sweep(self, order: str, namespace: str | None, key: RadixKey | None) -> tuple[int, bool]:
-        """See `Sweeps.step`."""
-        return self._sweeps.step(order, namespace, key)
+    def find(
+        self, namespace: str, tokens: Tokens, wanted: LoadOptions, *, exactly: bool
+    ) -> StoredMatch:
+        """See `ServedCache.find`."""
+        return self._runtime.admission.find(namespace, tokens, wanted)

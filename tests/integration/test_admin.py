@@ -1,4 +1,4 @@
-"""What an operator may order, and what becomes of it in the scheduler's process."""
+"""What an administrator may ask for, and what becomes of it in the scheduler's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import FastAPI, HTTPException
@@ -19,10 +18,9 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.plugin import reporting, steering, sweeps
-from impress_sglang.plugin.page import look
-from impress_sglang.plugin.reporting import add_routes
-from impress_sglang.plugin.steering import Order, carry_out, obey
+from impress_sglang.plugin import admin, routes, sweeps
+from impress_sglang.plugin.admin import handle
+from impress_sglang.plugin.routes import NotDone, carry_out, fields_of
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Priority, read_header
@@ -49,8 +47,8 @@ def world(world: World) -> Iterator[World]:
 
 
 def told(world: World, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
-    """The answer to an order."""
-    return world.told(steering.STEER, Order(verb, input_ids, **fields).to_json())
+    """The answer to a request."""
+    return world.told(verb, input_ids=input_ids, **fields)
 
 
 def make_old(world: World) -> None:
@@ -319,7 +317,7 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
 
 def test_no_order_ends_the_scheduler(world: World) -> None:
     for text in (None, "", "no JSON", "[]", "{}", '{"verb": 1}', '{"verb": "pin", "x": 1}'):
-        assert "error" in json.loads(obey(world.cache.impress, text))
+        assert "error" in json.loads(handle(world.cache.impress, text))
     assert "error" in told(world, "unheard of", STORED)
     assert "error" in told(world, "pin", [2**40] * TOKENS)
     world.runtime.served.aside = "weights change"
@@ -351,7 +349,7 @@ def test_a_request_says_before_what_it_goes(world: World, wish: str) -> None:
     (path,) = Path(world.runtime.config.ssd_path).glob("*/segments/*/*")
     assert read_header(path, FileSystem()).info.priority is Priority[wish.upper()]
     assert (b'"priority"' in path.read_bytes()) == (wish != "normal")
-    rows = json.loads(look(world.cache.impress, json.dumps({"after": 0})))["segments"]
+    rows = world.told("overview", after=0, below=None)["segments"]
     assert [own["priority"] for own in rows] == [wish]
 
 
@@ -360,25 +358,20 @@ class Tokenizer:
         return [*map(ord, text)]
 
 
-def order_of(verb: str, body: object, tokenizer: Tokenizer | None) -> Order:
-    return steering.order_of(verb, body, tokenizer, VOCAB)
-
-
 def manager_of(**fields: Any) -> SimpleNamespace:
     """Stands in for SGLang's tokenizer manager."""
     model_config = SimpleNamespace(vocab_size=VOCAB)
     return SimpleNamespace(context_len=5, model_config=model_config, **fields)
 
 
-def test_orders_are_read() -> None:
-    order = order_of("pin", {"text": "abc", "extra_key": "t", "cache_salt": ""}, Tokenizer())
-    assert order == Order("pin", [97, 98, 99], "t", None)
-    assert order_of("purge", {"all": True}, None) == Order("purge", everything=True)
-    assert order_of("purge", {"extra_key": None}, None) == Order("purge")
-    old = order_of("purge", {"all": True, "older_than": 5}, None)
-    assert old == Order("purge", everything=True, older_than=5)
-    assert order_of("warm", {"input_ids": [1]}, None) == Order("warm", [1])
-    assert Order(**json.loads(order.to_json())) == order
+def test_bodies_are_read() -> None:
+    own = fields_of("pin", {"text": "abc", "extra_key": "t", "cache_salt": ""}, Tokenizer(), VOCAB)
+    assert own == {"input_ids": [97, 98, 99], "extra_key": "t"}
+    assert fields_of("purge", {"all": True}, None, VOCAB) == {"everything": True}
+    assert fields_of("purge", {"extra_key": None}, None, VOCAB) == {}
+    old = fields_of("purge", {"all": True, "older_than": 5}, None, VOCAB)
+    assert old == {"everything": True, "older_than": 5}
+    assert fields_of("warm", {"input_ids": [1]}, None, VOCAB) == {"input_ids": [1]}
 
 
 @pytest.mark.parametrize(
@@ -413,21 +406,22 @@ def test_orders_are_read() -> None:
 )
 def test_wrong_orders_are_refused(verb: str, body: object) -> None:
     with pytest.raises(ValueError, match=r"[a-z]"):
-        order_of(verb, body, Tokenizer())
+        fields_of(verb, body, Tokenizer(), VOCAB)
 
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
     """Of the routes alone."""
     app = FastAPI()
-    steering.add_steering(app)
-    app.dependency_overrides[steering.refuse_foreign] = lambda: None
+    monkeypatch.setattr(http_server, "app", app)
+    routes.add_routes()
+    app.dependency_overrides[routes.refuse_foreign] = lambda: None
     return TestClient(app)
 
 
 def test_what_is_no_prompt_never_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
-    monkeypatch.setattr(steering, "send", None)
+    monkeypatch.setattr(routes, "tokenizer_manager", manager_of)
+    monkeypatch.setattr(routes, "send", None)
     with pytest.raises(ValueError, match="at most 5 tokens"):
         asyncio.run(carry_out("why", {"input_ids": [1] * 6}))
 
@@ -447,20 +441,20 @@ class Warming:
             raise end
         yield {"meta_info": {"finish_reason": end, "impress": {"path": "computed"}}}
 
-    async def give(self, order: Order) -> dict[str, Any]:
-        assert order.verb == "warm"
+    async def send(self, verb: str, *, input_ids: list[int], **_: Any) -> dict[str, Any]:
+        assert verb == "warm"
         why = self.whys.pop(0) if self.whys else {"reason": "never_stored", "rest": None}
         if "error" in why:
-            return dict(why)
-        return {"tokens": len(order.input_ids or ()), "stored_tokens": 0, "why": why}
+            raise NotDone(why["error"])
+        return {"tokens": len(input_ids), "stored_tokens": 0, "why": why}
 
 
 @pytest.fixture
 def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
     own = Warming()
     manager = manager_of(tokenizer=Tokenizer(), generate_request=own.generate_request)
-    monkeypatch.setattr(steering, "tokenizer_manager", lambda: manager)
-    monkeypatch.setattr(steering, "give", own.give)
+    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
+    monkeypatch.setattr(routes, "send", own.send)
     return own
 
 
@@ -586,19 +580,25 @@ def test_nothing_is_warmed_without_a_store(warming: Warming, client: TestClient)
 def test_a_fault_of_ours_is_none_of_the_caller(
     world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def send(_: Any, text: str) -> Any:
-        return json.loads(obey(world.cache.impress, text))
+    async def communicate(message: Any) -> Any:
+        return [SimpleNamespace(rid=handle(world.cache.impress, message.rid))]
 
-    monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
-    monkeypatch.setattr(steering, "send", send)
+    manager = manager_of(
+        auto_create_handle_loop=lambda: None, set_internal_state_communicator=communicate
+    )
+    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
+    assert client.get("/impress/stats").json()["requests_live"] == 0
     assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 400
-    monkeypatch.setattr(steering, "_obey", None)
+    monkeypatch.setitem(admin.VERBS, "pin", None)
     assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 500
+    world.runtime.served.aside = "a test"
+    refused = client.post("/impress/reorder")
+    assert refused.status_code == 400 and "no store is in use: a test" in refused.text
 
 
 def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
-        order_of("pin", {"text": "a"}, None)
+        fields_of("pin", {"text": "a"}, None, VOCAB)
 
 
 def test_a_long_purge_tells_the_sums_over_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,11 +606,11 @@ def test_a_long_purge_tells_the_sums_over_its_steps(monkeypatch: pytest.MonkeyPa
     one = dict.fromkeys(names, 1)
     steps = iter([one | {"left": 1}, one | {"left": 0}])
 
-    async def give(order: Order) -> dict[str, Any]:
+    async def send(*_: Any, **__: Any) -> dict[str, Any]:
         return next(steps)
 
-    monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
-    monkeypatch.setattr(steering, "give", give)
+    monkeypatch.setattr(routes, "tokenizer_manager", manager_of)
+    monkeypatch.setattr(routes, "send", send)
     assert asyncio.run(carry_out("purge", {"all": True})) == dict.fromkeys(names, 2)
 
 
@@ -623,19 +623,18 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
         fill_pool(world, f"tenant {number}", 1000, 1)
     names = list[str]()
 
-    async def send(_: Any, text: str) -> dict[str, Any]:
+    async def send(verb: str, **fields: Any) -> Any:
         await asyncio.sleep(0)
-        names.append(json.loads(text)["name"])
-        answer: dict[str, Any] = json.loads(obey(world.cache.impress, text))
-        return answer
+        names.append(fields["name"])
+        return world.told(verb, **fields)
 
     async def all_of_them() -> list[Any]:
         orders = [{"extra_key": f"tenant {number}"} for number in range(12)]
         return await asyncio.gather(*(carry_out("purge", own) for own in orders))
 
-    monkeypatch.setattr(steering, "tokenizer_manager", manager_of)
-    monkeypatch.setattr(steering, "send", send)
-    monkeypatch.setattr(steering, "PAUSE_S", 0.0)
+    monkeypatch.setattr(routes, "tokenizer_manager", manager_of)
+    monkeypatch.setattr(routes, "send", send)
+    monkeypatch.setattr(routes, "PAUSE_S", 0.0)
     answers = asyncio.run(asyncio.wait_for(all_of_them(), 60))
     assert all(own["pool_tokens"] == 9 and own["writes"] == 0 for own in answers)
     assert len(set(names)) == 12 and len(names) > 24, "each has a name, and goes in steps"
@@ -650,30 +649,26 @@ def test_pages_of_other_sites_neither_see_nor_order_anything(
     arguments = SimpleNamespace(api_key=None, admin_api_key=None)
     manager = manager_of(server_args=arguments, tokenizer=None)
     monkeypatch.setattr(http_server, "app", app)
-    monkeypatch.setattr(steering, "tokenizer_manager", lambda: manager)
-    add_routes()
+    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
+    routes.add_routes()
     client = TestClient(app)
     # Totals are as open as those of SGLang, and the page has no data.
     open_to_all = {"/impress", "/impress/stats"}
-    routes = {
+    paths = {
         (path, method.upper())
         for path, methods in app.openapi()["paths"].items()
         for method in methods
         if path not in open_to_all
     }
-    assert {path.split("/")[-1] for path, _ in routes} == {
+    assert {path.split("/")[-1] for path, _ in paths} == {
         *("overview", "reorder", "check", "warm", "pin", "unpin", "purge", "why")
     }
     foreign = [{"Origin": own} for own in ("http://evil.example", "null")]
-    for (path, method), headers in itertools.product(sorted(routes), foreign):
+    for (path, method), headers in itertools.product(sorted(paths), foreign):
         assert client.request(method, path, headers=headers).status_code == 403, path
     # An order of our own page, or of no page, is taken, and this one is wrong.
     for headers in ({"Origin": "http://testserver"}, {}):
         assert client.post("/impress/pin", headers=headers, json={"a": 1}).status_code == 400
-    told = {"reorder": None, "suspended": "opening"}
-    monkeypatch.setattr(reporting, "give_order", AsyncMock(return_value=told))
-    refused = client.post("/impress/reorder")
-    assert refused.status_code == 400 and "no store is in use: opening" in refused.text
     # With a key the key decides.
     arguments.api_key = "secret"
     for headers in foreign:

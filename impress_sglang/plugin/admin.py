@@ -1,0 +1,142 @@
+"""Requests of an administrator, in the scheduler's process.
+
+SGLang's channel to that process lets only numbers through, so that a request travels as text in the
+id of a message, and so does its answer. `routes.py` checks it, and turns text into tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from array import array
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from impress_sglang.plugin.keys import as_tokens, namespace_of
+from impress_sglang.plugin.page import overview
+from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.store import PrefixStore
+
+logger = logging.getLogger(__name__)
+
+MESSAGE = {"impress": 1}
+"""`server_args` of a message whose `rid` is a request: a JSON object of `verb` and its fields."""
+_FIELDS: dict[str, Any] = dict.fromkeys(("input_ids", "extra_key", "cache_salt", "older_than"))
+_FIELDS |= {"everything": False, "name": "", "begin": False}
+FAULT = {"error": "the request could not be carried out; the server's log says why", "status": 500}
+
+
+class Refused(Exception):
+    """A request cannot be carried out; says why in one sentence."""
+
+
+def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -> Any:
+    """Around `Scheduler.set_internal_state`, whose other messages SGLang handles itself."""
+    if message.server_args != MESSAGE:
+        return original(scheduler, message)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    cache = served_cache_of(scheduler.tree_cache)
+    answer = None if cache is None else handle(cache, message.rid)
+    return SetInternalStateReqOutput(updated=cache is not None, rid=answer)
+
+
+def handle(cache: ServedCache, text: str | None) -> str:
+    """Carry out a request on the scheduler's thread; returns the answer as JSON. Raises nothing."""
+    try:
+        fields = json.loads(text or "")
+        return json.dumps(VERBS[fields["verb"]](cache, SimpleNamespace(**(_FIELDS | fields))))
+    except Refused as error:
+        return json.dumps({"error": str(error)})
+    except Exception:
+        # Whatever the error is, requests of clients are still served.
+        logger.exception("a request of an administrator could not be carried out")
+        return json.dumps(FAULT)
+
+
+def _store(cache: ServedCache) -> PrefixStore:
+    if not cache.served.in_use:
+        raise Refused(f"no store is in use: {cache.served.suspended or 'by policy'}")
+    return cache.served.store
+
+
+def _check(cache: ServedCache, asked: Any) -> dict[str, Any]:
+    if asked.begin:
+        cache.check.begin()
+    cache.check.step()
+    return {"integrity": cache.check.state}
+
+
+def _reorder(cache: ServedCache, _: Any) -> Any:
+    store = _store(cache)
+    store.reorders.enqueue()
+    store.poll()
+    return store.reorders.summary()
+
+
+def _foretell(cache: ServedCache, asked: Any) -> dict[str, Any]:
+    _store(cache)
+    tokens = as_tokens(asked.input_ids)
+    return cache.foretell(namespace_of(asked), tokens, exactly=asked.verb == "warm")
+
+
+def _whole(cache: ServedCache, input_ids: list[int]) -> list[int]:
+    """As much of a prompt as may be stored: that ends with a block, and with a page."""
+    length = len(input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
+    length = length // cache.page_size * cache.page_size
+    if not length:
+        raise Refused(f"a prefix has {BLOCK_TOKENS} tokens at least")
+    return input_ids[:length]
+
+
+def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
+    store, tokens = _store(cache), as_tokens(_whole(cache, asked.input_ids))
+    name, done = store.namespace(namespace_of(asked)), dict[str, Any]()
+    if asked.verb == "unpin":
+        done["unpinned"] = store.pins.unpin(name, tokens)
+    elif (refusal := store.pins.pin(name, tokens)) is not None:
+        raise Refused(refusal)
+    else:
+        done["tokens"] = len(tokens)
+    return done | {"pins": store.pins.summary()}
+
+
+def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
+    """Take a step of a purge; its `name` tells it from another one that says the same."""
+    served, store, tokens, key = cache.served, _store(cache), None, None
+    space = None if asked.everything else namespace_of(asked)
+    if asked.input_ids is not None:
+        ids = _whole(cache, asked.input_ids)
+        tokens = as_tokens(ids)
+        key = RadixKey(array("q", ids), asked.extra_key, cache_salt=asked.cache_salt)
+    text, name = repr(asked), None if space is None else store.namespace(space)
+    purge = served.purges.go_on(text, lambda: Purge(name, tokens, asked.older_than))
+    purged, pool, more = purge.step(store), 0, False
+    if asked.older_than is None:
+        # The writes of what is purged have been given up, and lock nothing any more.
+        pool, more = cache.sweeps.step(text, space, key)
+    left = purge.left or more
+    if not left:
+        served.purges.end(text)
+    names = ("tokens", "bytes", "writes", "unpinned")
+    done = {"segments": len(purged.segment_ids)} | {own: getattr(purged, own) for own in names}
+    return done | {"pool_tokens": pool, "left": left}
+
+
+VERBS: dict[str, Callable[[ServedCache, Any], Any]] = {
+    "stats": lambda cache, _: cache.summary(),
+    "overview": lambda cache, asked: overview(cache, asked.after, asked.below),
+    "check": _check,
+    "reorder": _reorder,
+    "why": _foretell,
+    "warm": _foretell,
+    "pin": _pin,
+    "unpin": _pin,
+    "purge": _purge,
+}
+"""What carries out each verb; benchmarks add theirs."""

@@ -1,0 +1,310 @@
+"""Our routes under `/impress`, in the process of the HTTP server.
+
+Admin requests are checked here, text becomes tokens, and `admin.py` carries them out in the
+scheduler's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Body, Depends, HTTPException, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from impress_sglang.options import EXACTLY, OFF
+from impress_sglang.plugin.admin import MESSAGE
+from impress_sglang.plugin.checking import RUNNING
+from impress_sglang.plugin.flags import config_of
+from impress_sglang.plugin.page import OVERVIEW_ROUTE, PAGE_ROUTE, document, with_text
+from impress_sglang.plugin.reports import REPORT_KEY
+from impress_sglang.serving.custom_params import BITS_KEY, BLEND_KEY, RETENTION_KEY, STORE_KEY
+from impress_sglang.serving.truncation import TRUNCATE_KEY
+from impress_sglang.serving.why import Reason, Why
+
+# Seconds between two steps of a request that takes several.
+PAUSE_S = 0.01
+_BODY = {"text", "input_ids", "extra_key", "cache_salt", "older_than", "all"}
+_purging = asyncio.Lock()
+
+
+class NotDone(Exception):
+    """A right request was not carried out; says why in one sentence."""
+
+    def __init__(self, sentence: str, status: int = 400) -> None:
+        """`status` is that of the answer."""
+        super().__init__(sentence)
+        self.status = status
+
+
+def tokenizer_manager() -> Any:
+    """SGLang's tokenizer manager."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server.get_global_state().tokenizer_manager
+
+
+async def send(verb: str, **fields: Any) -> Any:
+    """Send a request to the scheduler's process; returns its answer.
+
+    Raises:
+        NotDone: it was not carried out.
+    """
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    manager = tokenizer_manager()
+    manager.auto_create_handle_loop()
+    message = SetInternalStateReq(server_args=MESSAGE, rid=json.dumps({"verb": verb} | fields))
+    (answer,) = await manager.set_internal_state_communicator(message)
+    told = json.loads(answer.rid)
+    if isinstance(told, dict) and "error" in told:
+        raise NotDone(told["error"], told.get("status", 400))
+    return told
+
+
+async def carry_out(verb: str, body: object, request: Request | None = None) -> Any:
+    """Carry out what the body of a `request` asks for; returns the answer of the route.
+
+    Raises:
+        ValueError: the body is wrong; says why in one sentence.
+        NotDone: it cannot be carried out, or was not.
+    """
+    several = _several(body) if verb == "warm" else None
+    asked = [_checked(verb, own) for own in ([body] if several is None else several)]
+    if verb == "warm":
+        answers = await _warm_all(asked, request)
+        return answers[0] if several is None else answers
+    if verb != "purge":
+        return await send(verb, **asked[0])
+    # One at a time, so that each is completed however many are given. In steps, so that requests of
+    # clients are served between them.
+    async with _purging:
+        step = asked[0] | {"name": uuid.uuid4().hex}
+        answer = await send(verb, **step)
+        total = dict(answer)
+        while answer["left"]:
+            await asyncio.sleep(PAUSE_S)
+            answer = await send(verb, **step)
+            total = {name: total[name] + count for name, count in answer.items()}
+        return {name: count for name, count in total.items() if name != "left"}
+
+
+async def check_all() -> dict[str, Any]:
+    """Let the scheduler's process check everything, step by step; returns the outcome."""
+    answer: dict[str, Any] = await send("check", begin=True)
+    while answer["integrity"] == RUNNING:
+        await asyncio.sleep(PAUSE_S)
+        answer = await send("check")
+    return answer
+
+
+async def _warm_all(
+    asked: Sequence[dict[str, Any]], request: Request | None
+) -> list[dict[str, Any]]:
+    """Warm one prefix after the other: a later one may begin like an earlier one."""
+    answers = list[dict[str, Any]]()
+    for own in asked:
+        try:
+            answers.append(await _warm(own, request))
+        except (ValueError, NotDone) as error:
+            if len(asked) == 1:
+                raise
+            done = f"{len(answers)} of {len(asked)} prefixes were warmed"
+            raise NotDone(f"{done}, and then: {error}", getattr(error, "status", 400)) from error
+    return answers
+
+
+async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any]:
+    """Ask for a prefix like a request that wants to be stored at first sight.
+
+    It is computed exactly, behind exact stored KVs: so every request may use what is then stored,
+    and its text may be reused where it is not a prefix.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    custom = {STORE_KEY: True, TRUNCATE_KEY: OFF, BLEND_KEY: OFF}
+    custom |= {BITS_KEY: EXACTLY, RETENTION_KEY: 1.0}
+    sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": custom}
+    before = await send("warm", **asked)
+    try:
+        # If the client goes away, SGLang aborts the request.
+        made = tokenizer_manager().generate_request(
+            GenerateReqInput(sampling_params=sampling, **asked), request
+        )
+        (answer,) = [own async for own in made]
+    except HTTPException as error:
+        raise NotDone(str(error.detail), error.status_code) from error
+    meta_info = answer["meta_info"]
+    if (end := meta_info["finish_reason"])["type"] == "abort":
+        sentence = f"the request that warms it was aborted ({end['message']}): send it again"
+        raise NotDone(sentence, 503)
+    after = await send("warm", **asked)
+    path = meta_info[REPORT_KEY]["path"]
+    return {**after, "path": path, "outcome": _outcome(before["why"], after["why"])}
+
+
+def _outcome(before: Why, after: Why) -> str:
+    """What became of a prefix that was warmed, by why no more of it is stored."""
+    was, now = (why["rest"] or why["reason"] for why in (before, after))
+    if now == Reason.STORED:
+        return "stored_before" if was == now else "stored"
+    return "being_written" if now == Reason.BEING_WRITTEN else "not_stored"
+
+
+def _checked(verb: str, body: object) -> dict[str, Any]:
+    """The fields that the body of a request gives; refuses what cannot be a prompt."""
+    manager = tokenizer_manager()
+    vocab_size = manager.model_config.vocab_size
+    fields = fields_of(verb, body, getattr(manager, "tokenizer", None), vocab_size)
+    if len(fields.get("input_ids", ())) > manager.context_len:
+        raise ValueError(f"a prompt has at most {manager.context_len:,} tokens here")
+    return fields
+
+
+def fields_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """The fields that a body gives to a request; token ids are below `vocab_size`.
+
+    Raises:
+        ValueError: it is wrong.
+    """
+    if not isinstance(body, Mapping) or not body.keys() <= _BODY:
+        raise ValueError(f"the body must be a JSON object of {', '.join(sorted(_BODY))}")
+    fields = {name: body[name] for name in ("extra_key", "cache_salt") if body.get(name)}
+    if not all(isinstance(name, str) for name in fields.values()):
+        raise ValueError("extra_key and cache_salt must be texts")
+    everything: Any = body.get("all", False)
+    age: Any = body.get("older_than")
+    tokens = _tokens_of(body, tokenizer, vocab_size)
+    if verb != "purge" and not {"all", "older_than"}.isdisjoint(body):
+        raise ValueError('"all" and "older_than" are for purge')
+    # type() and not isinstance(): True is an int to isinstance.
+    if "older_than" in body and not (type(age) in (int, float) and 0 <= age < math.inf):
+        raise ValueError('"older_than" must be a number of seconds')
+    if everything is not False and (everything is not True or body.keys() - {"all", "older_than"}):
+        raise ValueError('"all" must be true, and names all that there is')
+    has_namespace = verb == "purge" and not {"extra_key", "cache_salt"}.isdisjoint(body)
+    if tokens is None and not everything and not has_namespace:
+        raise ValueError('which prefix? give "text" or "input_ids"')
+    more = {"input_ids": tokens, "everything": everything or None, "older_than": age}
+    return fields | {name: own for name, own in more.items() if own is not None}
+
+
+def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
+    """Split a body that gives several prefixes, as for `/generate`; None if it gives one.
+
+    Raises:
+        ValueError: there is no prefix in it, or it is not clear which it gives.
+    """
+    if not isinstance(body, Mapping):
+        return None
+    names = ("texts", "text", "input_ids")
+    given = {name: body[name] for name in names if body.get(name) is not None}
+    lists = [name for name, own in given.items() if isinstance(own, list)]
+    if lists == ["input_ids"] and not any(isinstance(own, list) for own in given["input_ids"]):
+        return None
+    if not lists and "texts" not in given:
+        return None
+    if len(given) > 1 or not lists or not given[lists[0]]:
+        raise ValueError('several prefixes are a list of "texts", or of "input_ids"')
+    (name,) = lists
+    rest = {key: own for key, own in body.items() if key not in names}
+    return [{**rest, "text" if name == "texts" else name: own} for own in given[name]]
+
+
+def _tokens_of(body: Mapping[str, Any], tokenizer: Any, vocab_size: int) -> list[int] | None:
+    text, tokens = body.get("text"), body.get("input_ids")
+    if text is not None and tokens is not None:
+        raise ValueError('give "text" or "input_ids", not both')
+    if text is not None:
+        if not isinstance(text, str) or tokenizer is None:
+            raise ValueError('"text" must be a text, and needs a server with a tokenizer')
+        tokens = tokenizer.encode(text)
+    if tokens is None:
+        return None
+    # type() and not isinstance(): True is an int to isinstance.
+    if not isinstance(tokens, list) or not all(type(own) is int for own in tokens):
+        raise ValueError('"input_ids" must be a list of token ids')
+    if not all(0 <= own < vocab_size for own in tokens):
+        raise ValueError(f"token ids of this model are from 0 to {vocab_size - 1:,}")
+    if not tokens:
+        raise ValueError("an empty prefix is all of a namespace: leave it out")
+    return tokens
+
+
+def refuse_foreign(request: Request) -> None:
+    """Guard each of our routes that reveals prompts or changes anything.
+
+    SGLang lets pages of every site ask and read answers, in the browser of somebody who can reach
+    the server. If there is a key, they do not have it.
+
+    Raises:
+        HTTPException: a page of another site asks.
+    """
+    arguments, told = tokenizer_manager().server_args, request.headers
+    origin = None if arguments.api_key or arguments.admin_api_key else told.get("origin")
+    if origin is not None and urlsplit(origin).netloc != told.get("host"):
+        raise HTTPException(403, "not for pages of other sites")
+
+
+def before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
+    """Before the HTTP server starts: add our routes, if it is to have them."""
+    if config_of(server_args) is not None:
+        add_routes()
+
+
+def add_routes() -> None:
+    """Add our routes to SGLang's application.
+
+    Not in a router: SGLang does not find the `auth_level` of a route in an included router, and
+    would accept admin requests with any key, or none.
+    """
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    html, policy = document()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+    @app.get("/impress/stats")
+    async def impress_stats() -> dict[str, Any]:
+        return await send("stats")
+
+    @app.get(PAGE_ROUTE)
+    async def impress_page() -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    @app.get(OVERVIEW_ROUTE, dependencies=[Depends(refuse_foreign)])
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def impress_overview(after: int = 0, below: str | None = None) -> JSONResponse:
+        try:
+            found, status = await send("overview", after=after, below=below), 200
+        except NotDone as error:
+            found, status = {"error": str(error)}, error.status
+        found = with_text(found, getattr(tokenizer_manager(), "tokenizer", None))
+        return JSONResponse(found, status, headers={"Cache-Control": "no-store"})
+
+    def add(verb: str) -> None:
+        @app.post(f"/impress/{verb}", dependencies=[Depends(refuse_foreign)])
+        @auth_level(AuthLevel.ADMIN_OPTIONAL)
+        async def admin(request: Request, body: Any = Body(None)) -> Any:  # noqa: B008
+            try:
+                if verb == "check":
+                    return await check_all()
+                if verb == "reorder":
+                    return await send(verb)
+                return await carry_out(verb, body, request)
+            except (ValueError, NotDone) as error:
+                status = getattr(error, "status", 400)
+                return JSONResponse({"error": str(error)}, status)
+
+    for verb in ("warm", "pin", "unpin", "purge", "why", "check", "reorder"):
+        add(verb)
