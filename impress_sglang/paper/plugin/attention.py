@@ -222,5 +222,5 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
             f"IMPRESS does not know how {kind.__name__} attends; "
             f"use --attention-backend {', '.join(BACKENDS)}"
         )
-    backend.__class__ = pkgutil.resolve_name(f"impress_sglang.plugin.paper.{own}")
+    backend.__class__ = pkgutil.resolve_name(f"impress_sglang.paper.plugin.{own}")
     backend.begin_serving(model_runner)
