@@ -57,12 +57,12 @@ from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.losses import Cause, Losses
+from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.quota import Quota, WriteBudget
-from impress_sglang.store.stored import StoredMatch, StoredSegment
+from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.tree import StoredTree
-from impress_sglang.store.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
+from impress_sglang.store.writing import Offer, SegmentWrites, StoreOutcome
 from impress_sglang.tiers.placement import Placement, Tier
 
 # In which sessions without a common clock begin.
@@ -165,7 +165,14 @@ class _NoFiles:
     writable, has_news, free_bytes = True, False, math.inf
     quarantined_bytes, unused_bytes, keeps_quarantine = 0, 0, False
     undeleted = others = MappingProxyType[Any, int]({})
-    namespace = str
+    suspects: dict[str, Any]
+    namespace, pins = str, ()
+
+    def get(self, _: str) -> None:
+        """Nobody reads."""
+
+    def delete(self, _: Any) -> None:
+        """There is nothing to remove."""
 
     def unremoved(self) -> frozenset[str]:
         return frozenset()
@@ -187,7 +194,7 @@ class Store:
 
     def __init__(self, config: ImpressConfig, model: Model, kind: Kind) -> None:
         self.token_bytes = model.token_bytes * kind.read
-        self.tree, self.stats = StoredTree(), StoreStats()
+        self.tree = StoredTree()
         self._config, self._own = config, KVClass(kind.bits)
         self._sights = Sights(config.write_after) if config.write_after > 1 else None
         self._page_bytes = config.chunk_tokens * self.token_bytes
@@ -197,12 +204,14 @@ class Store:
         self._places: dict[str, tuple[int, int]] = {}
         none: Any = _NoFiles()
         none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
-        self.quota = Quota(config, none, self._evict, lambda _: False, lambda: 0, WriteBudget())
+        self.quota = Quota(config, none, WriteBudget())
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)
         shape = KVShape(1, 1, 1, dim, dim, torch.float16, ())
-        parts = none, self.quota, self.stats, Losses(), self._evict, None
+        none.retire, none.suspects = self._forget, {}
+        parts = none, self.quota, none, LookAhead(), None
         self._writes = SegmentWrites(config, "0" * 32, shape, *parts)
+        self.stats = self._writes.stats
 
     def sight(self, tokens: Tokens, first: int = 0) -> int:
         """Count a text, but for its `first` tokens; how many of these are worth storing."""
@@ -239,7 +248,8 @@ class Store:
             offer = Offer(tokens, _no_layers, nothing, nothing, least, quality, first)
             outcome = self._writes.offer("", offer)
             assert outcome is not StoreOutcome.UNREACHABLE
-            self._writes.poll()
+            for write in self._writes.ended():
+                self._writes.finish(write)
         return True
 
     def _ids(self, match: StoredMatch) -> list[npt.NDArray[np.int64]]:
@@ -254,13 +264,9 @@ class Store:
             found.append(np.arange(base + span.start // size, base + -(-span.stop // size)))
         return found
 
-    def _evict(self, segments: Sequence[StoredSegment], cause: Cause) -> None:
-        self.stats.count_removed(len(segments), cause)
-        for segment in segments:
-            if (place := self._places.pop(segment.segment_id, None)) is not None:
-                self._cache.detach(*place)
-            self.quota.remove(segment)
-            self.tree.lose(segment)
+    def _forget(self, segment_id: str) -> None:
+        if (place := self._places.pop(segment_id, None)) is not None:
+            self._cache.detach(*place)
 
 
 def _no_layers(start: int) -> Any:

@@ -57,7 +57,7 @@ class IntegrityCheck:
         # Another store may have taken its place meanwhile, and is checked as well.
         while self._served.opened is not store:
             store = self._served.opened
-            for _ in () if store is None else store.checks.steps():
+            for _ in () if store is None else store.check_steps():
                 yield
                 if self._served.opened is not store:
                     break

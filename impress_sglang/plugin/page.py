@@ -68,7 +68,7 @@ def _rows(
 
 
 def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> dict[str, Any]:
-    info, cached = segment.info, store.versions.cached_bytes(segment.segment_id)
+    info, cached = segment.info, store.segments.cached_bytes(segment.segment_id)
     parent = segment.parent
     return {
         "segment": segment.segment_id,

@@ -59,7 +59,7 @@ class Service:
         self.describe_pool: Callable[[], dict[str, int]] = dict
         """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
         self._looks_ahead = config.lookahead == ON
-        self.lookahead = LookAhead(tells=self._looks_ahead)
+        self.lookahead = LookAhead()
         """What queued requests will use, and each request's turn."""
         kept = self.lookahead if self._looks_ahead else None
         self.served = ServedStore(config, identity, shape, device, kept, codec)

@@ -1,7 +1,6 @@
 """Reads runs of blocks of segments, many at a time.
 
-Stage: load. In: runs of blocks of open segments and the memory to fill. Out: filled memory, or
-`SegmentUnreadable`. It knows nothing of tokens, requests or policies.
+It knows nothing of tokens, requests or policies.
 
 One thread starts reads and collects them. Reads that a layer waits for go before reads ahead, of
 which few are in flight: their pieces are long, and keep the device busy for a while. Callers verify
@@ -14,25 +13,35 @@ reused before these reads end.
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
 import os
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
 
 from impress_sglang.cost import ReadCost
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
+from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import BlockEngine
 from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.open_segment import Integers
-from impress_sglang.storage.pending_read import LOOK_SECONDS, BlockRuns, PendingRead
+from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.storage.open_segment import Integers, OpenSegment
 from impress_sglang.storage.segment import reading
 
 logger = logging.getLogger(__name__)
 
+# Large enough that a piece is not dominated by its start, small enough that what a layer waits for
+# is not far behind a piece that is read ahead.
+PIECE_BYTES = 256 << 10
+# Seconds between two looks, during a wait, at whether the device has stopped.
+LOOK_SECONDS = 0.25
 # The thread wakes up when a quarter of the reads in flight have ended, or as many as should end in
 # this time: only then does it start what a layer waits for.
 WAKE_SHARE = 4
@@ -41,10 +50,124 @@ ASLEEP_SECONDS = 1e-3
 # drive with latency. On a slow drive fewer would delay urgent reads less, but its throughput does
 # not tell it from one with latency.
 MOST_AHEAD = 16
-# An observation of the cost of reads has this many pieces or takes so long, or less if the device
-# becomes idle. So a drive that became slower is noticed within a request.
+# An observation of the cost of reads has this many pieces or takes so long, at most.
 OBSERVED_PIECES = 64
 OBSERVED_SECONDS = 0.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRuns:
+    """Runs of blocks of a segment, and the memory that receives them at the same distances.
+
+    Byte 0 of `memory` receives byte `offset` of the file. `starts` and `stops` (int64, offsets in
+    the memory in bytes, multiples of a block) are the runs, ascending and apart.
+    """
+
+    segment: OpenSegment
+    memory: AlignedMemory
+    offset: int
+    starts: Integers
+    stops: Integers
+
+    def split(self, max_bytes: int) -> BlockRuns:
+        """The same runs in pieces of at most `max_bytes`, a multiple of a block."""
+        sizes = self.stops - self.starts
+        if not len(sizes) or sizes.max() <= max_bytes:
+            return self
+        counts = -(-sizes // max_bytes)
+        first = np.cumsum(counts) - counts
+        step = (np.arange(counts.sum()) - np.repeat(first, counts)) * max_bytes
+        starts = np.repeat(self.starts, counts) + step
+        stops = np.minimum(starts + max_bytes, np.repeat(self.stops, counts))
+        return dataclasses.replace(self, starts=starts, stops=stops)
+
+
+class PendingRead:
+    """Runs that are being read, in pieces; made by `BlockReader.submit`."""
+
+    def __init__(self, runs: BlockRuns, has_stopped: Callable[[], bool], *, ahead: bool) -> None:
+        self._has_stopped = has_stopped
+        self.runs = runs.split(PIECE_BYTES)
+        self.ahead = ahead
+        self._sizes = self.runs.stops - self.runs.starts
+        # Single numbers are read faster from a list.
+        self._size_of: list[int] = self._sizes.tolist()
+        # Pieces before `next` are begun; `last` is where a cancelled read stops.
+        self.next, self.last = 0, len(self._sizes)
+        self.in_flight = 0
+        self.error: PrefixUnreadable | None = None
+        self._done = threading.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are or will be read."""
+        return int(self._sizes[: self.last].sum())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will be read."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until all is read, and verify it.
+
+        Raises:
+            PrefixUnreadable: as for `arrived`, or because a block is corrupt.
+        """
+        self.arrived()
+        starts, counts = self.runs.starts[: self.last], self._sizes[: self.last] // BLOCK_BYTES
+        skipped = np.repeat(starts // BLOCK_BYTES - (np.cumsum(counts) - counts), counts)
+        blocks = skipped + np.arange(counts.sum())
+        self.runs.segment.check_blocks(self.runs.memory, self.runs.offset, blocks)
+
+    def arrived(self) -> None:
+        """Wait until all is read; nothing is verified.
+
+        Raises:
+            SegmentUnreadable: the file ends before a block; the memory is then undefined.
+            StoreUnavailable: the device failed, or has stopped; as long as the read is not `done`
+                the memory may still be written to.
+        """
+        if not self.ended_in_time():
+            raise StoreUnavailable(self.runs.segment.segment_id, "the device does not answer")
+        if self.error is not None:
+            raise self.error
+
+    def ended_in_time(self) -> bool:
+        """Wait until nothing more is read; False if the device has stopped."""
+        while not self._done.wait(LOOK_SECONDS):
+            if self._has_stopped():
+                return False
+        return True
+
+    def take(self, count: int) -> slice:
+        """Take at most `count` pieces to begin."""
+        taken = slice(self.next, min(self.next + count, self.last))
+        self.next = taken.stop
+        self.in_flight += taken.stop - taken.start
+        return taken
+
+    def columns(self, taken: slice) -> tuple[Integers, Integers, Integers, Integers]:
+        """What an engine is told of pieces, see `BlockEngine.start`."""
+        runs, starts = self.runs, self.runs.starts[taken]
+        descriptors = np.full(len(starts), runs.segment.descriptor)
+        return descriptors, starts + runs.offset, starts + runs.memory.address, self._sizes[taken]
+
+    def size(self, number: int) -> int:
+        """Bytes of a piece."""
+        return self._size_of[number]
+
+    def fail(self, error: BaseException) -> None:
+        """End the read with an error, which is a bug or a fault of the machine."""
+        segment_id = self.runs.segment.segment_id
+        self.error = StoreUnavailable(segment_id, f"the reader has failed: {error}")
+        self.error.__cause__ = error
+        self._done.set()
+
+    def settle(self) -> None:
+        """Note the end, if nothing is in flight or to begin."""
+        if not self.in_flight and self.next == self.last:
+            self._done.set()
 
 
 class BlockReader:
@@ -58,36 +181,36 @@ class BlockReader:
         engine: str = "auto",
         patience: float = math.inf,
     ) -> None:
-        """Begin with nothing to read.
+        """Begin with nothing to read, with at most `depth` reads in flight.
 
-        Args:
-            depth: the most reads in flight.
-            files: gives the engine; None for the installed file system.
-            engine: name of the engine.
-            patience: seconds without any arrival after which the device counts as stopped.
+        `files` gives the engine of this name; None for the installed file system. `patience`:
+        seconds without any arrival after which the device counts as stopped.
 
         Raises:
             ConfigError: there is no such engine here.
         """
         self.cost = ReadCost()
         self._make_engine = functools.partial((files or installed()).engine, engine, depth)
-        self._engine: BlockEngine = self._make_engine()
         self._patience = patience
         self._arrived_at = time.monotonic()
-        self._queues: tuple[collections.deque[PendingRead], ...] = (
-            collections.deque(),
-            collections.deque(),
-        )
-        self._flying: dict[int, tuple[PendingRead, int]] = {}
-        self._flying_ahead = 0
-        self._flying_bytes = 0
         self._unsettled: set[PendingRead] = set()
         self._closed = False
         self._failed: BaseException | None = None
         self._quiet = threading.Event()
         self._changed = threading.Condition()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._engine: BlockEngine = self._make_engine()
+        # Awaited reads, and reads ahead.
+        self._queues: tuple[deque[PendingRead], ...] = (deque(), deque())
+        self._flying: dict[int, tuple[PendingRead, int]] = {}
+        self._flying_ahead = self._flying_bytes = 0
         self._watch = _Watch(self.cost)
-        self._thread = self._start()
+        self._failed = None
+        self._quiet.clear()
+        self._thread = threading.Thread(target=self._run, name="impress-read", daemon=True)
+        self._thread.start()
 
     @property
     def depth(self) -> int:
@@ -138,14 +261,13 @@ class BlockReader:
 
     def cancel(self, read: PendingRead) -> tuple[Integers, Integers]:
         """Cancel pieces that are not begun; returns their starts and stops in the memory."""
-        if read.done:
-            return read.runs.starts[:0], read.runs.stops[:0]
         with self._changed:
-            starts, stops = read.not_begun()
-            if len(starts):
+            rest = slice(read.last if read.done else read.next, read.last)
+            if rest.start < rest.stop:
                 # It may stay in the queue, but has no more pieces to begin.
+                read.last = rest.start
                 self._settle(read)
-            return starts, stops
+        return read.runs.starts[rest], read.runs.stops[rest]
 
     def close(self) -> None:
         """Wait for all reads, as long as the device answers; then the thread ends.
@@ -166,21 +288,8 @@ class BlockReader:
             ConfigError: there is no engine any more.
             OSError: it cannot be made now.
         """
-        if self._failed is None or self._thread.is_alive():
-            return
-        self._engine = self._make_engine()
-        self._flying, self._flying_ahead, self._flying_bytes = {}, 0, 0
-        self._watch = _Watch(self.cost)
-        for waiting in self._queues:
-            waiting.clear()
-        self._failed = None
-        self._quiet.clear()
-        self._thread = self._start()
-
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name="impress-read", daemon=True)
-        thread.start()
-        return thread
+        if self._failed is not None and not self._thread.is_alive():
+            self._begin()
 
     def _has_stopped(self) -> bool:
         """Whether nothing has arrived for too long, although something is to be read."""
@@ -192,11 +301,9 @@ class BlockReader:
             while self._serve():
                 pass
             self._quiet.set()
-        except OSError as error:
-            logger.error("the reader of the SSD store has failed: %s", error)
-            failure = error
         except BaseException as error:
-            logger.exception("the reader of the SSD store has failed")
+            bug = not isinstance(error, OSError)
+            logger.error("the reader of the SSD store has failed: %s", error, exc_info=bug)
             failure = error
         # Waits until the kernel writes to no memory any more.
         with contextlib.suppress(Exception):
@@ -216,16 +323,15 @@ class BlockReader:
                 if self._closed:
                     return False
                 self._changed.wait()
-            batches = self._take_batches()
-        for read, batch in batches:
-            self._begin(read, batch)
+        self._fill()
         if self._flying:
             # Several at once, so that the thread wakes up seldom.
             numbers, results = self._engine.finish(self._worth_waking())
             # Numbers may be given again as soon as there is room.
             ended = [self._flying.pop(number) for number in numbers.tolist()]
             self._flying_bytes -= sum(read.size(place) for read, place in ended)
-            self._refill()
+            # Keep the device busy while the pieces that have arrived are taken in.
+            self._fill()
             self._take_in(ended, results.tolist())
         return True
 
@@ -242,48 +348,37 @@ class BlockReader:
                 waiting.popleft()
         return any(self._queues)
 
-    def _refill(self) -> None:
-        """Keep the device busy while the pieces that have arrived are taken in."""
+    def _fill(self) -> None:
+        """Begin pieces, as far as the depth allows."""
         with self._changed:
             batches = self._take_batches() if self._any_queued() else []
-        for read, batch in batches:
-            self._begin(read, batch)
+        for read, taken in batches:
+            columns = read.columns(taken)
+            num_bytes = int(columns[-1].sum())
+            self._watch.began(len(columns[-1]), num_bytes)
+            self._flying_bytes += num_bytes
+            numbers = self._engine.start(*columns).tolist()
+            for place, number in enumerate(numbers, taken.start):
+                self._flying[number] = (read, place)
 
-    def _take_batches(
-        self,
-    ) -> list[tuple[PendingRead, tuple[int, Integers, Integers, Integers, Integers]]]:
-        """Pieces to begin now, as far as the depth allows."""
-        room = self._engine.depth - len(self._flying)
-        batches = []
+    def _take_batches(self) -> list[tuple[PendingRead, slice]]:
+        depth, batches = self._engine.depth, []
+        room = depth - len(self._flying)
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
-            limit = room
-            if ahead:
-                most = min(MOST_AHEAD, max(self._engine.depth // 2, 1))
-                limit = min(room, most - self._flying_ahead)
+            most = min(MOST_AHEAD, max(depth // 2, 1)) - self._flying_ahead
+            limit = min(room, most) if ahead else room
             while limit > 0 and waiting:
                 read = waiting[0]
-                batch = read.take(limit)
-                count = len(batch[-1])
+                taken = read.take(limit)
+                count = taken.stop - taken.start
                 if read.next == read.last:
                     waiting.popleft()
-                if not count:
-                    continue
-                limit -= count
-                room -= count
-                self._flying_ahead += count * ahead
-                batches.append((read, batch))
+                if count:
+                    limit -= count
+                    room -= count
+                    self._flying_ahead += count * ahead
+                    batches.append((read, taken))
         return batches
-
-    def _begin(
-        self, read: PendingRead, batch: tuple[int, Integers, Integers, Integers, Integers]
-    ) -> None:
-        first, *columns = batch
-        num_bytes = int(columns[-1].sum())
-        self._watch.began(len(columns[-1]), num_bytes)
-        self._flying_bytes += num_bytes
-        numbers = self._engine.start(*columns).tolist()
-        for place, number in enumerate(numbers):
-            self._flying[number] = (read, first + place)
 
     def _take_in(self, ended: list[tuple[PendingRead, int]], results: list[int]) -> None:
         """Complete the pieces that have arrived, and wake up their callers."""
@@ -292,8 +387,7 @@ class BlockReader:
         for (read, place), result in zip(ended, results, strict=True):
             arrived[read] = arrived.get(read, 0) + 1
             if result != read.size(place) and read.error is None:
-                start, stop = int(read.runs.starts[place]), int(read.runs.stops[place])
-                read.error = _complete_piece(read.runs, start, stop, result)
+                read.error = _complete_piece(read.runs, place, result)
         with self._changed:
             for read, count in arrived.items():
                 read.in_flight -= count
@@ -313,15 +407,16 @@ class _Watch:
 
     def __init__(self, cost: ReadCost) -> None:
         self._cost = cost
-        self._since = 0.0
-        self._pieces = 0
-        self._bytes = 0
         self._open = 0
+        self.idle()
+
+    def idle(self) -> None:
+        """Note that nothing is to be read."""
+        self._since, self._pieces, self._bytes = 0.0, 0, 0
 
     def began(self, pieces: int, num_bytes: int) -> None:
         """Note that pieces are about to be started."""
-        if not self._since:
-            self._since = time.perf_counter()
+        self._since = self._since or time.perf_counter()
         self._pieces += pieces
         self._bytes += num_bytes
         self._open += pieces
@@ -329,28 +424,20 @@ class _Watch:
     def ended(self, pieces: int) -> None:
         """Note that pieces have arrived."""
         self._open -= pieces
-        ended, seconds = self._pieces - self._open, time.perf_counter() - self._since
-        if not self._open or ended >= OBSERVED_PIECES or seconds >= OBSERVED_SECONDS:
-            self._observe()
-
-    def idle(self) -> None:
-        """Note that nothing is to be read."""
-        self._since, self._pieces, self._bytes = 0.0, 0, 0
-
-    def _observe(self) -> None:
-        now = time.perf_counter()
+        now, ended = time.perf_counter(), self._pieces - self._open
+        if self._open and ended < OBSERVED_PIECES and now - self._since < OBSERVED_SECONDS:
+            return
         # Pieces still in flight count with the next observation.
-        share = 1.0 - self._open / self._pieces
-        arrived = round(self._bytes * share)
-        self._cost.observe(self._pieces - self._open, arrived, now - self._since)
+        arrived = round(self._bytes * (1.0 - self._open / self._pieces))
+        self._cost.observe(ended, arrived, now - self._since)
         self._since = now if self._open else 0.0
         self._bytes -= arrived
         self._pieces = self._open
 
 
-def _complete_piece(runs: BlockRuns, start: int, stop: int, result: int) -> PrefixUnreadable | None:
+def _complete_piece(runs: BlockRuns, place: int, result: int) -> PrefixUnreadable | None:
     """Read a piece with an unexpected `result` again; returns what is wrong, if anything."""
-    segment = runs.segment
+    segment, start, stop = runs.segment, int(runs.starts[place]), int(runs.stops[place])
     if result < 0:
         return StoreUnavailable(segment.segment_id, os.strerror(-result))
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from impress_sglang.codes.planes.floors import CodingMeter
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import ConfigError, SegmentUnreadable
+from impress_sglang.errors import ConfigError
 from impress_sglang.options import OFF
 from impress_sglang.storage.directory import (
     CODING,
@@ -66,11 +66,6 @@ class StoreDisk:
     ) -> None:
         """Lock the folder, and find what an earlier process left in it.
 
-        Args:
-            config: options of the server.
-            identity: model identity.
-            files: file system to use; None for the installed one.
-
         Raises:
             ConfigError: the directory cannot be used.
             StoreInUseError: another process serves the same model from it.
@@ -110,17 +105,21 @@ class StoreDisk:
                     f"--impress-ssd-dir {config.ssd_path} cannot be read: {error}"
                 ) from error
             undo.pop_all()
-        self._say_what_is_there()
+        logger.info(
+            "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
+            self.directory.path,
+            len(self.tree),
+            self.tree.file_bytes / 1e6,
+            "on" if self.direct else "off",
+        )
 
-    def poll(self) -> list[tuple[Task, Future[Any]]]:
+    def ended(self) -> list[tuple[Task, Future[Any]]]:
         """Collect the tasks that have ended since the last call.
 
         `begin_due` comes when their results are known: one that was there long ago is not late.
         """
-        tasks, self._tasks = self._tasks, []
-        ended: list[tuple[Task, Future[Any]]] = []
-        for own in tasks:
-            (ended if own[1].done() else self._tasks).append(own)
+        ended = [own for own in self._tasks if own[1].done()]
+        self._tasks = [own for own in self._tasks if own not in ended]
         return ended
 
     def begin_due(self) -> None:
@@ -133,10 +132,7 @@ class StoreDisk:
         if task.work is Work.PROBE:
             return self._prober.submit(probe, self.directory)
         assert task.info is not None
-        if task.work is Work.LOOK:
-            return self.worker.submit(self.worker.look, task.info)
-        error = SegmentUnreadable(task.info.segment_id, "can never be read")
-        return self.worker.submit(self.worker.condemn, error)
+        return self.worker.submit(self.worker.look, task.info, task.work is Work.CONDEMN)
 
     def note_uses(self, uses: EvictionOrder) -> None:
         """Record now and then which segments were used, so that it outlasts a killed process."""
@@ -164,16 +160,6 @@ class StoreDisk:
     def _record(self, used: Iterable[StoredSegment]) -> None:
         if uses := [segment.use for segment in used]:
             self.worker.submit(self.worker.index, self.worker.catalog.record_uses, uses)
-
-    def _say_what_is_there(self) -> None:
-        segments = list(self.tree.segments())
-        logger.info(
-            "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
-            self.directory.path,
-            len(segments),
-            sum(segment.file_bytes for segment in segments) / 1e6,
-            "on" if self.direct else "off",
-        )
 
 
 def probe(directory: StoreDirectory) -> Answer:

@@ -6,6 +6,7 @@ Results are futures. Failures are in these or are reported to `Health`, and are 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import sqlite3
@@ -251,25 +252,31 @@ class DiskWorker:
         except (OSError, sqlite3.Error) as error:
             self._health.failed("the index could not be written", error, reading=False)
 
-    def look(self, info: SegmentInfo) -> Verdict:
-        """Read a whole segment again and verify it; a damaged one goes to quarantine."""
+    def look(self, info: SegmentInfo, given_up: bool = False) -> Verdict:
+        """Read a whole segment again and verify it; a damaged one goes to quarantine.
+
+        `given_up`: repeated looks could not read it, so it is set aside at once.
+        """
         try:
-            self._verify(info)
+            if given_up:
+                raise SegmentUnreadable(info.segment_id, "can never be read")
+            path = self._directory.segment_path(info.segment_id)
+            with contextlib.closing(OpenSegment(path, self.files, direct=self._direct)) as segment:
+                if not segment.info.describes_same(info):
+                    raise SegmentUnreadable(info.segment_id, "index and segment file do not agree")
+                segment.check_all(self._note_progress)
             return Verdict.GOOD
         except SegmentUnreadable as error:
             return self.condemn(error)
         except StoreUnavailable as error:
             logger.warning("a second look has seen nothing: %s", error)
             at_fault = isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_MEDIA
-            return Verdict.UNREADABLE if at_fault and self._answers() else Verdict.UNCLEAR
-
-    def _answers(self) -> bool:
-        """Whether the rest of the disk works, as with a bad sector but not with a bad cable."""
-        try:
-            self._directory.check_writable()
-        except OSError:
-            return False
-        return True
+            # The rest of the disk works with a bad sector, but not with a bad cable.
+            with contextlib.suppress(OSError):
+                if at_fault:
+                    self._directory.check_writable()
+                    return Verdict.UNREADABLE
+            return Verdict.UNCLEAR
 
     def _note_progress(self) -> None:
         self.progress = time.monotonic()
@@ -294,19 +301,3 @@ class DiskWorker:
             logger.error("%s; set aside in quarantine", error)
         self.index(self.catalog.change, (), [error.segment_id])
         return Verdict.GONE if missing else Verdict.BAD
-
-    def _verify(self, info: SegmentInfo) -> None:
-        """Read a whole segment and verify it.
-
-        Raises:
-            SegmentUnreadable: it is missing, short or damaged, or not what the index says.
-            StoreUnavailable: it cannot be read now.
-        """
-        path = self._directory.segment_path(info.segment_id)
-        segment = OpenSegment(path, self.files, direct=self._direct)
-        try:
-            if not segment.info.describes_same(info):
-                raise SegmentUnreadable(info.segment_id, "index and segment file do not agree")
-            segment.check_all(self._note_progress)
-        finally:
-            segment.close()

@@ -76,22 +76,14 @@ class EvictionOrder:
             self._leave(segment)
         self._changed.pop(segment, None)
 
-    def note(self, segment: StoredSegment, passed: Priority = Priority.LOW) -> None:
-        """Count a use of a segment and of all that it builds on.
-
-        Or note that it was needed when others up to the level `passed` went: it has that level
-        until its next use, because otherwise each search would pass it again.
-        """
+    def note(self, segment: StoredSegment) -> None:
+        """Count a use of a segment and of all that it builds on."""
         self.now += 1
-        there = False
         for own in _path_up(segment):
             own.last_access = self.now
-            # A segment gone since the match is nowhere; above one that is there, all are.
-            there = there or own in self._order
-            if there:
-                own.passed = passed if own is segment else Priority.LOW
-                self._put(own)
+            # A segment gone since the match is nowhere.
             if own in self._order:
+                self._put(own)
                 self._order.move_to_end(own)
                 self._changed[own] = None
 

@@ -16,8 +16,8 @@ from impress_sglang.importance.averages import STEPS
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.store.memory import StoreMemory
+from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.stored import StoredSegment, StoredSpan
-from impress_sglang.store.versions import SegmentVersions
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.coded_span import cached_pages
 from impress_sglang.transfer.geometry import geometry_of
@@ -70,25 +70,16 @@ class ReadForecast:
         self,
         shape: KVShape,
         reader: BlockReader,
-        versions: SegmentVersions,
+        segments: OpenSegments,
         memory: StoreMemory,
         meter: CodingMeter,
         *,
         retention: float,
     ) -> None:
-        """Make a forecast from the parts of a store.
-
-        Args:
-            shape: shape of the KVs.
-            reader: knows how long reads take.
-            versions: know the tiers of the chunks of segments.
-            memory: the caches, and the buffers that reads fill.
-            meter: knows how many planes belong to a base.
-            retention: the retention that requests usually ask for.
-        """
+        """`meter` knows how many planes belong to a base; requests usually ask for `retention`."""
         self._shape = shape
         self._reader = reader
-        self._versions = versions
+        self._segments = segments
         self._memory = memory
         self._meter = meter
         self._retention = retention
@@ -120,9 +111,9 @@ class ReadForecast:
         # Spans of a segment share one buffer for its codes; for its columns each has its own.
         segments = {span.segment.segment_id: span.segment for span in spans}
         for segment in segments.values() if in_codes else (span.segment for span in spans):
-            layout = self._versions.of(segment).layout
+            layout = self._segments.of(segment).layout
             if in_codes:
-                needed += self._memory.pool.size_of(max(own.layer_bytes for own in layout.codes))
+                needed += self._memory.pool.size_of(max(c.layer_bytes for c in layout.codes))
             else:
                 needed += self._memory.pool.size_of(columns_buffer_bytes(layout))
         return needed
@@ -137,14 +128,14 @@ class ReadForecast:
         for span in spans:
             lengths[span.segment] += len(span)
         for segment, length in lengths.items():
-            version = self._versions.of(segment)
-            layout = version.layout.codes[0]
-            tiers = self._versions.tiers(version, codes=True)
-            on_ssd = np.where(tiers == Tier.SSD, cached_pages(version.layout.codes), 0)
+            own = self._segments.of(segment)
+            layout = own.layout.codes[0]
+            tiers = self._segments.tiers(own, codes=True)
+            on_ssd = np.where(tiers == Tier.SSD, cached_pages(own.layout.codes), 0)
             on_ssd = on_ssd.reshape(self._shape.num_layers, -1).sum(0)
             units = on_ssd[layout.num_pages :].reshape(NUM_PLANES, layout.total_units // NUM_PLANES)
             units = units.sum(1)
-            share = length / version.layout.num_tokens * BLOCK_BYTES
+            share = length / own.layout.num_tokens * BLOCK_BYTES
             base_bytes += share * float(on_ssd[: layout.num_pages].sum() + certain * units.sum())
             plane_bytes += share * (1.0 - certain) * units
         return CodedBytes(base_bytes, tuple(plane_bytes.tolist()))
@@ -153,12 +144,12 @@ class ReadForecast:
         """Bytes of whole spans of exact KVs that would have to come from SSD."""
         found = 0.0
         for span in spans:
-            version = self._versions.of(span.segment)
-            layout = version.layout
+            own = self._segments.of(span.segment)
+            layout = own.layout
             blocks = float(self._shape.num_layers * layout.columns_bytes // BLOCK_BYTES)
             if self._memory.cache.placement.enabled:
                 sizes = np.bincount(geometry_of(layout).chunk_of_block)
-                tiers = self._versions.tiers(version, codes=False).reshape(-1, len(sizes))
+                tiers = self._segments.tiers(own, codes=False).reshape(-1, len(sizes))
                 blocks = float((tiers == Tier.SSD).sum(0) @ sizes)
             found += len(span) / layout.num_tokens * blocks * BLOCK_BYTES
         return found
@@ -167,12 +158,12 @@ class ReadForecast:
         """Bytes of consecutive spans that would have to come from SSD."""
         probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
         for span in spans:
-            version = self._versions.of(span.segment)
-            blocks, geometry = self._versions.blocks(version), geometry_of(version.layout)
-            tiers = self._versions.tiers(version, codes=False)
+            own = self._segments.of(span.segment)
+            blocks, geometry = self._segments.blocks(own), geometry_of(own.layout)
+            tiers = self._segments.tiers(own, codes=False)
             chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)
             on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
-            share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
+            share = (span.stop - span.start) / own.layout.num_tokens * BLOCK_BYTES
             first = 0 if geometry.probe is None else geometry.probe.blocks.stop
             probe_bytes += share * np.count_nonzero(on_ssd[:, :first])
             codes = blocks.codes[:, first:][on_ssd[:, first:]]

@@ -52,14 +52,11 @@ class Verdict(enum.Enum):
 
 
 class Work(enum.Enum):
-    """What is to be done on the disk; the result goes to the method named here."""
+    """What is to be done on the disk; results go to `measured`, `probed` and `looked`."""
 
     MEASURE = "measure the free space"
-    """`measured`."""
     PROBE = "probe a disk that failed"
-    """`probed`."""
     LOOK = "read a whole segment again"
-    """`looked`; so does that of `CONDEMN`."""
     CONDEMN = "set aside a segment that repeated looks could not read"
 
 

@@ -14,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from impress_sglang.store.stored import StoredSpan
-from impress_sglang.tiers.rules import LAST_TURN
+from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 
 # How many requests may come between two others before these need new turns.
 _GAP = 1024
@@ -27,27 +30,22 @@ AwaitedRange: TypeAlias = tuple[int, int, int]
 
 
 Expect: TypeAlias = Callable[[list[tuple[str, list[AwaitedRange]]]], object]
-"""Takes what `LookAhead.take_changed` returns."""
+"""Takes segments of which requests wait for other tokens than before, and their ranges now."""
 _Range: TypeAlias = tuple[int, int]
 
 
 class LookAhead:
     """Stored tokens that requests wait for, by segment; owned by one thread."""
 
-    def __init__(self, *, tells: bool = True) -> None:
-        """`tells`: keep track of changes, because somebody asks for them."""
-        self._tells = tells
-        self._expect: Expect = list
+    def __init__(self) -> None:
+        self._expect: Expect | None = None
         # The requests, by segment and by the range of its tokens that they wait for.
         self._awaited: dict[str, dict[_Range, set[str]]] = {}
         self._ranges_of: dict[str, dict[str, _Range]] = {}
         self._turns: dict[str, int] = {}
         self._next_turn = _FIRST_TURN
-        # Cached results of `ranges`.
-        self._found: dict[str, list[AwaitedRange]] = {}
-        # Segments whose ranges may differ from those last returned by `take_changed`, and those.
+        # Segments whose ranges the receiver of changes may not know.
         self._changed: set[str] = set()
-        self._told: dict[str, list[AwaitedRange]] = {}
 
     def __contains__(self, segment_id: str) -> bool:
         """Whether a request waits for tokens of a segment."""
@@ -135,40 +133,21 @@ class LookAhead:
         return self._turns.get(rid, LAST_TURN)
 
     def ranges(self, segment_id: str) -> list[AwaitedRange]:
-        """Awaited ranges of a segment, latest turn first; the list must not be changed."""
-        found = self._found.get(segment_id)
-        if found is None:
-            ranges = self._awaited.get(segment_id, {})
-            found = [(*own, min(map(self.turn, rids))) for own, rids in ranges.items()]
-            found.sort(key=lambda own: -own[2])
-            self._found[segment_id] = found
-        return found
-
-    def take_changed(self) -> list[tuple[str, list[AwaitedRange]]]:
-        """Segments whose `ranges` have changed since the last call, with their new ranges."""
-        changed, self._changed = self._changed, set()
-        found = []
-        for segment_id in changed:
-            ranges = self.ranges(segment_id)
-            if ranges != self._told.get(segment_id, []):
-                found.append((segment_id, ranges))
-            if ranges:
-                self._told[segment_id] = ranges
-            else:
-                self._told.pop(segment_id, None)
-                self._found.pop(segment_id, None)
-        return found
+        """Awaited ranges of a segment, latest turn first."""
+        ranges = self._awaited.get(segment_id, {})
+        found = [(*own, min(map(self.turn, rids))) for own, rids in ranges.items()]
+        return sorted(found, key=lambda own: -own[2])
 
     def tell(self) -> None:
         """Pass what has changed to the receiver that `tell_to` has set."""
-        self._expect(self.take_changed())
+        if self._expect is not None and self._changed:
+            self._expect([(own, self.ranges(own)) for own in self._changed])
+            self._changed.clear()
 
-    def tell_to(self, expect: Expect) -> None:
-        """Set the receiver of changes, which knows nothing yet."""
+    def tell_to(self, expect: Expect | None) -> None:
+        """Set the receiver of changes, which knows nothing yet; None: nobody wants to know."""
         self._expect = expect
-        self._told.clear()
-        for segment_id in self._awaited:
-            self._note_change(segment_id)
+        self._changed = set(self._awaited if expect is not None else ())
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -193,15 +172,21 @@ class LookAhead:
         assert waiting == {
             (rid, *item) for rid, ranges in self._ranges_of.items() for item in ranges.items()
         }
-        for segment_id in tuple(self._found):
-            found = self._found.pop(segment_id)
-            assert self.ranges(segment_id) == found
 
     def _note_turn(self, rid: str) -> None:
         for segment_id in self._ranges_of.get(rid, ()):
             self._note_change(segment_id)
 
     def _note_change(self, segment_id: str) -> None:
-        self._found.pop(segment_id, None)
-        if self._tells:
+        if self._expect is not None:
             self._changed.add(segment_id)
+
+
+def turns_of(
+    num_chunks: int, chunk_tokens: int, ranges: Sequence[AwaitedRange]
+) -> npt.NDArray[np.int64]:
+    """The turn at which each chunk is needed next, int64 [num_chunks]; -1: nobody waits."""
+    turns = np.full(num_chunks, NOBODY)
+    for start, stop, turn in ranges:
+        turns[start // chunk_tokens : -(-stop // chunk_tokens)] = turn
+    return turns

@@ -1,171 +1,226 @@
-"""Open segments, and their readers.
+"""Segments that are read: their files while these are open, and their chunks in the caches.
+
+A file gets a range of chunk ids when it is first read, and keeps it until its segment has left the
+tree, or has got another file, *and* its last reader is done: a request goes on with the file that
+it began with, whatever is published meanwhile.
 
 Files are opened on a thread of their own, and no caller waits for more than `patience` seconds.
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
-from impress_sglang.storage.layout import KVShape
+from impress_sglang.importance.history import TokenHistory
+from impress_sglang.loops.types import Floats
+from impress_sglang.storage.layout import PROBE, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.store.disk import StoreDisk
+from impress_sglang.store.lookahead import AwaitedRange, turns_of
 from impress_sglang.store.memory import StoreMemory
-from impress_sglang.store.stored import StoredSegment, StoredSpan
-from impress_sglang.store.versions import SegmentVersions
+from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
+from impress_sglang.store.token_order import expected_shares
 from impress_sglang.threads import BackgroundThread, locked
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_span import CodedSpan
+from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, chunks_of
+from impress_sglang.transfer.expectation import BlockHistory, first_shares
 from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.kv_codec import is_unlike
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
-logger = logging.getLogger(__name__)
-
 AnySource = SegmentSource | CodedSource
 
 
-class OpenSegments:
-    """Opens sources on segments.
+@dataclasses.dataclass(slots=True)
+class CachedSegment:
+    """One file: its chunk ids, and its readers while it has any.
 
-    One thread opens sources and reads them; others may ask what is read, and settle.
+    `columns` and `codes`: the first id of their chunks; None until they are read. `blocks`: what is
+    known of the blocks of columns; None until it is needed, because making it takes time in
+    proportion to the length. `retired`: its segment has left the tree, or has another file.
+    """
+
+    segment_id: str
+    layout: SegmentLayout
+    reordered: bool
+    retired: bool = False
+    columns: int | None = None
+    codes: int | None = None
+    blocks: BlockHistory | None = None
+    opened: OpenSegment | None = None
+    readers: int = 0
+
+    def check(self) -> None:
+        """Raises: AssertionError: it is wrong by itself, which is a bug."""
+        assert self.readers >= 0 and (self.opened is not None) == (self.readers > 0)
+
+
+class OpenSegments:
+    """Files that were read so far, of segments in the tree or with readers.
+
+    One thread opens sources and reads them; others may ask what is read, retire, and settle.
     """
 
     def __init__(
         self,
-        disk: StoreDisk,
+        config: ImpressConfig,
         shape: KVShape,
-        reader: BlockReader,
-        versions: SegmentVersions,
         memory: StoreMemory,
+        disk: StoreDisk | None,
+        reader: BlockReader,
         *,
-        learns: bool,
-        patience: float,
+        learns: bool = False,
     ) -> None:
         """Begin with no readers.
 
-        Args:
-            disk: has the files; its meter is told how many planes belong to a base.
-            shape: shape of the KVs.
-            reader: reads blocks.
-            versions: versions of the segments.
-            memory: the caches of chunks, and the buffers for reads.
-            learns: whether blocks are read ahead, so that sources learn which are wanted.
-            patience: seconds to wait for a file to open.
+        `disk` has the files; None if none is going to be opened. `learns`: blocks are read ahead,
+        so that sources learn which are wanted.
         """
-        self._disk = disk
-        self._opener = BackgroundThread("impress-open")
-        self._patience = patience
         self._lock = threading.RLock()
-        self._closing: list[AnySource] = []
         self._shape = shape
-        self._reader = reader
-        self._versions = versions
         self._memory = memory
+        self._cache, self._codes = memory.cache, memory.codes
+        self._disk = disk
+        self._reader = reader
         self._learns = learns
+        self._retention = config.part_retention
+        # Columns of exact KVs of which requests usually want all rows.
+        self._certain = np.array([PROBE] if shape.probe_kv_heads else shape.key_columns)
+        if config.usual_retention >= 1.0:
+            self._certain = np.array(shape.columns)
+        self._by_importance = config.reorder_key == "importance"
+        self._patience = config.io_timeout
+        self._opener = BackgroundThread("impress-open")
+        self._known: dict[str, CachedSegment] = {}
+        # What requests wait for, including segments that were not read yet.
+        self._awaited: dict[str, Sequence[AwaitedRange]] = {}
+        self._closing: list[AnySource] = []
 
-    def open_source(self, spans: Sequence[StoredSpan], needs: ReadNeeds) -> SegmentSource:
-        """Open a source for consecutive spans; `close_source` closes it.
-
-        Raises:
-            PrefixUnreadable: a segment cannot be opened.
-        """
-        return self._exact(spans, self._acquire_all(spans), needs)
-
-    def open_coded(self, spans: Sequence[StoredSpan], planes: int) -> AnySource:
-        """Open a source for spans in codes, and so many planes of them.
-
-        Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
-        of all spans are read.
-
-        Raises:
-            PrefixUnreadable: a segment cannot be opened, or a layer of exact KVs fits no buffers.
-        """
-        segments = self._acquire_all(spans)
-        # Of codes that stand alone this was asked when they were written.
-        if self._shape.exact and any(is_unlike(segment.fits) for segment in segments):
-            source = self._exact(spans, segments, ReadNeeds(whole=True))
-            if source.layer_bytes > self._memory.pool.limit_bytes:
-                # Found before it is read: it is no failure of the drive.
-                self.close_source(source)
-                raise PrefixUnreadable(
-                    "-",
-                    "it is unlike what its basis knows, and a layer of its exact KVs takes "
-                    f"{source.layer_bytes / 1e9:.2f} GB: raise --impress-buffer-gb",
-                )
-            return source
-        self._memory.codes.placement.advance()
-        opened = []
-        for span, segment in zip(spans, segments, strict=True):
-            base = self._versions.codes(self._versions[segment.segment_id])
-            opened.append(CodedSpan(segment, span.start, span.stop, base))
-        return CodedSource(opened, self._reader, self._memory.pool, self._memory.codes, planes)
-
-    def _exact(
-        self,
-        spans: Sequence[StoredSpan],
-        segments: Sequence[OpenSegment],
-        needs: ReadNeeds,
-    ) -> SegmentSource:
-        assert self._shape.exact, "only codes are kept"
-        self._memory.cache.placement.advance()
-        opened = []
-        for span, segment in zip(spans, segments, strict=True):
-            version = self._versions[segment.segment_id]
-            base, blocks = self._versions.columns(version), self._versions.blocks(version)
-            history = self._versions.history(span.segment)
-            opened.append(SourceSpan(segment, span.start, span.stop, base, history, blocks))
-        return SegmentSource(
-            self._shape,
-            opened,
-            self._reader,
-            self._memory.pool,
-            self._memory.cache,
-            needs,
-            learns=self._learns,
-        )
-
-    def _acquire_all(self, spans: Sequence[StoredSpan]) -> list[OpenSegment]:
-        segments: list[OpenSegment] = []
-        try:
-            for span in spans:
-                segments.append(self.acquire(span.segment))
-        except BaseException:
-            for done in segments:
-                self._versions.release(done.segment_id)
-            raise
-        return segments
-
-    def close_source(self, source: AnySource) -> None:
-        """Stop the reads of a source, and release its segments when none is in flight."""
-        source.close()
-        with self._lock:
-            self._closing.append(source)
-        self.settle()
+    def get(self, segment_id: str) -> CachedSegment | None:
+        """What is known of a segment that was read before; else None."""
+        return self._known.get(segment_id)
 
     @locked
-    def settle(self) -> None:
-        """Release the segments of closed sources whose last reads have ended."""
-        ended = [source for source in self._closing if not source.is_reading]
-        for source in ended:
-            self._closing.remove(source)
-            for segment_id in source.segment_ids:
-                self._versions.release(segment_id)
+    def of(self, stored: StoredSegment) -> CachedSegment:
+        """What is known of a segment, which begins now if it was not read before."""
+        known = self._known.get(stored.segment_id)
+        if known is None:
+            # Another thread may have evicted it meanwhile, and has retired all that there was.
+            info, retired = stored.info, stored.state is SegmentState.LOST
+            known = CachedSegment(info.segment_id, info.layout(), info.reordered, retired)
+            self._known[stored.segment_id] = known
+        return known
 
-    def close(self, seconds: float) -> None:
-        """Release the segments that can be released in `seconds`, and end the thread."""
-        deadline = time.monotonic() + seconds
-        while self._closing and time.monotonic() < deadline:
-            self.settle()
-            time.sleep(1e-3)
-        self._opener.close(seconds)
+    @locked
+    def blocks(self, own: CachedSegment) -> BlockHistory:
+        """What is known of the blocks of exact KVs."""
+        if own.blocks is None:
+            shares = first_shares(own.layout, self._retention, ordered=own.reordered)
+            own.blocks = BlockHistory(own.layout, shares)
+        return own.blocks
+
+    @locked
+    def columns(self, own: CachedSegment) -> int:
+        """The first id of the chunks of exact KVs, which are about to be read."""
+        if own.columns is None:
+            own.columns = self._cache.attach(self._cache.page.chunk_pages(own.layout))
+            if ranges := self._awaited.get(own.segment_id):
+                self._expect_columns(own, ranges)
+        return own.columns
+
+    @locked
+    def codes(self, own: CachedSegment) -> int:
+        """The first id of the chunks in codes, which are about to be read."""
+        if own.codes is None:
+            assert own.layout.codes, "the store has no codes"
+            own.codes = self._codes.attach(cached_pages(own.layout.codes))
+            if ranges := self._awaited.get(own.segment_id):
+                self._expect_codes(own, ranges)
+        return own.codes
+
+    def tiers(self, own: CachedSegment, *, codes: bool) -> npt.NDArray[np.uint8]:
+        """The tier of each chunk, of exact KVs or in codes, `Tier` values; SSD without an id."""
+        cache, first = (self._codes, own.codes) if codes else (self._cache, own.columns)
+        count = self._num_codes(own) if codes else own.layout.total_chunks
+        if first is None:
+            return np.full(count, Tier.SSD, np.uint8)
+        return cache.placement.tiers(first, count)
+
+    @locked
+    def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
+        """Note the tokens that requests wait for in some segments; they wait for no others there.
+
+        Of these tokens, what is certain to be read is evicted last from the caches: the bases of
+        codes, and of exact KVs what chooses the tokens, or all columns.
+        """
+        for segment_id, ranges in awaited:
+            if ranges:
+                self._awaited[segment_id] = ranges
+            else:
+                self._awaited.pop(segment_id, None)
+            if (own := self._known.get(segment_id)) is not None:
+                self._expect_columns(own, ranges)
+                self._expect_codes(own, ranges)
+
+    def _expect_columns(self, own: CachedSegment, ranges: Sequence[AwaitedRange]) -> None:
+        if own.columns is None:
+            return
+        layout = own.layout
+        if own.reordered and ranges:
+            # Which chunks have these tokens is known only from the file.
+            ranges = [(0, layout.num_tokens, ranges[-1][2])]
+        chunks = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
+        layers = own.columns + layout.layer_chunks * np.arange(self._shape.num_layers)
+        starts = layers[:, None] + layout.num_chunks * self._certain
+        self._cache.expect(starts.reshape(-1), chunks)
+
+    def _expect_codes(self, own: CachedSegment, ranges: Sequence[AwaitedRange]) -> None:
+        if own.codes is None:
+            return
+        layout = own.layout.codes[0]
+        pages = turns_of(layout.num_pages, layout.page_groups * layout.group_tokens, ranges)
+        count = len(chunks_of(layout).count)
+        self._codes.expect(own.codes + count * np.arange(self._shape.num_layers), pages)
+
+    @locked
+    def history(self, stored: StoredSegment) -> TokenHistory:
+        """The history of the tokens of a segment, which is made if there is none."""
+        if stored.history is None:
+            stored.history = TokenHistory(
+                self._shape.num_layers,
+                self._shape.num_head_groups,
+                stored.info.num_tokens,
+                by_importance=self._by_importance,
+            )
+        return stored.history
+
+    @locked
+    def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
+        """How many bytes of a segment are in the caches, by `Tier`."""
+        own, found = self._known.get(segment_id), np.zeros(len(Tier), np.int64)
+        kinds = []
+        if own is not None and own.columns is not None:
+            kinds.append((self._cache, False, self._cache.page.chunk_pages(own.layout)))
+        if own is not None and own.codes is not None:
+            kinds.append((self._codes, True, cached_pages(own.layout.codes)))
+        for cache, codes, pages in kinds:
+            assert own is not None
+            counts = np.bincount(self.tiers(own, codes=codes), pages, len(Tier))
+            found += counts.astype(np.int64) * cache.page.page_bytes
+        found[Tier.SSD] = 0
+        return found
 
     def acquire(self, stored: StoredSegment) -> OpenSegment:
         """Open a segment for one more reader.
@@ -174,16 +229,30 @@ class OpenSegments:
             SegmentUnreadable: the file is missing, damaged, or not what the index says.
             StoreUnavailable: it cannot be opened now, or not in time.
         """
-        segment = self._versions.acquire(stored)
-        if segment is None:
-            segment = self._open(stored)
-            self._versions.acquire(stored, segment)
-            self._disk.meter.note(segment.floors)
-        return segment
+        opened = self._read_again(stored)
+        if opened is None:
+            opened = self._open(stored)
+            with self._lock:
+                own = self.of(stored)
+                assert own.opened is None
+                own.opened, own.readers = opened, 1
+            assert self._disk is not None
+            self._disk.meter.note(opened.floors)
+        return opened
+
+    @locked
+    def _read_again(self, stored: StoredSegment) -> OpenSegment | None:
+        own = self._known.get(stored.segment_id)
+        if own is None or own.opened is None:
+            return None
+        own.readers += 1
+        return own.opened
 
     def _open(self, stored: StoredSegment) -> OpenSegment:
-        path = self._disk.directory.segment_path(stored.segment_id)
-        opening = self._opener.submit(self._open_file, path)
+        disk = self._disk
+        assert disk is not None
+        path = disk.directory.segment_path(stored.segment_id)
+        opening = self._opener.submit(lambda: OpenSegment(path, disk.files, direct=disk.direct))
         try:
             error = opening.exception(self._patience)
         except TimeoutError:
@@ -200,8 +269,177 @@ class OpenSegments:
             raise SegmentUnreadable(stored.segment_id, "index and segment file do not agree")
         return segment
 
-    def _open_file(self, path: Path) -> OpenSegment:
-        return OpenSegment(path, self._disk.files, direct=self._disk.direct)
+    @locked
+    def release(self, segment_id: str) -> None:
+        """End one reader; after the last one the file is closed."""
+        own = self._known[segment_id]
+        own.readers -= 1
+        if own.readers:
+            return
+        assert own.opened is not None
+        own.opened.close()
+        own.opened = None
+        if own.retired:
+            self._forget(own)
+
+    @locked
+    def retire(self, segment_id: str) -> None:
+        """Retire a file that belongs to the tree no more; its chunks go after the last reader."""
+        if (own := self._known.get(segment_id)) is not None:
+            own.retired = True
+            if not own.readers:
+                self._forget(own)
+
+    def _forget(self, own: CachedSegment) -> None:
+        del self._known[own.segment_id]
+        if own.codes is not None:
+            self._codes.detach(own.codes, self._num_codes(own))
+        if own.columns is not None:
+            self._cache.detach(own.columns, own.layout.total_chunks)
+
+    def _num_codes(self, own: CachedSegment) -> int:
+        assert own.layout.codes, "the store has no codes"
+        return self._shape.num_layers * len(chunks_of(own.layout.codes[0]).count)
+
+    @locked
+    def succeed(self, old_id: str, new: StoredSegment, shares: Floats) -> None:
+        """Let a reordered file take over: its chunks inherit what is known of the old ones.
+
+        Args:
+            old_id: name of the segment before.
+            new: the segment with its new description.
+            shares: float64 [L, head groups, chunks], expected share of selected rows.
+        """
+        old, layout = self._known.get(old_id), new.info.layout()
+        if old is None:
+            return
+        own = self.of(new)
+        if old.columns is not None:
+            own.columns = self._cache.attach(self._cache.page.chunk_pages(layout))
+            expected = expected_shares(layout, shares)
+            # Averages of few requests say nothing of the tokens that none of them selected, but the
+            # places of these tokens do: they count like one more request.
+            requests = 0.0 if new.history is None else float(new.history.accesses.mean())
+            by_place = first_shares(layout, self._retention, ordered=True)
+            chances = (requests * expected + by_place) / (requests + 1)
+            own.blocks = BlockHistory(layout, chances)
+            ids = np.arange(layout.total_chunks)
+            self._cache.placement.inherit(own.columns + ids, old.columns + ids, expected)
+        self.retire(old_id)
+
+    def open_source(self, spans: Sequence[StoredSpan], needs: ReadNeeds) -> SegmentSource:
+        """Open a source for consecutive spans of exact KVs; `close_source` closes it.
+
+        Raises:
+            PrefixUnreadable: a segment cannot be opened.
+        """
+        return self._opened(spans, lambda segments: self._exact(spans, segments, needs))
+
+    def open_coded(self, spans: Sequence[StoredSpan], planes: int) -> AnySource:
+        """Open a source for spans in codes, and so many planes of them.
+
+        Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
+        of all spans are read.
+
+        Raises:
+            PrefixUnreadable: a segment cannot be opened, or a layer of exact KVs fits no buffers.
+        """
+        return self._opened(spans, lambda segments: self._coded(spans, segments, planes))
+
+    def _opened(
+        self,
+        spans: Sequence[StoredSpan],
+        make: Callable[[list[OpenSegment]], AnySource],
+    ) -> Any:
+        segments = list[OpenSegment]()
+        try:
+            for span in spans:
+                segments.append(self.acquire(span.segment))
+            return make(segments)
+        except BaseException:
+            for done in segments:
+                self.release(done.segment_id)
+            raise
+
+    def _coded(
+        self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], planes: int
+    ) -> AnySource:
+        # Of codes that stand alone this was asked when they were written.
+        if self._shape.exact and any(is_unlike(segment.fits) for segment in segments):
+            source = self._exact(spans, segments, ReadNeeds(whole=True))
+            if source.layer_bytes > self._memory.pool.limit_bytes:
+                # Found before it is read: it is no failure of the drive.
+                source.close()
+                raise PrefixUnreadable(
+                    "-",
+                    "it is unlike what its basis knows, and a layer of its exact KVs takes "
+                    f"{source.layer_bytes / 1e9:.2f} GB: raise --impress-buffer-gb",
+                )
+            return source
+        self._codes.placement.advance()
+        opened = []
+        for span, segment in zip(spans, segments, strict=True):
+            base = self.codes(self._known[segment.segment_id])
+            opened.append(CodedSpan(segment, span.start, span.stop, base))
+        return CodedSource(opened, self._reader, self._memory.pool, self._codes, planes)
+
+    def _exact(
+        self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], needs: ReadNeeds
+    ) -> SegmentSource:
+        assert self._shape.exact, "only codes are kept"
+        self._cache.placement.advance()
+        opened = []
+        for span, segment in zip(spans, segments, strict=True):
+            own = self._known[segment.segment_id]
+            known = self.columns(own), self.history(span.segment), self.blocks(own)
+            opened.append(SourceSpan(segment, span.start, span.stop, *known))
+        parts = self._reader, self._memory.pool, self._cache
+        return SegmentSource(self._shape, opened, *parts, needs, learns=self._learns)
+
+    def close_source(self, source: AnySource) -> None:
+        """Stop the reads of a source, and release its segments when none is in flight."""
+        source.close()
+        with self._lock:
+            self._closing.append(source)
+        self.settle()
+
+    @locked
+    def settle(self) -> None:
+        """Release the segments of closed sources whose last reads have ended."""
+        for source in [own for own in self._closing if not own.is_reading]:
+            self._closing.remove(source)
+            for segment_id in source.segment_ids:
+                self.release(segment_id)
+
+    def close(self, seconds: float) -> None:
+        """Release the segments that can be released in `seconds`, and end the thread."""
+        deadline = time.monotonic() + seconds
+        while self._closing and time.monotonic() < deadline:
+            self.settle()
+            time.sleep(1e-3)
+        self._opener.close(seconds)
+
+    @locked
+    def check_integrity(self, live: Iterable[str]) -> None:
+        """Compare with the segments in the tree that have files, and check the caches.
+
+        Raises:
+            AssertionError: they differ, which is a bug.
+        """
+        names = set(live)
+        for segment_id, own in self._known.items():
+            own.check()
+            assert own.retired == (segment_id not in names)
+            assert not own.retired or own.readers
+        self._cache.check_integrity()
+        self._codes.check_integrity()
+
+    @locked
+    def check(self, segment_id: str) -> None:
+        """Check what is known of a segment in the tree; raises like `check_integrity`."""
+        if (own := self._known.get(segment_id)) is not None:
+            own.check()
+            assert not own.retired
 
 
 def _close_late(opening: Future[OpenSegment]) -> None:

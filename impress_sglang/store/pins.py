@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -97,8 +96,9 @@ class Pins:
 
         `namespace` is as the store names it.
         """
-        if self._find(namespace, tokens) is not None:
-            return None
+        for own in self._pins:
+            if own.namespace == namespace and np.array_equal(own.tokens, tokens):
+                return None
         pin = _Pin(namespace, tokens)
         self._resolve(pin)
         if not len(tokens) or pin.found < len(tokens):
@@ -138,12 +138,6 @@ class Pins:
         """Number of pinned prefixes, and their bytes on SSD."""
         return {"prefixes": len(self._pins), "bytes": self.num_bytes}
 
-    def _find(self, namespace: str, tokens: Tokens) -> _Pin | None:
-        for pin in self._pins:
-            if pin.namespace == namespace and np.array_equal(pin.tokens, tokens):
-                return pin
-        return None
-
     def _look(self) -> None:
         """Look up which segments have the pinned prefixes now."""
         self._looked_at = self._clock()
@@ -158,29 +152,22 @@ class Pins:
         pin.found = known.num_tokens
 
     def _read(self) -> list[_Pin]:
-        content = self._directory.get(PINS)
+        found, content = list[_Pin](), self._directory.get(PINS)
         if content is None:
-            return []
+            return found
         try:
-            return [_from_fields(fields) for fields in json.loads(content)]
+            for fields in json.loads(content):
+                tokens = np.frombuffer(base64.b64decode(fields["tokens"], validate=True), "<i4")
+                found.append(_Pin(str(fields["namespace"]), tokens.astype(np.int32)))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             path = self._directory.path / PINS
             logger.warning("%s is damaged (%s): nothing is pinned", path, error)
             return []
+        return found
 
     def _write(self) -> None:
-        fields = [
-            {"namespace": pin.namespace, "tokens": base64.b64encode(_bytes_of(pin.tokens)).decode()}
-            for pin in self._pins
-        ]
-        content = json.dumps(fields).encode()
-        self._worker.submit(self._worker.keep, PINS, content)
-
-
-def _bytes_of(tokens: Tokens) -> bytes:
-    return tokens.astype("<i4", copy=False).tobytes()
-
-
-def _from_fields(fields: dict[str, Any]) -> _Pin:
-    tokens = np.frombuffer(base64.b64decode(fields["tokens"], validate=True), "<i4")
-    return _Pin(str(fields["namespace"]), tokens.astype(np.int32))
+        fields = []
+        for pin in self._pins:
+            tokens = base64.b64encode(pin.tokens.astype("<i4", copy=False).tobytes()).decode()
+            fields.append({"namespace": pin.namespace, "tokens": tokens})
+        self._worker.submit(self._worker.keep, PINS, json.dumps(fields).encode())

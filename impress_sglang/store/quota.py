@@ -10,15 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.storage.directory import remove_store
-from impress_sglang.storage.segment import Priority
 from impress_sglang.store.disk import StoreDisk
-from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 
 logger = logging.getLogger(__name__)
@@ -80,28 +78,13 @@ class WriteBudget:
 class Quota:
     """Counts the bytes of one store directory; owned by the store's thread."""
 
-    def __init__(
-        self,
-        config: ImpressConfig,
-        disk: StoreDisk,
-        evict: Callable[[Sequence[StoredSegment], Cause], None],
-        is_needed: Callable[[str], bool],
-        reserved: Callable[[], int],
-        budget: WriteBudget,
-    ) -> None:
+    def __init__(self, config: ImpressConfig, disk: StoreDisk, budget: WriteBudget) -> None:
         """Count the bytes that are stored now.
 
-        Args:
-            config: options of the server.
-            disk: has the segments, the stores of other models, and the free space.
-            evict: removes segments from the tree, and their files.
-            is_needed: whether a segment must stay: it is read, awaited or pinned.
-            reserved: returns the bytes of a file that is being written to replace another one.
-            budget: limits the bytes written to the drive.
+        `disk` has the segments, the stores of other models, and the free space; `budget` limits the
+        bytes written to the drive.
         """
         self.budget = budget
-        self._evict = evict
-        self._reserved = reserved
         self._config = config
         self._tree = disk.tree
         self._worker = disk.worker
@@ -109,7 +92,8 @@ class Quota:
         self._others = disk.others
         self._removing: dict[Path, Future[bool]] = {}
         self._served: set[Path] = set()
-        self._is_needed = is_needed
+        self.reserved_bytes = 0
+        """Bytes of a file that is being written to replace another one."""
         self.used_bytes = 0
         """Bytes of the segments in the tree, including those that are being written."""
         # The part of it that each namespace has; no value is 0.
@@ -132,7 +116,7 @@ class Quota:
     def summary(self) -> dict[str, int]:
         """Bytes used on the SSD and their limits, for the statistics page."""
         return {
-            "used_bytes": self.used_bytes + self._reserved(),
+            "used_bytes": self.used_bytes + self.reserved_bytes,
             "quarantined_bytes": self._worker.quarantined_bytes,
             "other_models_bytes": self.other_models_bytes,
             "quota_bytes": bytes_of(self._config.ssd_gb),
@@ -190,9 +174,8 @@ class Quota:
         worker, config = self._worker, self._config
         unserved = worker.quarantined_bytes + worker.unused_bytes
         unserved += sum(list(worker.undeleted.values()))
-        reserved = self._reserved()
-        used = self.used_bytes + reserved + unserved + self.other_models_bytes
-        pending = self.pending_bytes + reserved
+        used = self.used_bytes + self.reserved_bytes + unserved + self.other_models_bytes
+        pending = self.pending_bytes + self.reserved_bytes
         available = self._health.free_bytes - pending - bytes_of(config.min_free_gb)
         return max(used + num_bytes - bytes_of(config.ssd_gb), num_bytes - available)
 
@@ -201,20 +184,19 @@ class Quota:
         return self.missing(num_bytes) <= 0 and not self.budget.is_spent
 
     def make_room(
-        self,
-        segment: StoredSegment,
-        keep: StoredMatch,
-        first: StoredSegment | None = None,
-    ) -> bool:
-        """Make room for a file; returns False, and removes no segment of ours, if that fails.
-
-        It is also False while the store of another model is being removed: whether a process serves
-        that store, and so whether there will be room, is not known before.
+        self, segment: StoredSegment, keep: StoredMatch, is_needed: Callable[[str], bool]
+    ) -> list[StoredSegment] | None:
+        """Find out what has to go for a file, and begin to remove what is not ours.
 
         Args:
             segment: the segment to be written.
             keep: the match that it builds on, which stays.
-            first: a segment that has to go in any case.
+            is_needed: whether a segment must stay: it is read, awaited or pinned.
+
+        Returns:
+            Segments to evict, dependents first; None if that fails, and while the store of another
+            model is being removed: whether a process serves that store, and so whether there will
+            be room, is not known before.
         """
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed = self.missing(num_bytes)
@@ -224,16 +206,32 @@ class Quota:
             self._worker.submit(self._worker.tidy, False)
             needed -= quarantined
         if needed > 0 and self._remove_others(needed):
-            return False
-        own = self._exceeds(self._held.get(namespace, 0) + num_bytes)
-        victims = self._victims(needed, own, namespace, keep, first)
-        if victims:
-            self._evict(victims, Cause.EVICTED)
-        return victims is not None
+            return None
+        # Of what is needed, the namespace must give at least its own excess.
+        excess = self._exceeds(self._held.get(namespace, 0) + num_bytes)
+        if needed > self.used_bytes - self.pending_bytes or excess > self._held.get(namespace, 0):
+            return None
+        uses, choice = self._tree.order, _Choice(is_needed, keep)
+        choice.take_from(uses.of(namespace), excess)
+        fits = choice.num_bytes >= excess
+        if fits:
+            for name in list(self._over) if choice.num_bytes < needed else ():
+                more = 0 if name == namespace else self._exceeds(self._held[name])
+                choice.take_from(uses.of(name), min(choice.num_bytes + more, needed))
+            choice.take_from(uses, needed)
+            fits = choice.num_bytes >= needed
+        # Being needed counts as a use, so that the next search need not pass these again.
+        for used in choice.in_use:
+            uses.note(used)
+        return choice.victims if fits else None
 
-    def poll(self) -> None:
-        """Collect the results of removing stores of other models."""
-        for path, removing in [own for own in self._removing.items() if own[1].done()]:
+    def ended(self) -> dict[Path, Future[bool]]:
+        """Attempts to remove stores of other models that have ended."""
+        return {path: own for path, own in self._removing.items() if own.done()}
+
+    def take(self, removals: Mapping[Path, Future[bool]]) -> None:
+        """Count what was removed; what was not is served by another process."""
+        for path, removing in removals.items():
             del self._removing[path]
             if removing.exception() is None and removing.result():
                 self._health.free_bytes += self._others.pop(path)
@@ -251,36 +249,6 @@ class Quota:
                 self._removing[path] = self._worker.submit(remove_store, self._worker.files, path)
         return bool(self._removing)
 
-    def _victims(
-        self,
-        needed: int,
-        own: int,
-        namespace: str,
-        keep: StoredMatch,
-        first: StoredSegment | None,
-    ) -> list[StoredSegment] | None:
-        """Segments to evict, dependents first; None if they would not be enough.
-
-        `needed` bytes must become free, of which the namespace must give at least `own`.
-        """
-        if needed > self.used_bytes - self.pending_bytes or own > self._held.get(namespace, 0):
-            return None
-        uses, choice = self._tree.order, _Choice(self._is_needed, keep)
-        fits = first is None or choice.take(first)
-        if fits:
-            choice.take_from(uses.of(namespace), own)
-            fits = choice.num_bytes >= own
-        if fits:
-            for name in list(self._over) if choice.num_bytes < needed else ():
-                excess = 0 if name == namespace else self._exceeds(self._held[name])
-                choice.take_from(uses.of(name), min(choice.num_bytes + excess, needed))
-            choice.take_from(uses, needed)
-        fits = fits and choice.num_bytes >= needed
-        # Being needed counts as a use, so that the next search need not pass these again.
-        for segment, passed in choice.in_use.items():
-            uses.note(segment, passed if fits else segment.passed)
-        return choice.victims if fits else None
-
 
 class _Choice:
     """Segments chosen for eviction, dependents first, and the bytes of their files."""
@@ -288,40 +256,33 @@ class _Choice:
     def __init__(self, is_needed: Callable[[str], bool], keep: StoredMatch) -> None:
         self.victims: list[StoredSegment] = []
         self.num_bytes = 0
-        self.in_use: dict[StoredSegment, Priority] = {}
-        """Segments that were passed over because they are needed, and the highest level at which
-        others were looked at in their place."""
+        self.in_use: dict[StoredSegment, None] = {}
+        """Segments that were passed over because they are needed."""
         self._is_needed = is_needed
         self._spared = {span.segment for span in keep.spans}
         # For segments that lose some of their dependents: how many of these stay.
         self._staying: dict[str, int] = {}
 
-    def take(self, segment: StoredSegment) -> bool:
-        """Choose a segment, if it may go; returns whether it was chosen."""
+    def _take(self, segment: StoredSegment) -> None:
+        """Choose a segment, if it may go."""
         built_on = self._staying.get(segment.segment_id, segment.num_dependents)
         if built_on or segment in self._spared or not segment.on_disk:
-            return False
+            return
         if self._is_needed(segment.segment_id):
-            self.in_use.setdefault(segment, Priority.LOW)
-            return False
+            self.in_use[segment] = None
+            return
         self.victims.append(segment)
         self.num_bytes += segment.file_bytes
         self._spared.add(segment)
         _count_out(segment, self._staying)
-        return True
 
     def take_from(self, segments: Iterable[StoredSegment], most: int) -> None:
         """Choose segments in this order until there are `most` bytes with earlier choices."""
-        passed, level = list[StoredSegment](), Priority.LOW
         # Dependents of a segment come before it, so one look at each is enough.
         for segment in segments:
             if self.num_bytes >= most:
                 break
-            level = segment.level
-            if not self.take(segment) and segment in self.in_use:
-                passed.append(segment)
-        for segment in passed:
-            self.in_use[segment] = max(self.in_use[segment], level)
+            self._take(segment)
 
 
 def _count_out(segment: StoredSegment, staying: dict[str, int]) -> None:

@@ -24,15 +24,13 @@ from torch import Tensor
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.pending_read import BlockRuns
-from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.reader import BlockReader, BlockRuns
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from impress_sglang.store import token_order
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.open_segments import OpenSegments
-from impress_sglang.store.stored import StoredSegment
-from impress_sglang.store.versions import SegmentVersions
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class Rewrite:
     `segment` is the old file, of `old_bytes`; `info` describes the new one, of `new_bytes`.
     `average` and `order_key` float32 [L, head groups, t] are the token history's; `read_bytes` were
     read for selected tokens since the segment got its order; `force`: rewrite even if it does not
-    pay. `left` is set when the segment is not stored any more.
+    pay.
 
     In the end: `taken_over`, the segment has its new file in the tree. `useless`: there may be a
     new file, which must be removed. `error`: why it failed.
@@ -79,10 +77,14 @@ class Rewrite:
     read_bytes: int
     gap_bytes: int
     force: bool
-    left: threading.Event = dataclasses.field(default_factory=threading.Event)
     taken_over: bool = False
     useless: bool = False
     error: BaseException | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether the segment is not stored any more, so that nothing is published."""
+        return self.stored.state is SegmentState.LOST
 
     @property
     def old_id(self) -> str:
@@ -96,8 +98,7 @@ class ReorderQueue:
     def __init__(
         self,
         disk: StoreDisk,
-        readers: OpenSegments,
-        versions: SegmentVersions,
+        segments: OpenSegments,
         interval: float,
         *,
         enabled: bool,
@@ -111,8 +112,7 @@ class ReorderQueue:
         self._tree = disk.tree
         self._directory = disk.directory
         self._direct = disk.direct
-        self._readers = readers
-        self._versions = versions
+        self._segments = segments
         self._interval = interval
         self._enabled = enabled
         self._next_look = time.monotonic() + interval
@@ -193,17 +193,16 @@ class ReorderQueue:
                 self._begin(segment, new, file_bytes, force, gap_bytes)
             self.stats.without_space += there and not fits
 
-    def forget(self, segment: StoredSegment) -> None:
-        """Forget a segment that is not stored any more: a running rewrite is not published."""
-        if self._job is not None and self._job[0].stored is segment:
-            self._job[0].left.set()
+    @property
+    def has_ended(self) -> bool:
+        """Whether the running rewrite has ended."""
+        return self._job is not None and self._job[1].done()
 
-    def take_finished(self) -> Rewrite | None:
-        """The running rewrite, if it has ended."""
-        if self._job is None or not self._job[1].done():
-            return None
+    def take_finished(self) -> Rewrite:
+        """Act on the end of the running rewrite, which has ended."""
+        assert self._job is not None
         (job, future), self._job = self._job, None
-        self._versions.release(job.old_id)
+        self._segments.release(job.old_id)
         job.error = future.exception()
         if job.error is not None:
             if not isinstance(job.error, WriteAbandoned):
@@ -245,7 +244,7 @@ class ReorderQueue:
         assert history is not None
         rewrite = Rewrite(
             segment,
-            self._readers.acquire(segment),
+            self._segments.acquire(segment),
             segment.file_bytes,
             info,
             file_bytes,
@@ -290,15 +289,14 @@ class ReorderQueue:
             direct=self._direct,
             mapping=mapping,
             written_ns=written.st_mtime_ns,
-            is_wanted=lambda: not rewrite.left.is_set(),
+            is_wanted=lambda: not rewrite.left,
         )
         return token_order.chunk_shares(rewrite.average, mapping, rewrite.info.layout())
 
     def _take_over(self, job: Rewrite, shares: Shares) -> None:
         assert job.stored.history is not None
         self._tree.replace(job.stored, job.info, job.new_bytes)
-        self._versions.succeed(job.old_id, job.stored, shares)
-        self._versions.retire(job.old_id)
+        self._segments.succeed(job.old_id, job.stored, shares)
         job.stored.history.ssd_bytes = 0
         job.taken_over = True
         self.stats.segments += 1
@@ -309,14 +307,14 @@ class _PacedReader:
     """Gives the layers of a segment in logical order, resting before each."""
 
     def __init__(self, rewrite: Rewrite, reader: BlockReader, closing: threading.Event) -> None:
-        self._segment, self._left = rewrite.segment, rewrite.left
+        self._rewrite, self._segment = rewrite, rewrite.segment
         self._reader = reader
         self._memory = AlignedMemory(self._segment.layout.columns_bytes)
         self._closing = closing
         self._worked_since = time.monotonic()
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        if self._left.is_set():
+        if self._rewrite.left:
             raise WriteAbandoned("the segment is not stored any more")
         worked = time.monotonic() - self._worked_since
         self._closing.wait(min(REST_RATIO * worked, LONGEST_REST_S))

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,20 +32,19 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.checking import StoreChecks
 from impress_sglang.store.disk import Answer, StoreDisk
 from impress_sglang.store.forecast import ReadForecast
-from impress_sglang.store.health import Verdict, Work
+from impress_sglang.store.health import Task, Verdict, Work
 from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.losses import Cause, Losses
+from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.open_segments import AnySource, OpenSegments
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.quota import Quota, WriteBudget
-from impress_sglang.store.reordering import ReorderQueue, Rewrite
+from impress_sglang.store.reordering import ReorderQueue
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
-from impress_sglang.store.versions import SegmentVersions, certain_columns
-from impress_sglang.store.writing import SegmentWrites, StoreStats
+from impress_sglang.store.writing import SegmentWrite, SegmentWrites
+from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
@@ -51,6 +53,21 @@ logger = logging.getLogger(__name__)
 
 # The most that expire in one poll.
 MOST_EXPIRED = 64
+# The most that one step checks.
+CHECKED_SEGMENTS = 8
+CHECKED_CHUNKS = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What the disk, clocks and other threads have brought since the last poll."""
+
+    writes: list[SegmentWrite]
+    removals: dict[Path, Future[bool]]
+    """Of stores of other models, which may have failed."""
+    tasks: list[tuple[Task, Future[Any]]]
+    rewritten: bool
+    expired: list[StoredSegment]
 
 
 class PrefixStore:
@@ -78,12 +95,10 @@ class PrefixStore:
             shape: shape of the model's KVs.
             device: where attention runs; the CPU if not given.
             files: file system to use; None for the installed one.
-            disk: opened with the same configuration and identity, so that nothing here waits for
-                the disk. The caller still owns it if this raises.
+            disk: opened for the same identity; it is still the caller's if this raises.
             memory: for the same configuration and shape, emptied; None to allocate it.
-            lookahead: knows what requests wait for, which is evicted last; None: no request waits.
-            budget: limits the bytes written to the drive; None for a new one.
-            codec: codes KVs, if the shape names a basis; else only what has codes can be stored.
+            lookahead, budget: what requests wait for, and what may be written; None: new ones.
+            codec: codes KVs, if the shape names a basis.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
@@ -95,72 +110,47 @@ class PrefixStore:
         self.worker, self.health = self._disk.worker, self._disk.health
         self.tree, self.pins = self._disk.tree, self._disk.pins
         self.namespace = self._disk.namespace
-        patience = config.io_timeout
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
         self.cache = self._memory.cache
+        files, patience = self._disk.files, config.io_timeout
         self._reader = BlockReader(
-            config.io_depth, self._disk.files, engine=config.io_engine, patience=patience
+            config.io_depth, files, engine=config.io_engine, patience=patience
         )
         self.ahead = ReadAhead(self._memory.pool, config.readahead)
-        self.versions = SegmentVersions(
-            shape,
-            self.cache,
-            self._memory.codes,
-            retention=config.part_retention,
-            certain=certain_columns(shape, whole=config.usual_retention >= 1.0),
-            by_importance=config.reorder_key == "importance",
+        self.segments = OpenSegments(
+            config, shape, self._memory, self._disk, self._reader, learns=self.ahead.enabled
         )
         self.forecast = ReadForecast(
             shape,
             self._reader,
-            self.versions,
+            self.segments,
             self._memory,
             self._disk.meter,
             retention=config.part_retention,
         )
-        self._readers = OpenSegments(
-            self._disk,
-            shape,
-            self._reader,
-            self.versions,
-            self._memory,
-            learns=self.ahead.enabled,
-            patience=patience,
-        )
         self._lookahead = lookahead or LookAhead()
-        self._lookahead.tell_to(self.versions.expect)
+        self._lookahead.tell_to(self.segments.expect)
         self._closed = False
         self._measuring: AnySource | None = None
-        self.stats = StoreStats()
-        self.losses = Losses()
         self.reorders = ReorderQueue(
             self._disk,
-            self._readers,
-            self.versions,
+            self.segments,
             config.reorder_interval,
             enabled=make_policy(config).reorders,
             patience=patience,
         )
-        self._quota = Quota(
-            config,
-            self._disk,
-            self._evict,
-            self._is_needed,
-            lambda: self.reorders.reserved_bytes,
-            budget or WriteBudget(config.write_gb_per_day),
-        )
+        self.quota = Quota(config, self._disk, budget or WriteBudget(config.write_gb_per_day))
         self.writes = SegmentWrites(
             config,
             identity,
             shape,
             self._disk,
-            self._quota,
-            self.stats,
-            self.losses,
-            self._evict,
+            self.quota,
+            self.segments,
+            self._lookahead,
             codec,
         )
-        self.checks = StoreChecks(self._disk, self.writes, self._quota, self.versions, self._memory)
+        self.stats, self.losses = self.writes.stats, self.writes.losses
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
         """The longest published prefix of `tokens` in a quality of at least `least`."""
@@ -170,11 +160,7 @@ class PrefixStore:
         return self.tree.match(self.namespace(namespace), tokens, least=least)
 
     def open_source(
-        self,
-        match: StoredMatch,
-        start: int,
-        stop: int,
-        needs: ReadNeeds,
+        self, match: StoredMatch, start: int, stop: int, needs: ReadNeeds
     ) -> SegmentSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
 
@@ -185,7 +171,7 @@ class PrefixStore:
         """
         with self._opening(match.spans):
             self.tree.touch(match)
-            return self._readers.open_source(match.slice(start, stop), needs)
+            return self.segments.open_source(match.slice(start, stop), needs)
 
     def open_whole(self, spans: Sequence[StoredSpan], planes: int | None) -> AnySource:
         """Open a source for all of some spans, which `tree.touch` has counted as used.
@@ -198,16 +184,14 @@ class PrefixStore:
         """
         with self._opening(spans):
             if planes is not None:
-                return self._readers.open_coded(spans, planes)
-            return self._readers.open_source(spans, ReadNeeds(whole=True))
+                return self.segments.open_coded(spans, planes)
+            return self.segments.open_source(spans, ReadNeeds(whole=True))
 
     @contextlib.contextmanager
     def _opening(self, spans: Sequence[StoredSpan]) -> Iterator[None]:
-        """Check that spans are there, and retire versions of those that another thread removes.
-
-        Also if none can be opened.
-        """
-        for segment in (span.segment for span in spans):
+        """Check that spans are there; in the end, retire what another thread has removed."""
+        segments = {span.segment for span in spans}
+        for segment in segments:
             if self.tree.get(segment.segment_id) is not segment or not segment.ready:
                 raise SegmentUnreadable(segment.segment_id, "was removed after it was matched")
             if not self.health.readable:
@@ -215,15 +199,13 @@ class PrefixStore:
         try:
             yield
         finally:
-            for segment in {span.segment for span in spans}:
+            for segment in segments:
                 if self.tree.get(segment.segment_id) is not segment:
-                    self.versions.retire(segment.segment_id)
+                    self.segments.retire(segment.segment_id)
 
     def measure_reading(self, match: StoredMatch) -> None:
-        """Read a little of a match in the background, only to measure how fast reads are now.
-
-        Otherwise a prefix that is not loaded because reads were slow would never be loaded again.
-        """
+        """Read a little of a match in the background, only to measure how fast reads are now: a
+        prefix that is not loaded because reads were slow would never be loaded again."""
         if self._measuring is not None:
             return
         try:
@@ -241,7 +223,7 @@ class PrefixStore:
 
     def close_source(self, source: AnySource) -> None:
         """Close a source: count what it has read, and allow its segments to be removed again."""
-        self._readers.close_source(source)
+        self.segments.close_source(source)
         self.reorders.note_read(source.segment_ids)
         self.ahead.leave(source)
         self.stats.bytes_read += source.stats.ssd_bytes
@@ -249,16 +231,32 @@ class PrefixStore:
         self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes
 
     def poll(self) -> None:
-        """Collect the results of other threads, and start work that is due; never waits."""
-        if self._closed:
-            return
+        """Collect the results of other threads, and start work that is due; never waits.
+
+        All that depends on a clock, the disk or a thread enters the tree here and nowhere else.
+        """
+        if not self._closed:
+            self._take(self._collect())
+            self._begin_due()
+
+    def _collect(self) -> Outcomes:
+        return Outcomes(
+            writes=self.writes.ended(),
+            removals=self.quota.ended(),
+            tasks=self._disk.ended(),
+            rewritten=self.reorders.has_ended,
+            expired=self.tree.order.take_due(time.time(), MOST_EXPIRED),
+        )
+
+    def _take(self, outcomes: Outcomes) -> None:
         self._end_measuring()
         self._lookahead.tell()
-        self._readers.settle()
-        self.writes.poll()
-        self._quota.poll()
-        self.expire(time.time())
-        for task, future in self._disk.poll():
+        self.segments.settle()
+        for write in outcomes.writes:
+            self.writes.finish(write)
+        self.quota.take(outcomes.removals)
+        self.expire(outcomes.expired)
+        for task, future in outcomes.tasks:
             if task.work is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
             elif task.info is None:
@@ -267,23 +265,26 @@ class PrefixStore:
                 # A look that failed for another reason says nothing about the segment.
                 verdict = Verdict.UNCLEAR if future.exception() else future.result()
                 self._judge(task.info.segment_id, verdict)
+        if outcomes.rewritten:
+            self._settle()
+
+    def _begin_due(self) -> None:
         self._disk.begin_due()
-        if (outcome := self.reorders.take_finished()) is not None:
-            self._settle(outcome)
         if not self.health.writable:
             return
         self._disk.note_uses(self.tree.order)
         gap_bytes, removing_bytes = self._reader.cost.gap_bytes, self.worker.removing_bytes
         try:
-            self.reorders.poll(gap_bytes, self._quota.has_room, removing_bytes)
+            self.reorders.poll(gap_bytes, self.quota.has_room, removing_bytes)
         except PrefixUnreadable as error:
             self.report(error)
+        self.quota.reserved_bytes = self.reorders.reserved_bytes
 
-    def expire(self, now: float) -> None:
-        """Remove some segments that have expired; `now` is a time of `time.time`."""
-        if due := self.tree.order.take_due(now, MOST_EXPIRED):
-            due.sort(key=lambda own: -own.info.prefix_len)
-            self.writes.discard(due, Cause.EXPIRED)
+    def expire(self, segments: list[StoredSegment]) -> None:
+        """Remove segments that have expired, if they are still there."""
+        if there := [own for own in segments if self.tree.get(own.segment_id) is own]:
+            there.sort(key=lambda own: -own.info.prefix_len)
+            self.writes.discard(there, Cause.EXPIRED)
 
     def report(self, error: PrefixUnreadable) -> None:
         """Report an unreadable segment: it is not used until a second look has found it good."""
@@ -304,7 +305,7 @@ class PrefixStore:
             "writes_pending": len(self.writes),
             "health": self.health.summary(),
             "segments_suspect": len(self.health.suspects),
-            **self._quota.summary(),
+            **self.quota.summary(),
             "direct_io": self._disk.direct,
             **self._reader.summary(),
             "buffer_bytes": self._memory.pool.limit_bytes,
@@ -321,8 +322,43 @@ class PrefixStore:
         Raises:
             AssertionError: they differ, which is a bug.
         """
-        if not self._closed:
-            self.checks.check_integrity()
+        if self._closed:
+            return
+        self.tree.check_integrity()
+        segments = list(self.tree.segments())
+        self._check(segments)
+        suspects = [own for own in segments if own.state is SegmentState.SUSPECT]
+        assert len(suspects) == len(self.health.suspects)
+        self.segments.check_integrity(own.segment_id for own in segments if own.on_disk)
+
+    def check_steps(self) -> Iterator[None]:
+        """Compare a little for each item taken; anything may happen between two of them.
+
+        Raises:
+            AssertionError: as for `check_integrity`.
+        """
+        segments = list(self.tree.segments())
+        for first in range(0, len(segments), CHECKED_SEGMENTS):
+            own = segments[first : first + CHECKED_SEGMENTS]
+            self._check([one for one in own if self.tree.get(one.segment_id) is one])
+            yield
+        for cache, tier in itertools.product((self._memory.cache, self._memory.codes), CACHES):
+            first = 0
+            while cache.check_some(tier, first, CHECKED_CHUNKS):
+                first += CHECKED_CHUNKS
+                yield
+
+    def _check(self, segments: Sequence[StoredSegment]) -> None:
+        """Compare some segments of the tree, and sums, with other parts of the store."""
+        pending = dict(self.writes)
+        assert self.quota.pending_bytes == sum(pending.values())
+        assert self.quota.used_bytes == self.tree.file_bytes
+        for segment in segments:
+            self.tree.check(segment)
+            self.segments.check(segment.segment_id)
+            state = segment.state
+            assert (state is SegmentState.PENDING) == (segment in pending)
+            assert (state is SegmentState.SUSPECT) == (segment.segment_id in self.health.suspects)
 
     def close(self) -> None:
         """Finish writes, record access times, close files and release the lock; idempotent.
@@ -335,14 +371,13 @@ class PrefixStore:
             memory.close()
 
     def retire(self) -> StoreMemory:
-        """Do the first half of `close`, which runs on the store's thread and waits for nothing.
+        """Do the first half of `close`, on the store's thread; the caller owns the memory then.
 
-        After it, the store reads and accepts nothing, and the caller owns the memory. If all writes
-        were abandoned, so that nobody depends on their end, `leave_disk` may run on another thread.
+        If all writes were abandoned, `leave_disk` may run on another thread.
         """
         self._closed = True
         # The next store that gets the memory has other chunks in it.
-        self._lookahead.tell_to(list)
+        self._lookahead.tell_to(None)
         self._end_measuring(wait=True)
         return self._memory
 
@@ -352,9 +387,9 @@ class PrefixStore:
         try:
             self.writes.drain()
             self.reorders.close(seconds)
-            if (outcome := self.reorders.take_finished()) is not None:
-                self._settle(outcome)
-            self._readers.close(seconds)
+            if self.reorders.has_ended:
+                self._settle()
+            self.segments.close(seconds)
             self._reader.close()
         finally:
             self._disk.close(self.tree.order.take_changed(len(self.tree)))
@@ -365,14 +400,15 @@ class PrefixStore:
             self.close_source(self._measuring)
             self._measuring = None
 
-    def _settle(self, outcome: Rewrite) -> None:
+    def _settle(self) -> None:
         """Update quota, files and index after a rewrite."""
-        segment = outcome.stored
+        segment = (outcome := self.reorders.take_finished()).stored
+        self.quota.reserved_bytes = 0
         if outcome.taken_over:
             if not self._closed:
                 # Otherwise this may be another thread, and the look-ahead is another store's.
                 self._lookahead.succeed(outcome.old_id, segment.segment_id)
-            self._quota.replace(segment, outcome.old_bytes)
+            self.quota.replace(segment, outcome.old_bytes)
             self.stats.bytes_written += segment.file_bytes
             # The old version was read to the end, so what was written from it is verified.
             self.health.suspects.pop(outcome.old_id, None)
@@ -385,38 +421,14 @@ class PrefixStore:
         elif isinstance(outcome.error, OSError):
             self.health.failed("a segment could not be reordered", outcome.error, reading=False)
 
-    def _is_needed(self, segment_id: str) -> bool:
-        version = self.versions.get(segment_id)
-        is_read = version is not None and version.readers > 0
-        return is_read or segment_id in self._lookahead or segment_id in self.pins
-
-    def _evict(self, segments: Sequence[StoredSegment], cause: Cause) -> None:
-        """Remove segments and their files, each before the segment that it builds on."""
-        self.stats.count_removed(len(segments), cause)
-        for segment in segments:
-            self._lose(segment, cause)
-        # In one job, because with each job the other thread can take the GIL from this one.
-        self.worker.delete({own.segment_id: own.file_bytes for own in segments})
-
-    def _lose(self, segment: StoredSegment, cause: Cause) -> None:
-        """Mark a segment as lost; it stays in the tree as long as others build on it."""
-        self.losses.note(segment, cause)
-        self._quota.remove(segment)
-        self.health.suspects.pop(segment.segment_id, None)
-        self.reorders.forget(segment)
-        self.tree.lose(segment)
-        # Behind that: see `_opening`.
-        self.versions.retire(segment.segment_id)
-
     def _judge(self, segment_id: str, verdict: Verdict) -> None:
-        """Act on the verdict of a second look."""
         if (segment := self.health.looked(segment_id, verdict)) is None:
             return
         self.stats.segments_cleared += verdict is Verdict.GOOD
         self.stats.segments_quarantined += verdict is Verdict.BAD
         self.stats.segments_gone += verdict is Verdict.GONE
         if verdict is not Verdict.GOOD:
-            self._lose(segment, Cause.DAMAGED)
+            self.writes.lose(segment, Cause.DAMAGED)
 
     def _take_answer(self, answer: Answer) -> None:
         """Take the answer to a probe of a failed disk: go on with the segments on it now."""

@@ -37,8 +37,7 @@ class StoredSegment:
     time; `history` exists once a request has read the segment; `written` is when its file was, in
     seconds as of `time.time`; `above` is a hint of an earlier process, what it was attached to.
 
-    Segments of a lower `level` leave the SSD before it. A use sets `level` to `own_level`, which is
-    not below `passed`: the level up to which others went when this one was needed.
+    Segments of a lower `level` leave the SSD before it.
     """
 
     info: SegmentInfo
@@ -49,7 +48,6 @@ class StoredSegment:
     hits: int = 0
     parent: StoredSegment | None = None
     history: TokenHistory | None = None
-    passed: Priority = Priority.LOW
     written: float = dataclasses.field(default_factory=time.time)
     above: str = ""
     level: Priority = dataclasses.field(init=False)
@@ -59,12 +57,12 @@ class StoredSegment:
 
     @property
     def own_level(self) -> Priority:
-        """The highest of its priority (a hole has none), its dependents' levels and `passed`."""
+        """The highest of its priority (a hole has none) and its dependents' levels."""
         own = Priority.LOW if self.state is SegmentState.LOST else self.info.priority
         _, normal, high = self.dependents
         if high:
             return Priority.HIGH
-        return max(own, Priority.NORMAL if normal else Priority.LOW, self.passed)
+        return max(own, Priority.NORMAL if normal else Priority.LOW)
 
     @property
     def num_dependents(self) -> int:

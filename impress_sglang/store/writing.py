@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import itertools
 import logging
 import math
 import time
@@ -27,7 +28,9 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenInVain
 from impress_sglang.store.disk import StoreDisk
+from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause, Losses, prompt_of
+from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, prefix_digest
 from impress_sglang.store.quota import Quota
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
@@ -122,7 +125,9 @@ class Offer:
 
 
 @dataclasses.dataclass(slots=True)
-class _Write:
+class SegmentWrite:
+    """A segment that is being written, and, at the end, how that went."""
+
     segment: StoredSegment
     offer: Offer
     future: Future[None] = dataclasses.field(init=False)
@@ -132,7 +137,8 @@ class _Write:
 
 
 class SegmentWrites:
-    """Takes offers, and holds the writes that `poll` has not collected yet, oldest first."""
+    """Puts segments into the tree and removes them: takes offers, and holds the writes that `poll`
+    has not collected yet, oldest first."""
 
     def __init__(
         self,
@@ -141,30 +147,23 @@ class SegmentWrites:
         shape: KVShape,
         disk: StoreDisk,
         quota: Quota,
-        stats: StoreStats,
-        losses: Losses,
-        evict: Callable[[Sequence[StoredSegment], Cause], None],
+        segments: OpenSegments,
+        lookahead: LookAhead,
         codec: KVCodec | None,
     ) -> None:
-        """Begin with no writes; the parameters not named here are parts of the store.
-
-        `evict` removes segments from the tree, and their files; `codec` codes KVs if there is a
-        basis.
-        """
+        """Begin with no writes; `codec` codes KVs if there is a basis."""
+        self.stats = StoreStats()
+        self.losses = Losses()
         self._config = config
         self._identity = identity
         self._shape = shape
-        self._name_of = disk.namespace
-        self._tree = disk.tree
+        self._disk = disk
+        self._tree, self._worker, self._health = disk.tree, disk.worker, disk.health
         self._quota = quota
-        self._worker = disk.worker
-        self._meter = disk.meter
-        self._health = disk.health
-        self._stats = stats
-        self._losses = losses
-        self._evict = evict
+        self._segments = segments
+        self._lookahead = lookahead
         self._codec = codec
-        self._writes: collections.deque[_Write] = collections.deque()
+        self._writes: collections.deque[SegmentWrite] = collections.deque()
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -175,7 +174,7 @@ class SegmentWrites:
 
     def want_queries(self) -> bool:
         """Whether queries of another prompt are to be noted; see `CodingMeter.wants`."""
-        return self._codec is None and self._meter.wants()
+        return self._codec is None and self._disk.meter.wants()
 
     @property
     def are_taken(self) -> bool:
@@ -187,9 +186,9 @@ class SegmentWrites:
 
         `namespace` separates requests with different `extra_key` or `cache_salt`.
         """
-        namespace = self._name_of(namespace)
+        namespace = self._disk.namespace(namespace)
         if not self._health.writable:
-            self._stats.offers_while_unavailable += 1
+            self.stats.offers_while_unavailable += 1
             return StoreOutcome.UNAVAILABLE
         tokens = offer.tokens
         known = self._tree.match(namespace, tokens, least=offer.quality, only_ready=False)
@@ -201,20 +200,18 @@ class SegmentWrites:
         if start < offer.available_from or start == stop:
             return StoreOutcome.UNREACHABLE
         if self._quota.budget.is_spent:
-            self._stats.offers_above_budget += 1
+            self.stats.offers_above_budget += 1
             return StoreOutcome.SPENT
         if self._has_no_codes(namespace, tokens[:stop], start):
             return StoreOutcome.NOT_CODABLE
         segment = self._planned(namespace, offer, start, stop)
         unremoved = self._worker.unremoved()
-        if not self._quota.make_room(segment, known):
-            shorter = _shortened(known, offer.available_from)
-            if shorter is not None:
-                start = shorter.num_tokens
-                segment = self._planned(namespace, offer, start, len(tokens))
-            if shorter is None or not self._replaces(known, shorter, segment, tokens):
-                self._stats.offers_without_space += 1
-                return StoreOutcome.NO_SPACE
+        victims = self._quota.make_room(segment, known, self.is_needed)
+        if victims is None:
+            self.stats.offers_without_space += 1
+            return StoreOutcome.NO_SPACE
+        if victims:
+            self.evict(victims, Cause.EVICTED)
         if start:
             above = known.slice(0, start)[-1]
             attached = self._tree.insert_below(segment, above.segment, above.stop)
@@ -226,15 +223,14 @@ class SegmentWrites:
 
     def _has_no_codes(self, namespace: str, tokens: Tokens, start: int) -> bool:
         """Whether most of the tokens from `start` on could not be coded when that was tried."""
-        loss = self._losses.find(namespace, tokens, start)
+        loss = self.losses.find(namespace, tokens, start)
         if loss is None or loss.cause is not Cause.NOT_CODABLE:
             return False
         return 2 * loss.num_tokens >= len(tokens) - start
 
-    def poll(self) -> None:
-        """Collect writes that have ended: publish their segments, or act on their failure."""
-        while self._writes and self._writes[0].future.done():
-            self._finish(self._writes.popleft())
+    def ended(self) -> list[SegmentWrite]:
+        """The oldest writes, as far as they have ended; `finish` takes them in this order."""
+        return list(itertools.takewhile(lambda own: own.future.done(), self._writes))
 
     def drain(self) -> None:
         """Wait until all writes have ended, and collect them.
@@ -253,7 +249,7 @@ class SegmentWrites:
                     self.abandon()
                     return
                 continue
-            self._finish(self._writes.popleft())
+            self.finish(self._writes[0])
 
     def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> int:
         """Remove segments and their files; one that is being written goes when its write ends.
@@ -273,10 +269,33 @@ class SegmentWrites:
                 write.discarded = cause
                 self._abandon(write)
         if going:
-            self._evict(going, cause)
+            self.evict(going, cause)
         if cause is Cause.PURGED:
             self._worker.submit(self._worker.tidy, False)
         return count
+
+    def evict(self, segments: Sequence[StoredSegment], cause: Cause) -> None:
+        """Remove segments and their files, each before the segment that it builds on."""
+        self.stats.count_removed(len(segments), cause)
+        for segment in segments:
+            self.lose(segment, cause)
+        # In one job, because with each job the other thread can take the GIL from this one.
+        self._worker.delete({own.segment_id: own.file_bytes for own in segments})
+
+    def lose(self, segment: StoredSegment, cause: Cause) -> None:
+        """Mark a segment as lost; it stays in the tree as long as others build on it."""
+        self.losses.note(segment, cause)
+        self._quota.remove(segment)
+        self._health.suspects.pop(segment.segment_id, None)
+        self._tree.lose(segment)
+        # Behind that: see `PrefixStore.open_whole`.
+        self._segments.retire(segment.segment_id)
+
+    def is_needed(self, segment_id: str) -> bool:
+        """Whether a segment must stay: it is read, awaited or pinned."""
+        own = self._segments.get(segment_id)
+        is_read = own is not None and own.readers > 0
+        return is_read or segment_id in self._lookahead or segment_id in self._disk.pins
 
     def abandon(
         self,
@@ -294,7 +313,7 @@ class SegmentWrites:
                 return
             self._abandon(write)
 
-    def _abandon(self, write: _Write) -> None:
+    def _abandon(self, write: SegmentWrite) -> None:
         if not write.abandoned:
             write.abandoned = True
             write.offer.abandon()
@@ -316,17 +335,6 @@ class SegmentWrites:
         )
         return StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
 
-    def _replaces(
-        self, known: StoredMatch, shorter: StoredMatch, segment: StoredSegment, tokens: Tokens
-    ) -> bool:
-        """Make room by removing the last segment of a match; False if the new one cannot fit."""
-        last, info = known.spans[-1].segment, segment.info
-        # A worse version of the same tokens may be stored as well.
-        rest = self._tree.match(
-            info.namespace, tokens, least=info.quality, only_ready=False, without=last
-        )
-        return rest.num_tokens == info.prefix_len and self._quota.make_room(segment, shorter, last)
-
     def _begin(self, segment: StoredSegment, offer: Offer, unremoved: frozenset[str]) -> None:
         info = segment.info
         self._quota.begin(segment)
@@ -337,8 +345,8 @@ class SegmentWrites:
         elif self._codec is not None:
             coding = self._codec.rule(info.prefix_len, alone=not self._shape.exact)
         else:
-            coding = self._meter.rule(offer.queries, behind)
-        write = _Write(segment, offer)
+            coding = self._disk.meter.rule(offer.queries, behind)
+        write = SegmentWrite(segment, offer)
         write.future = self._worker.submit(
             self._worker.write,
             segment.row,
@@ -349,34 +357,36 @@ class SegmentWrites:
         )
         self._writes.append(write)
 
-    def _finish(self, write: _Write) -> None:
+    def finish(self, write: SegmentWrite) -> None:
+        """Publish the segment of the oldest write, which has ended, or act on its failure."""
+        assert self._writes.popleft() is write
         segment, error = write.segment, write.future.exception()
         if not write.abandoned:
             write.offer.on_done()
         self._quota.end(segment, written=error is None)
         if error is None:
             segment.state = SegmentState.READY
-            self._stats.segments_written += 1
-            self._stats.bytes_written += segment.file_bytes
-            if self._meter.has_news:
-                self._worker.submit(lambda: self._worker.keep(CODING, self._meter.dump()))
+            self.stats.segments_written += 1
+            self.stats.bytes_written += segment.file_bytes
+            if self._disk.meter.has_news:
+                self._worker.submit(lambda: self._worker.keep(CODING, self._disk.meter.dump()))
             if write.discarded is not None:
-                self._evict([segment], write.discarded)
+                self.evict([segment], write.discarded)
             return
         self._worker.delete({segment.segment_id: segment.file_bytes})
         if write.discarded is not None:
-            self._losses.note(segment, write.discarded)
+            self.losses.note(segment, write.discarded)
         if isinstance(error, (WrittenInVain, NotCodable)):
             self._quota.budget.spend(segment.file_bytes)
         if isinstance(error, NotCodable):
             # The end stands for all: others may begin like it, and have codes.
             tokens = prompt_of(segment)
             end = max(segment.info.prefix_len, len(tokens) - BLOCK_TOKENS)
-            self._losses.note_tokens(segment.info.namespace, tokens, Cause.NOT_CODABLE, end)
+            self.losses.note_tokens(segment.info.namespace, tokens, Cause.NOT_CODABLE, end)
         if isinstance(error, WriteAbandoned):
-            self._stats.segments_abandoned += 1
+            self.stats.segments_abandoned += 1
         else:
-            self._stats.segments_failed += 1
+            self.stats.segments_failed += 1
             logger.warning(
                 "a prefix of %d tokens could not be stored: %s", segment.info.num_tokens, error
             )
@@ -406,16 +416,3 @@ def _first_tokens(read_layer: LayerReader, count: int) -> LayerReader:
         return keys[:count], values[:count]
 
     return read
-
-
-def _shortened(known: StoredMatch, available_from: int) -> StoredMatch | None:
-    """A match without its last segment, if less than half of that matches and there is no hole.
-
-    A prompt that begins like another one need not keep all of the other one on the disk.
-    """
-    if any(span.segment.state is SegmentState.LOST for span in known.spans):
-        return None
-    if not known.spans or 2 * len(known.spans[-1]) >= known.spans[-1].segment.info.num_tokens:
-        return None
-    shorter = StoredMatch(known.spans[:-1])
-    return shorter if shorter.num_tokens >= available_from else None

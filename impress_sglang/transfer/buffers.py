@@ -20,8 +20,7 @@ from impress_sglang.loops.types import Indices
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.pending_read import BlockRuns, PendingRead
-from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.reader import BlockReader, BlockRuns, PendingRead
 from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.pinning import pin_memory
 

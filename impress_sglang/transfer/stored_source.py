@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.pending_read import PendingRead
-from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.reader import BlockReader, PendingRead
 from impress_sglang.transfer.buffers import LayerBuffer, Tenant
 from impress_sglang.transfer.read_planner import ReadStats
 

@@ -50,7 +50,7 @@ def test_polls_tell_what_the_last_check_found(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(world.runtime.store.checks, "steps", fail)
+            patch.setattr(world.runtime.store, "check_steps", fail)
             assert checked(world) == "failed" == polled(world)
         assert "the integrity check of IMPRESS failed" in caplog.text
     assert checked(world) == "ok"
@@ -65,10 +65,10 @@ def test_a_check_finds_what_is_wrong(world: World, damage: str) -> None:
         world.cache._private_tokens += 1
     else:
         segment.last_access, segment.hits = -1, 5
-        world.runtime.store._quota.used_bytes += 1
+        world.runtime.store.quota.used_bytes += 1
     assert checked(world) == "failed"
     world.cache._private_tokens = 0
-    world.runtime.store._quota.used_bytes = segment.file_bytes
+    world.runtime.store.quota.used_bytes = segment.file_bytes
     assert checked(world) == "ok"
 
 

@@ -83,14 +83,14 @@ def test_what_another_tenant_has_stored_nobody_has(world: World, stored: StoredS
     """Neither while it is there, nor when it is gone."""
     stranger = admitted(world, namespace="another")
     assert stranger["reason"] == Reason.NEVER_STORED
-    world.runtime.store._evict([stored], Cause.EVICTED)
+    world.runtime.store.writes.evict([stored], Cause.EVICTED)
     assert admitted(world, namespace="another") == stranger
     assert admitted(world)["reason"] == Reason.EVICTED
 
 
 @pytest.mark.parametrize("cause", Cause)
 def test_what_has_left_the_store(world: World, stored: StoredSegment, cause: Cause) -> None:
-    world.runtime.store._lose(stored, cause)
+    world.runtime.store.writes.lose(stored, cause)
     why = admitted(world)
     assert why["reason"] == Reason(cause.name.lower())
     assert why["text"].endswith(f": {TOKENS} tokens, 0 s ago.")
@@ -98,10 +98,10 @@ def test_what_has_left_the_store(world: World, stored: StoredSegment, cause: Cau
 
 
 def test_what_was_not_taken_for_want_of_room(world: World) -> None:
-    world.runtime.store._quota.used_bytes = 10**12
+    world.runtime.store.quota.used_bytes = 10**12
     assert world.compute("r", 2000) == 0
     assert admitted(world)["reason"] == Reason.NO_ROOM
-    world.runtime.store._quota.used_bytes = 0
+    world.runtime.store.quota.used_bytes = 0
 
 
 def test_what_was_not_taken_while_others_were_written(world: World) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from impress_sglang.cost import ReadCost
-from impress_sglang.storage import pending_read
+from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
 from tests.unit.coded_factory import CodedCase, CodedPart
@@ -61,7 +61,7 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is a piece of its own."""
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", BLOCK)
 
 
 @pytest.fixture(

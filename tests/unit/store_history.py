@@ -217,7 +217,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.waiting = [own for own in self.waiting if own is not source]
         self.store.close_source(source)
         wait_until(lambda: not source.is_reading)
-        self.store._readers.settle()
+        self.store.segments.settle()
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

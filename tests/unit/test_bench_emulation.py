@@ -18,8 +18,7 @@ from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import AioEngine, BlockEngine, ThreadEngine
 from impress_sglang.storage.files import FileSystem, install, installed
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.pending_read import BlockRuns
-from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.reader import BlockReader, BlockRuns
 from tests.unit.kv_factory import VALUES, make_info, make_shape, random_kvs, write_kvs
 
 pytestmark = pytest.mark.alone

@@ -125,7 +125,7 @@ def test_of_many_runs_of_a_segment_it_is_looked_at_once(
     plan = desk.planned([4, *texts(1), 5, *texts(0), 6, *texts(1)])
     assert len(plan.runs) == 3
     expected = [desk.store.forecast.coded_bytes([span]).expected(1) for span in plan.spans]
-    looked = calls_of(monkeypatch, desk.store.versions, "tiers")
+    looked = calls_of(monkeypatch, desk.store.segments, "tiers")
     found = desk.store.forecast.coded_bytes(plan.spans).expected(1)
     assert found == pytest.approx(sum(expected)) and len(looked) == 1
 

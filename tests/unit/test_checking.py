@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from impress_sglang.storage.segment import Priority
-from impress_sglang.store import checking
+from impress_sglang.store import store as store_module
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.tiers.placement import Tier
@@ -37,7 +37,7 @@ def looked(used: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> list[StoredSeg
     check = used.tree.check
     monkeypatch.setattr(used.tree, "check", lambda own: found.append(own) or check(own))
     # That looks at all of them, after each offer of these tests.
-    monkeypatch.setattr(used.checks, "check_integrity", lambda: None)
+    monkeypatch.setattr(used, "check_integrity", lambda: None)
     return found
 
 
@@ -45,7 +45,7 @@ def test_a_step_looks_at_few_and_all_have_their_turn(
     used: PrefixStore, looked: list[StoredSegment]
 ) -> None:
     counts = []
-    for _ in used.checks.steps():
+    for _ in used.check_steps():
         counts.append(len(looked))
     assert counts[:3] == [8, 16, 20] and counts[-1] == 20
     assert {own.segment_id for own in looked} == {own.segment_id for own in used.tree.segments()}
@@ -56,7 +56,7 @@ def test_the_store_may_change_between_steps(
     bench: Workbench, used: PrefixStore, looked: list[StoredSegment]
 ) -> None:
     there = set(used.tree.segments())
-    for number, _ in enumerate(used.checks.steps()):
+    for number, _ in enumerate(used.check_steps()):
         if number == 0:
             lose(bench, used, name_of(used, prompt(3)))
             gate = bench.begin(used, prompt(40))
@@ -71,7 +71,7 @@ def test_the_store_may_change_between_steps(
 def test_what_is_reordered_between_steps_is_checked_all_the_same(
     used: PrefixStore, looked: list[StoredSegment]
 ) -> None:
-    for step, _ in enumerate(used.checks.steps()):
+    for step, _ in enumerate(used.check_steps()):
         if step == 0:
             for number in (0, 18):
                 select(used, prompt(number), 2, 5)
@@ -83,10 +83,10 @@ def test_what_is_reordered_between_steps_is_checked_all_the_same(
 def test_chunks_of_caches_are_looked_at_in_parts(
     used: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "CHUNKS", 2)
+    monkeypatch.setattr(store_module, "CHECKED_CHUNKS", 2)
     chunks = sum(used.cache.placement.cached_chunks(tier) for tier in (Tier.DEVICE, Tier.HOST))
     assert chunks > 10
-    assert chunks / 2 - 2 <= len(list(used.checks.steps())) - 3 <= chunks / 2
+    assert chunks / 2 - 2 <= len(list(used.check_steps())) - 3 <= chunks / 2
 
 
 def _wrong_heap(store: PrefixStore, _: StoredSegment) -> None:
@@ -96,7 +96,7 @@ def _wrong_heap(store: PrefixStore, _: StoredSegment) -> None:
 
 
 DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
-    "bytes": lambda store, _: setattr(store._quota, "used_bytes", 1),
+    "bytes": lambda store, _: setattr(store.quota, "used_bytes", 1),
     "bytes of the tree": lambda store, _: setattr(store.tree, "file_bytes", 1),
     "a write": lambda _, own: setattr(own, "state", SegmentState.PENDING),
     "a second look": lambda _, own: setattr(own, "state", SegmentState.SUSPECT),
@@ -106,17 +106,17 @@ DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
     "a use": lambda _, own: setattr(own, "last_access", 10**6),
     "tokens": lambda _, own: object.__setattr__(own.info, "tokens", own.info.tokens + 1),
     "a parent": lambda _, own: setattr(own, "parent", None),
-    "a version": lambda store, own: setattr(store.versions.of(own), "readers", 1),
-    "a retired version": lambda store, own: setattr(store.versions.of(own), "retired", True),
+    "a version": lambda store, own: setattr(store.segments.of(own), "readers", 1),
+    "a retired version": lambda store, own: setattr(store.segments.of(own), "retired", True),
     "a cache": _wrong_heap,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_wrong_is_found(bench: Workbench, used: PrefixStore, damage: str) -> None:
-    assert list(used.checks.steps())
+    assert list(used.check_steps())
     DAMAGE[damage](used, look_up(used, prompt(3, 16)).spans[-1].segment)
     with pytest.raises(AssertionError):
-        list(used.checks.steps())
+        list(used.check_steps())
     bench.forget(used)
     used.close()

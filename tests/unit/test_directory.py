@@ -356,7 +356,7 @@ def old_model(
 def put_at_last(bench: Workbench, store: PrefixStore, tokens: tuple[int, ...]) -> None:
     """The first offer finds no room, but that stores of other models can go; a later one does."""
     assert bench.offer(store, tokens) is StoreOutcome.NO_SPACE
-    for removing in list(store._quota._removing.values()):
+    for removing in list(store.quota._removing.values()):
         removing.exception()
     store.poll()
     bench.put(store, tokens)

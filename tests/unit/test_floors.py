@@ -265,9 +265,9 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(
     def floors_in(store: PrefixStore) -> list[list[list[int]]]:
         found = []
         for span in look_up(store, range(400)).spans:
-            segment = store._readers.acquire(span.segment)
+            segment = store.segments.acquire(span.segment)
             found.append(segment.floors.tolist())
-            store.versions.release(segment.segment_id)
+            store.segments.release(segment.segment_id)
         return found
 
     coded = calls_of(monkeypatch, layer_codec, "encode_codes")

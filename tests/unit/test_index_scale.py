@@ -267,7 +267,7 @@ def test_an_eviction_asks_once_for_what_is_needed(bench: Workbench, full: Prefix
         asked.append(segment_id)
         return segment_id in needed
 
-    full._quota._is_needed = count
+    full.writes.is_needed = count
 
     bench.put_all(full, *range(50, 55))
 
@@ -295,7 +295,7 @@ def test_what_is_only_considered_takes_no_ids(bench: Workbench, store: PrefixSto
 
     assert store.forecast.stored_bytes(spans).expected(1.0) > 0
 
-    (version,) = store.versions._versions.values()
+    (version,) = store.segments._known.values()
     assert version.columns is None and version.codes is None
     use(store, prompt(1))
     assert (version.columns, version.codes) == (0, None)
@@ -304,7 +304,7 @@ def test_what_is_only_considered_takes_no_ids(bench: Workbench, store: PrefixSto
 def test_a_prompt_that_can_never_fit_looks_at_none_and_evicts_none(
     full: PrefixStore, bench: Workbench
 ) -> None:
-    full._quota._is_needed = lambda segment_id: pytest.fail(f"asked for {segment_id}")
+    full.writes.is_needed = lambda segment_id: pytest.fail(f"asked for {segment_id}")
 
     assert bench.offer(full, prompt(60, 1000)) is StoreOutcome.NO_SPACE
     assert full.stats.segments_evicted == 0 and full.stats.offers_without_space == 1

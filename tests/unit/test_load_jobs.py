@@ -302,7 +302,7 @@ def test_a_segment_that_goes_while_it_is_opened_in_vain(
     acquire = OpenSegments.acquire
 
     def acquire_late(readers: OpenSegments, stored: StoredSegment) -> OpenSegment:
-        desk.store._evict([stored], Cause.EVICTED)
+        desk.store.writes.evict([stored], Cause.EVICTED)
         wait_until(lambda: not desk.store.worker.removing_bytes)
         return acquire(readers, stored)
 
@@ -310,7 +310,7 @@ def test_a_segment_that_goes_while_it_is_opened_in_vain(
     desk.loader.begin(job)
     desk.wait(job)
     assert job.state is JobState.FAILED
-    assert desk.store.versions.get(segment.segment_id) is None
+    assert desk.store.segments.get(segment.segment_id) is None
 
 
 class TestRevoking:
@@ -528,9 +528,9 @@ def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str)
             names = [span.segment.segment_id for span in spans]
             turn = int(chance.integers(-1, 4))
             ranges = [] if turn < 0 else [(0, match.num_tokens, turn)]
-            store.versions.expect([(name, ranges) for name in names])
+            store.segments.expect([(name, ranges) for name in names])
             for name in names:
-                store.versions.cached_bytes(name)
+                store.segments.cached_bytes(name)
             store.cache.check_integrity()
             store.summary()
             store.cache_summary()

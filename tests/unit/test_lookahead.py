@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.store.lookahead import _GAP, LookAhead
+from impress_sglang.store.lookahead import _GAP, LookAhead, turns_of
+from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.stored import StoredSpan
-from impress_sglang.store.versions import SegmentVersions, turns_of
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 from impress_sglang.transfer.source import ReadNeeds
@@ -34,25 +34,39 @@ def turns_in_order(lookahead: LookAhead, rids: Sequence[str]) -> list[int]:
     return turns
 
 
+class Told:
+    """What a receiver was told of segments since it was last asked."""
+
+    def __init__(self, lookahead: LookAhead) -> None:
+        self._lookahead, self._found = lookahead, dict[str, list[tuple[int, int, int]]]()
+        lookahead.tell_to(self._found.update)
+
+    def __call__(self) -> dict[str, list[tuple[int, int, int]]]:
+        self._lookahead.tell()
+        found = dict(self._found)
+        self._found.clear()
+        return found
+
+
 def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     """So that nothing has to be told to the caches but what comes and goes."""
-    lookahead = LookAhead()
+    told = Told(lookahead := LookAhead())
     lookahead.wait("b", spans((0, (0, 4))))
     lookahead.order(["a", "b", "c"])
-    lookahead.take_changed()
+    assert told()
     turns = turns_in_order(lookahead, "abc")
     assert lookahead.turn("nobody") == LAST_TURN
 
     lookahead.order(["b", "c", "d"])
 
     assert [lookahead.turn(rid) for rid in "bc"] == turns[1:] and lookahead.turn("d") > turns[2]
-    assert lookahead.take_changed() == []
+    assert not told()
     lookahead.order(queue := ["d", "new", "b", "c"])
     turns_in_order(lookahead, queue)
-    assert lookahead.take_changed() == []
+    assert not told()
     lookahead.order(queue := ["d", "c", "b", "new"])
     turns_in_order(lookahead, queue)
-    assert [segment_id for segment_id, _ in lookahead.take_changed()] == ["a"]
+    assert list(told()) == ["a"]
 
 
 def test_who_is_no_longer_in_the_queue_waits_for_nothing() -> None:
@@ -87,43 +101,35 @@ def test_a_gap_between_turns_may_be_full() -> None:
 
 def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:
     """Nor does who is matched again; else each of many requests would cost what the first did."""
-    lookahead = LookAhead()
+    told = Told(lookahead := LookAhead())
     lookahead.wait("a", spans((0, (0, 4))))
     lookahead.order(["a"])
     first = lookahead.turn("a")
-    assert lookahead.take_changed() == [("a", [(0, 4, first)])]
+    assert told() == {"a": [(0, 4, first)]}
     for rid in "bcb":
         lookahead.wait(rid, spans((0, (0, 2)), (0, (2, 4))))
+    assert not told()
     lookahead.order(["a", "b", "c"])
-    assert lookahead.take_changed() == []
 
     lookahead.stop_waiting("a")
     second = lookahead.turn("b")
-    assert lookahead.take_changed() == [("a", [(0, 4, second)])] and second > first
+    assert told() == {"a": [(0, 4, second)]} and second > first
     lookahead.wait("d", spans((0, (2, 6))))
-    assert lookahead.take_changed() == [("a", [(2, 6, LAST_TURN), (0, 4, second)])]
+    assert told() == {"a": [(2, 6, LAST_TURN), (0, 4, second)]}
     lookahead.clear()
-    assert lookahead.take_changed() == [("a", [])]
+    assert told() == {"a": []}
 
 
 def test_who_waits_for_a_segment_waits_for_the_one_in_its_place() -> None:
-    lookahead = LookAhead()
+    told = Told(lookahead := LookAhead())
     lookahead.wait("a", spans((0, (0, 4)), (1, (0, 2))))
-    lookahead.take_changed()
+    assert told()
     lookahead.succeed("a", "new")
     lookahead.succeed("nobody waits for this", "other")
     lookahead.check_integrity()
-    told = dict(lookahead.take_changed())
-    assert told == {"a": [], "new": [(0, 4, LAST_TURN)]}
+    assert told() == {"a": [], "new": [(0, 4, LAST_TURN)]}
     lookahead.stop_waiting("a")
     assert not any(own in lookahead for own in ("a", "b", "new"))
-
-
-def test_who_asks_for_no_changes_is_not_kept_any() -> None:
-    lookahead = LookAhead(tells=False)
-    lookahead.wait("a", spans((0, (0, 4))))
-    lookahead.clear()
-    assert lookahead.take_changed() == []
 
 
 @given(
@@ -139,7 +145,8 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
     """Against a list of who waits for what; what the caches were told is the same."""
     lookahead, wanted = LookAhead(), dict[str, list[tuple[int, tuple[int, int]]]]()
     queue: list[str] = []
-    told: dict[str, list[tuple[int, int, int]]] = {}
+    told = dict[str, list[tuple[int, int, int]]]()
+    lookahead.tell_to(told.update)
     for step in steps:
         if isinstance(step, tuple):
             rid, ranges = step
@@ -152,7 +159,7 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
             queue = step
             lookahead.order(queue)
         lookahead.check_integrity()
-        told |= dict(lookahead.take_changed())
+        lookahead.tell()
 
     for number, name in enumerate("ab"):
         turns = turns_of(15, 1, told.get(name, []))
@@ -182,7 +189,7 @@ def bench_of(tmp_path: Path, *, probe: tuple[int, ...] = (), coded: bool = False
 def test_a_closed_store_is_told_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another one is being opened, requests begin and end to wait."""
     told: list[object] = []
-    monkeypatch.setattr(SegmentVersions, "expect", lambda _, awaited: told.extend(awaited))
+    monkeypatch.setattr(OpenSegments, "expect", lambda _, awaited: told.extend(awaited))
     bench, lookahead = bench_of(tmp_path), LookAhead()
     store = bench.open(policy="as", lookahead=lookahead)
     lookahead.wait("a", spans((0, (0, 4))))
@@ -213,7 +220,7 @@ def test_what_is_not_certain_to_be_read_is_not_awaited(
     bench.put(store, range(256))
     match = look_up(store, range(256))
     store.close_source(store.open_source(match, 0, 256, ReadNeeds(whole=True)))
-    (version,) = store.versions._versions.values()
+    (version,) = store.segments._known.values()
     store.forecast.stored_bytes(match.spans)
     assert version.columns is not None
     lookahead.wait("waits", match.spans)

@@ -12,7 +12,6 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory
-from tests.unit.kv_factory import as_tokens
 from tests.unit.spying import calls_of
 from tests.unit.store_factory import (
     Workbench,
@@ -80,7 +79,7 @@ def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
     bench.put_all(store, 4, 5, 6)
     assert lengths(store, 1, 2, 3, 4) == [0, 8, 0, 8]
 
-    store.expire(time.time() + 20)
+    store.expire(store.tree.order.take_due(time.time() + 20, 64))
 
     store.check_integrity()
     assert segment_of(store, 2).level is LOW, "nothing builds on it any more"
@@ -151,37 +150,9 @@ def test_low_ones_that_others_build_on_are_not_in_the_way(
         bench.put(store, prompt(number), priority=LOW)
         bench.put(store, prompt(number, 16), priority=HIGH)
     bench.put_all(store, *range(20, 60))
-    looked = calls_of(monkeypatch, _Choice, "take")
+    looked = calls_of(monkeypatch, _Choice, "_take")
     bench.put_all(store, *range(60, 70))
     assert len(looked) == 10 == store.stats.segments_evicted
-
-
-@pytest.mark.parametrize("why", ["pinned", "read"])
-def test_low_ones_that_are_needed_are_looked_at_once(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    """They stay, and until their next use they go with those that went in their place."""
-    store = bench.open(ssd_gb=gb(40 * bench.one))
-    bench.put_all(store, *range(20), priority=LOW)
-    bench.put_all(store, *range(20, 40))
-    sources = []
-    for number in range(20):
-        if why == "pinned":
-            assert store.pins.pin(store.namespace(""), as_tokens(prompt(number))) is None
-        else:
-            sources.append(open_source(store, look_up(store, prompt(number))))
-    looked = calls_of(monkeypatch, _Choice, "take")
-    bench.put_all(store, *range(50, 60))
-    assert len(looked) == 20 + 10
-    assert lengths(store, *range(20)) == [8] * 20
-    assert segment_of(store, 0).level is NORMAL
-    for source in sources:
-        store.close_source(source)
-    store.pins.unpin()
-    use(store, prompt(0))
-    assert segment_of(store, 0).level is LOW
-    bench.put(store, prompt(70))
-    assert lengths(store, 0, 1) == [0, 8]
 
 
 def test_an_offer_without_room_changes_nobody(bench: Workbench) -> None:

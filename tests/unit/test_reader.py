@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.storage import pending_read
 from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import Integers
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.pending_read import BlockRuns, PendingRead
-from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.reader import BlockReader, BlockRuns, PendingRead
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import step_engine as steps
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
@@ -88,7 +86,7 @@ def test_runs_are_filled_and_nothing_else(
 ) -> None:
     if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
     stored = Stored(tmp_path, direct=direct)
     runs = [(0, 1), (3, 10), (11, 12), (20, 47), (stored.blocks - 2, stored.blocks)]
 
@@ -111,7 +109,7 @@ def test_nothing_to_read_is_done_at_once(reader: BlockReader, stored: Stored) ->
 def test_runs_are_cut_into_pieces(
     step: Step, stored: Stored, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", blocks * BLOCK)
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", blocks * BLOCK)
     reader, engine = step
     engine.allow()
     runs = [(1, 2), (4, 11), (20, 30)]
@@ -256,7 +254,7 @@ def test_damage_is_found(
     reader: BlockReader, tmp_path: Path, damage: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the page cache: `test_source.py`."""
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
     stored, good = Stored(tmp_path), Stored(tmp_path, name="good")
     DAMAGE[damage](stored)
 
@@ -334,7 +332,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
     files.faults.add(Rule("raise", method, after=call - 1, count=1))
     if method == "check":
         fail = mock.Mock(side_effect=RuntimeError("injected"))
-        monkeypatch.setattr(pending_read.PendingRead, "size", fail)
+        monkeypatch.setattr(reader_module.PendingRead, "size", fail)
     reader = BlockReader(4, files)
     reads = []
     for n in range(7):

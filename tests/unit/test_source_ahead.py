@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress_sglang.cost import ReadCost
-from impress_sglang.storage import pending_read
+from impress_sglang.storage import reader as reader_module
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit.kv_factory import make_cache, make_shape
 from tests.unit.reading import wait_for_reads
@@ -103,7 +103,7 @@ def test_every_byte_is_counted_once(
 ) -> None:
     """What the device gave is what the sources counted, and no source reads a block twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending_read, "PIECE_BYTES", BLOCK)
+        patch.setattr(reader_module, "PIECE_BYTES", BLOCK)
         patch.setattr(ReadCost, "gap_bytes", 0)
         with counting() as (reader, engine):
             case = draw_case(data, tmp_path_factory.mktemp("any"), reader)

@@ -128,13 +128,13 @@ def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: Pr
     assert measured is not None
     store.measure_reading(match)
     assert store._measuring is measured, "one at a time"
-    assert store.versions[match.spans[0].segment.segment_id].readers
+    assert store.segments._known[match.spans[0].segment.segment_id].readers
     wait_for_reads(measured)
     store.check_integrity()
     store.poll()
 
     assert store._measuring is None
-    assert not store.versions[match.spans[0].segment.segment_id].readers
+    assert not store.segments._known[match.spans[0].segment.segment_id].readers
     assert store._reader.cost.observations > observed
     # One read of all but the probe column, so that it is one observation.
     per_layer = disk_bytes(bench, *bench.shape.columns[1:]) // bench.shape.num_layers

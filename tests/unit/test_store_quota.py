@@ -91,7 +91,7 @@ def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     """Free space is what was measured last, and what is known to have changed since."""
     health = SimpleNamespace(free_bytes=100)
     disk: Any = SimpleNamespace(tree=StoredTree(), worker=None, health=health, others={})
-    quota = Quota(ImpressConfig(), disk, Any, bool, int, WriteBudget())
+    quota = Quota(ImpressConfig(), disk, WriteBudget())
     segment = stored_segment("a", prompt(1))
     segment.file_bytes = 30
     quota.begin(segment)
@@ -155,7 +155,7 @@ def test_without_the_room_that_was_made_nothing_is_written(
         assert bench.offer(store, prompt(4)) is StoreOutcome.UNAVAILABLE
         store.worker.submit(store.worker.catalog.indexed).result()
         # What was not written could not be removed either.
-        assert store._quota.missing(0) == pytest.approx(bench.one, abs=1000)
+        assert store.quota.missing(0) == pytest.approx(bench.one, abs=1000)
 
     assert name in caplog.text
     stores.recover(store)
@@ -246,16 +246,6 @@ def test_who_has_more_than_it_may_goes_first(bench: Workbench) -> None:
     assert lengths(store, 3, 4, namespace="own") == [8, 8]
 
 
-def test_a_prefix_may_take_the_place_of_its_own_tail(bench: Workbench) -> None:
-    """As without namespaces: what shares little with it goes, and what both begin with stays."""
-    store = bench.open(namespace_gb=stores.gb(2 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, (*prompt(1), *prompt(7)))
-    bench.put(store, (*prompt(1), 700, *prompt(8)[1:]))
-    assert length(store, (*prompt(1), *prompt(7))) == 9
-    assert length(store, (*prompt(1), 700, *prompt(8)[1:])) == 16
-
-
 def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Workbench) -> None:
     """Beside the last segment of the match there is a worse version of the same tokens."""
     store = bench.open(ssd_gb=stores.gb(2 * bench.one))
@@ -263,23 +253,13 @@ def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Wor
     bench.put(store, worse, quality=stores.QUARTER)
     (read,) = store.tree.segments()
     bench.put(store, best)
-    store._readers.acquire(read)
+    store.segments.acquire(read)
 
     assert bench.offer(store, offered, quality=stores.QUARTER) is StoreOutcome.NO_SPACE
 
-    store.versions.release(read.segment_id)
+    store.segments.release(read.segment_id)
     check_rows(store, best)
     assert store.stats.segments_evicted == 0
-
-
-def test_prompts_that_begin_alike_replace_each_other(bench: Workbench) -> None:
-    """With room for one, each further prompt was refused for ever."""
-    prompts = [(1, *prompt(number, 7)) for number in range(2, 6)]
-    store = bench.open(ssd_gb=stores.gb(bench.one))
-    for tokens in prompts:
-        bench.put(store, tokens)
-        assert length(store, tokens) == 8
-    assert store.stats.offers_without_space == 0
 
 
 def test_a_prompt_that_shares_most_of_another_does_not_replace_it(bench: Workbench) -> None:
@@ -330,4 +310,4 @@ def test_what_is_over_the_budget_is_not_stored(bench: Workbench) -> None:
     assert lengths(store, 1, 2, 3) == [8, 8, 0]
     summary = store.summary()
     assert (summary["offers_above_budget"], summary["write_budget_left_bytes"]) == (2, 0)
-    assert not store._quota.has_room(1), "nor is anything reordered"
+    assert not store.quota.has_room(1), "nor is anything reordered"

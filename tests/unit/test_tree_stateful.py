@@ -93,15 +93,15 @@ class TreeMachine(RuleBasedStateMachine):
         self.segments[known.name].state = known.state = state
 
     @precondition(lambda self: self.model.segments)
-    @rule(data=st.data(), passed=st.sampled_from(Priority))
-    def use(self, data: st.DataObject, passed: Priority) -> None:
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
         """Or it is needed when others go."""
         segment = self.segments[self.pick(data).name]
 
-        self.tree.order.note(segment, passed)
+        self.tree.order.note(segment)
 
         assert next(self.tree.order.latest()).last_access == segment.last_access
-        assert segment.level >= max(passed, segment.info.priority)
+        assert segment.level >= segment.info.priority
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data())
