@@ -250,6 +250,12 @@ class ImpressConfig:
         return json.dumps(dataclasses.asdict(self))
 
 
+def share_of_rank(config: ImpressConfig, size: int) -> ImpressConfig:
+    """The options of one of `size` ranks of a model, which share disk and memory of the host."""
+    shared = "ssd_gb", "namespace_gb", "write_gb_per_day", "host_gb", "buffer_gb"
+    return dataclasses.replace(config, **{name: getattr(config, name) / size for name in shared})
+
+
 def enable_for_engine(**options: Any) -> ImpressConfig:
     """Turn IMPRESS on for every `sglang.Engine` that this process starts from now on.
 

@@ -61,6 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("servers", "the servers that tests/serving starts")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where they run")
     group.addoption("--attention-backend", help="default: torch_native on a CPU, triton with CUDA")
+    group = parser.getgroup("ranks", "the histories of tests/unit/test_ranks.py")
+    group.addoption("--rank-steps", type=int, default=10_000, help="how many steps they have")
     group = parser.getgroup("random", "the randomised run of tests/serving/test_random.py")
     group.addoption("--random-minutes", type=float, default=0.4, help="how long its traffic lasts")
     group.addoption("--random-seed", type=int, default=1, help="what is drawn in it")

@@ -60,8 +60,10 @@ def handle(cache: ServedCache, text: str | None) -> str:
 
 
 def _store(cache: ServedCache) -> PrefixStore:
-    if not cache.served.in_use:
-        raise Refused(f"no store is in use: {cache.served.suspended or 'by policy'}")
+    mine = cache.served.in_use
+    if not cache.ranks.all(mine):
+        why = "that of another rank is not open" if mine else cache.served.suspended
+        raise Refused(f"no store is in use: {why or 'by policy'}")
     return cache.served.store
 
 
@@ -69,7 +71,7 @@ def _check(cache: ServedCache, asked: Any) -> dict[str, Any]:
     if asked.begin:
         cache.check.begin()
     cache.check.step()
-    return {"integrity": cache.check.state}
+    return {"integrity": cache.check.agree(cache.ranks)}
 
 
 def _reorder(cache: ServedCache, _: Any) -> Any:
@@ -120,7 +122,7 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     if asked.older_than is None:
         # The writes of what is purged have been given up, and lock nothing any more.
         pool, more = cache.sweeps.step(text, space, key)
-    left = purge.left or more
+    left = cache.ranks.any(purge.left) or more
     if not left:
         served.purges.end(text)
     names = ("tokens", "bytes", "writes", "unpinned")

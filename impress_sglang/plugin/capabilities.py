@@ -46,8 +46,7 @@ _OFF = {
 # Why options must have one of these values, of which the first is usual.
 _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
     "does not support pipeline parallelism": ("pp_size", (1,)),
-    "does not support tensor parallelism yet, whose ranks would have to agree on every stored "
-    "prefix": ("tp_size", (1,)),
+    "does not support tensor parallelism yet": ("tp_size", (1,)),
     "does not support data parallelism, whose replicas would share one store (run one server per "
     "replica, each with its own --impress-ssd-dir)": ("dp_size", (1,)),
     "needs a model and its KVs in one place": (
@@ -127,6 +126,17 @@ def check_options(config: ImpressConfig, options: Any) -> None:
                 raise UnsupportedError(f"IMPRESS {why}: drop {flag} {value}{kept}")
     if str(options.kv_cache_dtype).startswith("fp8"):
         config.without_codes(f"KVs in {options.kv_cache_dtype} {EIGHT_BITS}")
+    if getattr(options, "tp_size", 1) > 1:
+        used = {
+            f"--impress-policy {config.policy}": config.needs_parts,
+            "--impress-blend": config.blend != OFF,
+            "--impress-basis": config.basis,
+            "--impress-schedule": config.schedule != OFF,
+        }
+        for flag in (flag for flag, own in used.items() if own):
+            raise UnsupportedError(
+                f"{flag} decides by what one rank sees, so it needs --tp-size 1: drop one of them"
+            )
     if config.schedule != OFF and options.schedule_policy not in _SCHEDULED:
         raise UnsupportedError(
             f"--impress-schedule changes places in the orders {', '.join(_SCHEDULED)}, not in that "
@@ -199,10 +209,10 @@ def check_model(model_config: Any) -> None:
             )
 
 
-def check_layers(runner: Any) -> None:
+def check_layers(runner: Any, tp_size: int = 1) -> None:
     """Refuse a model whose layers attend in another way, or whose KVs have another layout.
 
-    `runner` is SGLang's `ModelRunner` after its pools are made.
+    `runner` is SGLang's `ModelRunner` after its pools are made; `tp_size` ranks share the heads.
 
     Raises:
         UnsupportedError: with one sentence for the first reason.
@@ -219,7 +229,7 @@ def check_layers(runner: Any) -> None:
                     f"IMPRESS knows plain causal attention, but layer {layer.layer_id} has {name} "
                     f"{getattr(value, 'value', value)}"
                 )
-        _check_heads(layer, pool, runner.model_config.num_attention_heads)
+        _check_heads(layer, pool, runner.model_config.num_attention_heads // tp_size)
 
 
 def attention_layers(model: Any) -> list[Any]:

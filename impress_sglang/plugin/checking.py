@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+from impress_sglang.serving.ranks import Ranks
 from impress_sglang.serving.served_store import ServedStore
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,16 @@ class IntegrityCheck:
             self.state = FAILED
         else:
             self.state = OK
+
+    def agree(self, ranks: Ranks) -> str:
+        """The worst state of a check on any rank, which is running until it has ended on all."""
+        if not ranks.alone:
+            states = (FAILED, RUNNING, UNCHECKED, OK)
+            worst = states[ranks.least([states.index(self.state)])[0]]
+            if worst != RUNNING:
+                self.state = worst
+            return worst
+        return self.state
 
     def _all(self) -> Iterator[None]:
         self._check_requests()

@@ -59,14 +59,16 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *buffers]
 
 
-def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
+def kv_shape(runner: Any, policy: Policy, probe_heads: int, tp_size: int = 1) -> KVShape:
     """The shape of the KVs in the pool of a model runner, as a policy stores them.
+
+    `tp_size`: how many ranks share the heads of the model.
 
     Raises:
         UnsupportedError: it is not known how the pool keeps them.
     """
     pool, config = runner.token_to_kv_pool, runner.model_config
-    streams, queries = streams_of(pool, config.dtype), config.num_attention_heads
+    streams, queries = streams_of(pool, config.dtype), config.num_attention_heads // tp_size
     return KVShape(
         num_layers=pool.layer_num,
         num_query_heads=queries,

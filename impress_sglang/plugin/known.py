@@ -20,6 +20,7 @@ from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import KVClass, marked
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.load_planner import LoadPlanner
+from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import NO_ESTIMATE, new_report
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
@@ -126,7 +127,9 @@ class KnownRequests:
         service: Service,
         planner: LoadPlanner,
         sight: Callable[[Known], bool],
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._alone = ranks.alone
         self._cache = cache
         self._service = service
         self._planner = planner
@@ -179,7 +182,8 @@ class KnownRequests:
     def _choose(self, known: Known) -> KVClass:
         """The class of a request that leaves it to the server."""
         key = key_of(known.req)
-        if not self._planner.looks_for(len(key)):
+        if not self._alone or not self._planner.looks_for(len(key)):
+            # On several ranks what is stored is not known before the first match.
             return known.kv_class
         tokens = as_tokens(key.raw_token_ids())
         resident = {own: self._resident(known, own) for own in (KVClass(), known.kv_class)}
@@ -197,7 +201,8 @@ class KnownRequests:
         later.
         """
         least = self._service.config.min_prefix_tokens
-        for own in {other.kv_class for other in users if other.offers(known, least)}:
+        # In an order that is the same on all ranks, as that of a set is not.
+        for own in dict.fromkeys(o.kv_class for o in users if o.offers(known, least)):
             resident = self._resident(known, own)
             if resident > known.stored - least:
                 known.raised, known.waiter.found = known.kv_class, resident

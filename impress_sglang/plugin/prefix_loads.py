@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
+from impress_sglang.serving.ranks import Agreement, Ranks, Wish
 from impress_sglang.serving.report import estimate_fields
 from impress_sglang.serving.scheduling import CacheState, QueueOrder
 from impress_sglang.serving.service import Service
@@ -37,6 +40,17 @@ logger = logging.getLogger(__name__)
 MOST_TRIES = 3
 # While all requests wait for jobs, the scheduler looks after so many seconds at the latest.
 IDLE_SECONDS = 0.002
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planned:
+    """What this rank would load for a request, and `resident` tokens in whose stead nothing is."""
+
+    known: Known
+    tokens: Tokens
+    resident: int
+    plan: LoadPlan | BlendPlan | None
+    wish: Wish
 
 
 class PrefixLoads:
@@ -52,8 +66,12 @@ class PrefixLoads:
         provenance: Provenance,
         reports: RequestReports,
         device: torch.device,
+        ranks: Ranks,
     ) -> None:
         """`device`: where the slots are."""
+        self._alone = ranks.alone
+        # What was planned and is not agreed on, by request.
+        self._planned: dict[str, _Planned] = {}
         self._cache = cache
         self._scheduler = scheduler
         self._service = service
@@ -69,8 +87,16 @@ class PrefixLoads:
         slots = TreeSlots(
             cache, scheduler, known, provenance, service.usual, lambda job: self._late.put_back(job)
         )
-        least = service.config.min_prefix_tokens
-        self.jobs = JobQueue(slots, self._loader, self._note_end, self._after_job, least)
+        self._least = service.config.min_prefix_tokens
+        self._agreement = Agreement(ranks, self._loader)
+        self.jobs = JobQueue(
+            slots,
+            self._loader if self._alone else self._agreement.jobs,
+            self._note_end,
+            self._after_job,
+            self._least,
+            time.monotonic if self._alone else self._agreement.now,
+        )
         layers = service.shape.num_layers
         self._late = LateStart(cache, scheduler, known, service.estimator, self.jobs, slots, layers)
         self._blends: Blends | None = None
@@ -86,27 +112,65 @@ class PrefixLoads:
         key, not_served = key_of(req), known.report["not_served"]
         if self._cache.disable or waiter.tries >= MOST_TRIES or not_served is not None:
             return
-        if not self._planner.looks_for(len(key)):
+        if len(key) < self._least or (self._alone and not self._planner.looks_for(len(key))):
             return
         waiter.found = resident = match_resident(self._cache, key).device_prefix_len
         tokens = as_tokens(key.raw_token_ids())
+        planned = self._look(known, tokens, resident)
+        if self._alone:
+            self._begin(planned)
+        elif len(tokens) - resident >= self._least:
+            self._planned[req.rid] = planned
+
+    def _look(self, known: Known, tokens: Tokens, resident: int) -> _Planned:
+        """What this rank would load for a request, of which so many tokens are resident."""
         plan: LoadPlan | BlendPlan | None
         plan = usual = self._planner.plan(known.namespace, tokens, resident, known.kv_class)
         if self._blends is not None:
             plan = self._blends.plan(known, tokens, resident, usual) or usual
-        if plan is None:
+        wish = Wish()
+        if plan is not None:
+            left = len(tokens) - resident
+            patience = self._service.estimator.computing_seconds(resident, left)
+            wish = Wish(plan.stop, plan.loads, patience)
+        return _Planned(known, tokens, resident, plan, wish)
+
+    def _begin(self, planned: _Planned) -> None:
+        """Do what was planned: join or begin a job."""
+        known, plan, wish = planned.known, planned.plan, planned.wish
+        if plan is None or wish.stop - planned.resident < self._least:
             return
-        known.report.update(estimate_fields(plan.estimate, loads=plan.loads))
-        if not plan.loads:
+        known.report.update(estimate_fields(plan.estimate, loads=wish.loads))
+        if not wish.loads:
             # Otherwise what is not loaded because reads were slow would never be loaded again.
             self._loader.measure(self._service.store, plan.spans[:1], known.kv_class.planes)
             return
+        if isinstance(plan, LoadPlan) and wish.stop < plan.stop:
+            plan = plan.until(wish.stop)
         self._service.store.tree.touch(plan.match)
-        self._service.lookahead.wait(req.rid, plan.spans)
-        left = len(tokens) - resident
-        waiter.patience = self._service.estimator.computing_seconds(resident, left)
+        self._service.lookahead.wait(known.req.rid, plan.spans)
+        known.waiter.patience = wish.patience
         known.stored, known.io = plan.stop, plan.estimate.io
-        self.jobs.join(waiter, self._job(known, plan, tokens))
+        self.jobs.join(known.waiter, self._job(known, plan, planned.tokens))
+
+    def agree(self, saves: int, *, saving: bool) -> int:
+        """Agree with the other ranks on what their threads and stores say, if that matters now.
+
+        Whether it does is the same on all of them. `saves`: see `Vote`; `saving`: whether there are
+        any that are not over. Returns how many saves are over on all ranks.
+        """
+        if self._alone or not (self._planned or self.jobs.active or saving):
+            return 0
+        slow = {job: (left, took) for job, left, took in self._slow() if took is not None}
+        wishes = {rid: own.wish for rid, own in self._planned.items()}
+        agreed = self._agreement.agree(wishes, slow, saves)
+        for job in agreed.slow:
+            if job.slots is not None:
+                # Where another rank finds computing faster, nothing is known of it.
+                self._compute_instead(job, *slow.get(job, (0.0, 0.0)))
+        for rid, wish in agreed.wishes.items():
+            self._begin(dataclasses.replace(self._planned.pop(rid), wish=wish))
+        return agreed.saves
 
     def may_run(self, known: Known) -> bool:
         """Whether a request may be admitted now; plans it again if what was planned is gone."""
@@ -117,10 +181,14 @@ class PrefixLoads:
             return False
         if not self.jobs.waits(rid) and self._has_lost(known):
             self.plan(known)
-        return not self.jobs.waits(rid) or self._late.may_start(known)
+        if rid in self._planned:
+            return False
+        # On several ranks a pass would have to fail on all of them.
+        return not self.jobs.waits(rid) or (self._alone and self._late.may_start(known))
 
     def end_waiting(self, known: Known) -> None:
         """Note that a request was admitted, or is gone."""
+        self._planned.pop(known.req.rid, None)
         self.jobs.leave(known.req.rid)
         self._service.lookahead.stop_waiting(known.req.rid)
         if not self._service.lookahead.awaits:
@@ -142,7 +210,8 @@ class PrefixLoads:
             # Also without jobs: what they brought may be held.
             self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
             self._raise_bits()
-            self._give_up_slow()
+            if self._alone:
+                self._give_up_slow()
         if self._blends is not None and self._blends.step():
             for known in self._known:
                 # A block was computed between the chunks of its prompt, or before its first token.
@@ -162,6 +231,7 @@ class PrefixLoads:
             known.planned = False
             # What was found in a store ends with it.
             known.blend = BlendNotes()
+        self._planned.clear()
         self.jobs.drop_all()
 
     def wait_for_loader(self) -> None:
@@ -265,8 +335,8 @@ class PrefixLoads:
             if self._known.raise_bits(known, users):
                 self.jobs.leave(waiter.rid)
 
-    def _give_up_slow(self) -> None:
-        """Let requests compute what would take longer to load, by the progress of their jobs."""
+    def _slow(self) -> Iterator[tuple[LoadJob, float, float | None]]:
+        """Jobs, seconds that each still takes, and what computing takes if that is faster."""
         if self._service.config.load == "always":
             return
         now = time.monotonic()
@@ -274,23 +344,28 @@ class PrefixLoads:
             left = job.seconds_left(self._service.shape.num_layers, now)
             if left is None:
                 left = now - job.began_at if job.began_at else 0.0
-            computing = self._service.estimator.faster_seconds(left, job.start, len(job))
-            if computing is not None:
-                logger.info("loading %d tokens is slower than computing them", len(job))
-                for rid in job.waiters:
-                    self._decline(self._known[rid], job, left, computing)
-                self.jobs.give_up(job)
+            yield job, left, self._service.estimator.faster_seconds(left, job.start, len(job))
 
-    def _decline(self, known: Known, job: LoadJob, left: float, computing: float) -> None:
-        """Let a request compute in `computing` seconds what a job would bring in `left` more."""
-        if isinstance(job, BlendJob):
-            assert self._blends is not None
-            self._blends.too_slow(known)
-            known.planned = False
-        else:
-            known.report.update(
-                decision="recompute",
-                estimated_load_ms=round(left * 1e3, 3),
-                estimated_recompute_ms=round(computing * 1e3, 3),
-            )
-            known.waiter.tries = MOST_TRIES
+    def _give_up_slow(self) -> None:
+        """Let requests compute what would take longer to load, by the progress of their jobs."""
+        for job, left, computing in self._slow():
+            if computing is not None:
+                self._compute_instead(job, left, computing)
+
+    def _compute_instead(self, job: LoadJob, left: float, computing: float) -> None:
+        """Let requests compute in `computing` seconds what a job would bring in `left` more."""
+        logger.info("loading %d tokens is slower than computing them", len(job))
+        for rid in job.waiters:
+            known = self._known[rid]
+            if isinstance(job, BlendJob):
+                assert self._blends is not None
+                self._blends.too_slow(known)
+                known.planned = False
+            else:
+                known.report.update(
+                    decision="recompute",
+                    estimated_load_ms=round(left * 1e3, 3),
+                    estimated_recompute_ms=round(computing * 1e3, 3),
+                )
+                known.waiter.tries = MOST_TRIES
+        self.jobs.give_up(job)

@@ -9,6 +9,7 @@ from impress_sglang.plugin.checking import IntegrityCheck
 from impress_sglang.plugin.sweeps import Sweeps
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
 from impress_sglang.serving.custom_params import load_options_of
+from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.service import Service
@@ -31,11 +32,14 @@ class ServedCache:
         sights: Sights | None,
         page_size: int,
         queue_order: QueueOrder | None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`page_size`: of SGLang's pool; `queue_order` is None if the queue is not reordered.
 
-        `sights` counts prompts; None unless that decides what is stored.
+        `sights` counts prompts; None unless that decides what is stored. `ranks` carry out each
+        request of an administrator together.
         """
+        self.ranks = ranks
         self.service = service
         self.served = service.served
         self.check = check

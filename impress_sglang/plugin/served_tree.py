@@ -11,10 +11,11 @@ from impress_sglang.plugin.known import KnownRequests
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_nodes import TreeSweeps
 from impress_sglang.plugin.weights import WeightWatch
+from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.load_planner import LoadPlanner
+from impress_sglang.serving.ranks import Ranks
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.service import Service
-from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
@@ -30,16 +31,19 @@ class ServedTree(ServedCache):
         service: Service,
         planner: LoadPlanner,
         known: KnownRequests,
-        sights: Sights | None,
+        saves: WriteBack,
         check: IntegrityCheck,
         weights: WeightWatch,
+        ranks: Ranks,
     ) -> None:
         """`cache`: an `ImpressTreeCache`."""
         order = None
         if service.config.schedule != OFF:
             order = QueueOrder(service.config.schedule, self._unread)
-        sweeps = TreeSweeps(cache)
-        super().__init__(service, check, weights, sweeps, sights, cache.page_size, order)
+        # What is locked is not freed, and a rank does not know which of all writes are purged.
+        sweeps = TreeSweeps(cache, None if ranks.alone else saves.give_all_up)
+        sights, page_size = saves.sights, cache.page_size
+        super().__init__(service, check, weights, sweeps, sights, page_size, order, ranks)
         self._cache = cache
         self._planner = planner
         self._known = known

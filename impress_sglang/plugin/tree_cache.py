@@ -44,6 +44,7 @@ from impress_sglang.plugin.served_tree import ServedTree
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.load_planner import LoadPlanner
+from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 
 
@@ -64,6 +65,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         model: Any,
         forward_stream: Any,
         read_identity: Callable[[], str],
+        ranks: Ranks = ALONE,
     ) -> None:
         """Connect the cache to its store; it is SGLang's until a scheduler is attached.
 
@@ -72,6 +74,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             model: whose queries are sampled.
             forward_stream: SGLang's, on which passes run.
             read_identity: returns the model identity; called again after each flush.
+            ranks: with which this one agrees.
         """
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         keys = PoolLayers(pool)(0)[0]
@@ -80,14 +83,17 @@ class ImpressTreeCache(UnifiedRadixCache):
         self._planner = planner = LoadPlanner(service, self.page_size)
         self._provenance = Provenance(len(keys), keys.device)
         sampler = QuerySampler(model)
-        self._saves = WriteBack(self, service, planner, self._provenance, sampler, forward_stream)
-        self._known = KnownRequests(self, service, planner, self._saves.sight)
+        self._ranks = ranks
+        self._saves = WriteBack(
+            self, service, planner, self._provenance, sampler, forward_stream, ranks
+        )
+        self._known = KnownRequests(self, service, planner, self._saves.sight, ranks)
         counts = self._saves.sights is not None
         self._reports = RequestReports(self, service, self._provenance, counts=counts)
-        weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty)
+        weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty, ranks)
         check = IntegrityCheck(service.served, self._check_requests)
         self.impress = ServedTree(
-            self, service, planner, self._known, self._saves.sights, check, weights
+            self, service, planner, self._known, self._saves, check, weights, ranks
         )
         service.describe_pool = self._describe_pool
 
@@ -102,6 +108,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             self._provenance,
             self._reports,
             self._device,
+            self._ranks,
         )
         # SGLang's seams for caches that load while requests queue.
         scheduler.enable_lmcache = True
@@ -251,6 +258,8 @@ class ImpressTreeCache(UnifiedRadixCache):
             self._service.served.poll()
             if self._released:
                 self._forget_ended()
+            saves = self._saves
+            saves.release(self.loads.agree(saves.num_over, saving=saves.pending))
             self.loads.poll()
             self._service.tell_metrics()
 
@@ -327,6 +336,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             store.writes.drain()
             # Other weights may follow, and with them another store.
             self._service.tell_metrics(now=True)
+        self._saves.give_all_up()
         self.loads.drop_all()
         self._provenance.clear()
         self.impress.clear()
@@ -350,6 +360,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         store = self._service.served.opened
         if store is not None:
             store.writes.abandon()
+        self._saves.give_all_up()
 
     def _is_empty(self) -> bool:
         """Whether no KV is left in the pool."""

@@ -11,12 +11,13 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from impress_sglang.blend.plugin.steps import check_blended, rotation_of
 from impress_sglang.codes.rows.basis import Basis
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import ImpressConfig, share_of_rank
 from impress_sglang.options import CODES, EXACTLY, OFF
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import PoolLayers, streams_of
+from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.plugin.torch_native import attend_rectangularly
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
@@ -42,7 +43,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     runner, params = context.tp_worker.model_runner, context.params
     options = resolved_view(context.server_args)
     check_options(config, options)
-    check_layers(runner)
+    ranks = ranks_of(context)
+    check_layers(runner, ranks.size)
     streams = streams_of(runner.token_to_kv_pool, runner.model_config.dtype)
     if streams.no_codes:
         config = config.without_codes(streams.no_codes)
@@ -51,8 +53,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     if config.blend != OFF:
         # Refused here, before the store is opened.
         check_blended(runner.model)
+    config = share_of_rank(config, ranks.size)
     policy = make_policy(config)
-    shape, codec = kv_shape(runner, policy, config.probe_heads), None
+    shape, codec = kv_shape(runner, policy, config.probe_heads, ranks.size), None
     shape = replace(shape, coded=shape.coded and config.kept != EXACTLY, exact=config.kept != CODES)
     if config.basis:
         basis = Basis.load(config.basis_path).keeping(config.code_bits)
@@ -66,7 +69,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         )
 
     def read_identity() -> str:
-        return identity_of(context, shape)
+        return identity_of_rank(ranks, lambda: identity_of(context, shape))
 
     device = PoolLayers(runner.token_to_kv_pool)(0)[0].device
     self_test = None
@@ -87,5 +90,5 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     assert isinstance(cache, ImpressTreeCache)
     if cache.metrics_collector is not None:
         service.metrics = ServingMetrics(cache.metrics_collector.labels)
-    cache.connect(service, runner.model, runner.forward_stream, read_identity)
+    cache.connect(service, runner.model, runner.forward_stream, read_identity, ranks)
     return cache

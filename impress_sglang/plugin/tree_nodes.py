@@ -7,6 +7,7 @@ are freed.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
@@ -58,6 +59,17 @@ def _drop_subtree(cache: UnifiedRadixCache, top: Any) -> None:
 
 class TreeSweeps(Sweeps):
     """Sweeps in all classes of a prefix."""
+
+    def __init__(self, cache: Any, let_go: Callable[[], None] | None = None) -> None:
+        """`let_go` is called before each step, and unlocks what may be freed."""
+        super().__init__(cache)
+        self._let_go = let_go
+
+    def step(self, order: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
+        """See `Sweeps.step`."""
+        if self._let_go is not None:
+            self._let_go()
+        return super().step(order, namespace, prefix)
 
     def _namespace_of(self, node: Any) -> str | None:
         key = node.key

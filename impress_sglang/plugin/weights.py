@@ -18,6 +18,7 @@ from typing import Any
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.request_fields import MESSAGES
+from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.served_store import ServedStore
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class WeightWatch:
         read_identity: Callable[[], str],
         set_aside: Callable[[], None],
         is_empty: Callable[[], bool],
+        ranks: Ranks = ALONE,
     ) -> None:
         """Watch over the store that is served.
 
@@ -45,11 +47,13 @@ class WeightWatch:
             read_identity: returns the model identity of the current weights.
             set_aside: ends passes and writes, and forgets plans.
             is_empty: returns whether no KV is left in the pool.
+            ranks: which all have to be settled; only together they read their identities.
         """
         self._served = served
         self._read_identity = read_identity
         self._set_aside = set_aside
         self._is_empty = is_empty
+        self._ranks = ranks
         self._changing = False
         self._untouched = False
 
@@ -66,9 +70,10 @@ class WeightWatch:
         The store is used again now if no KV is left in the pool, otherwise after the next flush.
         """
         empty = self._is_empty()
+        settled = self._ranks.all(settled)
         self._changing = not settled
         # A message that was refused at once has changed nothing: KVs in the pool are right.
-        if settled and (empty or self._untouched):
+        if settled and (empty or self._ranks.all(self._untouched)):
             self._use_again(empty=empty)
 
     def flushed(self) -> None:

@@ -9,6 +9,7 @@ its last layer had been read.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
+from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
@@ -42,11 +44,17 @@ _REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRI
 
 
 class _Save:
-    """A write of slots, int64 [n], that are locked in the tree until it is over or abandoned."""
+    """A write of slots, int64 [n], that are locked in the tree until it is over or abandoned.
+
+    `over`: whether this rank does not read them any more. A rank that writes nothing has such a
+    lock all the same, as others may write.
+    """
 
     def __init__(self, slots: Tensor, lock: Any) -> None:
         self.slots = slots
+        self.locked = len(slots)
         self.lock = lock
+        self.over = False
         self._abandoned = threading.Event()
 
     def abandon(self) -> None:
@@ -77,8 +85,10 @@ class WriteBack:
         provenance: Provenance,
         sampler: QuerySampler,
         forward_stream: Any,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`forward_stream` is SGLang's, on which passes run."""
+        self._ranks = ranks
         self._cache = cache
         self._service = service
         self._planner = planner
@@ -152,24 +162,27 @@ class WriteBack:
     def offer(self, known: Known, up_to: int) -> None:
         """Offer the first `up_to` tokens of a request, which are computed and in the tree."""
         req = known.req
-        if up_to < len(req.origin_input_ids) or known.refused or is_virtual_node(req.last_node):
+        if up_to < len(req.origin_input_ids) or is_virtual_node(req.last_node):
             return
-        if not self._fits(known, up_to):
+        count = self._most_of(known, up_to)
+        if not self._wants(count):
             return
-        slots = self._cache.path_device_indices(req.last_node)[:up_to]
-        slots = slots[: self._worth_of(known, len(slots))].to(torch.int64)
-        if not self._wants(len(slots)):
-            return
-        queries = self._sampler.take(req.rid)
-        quality, first = self._quality_of(known, slots)
-        if quality is None or first >= len(slots):
-            return
+        slots = self._cache.path_device_indices(req.last_node)[:count].to(torch.int64)
         save = _Save(slots, self._cache.lock(req.last_node))
-        if self._offer(known, save, quality, first, queries):
-            self._saves[save] = None
-            self.writing_tokens += len(slots)
-        else:
-            self._cache.unlock(save.lock)
+        self._saves[save] = None
+        self.writing_tokens += len(slots)
+        if not self._offer(known, save):
+            self._end(save)
+
+    def _most_of(self, known: Known, up_to: int) -> int:
+        """How many of the first tokens of a request some rank may write.
+
+        Where there are several, stores and what they counted may differ, and locks may not.
+        """
+        if self._ranks.alone:
+            return self._worth_of(known, up_to) if self._may_store(known) else 0
+        stored = self._service.policy.stores and store_refusal(known.req) is None
+        return self._planner.whole_pages(up_to) if stored else 0
 
     def end(self, known: Known) -> None:
         """Count the answer of a request that is over: the next prompt may contain it."""
@@ -197,17 +210,43 @@ class WriteBack:
 
     def give_up(self, missing: Callable[[], int]) -> None:
         """Give saves up, the latest first, until nothing is `missing`, which evicts what it can."""
-        store = self._service.served.opened
-        if self._saves and store is not None:
-            store.writes.abandon(lambda: missing() <= 0)
+        for save in reversed(list(self._saves)):
+            if missing() <= 0:
+                return
+            self._drop(save)
+
+    def give_all_up(self) -> None:
+        """Give all saves up."""
+        for save in list(self._saves):
+            self._drop(save)
+
+    @property
+    def num_over(self) -> int:
+        """How many saves are over on this rank, from the first on."""
+        return sum(1 for _ in itertools.takewhile(lambda save: save.over, self._saves))
+
+    @property
+    def pending(self) -> bool:
+        """Whether slots are locked."""
+        return bool(self._saves)
+
+    def release(self, count: int) -> None:
+        """Release the slots of the first saves, which are over on all ranks."""
+        for save in list(itertools.islice(self._saves, count)):
+            self._release(save)
 
     def revoke(self) -> None:
         """Stop reading anything from the pool."""
         self._access.revoke()
 
+    def _may_store(self, known: Known) -> bool:
+        """Whether a request may be stored by this rank."""
+        in_use = self._service.served.in_use and not known.refused
+        return in_use and store_refusal(known.req) is None
+
     def _fits(self, known: Known, num_tokens: int) -> bool:
         """Whether a request may be stored, and is long enough."""
-        if not self._service.served.in_use or store_refusal(known.req) is not None:
+        if not self._may_store(known):
             return False
         return self._worth_of(known, num_tokens) >= self._service.config.min_prefix_tokens
 
@@ -236,10 +275,16 @@ class WriteBack:
         share = own.share if provenance.blended(slots) else 1.0
         return Quality(depth, 1.0, own.bits, share), provenance.loaded_before(slots)
 
-    def _offer(
-        self, known: Known, save: _Save, quality: Quality, first: int, queries: dict[int, Any]
-    ) -> bool:
+    def _offer(self, known: Known, save: _Save) -> bool:
+        """Offer the slots of a save to the store; returns whether it will read them."""
+        if not self._fits(known, len(save.slots)):
+            return False
         req, store = known.req, self._service.store
+        save.slots = save.slots[: self._worth_of(known, len(save.slots))]
+        queries = self._sampler.take(req.rid)
+        quality, first = self._quality_of(known, save.slots)
+        if quality is None or first >= len(save.slots):
+            return False
         layers = PoolLayers(self._cache.token_to_kv_pool_allocator.get_kvcache())
         tokens = as_tokens(req.full_untruncated_fill_ids[: len(save.slots)])
 
@@ -250,7 +295,7 @@ class WriteBack:
         offer = Offer(
             tokens,
             read_layers,
-            on_done=lambda: self._finish(save),
+            on_done=lambda: self._end(save),
             abandon=save.abandon,
             quality=quality,
             available_from=first,
@@ -267,11 +312,22 @@ class WriteBack:
             store.losses.note_tokens(store.namespace(known.namespace), tokens, cause)
         return outcome is StoreOutcome.ACCEPTED
 
-    def _finish(self, save: _Save) -> None:
-        """Release the slots of a save, which are not read any more or were given up."""
-        del self._saves[save]
-        self.writing_tokens -= len(save.slots)
-        self._cache.unlock(save.lock)
+    def _drop(self, save: _Save) -> None:
+        save.abandon()
+        self._release(save)
+
+    def _end(self, save: _Save) -> None:
+        """Note that this rank reads the slots of a save no more, or gave it up."""
+        save.over = True
+        if self._ranks.alone:
+            self._release(save)
+
+    def _release(self, save: _Save) -> None:
+        """Release the slots of a save, unless that was done."""
+        if save in self._saves:
+            del self._saves[save]
+            self.writing_tokens -= save.locked
+            self._cache.unlock(save.lock)
 
 
 def _on_cpu(queries: Any) -> Any:

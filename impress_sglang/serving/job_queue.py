@@ -18,17 +18,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
+from impress_sglang.serving.load_jobs import JobState, LoadJob
 
 # So many requests at the head of the queue are looked at.
 WINDOW = 32
 # A request that waits for room is passed by others for this long if it is not known how long it
 # takes itself, in seconds.
 PATIENCE = 1.0
+# How often somebody who waits for the loader looks, in seconds.
+LOOK_SECONDS = 0.01
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -98,13 +102,26 @@ class SlotPool(Protocol):
         """End a hold."""
 
 
+class Loader(Protocol):
+    """Carries out jobs (`JobLoader`), perhaps on several ranks (`ranks.AgreedLoader`)."""
+
+    wake: threading.Event
+    """Set when a job may have ended."""
+
+    def begin(self, job: LoadJob) -> None:
+        """See `JobLoader.begin`."""
+
+    def take_ended(self) -> Iterator[LoadJob]:
+        """See `JobLoader.take_ended`."""
+
+
 class JobQueue:
     """The jobs of one scheduler, and the requests that wait for them."""
 
     def __init__(
         self,
         pool: SlotPool,
-        loader: JobLoader,
+        loader: Loader,
         note_end: Callable[[LoadJob], None],
         replan: Callable[[Waiter, LoadJob], None],
         least: int,
@@ -233,12 +250,14 @@ class JobQueue:
             self.leave(waiter.rid)
 
     def wait_for_loader(self, seconds: float) -> bool:
-        """Wait for the jobs that were dropped; returns whether the loader has let go in time."""
-        deadline = self._clock() + seconds
-        while self.jobs and self._clock() < deadline:
-            self._loader.wake.wait(0.01)
+        """Wait until the loader lets go of all jobs, which were dropped; False if not in time."""
+        for _ in range(math.ceil(seconds / LOOK_SECONDS)):
+            if all(job.done.is_set() for job in self.jobs):
+                break
+            self._loader.wake.wait(LOOK_SECONDS)
             self.settle()
-        return not self.jobs
+        self.settle()
+        return all(job.done.is_set() for job in self.jobs)
 
     def _grant(self, queue: Iterable[str]) -> None:
         room = budget = self._pool.room()

@@ -51,6 +51,8 @@ _SEGMENT = re.compile(
 _LONGEST_MARKER = 4096
 _LONGEST_KEPT = 1 << 30
 _KEY_BYTES = 32
+MODEL_DIGITS = 28
+"""Digits of the name of a rank's store that name the model; the others are the rank."""
 
 
 class StoreDirectory:
@@ -198,6 +200,11 @@ class StoreDirectory:
         self.put(MARKER, json.dumps(fields).encode())
 
 
+def same_model(one: Path, other: Path) -> bool:
+    """Whether two folders are the stores of ranks of one model, which share the quota."""
+    return one.name[:MODEL_DIGITS] == other.name[:MODEL_DIGITS]
+
+
 def is_identity(name: str) -> bool:
     """Whether a folder of this name may be a store."""
     return _IDENTITY.fullmatch(name) is not None
@@ -249,7 +256,7 @@ def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
 
 
 def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
-    """Stores beside this one, and the bytes of their segments, including those in quarantine; the
+    """Stores of other models, and the bytes of their segments, including those in quarantine; the
     first to be removed come last.
 
     Stores of this format come first, the latest before others, and then those of older formats. The
@@ -259,7 +266,7 @@ def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
     for name in files.list(own.parent):
         path = own.parent / name
         with contextlib.suppress(OSError):
-            if path != own and is_store(files, path):
+            if not same_model(path, own) and is_store(files, path):
                 older = format_of(files, path) < FORMAT_VERSION
                 found.append((not older, files.stat(path).st_mtime_ns, path))
     found.sort(reverse=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import xxhash
 from torch import Tensor
 
+from impress_sglang.storage.directory import MODEL_DIGITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import FORMAT_VERSION
 
@@ -55,6 +56,17 @@ def model_identity(
     }
     text = json.dumps(fields, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def rank_identity(identities: Sequence[str], rank: int) -> str:
+    """Name of the store of one rank, 32 hex digits, from the identities of all ranks in order.
+
+    All but the last four digits are those of the other ranks' stores (`same_model`).
+    """
+    if len(identities) == 1:
+        return identities[0]
+    model = hashlib.blake2b("".join(identities).encode(), digest_size=MODEL_DIGITS // 2)
+    return f"{model.hexdigest()}{rank:04x}"
 
 
 def _fingerprint(tensor: Tensor) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
-from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
+from impress_sglang.serving.job_queue import JobQueue, Loader, Waiter, overlapping
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.unit.job_world import LAYERS, Hold, Path, Pool, StepLoader, Tree, check_queue, new_job
 from tests.unit.waiting import Clock
@@ -125,9 +126,10 @@ class SGLangModel:
         self.polls = 0
         self.count = 0
         self.pool = self.pool_class(self)
-        self.jobs = self.queue_class(
-            self.pool, self.loader, self._note_end, self._after_job, LEAST, self.clock
-        )
+        self.jobs = self.make_jobs(self.loader, self.clock)
+
+    def make_jobs(self, loader: Loader, clock: Callable[[], float]) -> JobQueue:
+        return self.queue_class(self.pool, loader, self._note_end, self._after_job, LEAST, clock)
 
     def _tick(self) -> None:
         self.clock.now += STEP_SECONDS
@@ -470,6 +472,7 @@ class SGLangModel:
         assert all(path[:-1] in tree.nodes for path in tree.nodes if len(path) > 1)
 
         holds = [own.lock for own in self.requests.values() if own.lock is not None]
+        holds += self.other_holds()
         holds += [waiter.hold for waiter in jobs.waiters.values() if waiter.hold is not None]
         holds += [job.hold for job in jobs.jobs if job.early or job.slots is not None]
         if self.lazy:
@@ -479,6 +482,10 @@ class SGLangModel:
         for rid in jobs.waiters:
             assert self.requests[rid].state is State.QUEUED, "nobody else waits"
         self._check_promises()
+
+    def other_holds(self) -> list[Hold]:
+        """Locks that are neither of requests nor of jobs."""
+        return []
 
     def _check_promises(self) -> None:
         if self.ratio == 1.0 and self.strict:

@@ -1,0 +1,51 @@
+"""The ranks of a model, over the group of processes that SGLang gives its tree caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.serving.ranks import ALONE, Ranks
+from impress_sglang.store.identity import rank_identity
+
+
+def ranks_of(context: Any) -> Ranks:
+    """The ranks of SGLang's `TreeCacheBuildContext`."""
+    size, group = context.tp_size, context.params.tp_cache_group
+    if size == 1:
+        return ALONE
+
+    def least(numbers: Sequence[int]) -> Sequence[int]:
+        votes = torch.tensor(numbers, dtype=torch.int64)
+        distributed.all_reduce(votes, op=distributed.ReduceOp.MIN, group=group)
+        agreed: list[int] = votes.tolist()
+        return agreed
+
+    def gather(text: str) -> Sequence[str]:
+        texts = [""] * size
+        distributed.all_gather_object(texts, text, group=group)
+        return texts
+
+    return Ranks(context.tp_rank, size, least, gather)
+
+
+def identity_of_rank(ranks: Ranks, read: Callable[[], str]) -> str:
+    """The name of the store of this rank, from what each of them reads of its weights.
+
+    Raises:
+        UnsupportedError: another rank could not read them.
+    """
+    try:
+        own, failure = read(), None
+    except Exception as error:
+        own, failure = "", error
+    identities = ranks.gather(own)
+    if failure is not None:
+        raise failure
+    if not all(identities):
+        raise UnsupportedError("the weights of another rank have no identity")
+    return rank_identity(identities, ranks.rank)

@@ -1,0 +1,277 @@
+"""Several ranks of a model, each a model of SGLang with a store of its own, in lock step.
+
+Each runs on a thread, as its collectives wait for the others. Ranks hear of the same requests; what
+their drives, stores, threads, clocks and costs say is their own. `Lockstep.check` compares all that
+SGLang's next pass depends on.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from impress_sglang.serving.job_queue import JobQueue, Loader, overlapping
+from impress_sglang.serving.load_jobs import JobState, LoadJob
+from impress_sglang.serving.ranks import Agreement, Ranks, Wish
+from tests.unit.job_world import Hold, Path, new_job
+from tests.unit.sglang_model import LEAST, MOST_TRIES, Request, SGLangModel
+
+
+class Diverged(AssertionError):
+    """Ranks do not do the same any more; with SGLang, they would end or wait for ever."""
+
+
+class Reduction:
+    """The least of each number over all ranks, which must all ask for it or end their step."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self._votes: list[Sequence[int]] = []
+        self._ended = 0
+        self._result: list[int] = []
+        self._round = 0
+        self.count = 0
+
+    def least(self, numbers: Sequence[int]) -> Sequence[int]:
+        with self._changed:
+            mine = self._round
+            self._votes.append(list(numbers))
+            self._changed.notify_all()
+            if len(self._votes) == self._size:
+                if len({len(own) for own in self._votes}) > 1:
+                    raise Diverged("reductions differ in length")
+                self._result = [min(own) for own in zip(*self._votes, strict=True)]
+                self._votes, self._round, self.count = [], self._round + 1, self.count + 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._round > mine or self._ended)
+            if self._round == mine:
+                raise Diverged("a rank waits for others that have gone on")
+            return self._result
+
+    def end(self) -> None:
+        """A rank has ended its step."""
+        with self._changed:
+            self._ended += 1
+            self._changed.notify_all()
+
+    def begin(self) -> None:
+        """All begin a step."""
+        self._ended, self._votes = 0, []
+
+
+class Save:
+    """Slots of a path that are locked until no rank writes them."""
+
+    def __init__(self, path: Path, hold: Hold, steps: int) -> None:
+        self.path = path
+        self.hold = hold
+        self.steps = steps
+
+
+class RankModel(SGLangModel):
+    agreement_class: type[Agreement] = Agreement
+    ranks: Ranks
+    size: int
+    rng: random.Random
+
+    def make_jobs(self, loader: Loader, clock: Callable[[], float]) -> JobQueue:
+        self.agreement = self.agreement_class(self.ranks, loader, clock)
+        self.planned: dict[str, Wish] = {}
+        self.saves: list[Save] = []
+        self.loaded = 0
+        return super().make_jobs(self.agreement.jobs, self.agreement.now)
+
+    # What the tree cache does, as `plugin.prefix_loads` and `plugin.write_back` do.
+
+    def plan(self, own: Request) -> None:
+        own.planned = True
+        resident = len(self.tree.match(own.tokens[:-1]))
+        if own.waiter.tries >= MOST_TRIES or len(own.tokens) - 1 - resident < LEAST:
+            return
+        stop, patience = self._stored(own.tokens[:-1]), self.rng.choice([None, 0.0, 3.0])
+        loads = self.rng.random() < 0.9
+        self.planned[own.rid] = Wish(stop, loads, patience) if stop else Wish()
+
+    def drop_all(self) -> None:
+        """Before other weights; each waits for its own loader."""
+        for own in self.requests.values():
+            own.planned = False
+        self.planned.clear()
+        self.jobs.drop_all()
+        self.jobs.wait_for_loader(0.02)
+
+    def _note_end(self, job: LoadJob) -> None:
+        self.loaded += job.state is JobState.LOADED
+        super()._note_end(job)
+
+    def _agree(self) -> None:
+        if not (self.planned or self.jobs.active or self.saves):
+            return
+        slow = {job for job in self.jobs.loading if self.rng.random() < 0.02}
+        saves = next((n for n, own in enumerate(self.saves) if own.steps > 0), len(self.saves))
+        agreed = self.agreement.agree(self.planned, slow, saves)
+        for save in self.saves[: agreed.saves]:
+            self.tree.unlock(save.hold)
+        del self.saves[: agreed.saves]
+        for job in agreed.slow:
+            if job.slots is not None:
+                for rid in job.waiters:
+                    self.requests[rid].waiter.tries = MOST_TRIES
+                self.jobs.give_up(job)
+        for rid, wish in agreed.wishes.items():
+            del self.planned[rid]
+            self._begin(self.requests[rid], wish)
+
+    def _begin(self, own: Request, wish: Wish) -> None:
+        resident = len(self.tree.match(own.tokens[:-1]))
+        if wish.stop - resident < LEAST or not wish.loads:
+            return
+        own.waiter.patience = wish.patience
+        job = new_job(own.tokens[: wish.stop], resident)
+        self.jobs.join(own.waiter, overlapping(self.jobs.jobs, job, LEAST) or job)
+
+    def _poll(self) -> None:
+        self._write()
+        self._agree()
+        super()._poll()
+
+    def _may_start(self, own: Request) -> bool:
+        return super()._may_start(own) and own.rid not in self.planned
+
+    def _release(self, request: Request) -> None:
+        self.planned.pop(request.rid, None)
+        super()._release(request)
+
+    # Writes.
+
+    def _generate(self, own: Request) -> None:
+        if not own.output and own.lock is not None:
+            path = own.lock.path
+            known = path in self.stored
+            steps = 0 if known else self.rng.randrange(1, 9)
+            self.saves.append(Save(path, self.tree.lock(path), steps))
+        super()._generate(own)
+
+    def _write(self) -> None:
+        for save in self.saves:
+            if save.steps:
+                save.steps -= 1
+                if not save.steps and self.rng.random() < 0.9:
+                    self.stored.add(save.path)
+                break
+
+    def _allocate(self, count: int) -> list[int] | None:
+        self.tree.evict(count - len(self.tree.free))
+        while len(self.tree.free) < count and self.saves:
+            self.tree.unlock(self.saves.pop().hold)
+            self.tree.evict(count - len(self.tree.free))
+        return super()._allocate(count)
+
+    @property
+    def available(self) -> int:
+        """What only saves have locked counts as room."""
+        return len(self.tree.free) + self.tree.evictable + self._locked_for_writes()
+
+    def _locked_for_writes(self) -> int:
+        before = self.tree.evictable
+        for save in self.saves:
+            self.tree.unlock(save.hold)
+        after = self.tree.evictable
+        for save in self.saves:
+            save.hold = self.tree.lock(save.path)
+        return after - before
+
+    def other_holds(self) -> list[Hold]:
+        return [save.hold for save in self.saves]
+
+    def local(self) -> None:
+        """What happens on this rank alone, between two steps of the scheduler."""
+        self.clock.now += self.rng.choice([0.0, 0.0, 0.1, 2.0])
+        self.loader.stalls = self.rng.random() < 0.2
+        self.loader.run(self.rng.randrange(4))
+        if self.stored and self.rng.random() < 0.05:
+            self.loader.corrupt.add(self.rng.choice(sorted(self.stored)))
+        if self.stored and self.rng.random() < 0.05:
+            self.stored.discard(self.rng.choice(sorted(self.stored)))
+        if self.rng.random() < 0.02:
+            self.loader.corrupt.clear()
+
+    def digest(self) -> Any:
+        """All that what SGLang does next depends on."""
+
+        def job_of(job: LoadJob | None) -> Any:
+            if job is None:
+                return None
+            slots = None if job.slots is None else job.slots.tolist()
+            return job.tokens.tolist(), job.start, slots, job.revoked, sorted(job.waiters)
+
+        nodes = {path: (own.slot, own.locks, own.used) for path, own in self.tree.nodes.items()}
+        waiters = {
+            rid: (job_of(own.job), None if own.hold is None else own.hold.path, own.tries)
+            for rid, own in self.jobs.waiters.items()
+        }
+        requests = [
+            (own.rid, own.state, own.output, own.slots, own.lock and own.lock.path, own.planned)
+            for own in self.requests.values()
+        ]
+        return (
+            nodes,
+            self.tree.free,
+            [own.rid for own in self.queue],
+            [own.rid for own in self.running],
+            self.chunked and self.chunked.rid,
+            requests,
+            waiters,
+            [job_of(job) for job in self.jobs.jobs],
+            list(self.planned),
+            [save.path for save in self.saves],
+        )
+
+
+class Lockstep:
+    """Ranks that are told the same."""
+
+    def __init__(self, size: int, seed: int, agreement: type[Agreement] = Agreement) -> None:
+        self.rng = random.Random(seed)
+        self.reduction = Reduction(size)
+        self._pool = ThreadPoolExecutor(size)
+        self.models: list[RankModel] = []
+        ratio = self.rng.choice([1.0, 0.3])
+        for rank in range(size):
+            own = {
+                "ranks": Ranks(rank, size, self.reduction.least),
+                "rng": random.Random(1000 * seed + rank),
+                "agreement_class": agreement,
+            }
+            self.models.append(type("Rank", (RankModel,), own)(ratio))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def all(self, act: Callable[[RankModel], object]) -> None:
+        """Let all ranks do the same at the same time, and compare what came of it."""
+
+        def run(model: RankModel) -> None:
+            try:
+                act(model)
+            finally:
+                self.reduction.end()
+
+        self.reduction.begin()
+        before = self.reduction.count
+        futures: list[Future[None]] = [self._pool.submit(run, model) for model in self.models]
+        failures = [failure for own in futures if (failure := own.exception()) is not None]
+        if failures:
+            raise failures[0]
+        assert self.reduction.count - before <= 1, "one reduction a pass"
+        self.check()
+
+    def check(self) -> None:
+        first, *others = [model.digest() for model in self.models]
+        for other in others:
+            if other != first:
+                raise Diverged("ranks differ in what they do next")

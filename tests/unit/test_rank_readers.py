@@ -1,0 +1,128 @@
+"""Every place in the scheduler's path that reads what ranks may see differently, and why it may.
+
+Slots, tree and queue of SGLang must be the same on all ranks of a model (`serving.ranks`). A new
+reader of a clock, a store's state, a thread's progress or a random number fails this test, until
+somebody has thought about what follows from it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import impress_sglang
+
+PACKAGE = Path(impress_sglang.__file__).parent
+MODULES = sorted(path for unit in ("plugin", "serving") for path in (PACKAGE / unit).glob("*.py"))
+CLOCKS = {"time", "uuid", "random", "secrets"}
+# What a store or a thread says: attributes, called or not.
+LOCAL = {
+    *("in_use", "opened", "suspended", "aside", "store", "is_set", "done", "is_alive"),
+    *("estimator", "forecast", "health", "writes", "error", "seconds_left"),
+}
+
+# Modules of which nothing reaches slots, tree or queue but by the functions below.
+OUTSIDE = {
+    "plugin.late_start": "never with several ranks: its passes might fail on one",
+    "plugin.page": "only shows",
+    "plugin.self_test": "before the first request",
+    "serving.load_jobs": "the loader's thread: all ranks vote on the end of its jobs",
+    "serving.metrics": "only tells",
+    "serving.recent": "only tells",
+    "serving.scheduling": "refused with several ranks",
+    "serving.served_store": "its state is read by the functions below",
+    "serving.service": "hands the store out to the functions below",
+    "serving.why": "only tells",
+}
+READERS: dict[str, tuple[str, ...]] = {
+    "it is what a rank votes, or the vote": (
+        "plugin.prefix_loads.PrefixLoads.__init__",
+        "plugin.prefix_loads.PrefixLoads._look",
+        "plugin.prefix_loads.PrefixLoads._slow",
+        "serving.load_planner.LoadPlanner._estimate",
+        "serving.load_planner.LoadPlanner.looks_for",
+        "serving.load_planner.LoadPlanner.match",
+        "serving.load_planner.LoadPlanner.plan",
+        "serving.ranks.AgreedLoader.ended",
+        "serving.ranks.AgreedLoader.whole",
+        "serving.ranks.Agreement.__init__",
+        "serving.ranks.Agreement.now",
+        "serving.ranks.Agreement.vote",
+    ),
+    "its clock is that of the vote": (
+        "serving.job_queue.JobQueue.__init__",
+        "serving.job_queue.JobQueue._has_waited",
+    ),
+    "all ranks do the same, and each tells its own store of it": (
+        "plugin.prefix_loads.PrefixLoads._begin",
+        "plugin.prefix_loads.PrefixLoads._job",
+        "plugin.prefix_loads.PrefixLoads._note_end",
+    ),
+    "it decides what this rank writes; locks are the same on all, until none writes": (
+        "plugin.write_back.WriteBack._may_store",
+        "plugin.write_back.WriteBack._offer",
+        "plugin.write_back.WriteBack._worth_elsewhere",
+        "plugin.write_back.WriteBack.expect",
+        "plugin.write_back.WriteBack.sight",
+        "plugin.write_back._Save.guarded",
+    ),
+    "it waits, and then all ranks are alike": (
+        "plugin.prefix_loads.PrefixLoads.end_pass",
+        "plugin.tree_cache.ImpressTreeCache._set_aside",
+        "plugin.tree_cache.ImpressTreeCache.reset",
+        "serving.job_queue.JobQueue.wait_for_loader",
+    ),
+    "ranks agree before or after it, within the message": (
+        "plugin.checking.IntegrityCheck._all",
+        "plugin.checking.IntegrityCheck.step",
+        "plugin.admin._store",
+        "plugin.weights.WeightWatch._suspend",
+        "plugin.weights.WeightWatch.begin",
+    ),
+    "it is only told": (
+        "plugin.prefix_loads.PrefixLoads._after_job",
+        "plugin.request_reports.RequestReports.count",
+    ),
+    "it never happens with several ranks": (
+        "plugin.prefix_loads.PrefixLoads.note_state",
+        "serving.load_planner.LoadPlanner.choose",
+    ),
+    "it is no state of a store: requests that use a prefix": (
+        "plugin.prefix_loads.PrefixLoads._raise_bits",
+    ),
+    "it is in the process of the HTTP server": ("plugin.routes.carry_out",),
+}
+
+
+def readers() -> Iterator[str]:
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        name = f"{path.parent.name}.{path.stem}"
+        if name in OUTSIDE:
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                for own in node.body:
+                    if isinstance(own, ast.FunctionDef) and _reads(own):
+                        yield f"{name}.{node.name}.{own.name}"
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _reads(node):
+                yield f"{name}.{node.name}"
+
+
+def _reads(function: ast.AST) -> bool:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            of_clock = isinstance(node.value, ast.Name) and node.value.id in CLOCKS
+            if of_clock or node.attr in LOCAL or node.attr in ("_clock", "_now"):
+                return True
+    return False
+
+
+def test_every_reader_is_known() -> None:
+    known = [name for names in READERS.values() for name in names]
+    assert sorted(readers()) == sorted(known)
+
+
+def test_modules_outside_exist() -> None:
+    assert OUTSIDE.keys() <= {f"{path.parent.name}.{path.stem}" for path in MODULES}

@@ -1,0 +1,219 @@
+"""Ranks of a model do the same, whatever their drives, stores, threads and clocks say.
+
+Random histories of the real job queue and the real vote, on models of SGLang in lock step. That
+this would be noticed is shown by votes in which one thing is not agreed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from impress_sglang.config import ImpressConfig, share_of_rank
+from impress_sglang.serving.ranks import ANY, MOST_JOBS, MOST_WISHES, Agreement, Ranks, Vote, Wish
+from impress_sglang.storage.directory import is_identity, same_model
+from impress_sglang.store.identity import rank_identity
+from tests.unit.job_world import StepLoader, Tree
+from tests.unit.ranks_model import Lockstep
+from tests.unit.sglang_model import NUM_SLOTS
+
+# Steps of one history; `--rank-steps` sets how many there are in all.
+HISTORY = 250
+
+
+class Traffic:
+    """Requests that begin alike, aborts, and new orders of the queue."""
+
+    def __init__(self, ranks: Lockstep) -> None:
+        self.ranks = ranks
+        self.rng = ranks.rng
+        self._tails = 1000
+
+    def step(self) -> None:
+        first, rng = self.ranks.models[0], self.rng
+        if len(first.requests) < 10 and rng.random() < 0.5:
+            self._ask()
+        if first.requests and rng.random() < 0.05:
+            rid = rng.choice(sorted(first.requests))
+            self.ranks.all(lambda own: own.abort(own.requests[rid]))
+        if len(first.queue) > 1 and rng.random() < 0.1:
+            order = [own.rid for own in first.queue]
+            rng.shuffle(order)
+            self.ranks.all(lambda own: own.queue.sort(key=lambda asked: order.index(asked.rid)))
+        if first.jobs.jobs and rng.random() < 0.02:
+            self.ranks.all(lambda own: own.drop_all())
+        for model in self.ranks.models:
+            model.local()
+        self.ranks.all(lambda own: own.step())
+
+    def _ask(self) -> None:
+        length, most = self.rng.randrange(4, 16), self.rng.randrange(1, 9)
+        most = min(most, NUM_SLOTS - 2 - length)
+        shared = self.rng.randrange(length + 1)
+        family, self._tails = self.rng.randrange(3), self._tails + 100
+        common = [100 * family + position for position in range(shared)]
+        prompt = (*common, *range(self._tails, self._tails + length - shared))
+        stops, patience = self.rng.randrange(1, most + 1), None
+        for model in self.ranks.models:
+            if self.rng.random() < 0.7:
+                model.stored.add(prompt[: self.rng.randrange(1, length + 1)])
+        self.ranks.all(lambda own: own.ask(prompt, most, stops, patience))
+
+
+def run(size: int, seed: int, agreement: type[Agreement] = Agreement) -> Lockstep:
+    ranks = Lockstep(size, seed, agreement)
+    try:
+        traffic = Traffic(ranks)
+        for _ in range(HISTORY):
+            traffic.step()
+        for model in ranks.models:
+            model.loader.corrupt.clear()
+        for _ in range(HISTORY):
+            first = ranks.models[0]
+            if not (first.requests or first.jobs or first.saves):
+                break
+            for model in ranks.models:
+                model.loader.stalls = False
+                model.loader.run(3)
+                model.clock.now += 1.0
+            ranks.all(lambda own: own.step())
+        assert not first.requests, "a request waits for ever"
+        assert not first.saves and not first.jobs
+    finally:
+        ranks.close()
+    return ranks
+
+
+def test_they_do_the_same(request: pytest.FixtureRequest) -> None:
+    steps = request.config.getoption("--rank-steps")
+    reductions = loads = 0
+    for seed in range(max(steps // HISTORY, 1)):
+        ranks = run(2 + seed % 2, seed)
+        reductions += ranks.reduction.count
+        loads += sum(model.loaded for model in ranks.models)
+    assert reductions and loads
+
+
+def _own(kind: str) -> type[Agreement]:
+    """A vote in which a rank goes by what it said itself."""
+
+    class Own(Agreement):
+        def vote(self, own: Vote) -> Vote:
+            agreed = super().vote(own)
+            if kind in ("ended", "whole", "worth", "saves"):
+                return dataclasses.replace(agreed, **{kind: getattr(own, kind)})
+            wishes = [
+                dataclasses.replace(all_wish, **{kind: getattr(wish, kind)})
+                for all_wish, wish in zip(agreed.wishes, own.wishes, strict=True)
+            ]
+            return dataclasses.replace(agreed, wishes=wishes)
+
+    class OwnTime(Agreement):
+        def now(self) -> float:
+            return self._clock()
+
+    return OwnTime if kind == "time" else Own
+
+
+@pytest.mark.parametrize(
+    "kind", ["stop", "loads", "patience", "ended", "whole", "worth", "saves", "time"]
+)
+def test_each_thing_must_be_agreed_on(kind: str) -> None:
+    with pytest.raises(AssertionError):
+        for seed in range(40):
+            run(2, seed, _own(kind))
+
+
+def vote(**said: Any) -> Vote:
+    nothing: dict[str, Any] = {"wishes": [], "ended": [], "whole": [], "worth": [], "saves": 0}
+    return Vote(**{**nothing, **said})
+
+
+def agreement(rank: int, others: Sequence[Sequence[int]], now: float = 5.0) -> Agreement:
+    """Of a rank, whose votes are added to those of others."""
+    heard: Any = others
+
+    def least(numbers: Sequence[int]) -> Sequence[int]:
+        heard.append(list(numbers))
+        return [min(own) for own in zip(*heard, strict=True)]
+
+    loader: Any = StepLoader(Tree(4))
+    return Agreement(Ranks(rank, 2, least), loader, lambda: now)
+
+
+class TestVote:
+    def test_rank_0_decides_and_the_least_counts(self) -> None:
+        heard: list[list[int]] = []
+        first = agreement(0, heard)
+        mine = vote(
+            wishes=[Wish(700, loads=True, patience=2.5), Wish(300, loads=False)],
+            ended=[True, True, False],
+            whole=[True, True, True],
+            worth=[True, True, True],
+            saves=3,
+        )
+        assert first.vote(mine) == mine and first.now() == 5.0
+        second = agreement(1, heard, now=1.0)
+        theirs = vote(
+            wishes=[Wish(600, loads=False, patience=0.1), Wish(400, loads=True, patience=9.0)],
+            ended=[True, False, False],
+            whole=[False, True, True],
+            worth=[True, True, False],
+            saves=2,
+        )
+        assert second.vote(theirs) == vote(
+            wishes=[Wish(600, loads=True, patience=2.5), Wish(300, loads=False)],
+            ended=[True, False, False],
+            whole=[False, True, True],
+            worth=[True, True, False],
+            saves=2,
+        )
+        assert second.now() == 5.0
+        assert len(heard[0]) == len(heard[1])
+
+    def test_it_has_one_length_and_takes_the_first(self) -> None:
+        heard: list[list[int]] = []
+        many = vote(
+            wishes=[Wish(number) for number in range(MOST_WISHES + 5)],
+            ended=[True] * (MOST_JOBS + 5),
+            whole=[True] * (MOST_JOBS + 5),
+            worth=[True] * (MOST_JOBS + 5),
+        )
+        agreed = agreement(0, heard).vote(many)
+        assert len(agreed.wishes) == MOST_WISHES and len(agreed.ended) == MOST_JOBS
+        nothing: list[list[int]] = []
+        assert agreement(1, nothing).vote(vote()) == dataclasses.replace(vote())
+        assert len(nothing[0]) == len(heard[0]) and nothing[0][0] == ANY
+
+
+class TestRanks:
+    def test_one_alone_asks_nobody(self) -> None:
+        def ask(_: Sequence[int]) -> Sequence[int]:
+            raise AssertionError
+
+        alone = Ranks(least=ask)
+        assert alone.alone and alone.all(True) and not alone.any(False)
+
+    @pytest.mark.parametrize("other", [False, True])
+    def test_all_and_any(self, other: bool) -> None:
+        ranks = Ranks(0, 2, lambda numbers: [min(numbers[0], other)])
+        assert ranks.all(True) == other and not ranks.all(False)
+        ranks = Ranks(0, 2, lambda numbers: [min(numbers[0], not other)])
+        assert ranks.any(False) == other and ranks.any(True)
+
+
+def test_ranks_of_a_model_know_their_stores(tmp_path: Any) -> None:
+    names = [rank_identity(["a", "b"], rank) for rank in range(2)]
+    assert all(is_identity(name) for name in names)
+    assert same_model(tmp_path / names[0], tmp_path / names[1]) and names[0] != names[1]
+    assert not same_model(tmp_path / names[0], tmp_path / rank_identity(["a", "c"], 1))
+    assert rank_identity(["a"], 0) == "a"
+
+
+def test_ranks_share_the_quota() -> None:
+    own = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0, device_gb=1.0), 2)
+    assert (own.ssd_gb, own.host_gb, own.device_gb) == (1.5, 1.0, 1.0)
+    assert share_of_rank(ImpressConfig(), 1) == ImpressConfig()
