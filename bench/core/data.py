@@ -67,36 +67,29 @@ def fitting_shots(shots: Iterable[Question], tokenize: Tokenize, room: int) -> l
     raise BenchFailed(f"too few rows: {room} tokens of a prefix are left")
 
 
-def read_piqa(row: Row) -> Question:
-    """Two solutions of a goal."""
-    options = (row["sol1"].strip(), row["sol2"].strip())
-    return Question(f"Question: {row['goal']}\nAnswer:", options, row["label"])
+def _copa(row: Row) -> Question:
+    """Two causes or effects; the question is the sentence up to the conjunction."""
+    because = {"cause": "because", "effect": "therefore"}[row["question"]]
+    options = (row["choice1"], row["choice2"])
+    lowered = tuple(option[0].lower() + option[1:] for option in options)
+    return Question(f"{row['premise'].strip().rstrip('.')} {because}", lowered, row["label"])
 
 
-def read_rte(row: Row) -> Question:
+def _rte(row: Row) -> Question:
     """Whether the hypothesis follows from the premise."""
     text = f"{row['premise']}\nQuestion: {row['hypothesis']} True or False?\nAnswer:"
     return Question(text, ("True", "False"), int(row["label"] != "entailment"))
 
 
-def read_copa(row: Row) -> Question:
-    """Two causes or effects; the question is the sentence up to the conjunction."""
-    because = {"cause": "because", "effect": "therefore"}[row["question"]]
-    options = [row["choice1"], row["choice2"]]
-    lowered = tuple(option[0].lower() + option[1:] for option in options)
-    return Question(f"{row['premise'].strip().rstrip('.')} {because}", lowered, row["label"])
-
-
-def read_openbookqa(row: Row) -> Question:
-    """Four answers to a question."""
-    return Question(f"Question: {row['question']}\nAnswer:", tuple(row["choices"]), row["label"])
+def _asked(question: str, options: Iterable[str], gold: int) -> Question:
+    return Question(f"Question: {question}\nAnswer:", tuple(options), gold)
 
 
 READERS: dict[str, Callable[[Row], Question]] = {
-    "piqa": read_piqa,
-    "rte": read_rte,
-    "copa": read_copa,
-    "openbookqa": read_openbookqa,
+    "piqa": lambda r: _asked(r["goal"], (r["sol1"].strip(), r["sol2"].strip()), r["label"]),
+    "rte": _rte,
+    "copa": _copa,
+    "openbookqa": lambda r: _asked(r["question"], r["choices"], r["label"]),
 }
 
 

@@ -51,7 +51,7 @@ class Step(NamedTuple):
     Attributes:
         quick: None: it is left out.
         least: minutes below which it is not worth beginning.
-        needs: a package, or `cuda`; empty: nothing.
+        needs: a package beside a GPU, or `cuda` for that alone; empty: nothing.
     """
 
     name: str
@@ -71,8 +71,10 @@ class Step(NamedTuple):
         """Why it is left out; empty if it is not."""
         if quick and self.quick is None:
             return "not with --quick"
-        if self.needs and not (CUDA and (self.needs == "cuda" or find_spec(self.needs))):
+        if self.needs not in ("", "cuda") and find_spec(self.needs) is None:
             return f"no {self.needs}"
+        if self.needs and not CUDA:
+            return "no GPU"
         return "no time left" if minutes < (0 if quick else self.least) else ""
 
 

@@ -111,6 +111,19 @@ class Watch:
         torch.cuda.synchronize()
         return seconds / self._repeat * 1e6
 
+    def measured(
+        self, name: str, work: Callable[[], Any], num_bytes: int, card: dict[str, float]
+    ) -> dict[str, float]:
+        """Its times, and how fast it moves so many bytes, beside the card's own memory."""
+        microseconds = self.microseconds(work)
+        gbps = num_bytes / microseconds / 1e3
+        return {
+            f"{name}us": round(microseconds, 1),
+            f"{name}host_us": round(self.host_microseconds(work), 1),
+            f"{name}gbps": round(gbps, 2),
+            f"{name}share_of_card": round(gbps / card["memory_gbps"], 3),
+        }
+
 
 def _measure_card(watch: Watch) -> dict[str, float]:
     """GB/s of reading device memory, and of a plain copy from pinned host memory."""
@@ -166,20 +179,11 @@ def _codes(args: argparse.Namespace, watch: Watch, card: dict[str, float]) -> di
     # Raised elements are read and written; ranges count where the base is read.
     kv_bytes = 2 * m * heads * dim * element_bytes
     raised_bytes = 2 * len(units) * layout.unit_tokens * 2 * dim * element_bytes
-    figures: dict[str, Any] = {
+    return {
         "shape": {"m": m, "kv_heads": heads, "dim": dim, "units": len(units)},
+        **watch.measured("restoring_", restore, base.numel() + kv_bytes, card),
+        **watch.measured("raising_", raise_units, contents.numel() + raised_bytes, card),
     }
-    for name, run, num_bytes in (
-        ("restoring", restore, base.numel() + kv_bytes),
-        ("raising", raise_units, contents.numel() + raised_bytes),
-    ):
-        microseconds = watch.microseconds(run)
-        gbps = num_bytes / microseconds / 1e3
-        figures[f"{name}_us"] = round(microseconds, 1)
-        figures[f"{name}_host_us"] = round(watch.host_microseconds(run), 1)
-        figures[f"{name}_gbps"] = round(gbps, 2)
-        figures[f"{name}_share_of_card"] = round(gbps / card["memory_gbps"], 3)
-    return figures
 
 
 def by_a_basis(
@@ -220,21 +224,15 @@ def by_a_basis(
     torch.testing.assert_close(restore()[:few].cpu(), wanted, rtol=0, atol=slack)
     matrix = product_matrix(own).to(device, torch.bfloat16)
     factors = torch.randn(m, len(matrix)).to(device, torch.bfloat16)
-    microseconds, product = (
-        watch.microseconds(restore),
-        watch.microseconds(lambda: factors @ matrix),
-    )
+    product = watch.microseconds(lambda: factors @ matrix)
     # Components are written and read between the two kernels; the layer, below and of its own, is
     # read and written, and slots are written.
     moved = rows.numel() + 2 * m * (2 * len(bits) + 3 * size)
-    gbps = moved / microseconds / 1e3
+    own_figures = watch.measured("", restore, moved, card)
     return {
         "shape": {"m": m, "kv_heads": heads, "dim": dim, "components": len(bits)},
-        "microseconds": round(microseconds, 1),
-        "host_us": round(watch.host_microseconds(restore), 1),
+        **own_figures,
         "product_us": round(product, 1),
-        "over_product": round(microseconds / product, 2),
-        "tflops": round(2e-6 * factors.numel() * size / microseconds, 2),
-        "gbps": round(gbps, 2),
-        "share_of_card": round(gbps / card["memory_gbps"], 3),
+        "over_product": round(own_figures["us"] / product, 2),
+        "tflops": round(2e-6 * factors.numel() * size / own_figures["us"], 2),
     }

@@ -24,7 +24,6 @@ from impress_sglang.plugin.routes import NotDone, carry_out, fields_of
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Priority, read_header
-from impress_sglang.store import purging
 from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.store_factory import check_index
@@ -202,18 +201,6 @@ def test_a_flush_ends_what_is_left_of_a_purge(
     world.check_slots()
 
 
-def test_who_does_not_go_on_with_a_purge_is_forgotten(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweeps, "MOST_LOOKS", 1)
-    fill_pool(world, "a", 1000, 4)
-    fill_pool(world, "b", 1000, 4)
-    for number in range(20):
-        assert told(world, "purge", extra_key=f"nobody {number}")["left"]
-    assert len(world.cache.sweeps._sweeps) == len(world.runtime.served.purges) == 8
-    assert sum(steps_of(world, lambda: None, everything=True)) == 24
-
-
 def purged_by_age(world: World, **fields: Any) -> list[Any]:
     """The answers of all steps that removed something, and of the last one."""
     answers = [told(world, "purge", older_than=100, **fields)]
@@ -233,18 +220,6 @@ def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:
     assert purged_by_age(world, everything=True)[0]["segments"] == 0
     assert admitted(world, STORED)["reason"] == Reason.PURGED
     assert len(world.runtime.store.tree) > 0
-
-
-def test_a_long_purge_by_age_looks_at_each_segment_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(purging, "MOST_LOOKS", 1)
-    world.compute("a", 2000)
-    world.compute("b", 2000, prompt=OTHER)
-    make_old(world)
-    answers = purged_by_age(world, input_ids=STORED)
-    assert sum(own["segments"] for own in answers) == 1
-    assert not len(world.runtime.served.purges)
 
 
 @pytest.mark.parametrize("options", [{"ttl": 3600.0}])
@@ -594,11 +569,6 @@ def test_a_fault_of_ours_is_none_of_the_caller(
     world.runtime.served.aside = "a test"
     refused = client.post("/impress/reorder")
     assert refused.status_code == 400 and "no store is in use: a test" in refused.text
-
-
-def test_text_needs_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match="tokenizer"):
-        fields_of("pin", {"text": "a"}, None, VOCAB)
 
 
 def test_a_long_purge_tells_the_sums_over_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,16 +77,6 @@ def test_a_conversation_is_read_back_over_turns(impress: Server) -> None:
         assert said["path"] == ("ssd" if turn else "computed")
         assert said["loaded_tokens"] == (len(text) - 200 if turn else 0)
         text = [*text, *random_tokens(200, seed=70 + turn)]
-
-
-def test_eight_at_once_load_it_once(impress: Server) -> None:
-    prefix = impress.store(1500, seed=8)
-    questions = [[*prefix, *random_tokens(20, seed=20 + number)] for number in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(impress.generate, own, 4) for own in questions]
-        said = [report(own.result()) for own in asked]
-    assert sum(own["loaded_tokens"] for own in said) == 1500
-    assert all(own["prefix_tokens"] == 1500 for own in said)
 
 
 def test_a_server_with_fewer_bits_takes_the_lower_rate(serve: Serve, basis: Path) -> None:

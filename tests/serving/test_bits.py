@@ -165,17 +165,6 @@ def test_samples_rest_on_what_was_loaded_for_their_prompt(impress: Server) -> No
     assert impress.stats()["totals"]["loaded_tokens"] == before + 900
 
 
-def test_eight_at_once_read_an_exact_prefix_once(impress: Server, stock: Server) -> None:
-    """Those behind the first wait for what it waits for, and find the prefix in SGLang's tree."""
-    prefix = impress.store(1500, seed=9)
-    questions = [[*prefix, *random_tokens(20, seed=40 + number)] for number in range(8)]
-    answers = impress.generate_together(questions, 4, return_logprob=True, **EXACT)
-    said = [report(answer) for answer in answers]
-    assert sorted(own["path"] for own in said) == ["device"] * 7 + ["ssd"]
-    assert sum(own["loaded_tokens"] for own in said) == 1500
-    assert_same(stock.generate_together(questions, 4, return_logprob=True), answers, 1e-4)
-
-
 def passes_of(
     server: Server, prompts: list[list[int]], new_tokens: list[int], aborted: str = ""
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:

@@ -290,17 +290,6 @@ def test_exact_and_approximate_requests_run_beside_each_other(jobs: Server, stoc
     assert {own["path"] for own in told} == {"device"}
 
 
-def test_several_samples_load_once(jobs: Server, stock: Server) -> None:
-    prompt = [*jobs.store(1000, seed=91), *random_tokens(20, seed=92)]
-    before = jobs.stats()["totals"]
-    several = {"sampling_params": {"n": 3}}
-    expected, actual = (own.ask(prompt, 8, **several).json() for own in (stock, jobs))
-    assert [own["output_ids"] for own in actual] == [own["output_ids"] for own in expected]
-    after = jobs.stats()["totals"]
-    assert after["loaded_tokens"] == before["loaded_tokens"] + 1000
-    assert all(report(own)["prefix_tokens"] >= 1000 for own in actual)
-
-
 AGAIN = "begins again: what it used could not be loaded"
 
 

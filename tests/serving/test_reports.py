@@ -16,7 +16,7 @@ import requests
 from tests.serving.compare import paths, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, running
-from tests.serving.tiny_models import VOCAB, make_model, random_tokens
+from tests.serving.tiny_models import make_model, random_tokens
 from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.unit.waiting import wait_until
 
@@ -240,22 +240,3 @@ def test_a_client_that_goes_away_warms_no_more(server: Server) -> None:
         wait_for(server, "num_waiting_reqs", some=False)
     assert order(server, "why", input_ids=ids[0])["why"]["reason"] == "never_stored"
     assert order(server, "why", input_ids=ids[1])["why"]["reason"] == "never_stored"
-
-
-@pytest.mark.parametrize("verb", ["warm", "pin", "unpin", "purge", "why"])
-@pytest.mark.parametrize("token", [VOCAB, 2**31 - 1, 2**63, -1])
-def test_ids_that_the_vocabulary_does_not_have(server: Server, verb: str, token: int) -> None:
-    ids = [*random_tokens(100, seed=120), token]
-    assert "from 0 to 999" in order(server, verb, 400, input_ids=ids)["error"]
-    if verb == "warm":
-        assert "from 0 to 999" in order(server, verb, 400, input_ids=[ids[:-1], ids])["error"]
-
-
-@pytest.mark.parametrize("verb", ["warm", "pin", "unpin", "purge", "why"])
-def test_bodies_that_are_no_orders(server: Server, verb: str) -> None:
-    for body in ({"text": ["a", 1]}, {"input_ids": [[1.5]]}, {"input_ids": 1}, {"text": None}):
-        order(server, verb, 400, **body)
-    # SGLang refuses what is no JSON, and half of a character, in its own words.
-    for text in ("{", json.dumps({"text": "abc\ud800"})):
-        refused = requests.post(f"{server.url}/impress/{verb}", data=text, timeout=30)
-        assert refused.status_code == 400

@@ -12,14 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.core.emulation import SLOW_BYTES, Drive, SlowEngine, SlowFileSystem
-from impress_sglang.cost import ReadCost
+from bench.core.emulation import SLOW_BYTES, Drive, SlowEngine
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import AioEngine, BlockEngine, ThreadEngine
-from impress_sglang.storage.files import FileSystem, install, installed
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import BlockReader, BlockRuns
-from tests.unit.kv_factory import VALUES, make_info, make_shape, random_kvs, write_kvs
 
 pytestmark = pytest.mark.alone
 
@@ -137,18 +132,6 @@ def test_an_engine_reads_at_the_rate_of_its_drive(
     assert 14 <= rate <= 20.2
 
 
-def test_what_fails_is_told_when_its_turn_has_come(drive: Drive, file: int) -> None:
-    engine = SlowEngine(ThreadEngine(2), drive)
-    memory, sizes = AlignedMemory(2 * BLOCK), np.full(2, 40 * BLOCK)
-    began = time.monotonic()
-
-    engine.start(np.full(2, 1 << 20), 0 * sizes, np.full(2, memory.address), sizes)
-    _, results = engine.finish(2)
-
-    assert time.monotonic() - began >= 0.3 and (results < 0).all()
-    engine.close()
-
-
 def test_few_large_reads_are_begun_on_a_slow_drive(file: int) -> None:
     """What a layer waits for is begun after them."""
     drive = Drive()
@@ -167,32 +150,3 @@ def test_few_large_reads_are_begun_on_a_slow_drive(file: int) -> None:
     narrow = SlowEngine(ThreadEngine(1), drive)
     assert narrow.depth == 1
     narrow.close()
-
-
-def test_a_reader_of_an_installed_slow_file_system_learns_that_it_is_slow(tmp_path: Path) -> None:
-    shape = make_shape(layers=1, key_dim=128, value_dim=128)
-    info = make_info(shape, range(64))
-    path = write_kvs(tmp_path, info, *random_kvs(shape, 64, seed=1))
-    size = info.layout().column_bytes(VALUES)
-    install(SlowFileSystem(2 * size / 1e6))
-    try:
-        reader = BlockReader(3)
-    finally:
-        install(FileSystem())
-    assert not isinstance(installed(), SlowFileSystem)
-    untouched = ReadCost()
-    segment = OpenSegment(path, FileSystem(), direct=False)
-    memory, starts = AlignedMemory(size), np.arange(0, size, BLOCK)
-    runs = BlockRuns(
-        segment, memory, info.layout().column_offset(0, VALUES), starts, starts + BLOCK
-    )
-
-    began = time.monotonic()
-    read = reader.read(runs)
-    seconds = time.monotonic() - began
-
-    assert read == size
-    assert 0.49 <= seconds < 0.5 + SLACK_SECONDS
-    assert reader.cost.bytes_per_second < untouched.bytes_per_second
-    segment.close()
-    reader.close()

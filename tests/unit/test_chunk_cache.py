@@ -224,13 +224,6 @@ def test_the_summary_has_sizes_and_counters(bench: Bench) -> None:
     assert isinstance(summary["management_bytes"], int) and summary["management_bytes"] > 0
 
 
-def test_sizes_are_rounded_down_to_pages() -> None:
-    page = PageShape.of(SHAPE, CHUNK)
-    cache = ChunkCache(page, 6, GivenPriorities(), device=CPU, device_bytes=63, host_bytes=129)
-
-    assert cache.placement.capacity == {Tier.DEVICE: 0, Tier.HOST: 2}
-
-
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_cache_that_does_not_fit_is_a_config_error_that_names_size_and_option(tier: str) -> None:
     sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}
@@ -239,14 +232,6 @@ def test_a_cache_that_does_not_fit_is_a_config_error_that_names_size_and_option(
 
     with pytest.raises(ConfigError, match=rf"1125899\.9 GB.*--impress-{tier}-gb"):
         ChunkCache(page, 1, GivenPriorities(), device=CPU, **sizes)
-
-
-def test_an_integrity_check_looks_into_the_placement(bench: Bench) -> None:
-    bench.access({OTHER: 0.5})
-    bench.cache.placement._caches.tiers[OTHER] = Tier.HOST
-
-    with pytest.raises(AssertionError):
-        bench.cache.check_integrity()
 
 
 def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
@@ -299,10 +284,6 @@ def test_pages_of_each_chunk_in_the_order_of_the_layout(
                 found = pages[layout.chunk_index(layer, column, chunk)]
                 assert found == -(-needed // page.page_bytes)
     assert page.max_chunk_pages(shape) == max(whole)
-
-
-def test_no_pages() -> None:
-    assert Slab(PAGE, 0, CPU, option="--impress-host-gb", pin=False).pages.shape == (0, 64)
 
 
 def test_memory_that_a_device_has_not_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,12 +150,6 @@ def test_prefixes_of_a_text(fake: Fake, capsys: Said, tmp_path: Path) -> None:
     assert first == {0, TOKENS, 2 * TOKENS}
 
 
-def test_a_table_for_who_reads_it(fake: Fake, capsys: Said) -> None:
-    assert run(fake, "--flush") == DONE
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6 and lines[0].split()[:2] == ["way", "requests"]
-
-
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("number", [2, 6, 9])
 def test_who_is_interrupted_leaves_nothing(

@@ -217,17 +217,6 @@ def test_a_device_that_changes_is_followed_at_once(times: float) -> None:
     assert cost.seconds(9000, 5e7) == pytest.approx(take(9000, 5e7, times), rel=0.25)
 
 
-def test_a_device_that_changes_to_and_fro_leaves_numbers() -> None:
-    """What is not seen meanwhile stays about right."""
-    cost, pick = learnt(), random.Random(4)
-    for _ in range(150):
-        for times in (2.5, 1.0):
-            for _ in range(16):
-                cost.observe(20, 2e4, take(20, 2e4, times) * pick.uniform(0.95, 1.05))
-
-    assert 0.3 < cost.seconds(9000, 5e7) / take(9000, 5e7) < 3.0
-
-
 @given(
     # The last is how many times longer something took than the guess says, as a power of ten.
     st.lists(st.tuples(st.floats(1e-3, 1e6), st.floats(1e-3, 1e9), st.floats(-4, 4)), max_size=30),
@@ -336,12 +325,6 @@ def test_what_requests_take_is_learnt_within_a_tenth(
         assert (found.retention, found.io, found.bits) == (retention, 1.25, 8.0)
 
 
-def test_pairs_are_those_of_new_tokens_and_what_they_attend_to() -> None:
-    """Each attends to all before it, and to itself."""
-    for before, new in ((0, 1), (0, 5), (7, 1), (7, 4)):
-        assert pairs_of(before, new) == sum(before + own for own in range(1, new + 1))
-
-
 def test_where_nothing_is_known_it_loads() -> None:
     found = Estimator(HIDDEN_SIZE).estimate(WORKS[1], 0.25, 1e9)
 
@@ -443,23 +426,6 @@ def test_what_every_load_takes_is_not_given_to_each_token(retention: float) -> N
 
     found = estimator.estimate(RequestLengths(0, 280, 20), retention, 0.0)
     assert found.compute == pytest.approx(1e-3 + 0.03, rel=0.1) and not found.loads_faster(0.0)
-
-
-@each_machine
-def test_a_slow_ssd_is_worse_than_computing_a_short_prefix_and_a_fast_one_better(
-    machine: Machine,
-) -> None:
-    work, estimator = RequestLengths(resident=0, stored=300, new=50), taught(machine)
-    recompute = machine.forward(0, 350)
-
-    slow, fast, none = (
-        estimator.estimate(work, 0.25, share * recompute) for share in (1.5, 0.5, 0.0)
-    )
-
-    assert not slow.loads_faster() and slow.load == slow.io and slow.unhidden()
-    # A pass that takes as long for the question alone leaves nothing to gain.
-    assert fast.loads_faster() is (machine.per_pass < recompute)
-    assert none.load == none.compute and not none.unhidden()
 
 
 def test_blends_are_learnt_and_all_is_read_before() -> None:

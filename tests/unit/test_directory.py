@@ -69,16 +69,6 @@ def contents(path: Path) -> dict[str, bytes | str]:
     return found
 
 
-def test_a_new_store_has_a_marker_with_a_key_of_its_own(root: Path) -> None:
-    keys = []
-    for identity in (IDENTITY, OTHER):
-        marker = json.loads((make_store(root, identity) / MARKER).read_text())
-        assert marker["kind"] == "impress-sglang store"
-        keys.append(marker["key"])
-
-    assert len(bytes.fromhex(keys[0])) == 32 and keys[0] != keys[1]
-
-
 def test_names_of_namespaces_last_and_differ_between_stores(root: Path) -> None:
     names = []
     for identity in (IDENTITY, IDENTITY, OTHER):
@@ -200,15 +190,6 @@ def test_a_store_that_was_closed_is_not_made_anew(root: Path) -> None:
     with pytest.raises(FileNotFoundError, match="was closed"):
         directory.restore()
     StoreDirectory(FILES, root, IDENTITY).close()
-
-
-def test_a_store_that_is_closed_twice_closes_no_other_file(root: Path) -> None:
-    directory = StoreDirectory(FILES, root, IDENTITY)
-    directory.close()
-    with (root / "other").open("wb") as other:
-        assert other.fileno() == directory._lock, "the number is used again"
-        directory.close()
-        os.fstat(other.fileno())
 
 
 @pytest.mark.parametrize("name", STRANGERS.values(), ids=STRANGERS)
@@ -405,19 +386,6 @@ def test_the_store_of_a_model_that_is_served_is_not_removed(bench: Workbench) ->
     check_rows(other, prompt(1))
     assert lengths(store, 1, 2) == [0, 8]
     bench.put(store, prompt(3))
-
-
-def test_the_store_of_another_model_may_vanish(bench: Workbench) -> None:
-    """Another server, or its user, has removed it; an offer must not fail for that."""
-    folder = old_model(bench, "1" * 32, bench.one, age=10)
-    store = bench.open(ssd_gb=gb(2 * bench.one))
-    bench.put(store, prompt(1))
-    shutil.rmtree(folder)
-
-    put_at_last(bench, store, prompt(2))
-
-    assert lengths(store, 1, 2) == [8, 8]
-    assert not folder.exists()
 
 
 def test_the_store_of_another_model_that_cannot_be_removed_is_left_alone(bench: Workbench) -> None:

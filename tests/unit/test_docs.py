@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import yaml
 
 import impress_sglang
 from bench.core.cli import MODULES
+from bench.core.options import parse
 from impress_sglang.serving.report import new_report
 from scripts import tables
 
@@ -69,11 +72,13 @@ def anchors_of(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_benchmarks_that_documents_name_exist(document: Path) -> None:
+def test_benchmarks_that_documents_name_take_these_options(document: Path) -> None:
     """Of those that have left it is said in which commit they are."""
-    left = r"[^`]*`(?:\s+of commit| \|)"
-    named = re.findall(rf"python -m bench ([a-z]\w*)(?!{left})", document.read_text())
-    assert set(named) <= set(MODULES)
+    left = r"(?!\s+of commit| \|)"
+    for name, given in re.findall(
+        rf"`python -m bench ([a-z]\w*)([^`]*)`{left}", document.read_text()
+    ):
+        parse(name, "", importlib.import_module(MODULES[name]).OPTIONS, shlex.split(given))
 
 
 def test_the_site_has_every_document() -> None:

@@ -205,22 +205,6 @@ def test_what_is_awaited_and_leaves_nevertheless_has_its_own_score() -> None:
     assert bench.placement.evicted_scores == {DEVICE: 2.0}
 
 
-@pytest.mark.parametrize("leaving", [1, 30])
-def test_few_leave_the_heaps_one_by_one_and_many_at_once(leaving: int) -> None:
-    bench = equal_chunks(50, 50, count=100)
-    worths = np.random.default_rng(1).permutation(100).tolist()
-    bench.access({chunk: 1.0 + worth for chunk, worth in enumerate(worths)})
-
-    bench.placement.drop(np.arange(40, 40 + leaving))
-
-    bench.placement.check_integrity()
-    left = [chunk for chunk in range(100) if not 40 <= chunk < 40 + leaving]
-    assert bench.stand == (
-        {chunk for chunk in left if worths[chunk] >= 50},
-        {chunk for chunk in left if worths[chunk] < 50},
-    )
-
-
 def tables(placement: Placement) -> dict[str, np.ndarray]:
     """All that has an entry per chunk."""
     caches, size = placement._caches, len(placement._caches.tiers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -11,10 +10,12 @@ from bench.core.options import parse
 from bench.micro import kernels
 
 
-class Watch:
+class Watch(kernels.Watch):
     """Runs what it is to time; each takes 2 microseconds."""
 
-    def microseconds(self, work: Callable[[], Any]) -> float:
+    def __init__(self) -> None: ...
+
+    def microseconds(self, work: Callable[[], object]) -> float:
         work()
         return 2.0
 
@@ -24,7 +25,7 @@ class Watch:
 def test_a_layer_is_restored_by_a_basis(device: str) -> None:
     given = ["--tokens=70", "--kv-heads=2", "--dim=18"]
     args = parse("kernels", "", kernels.OPTIONS, given)
-    watch: Any = Watch()
+    watch = Watch()
     found = kernels.by_a_basis(args, watch, {"memory_gbps": 10.0}, torch.device(device))
     size, components = 72, 64
     assert found["shape"]["components"] == components
