@@ -59,33 +59,46 @@ class BlendJob(LoadJob):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.begin_at(self.plan.start)
-        self._fills_done = 0
-        self._fills = 1
-        segments = dict.fromkeys(run.span.segment for run in self.runs)
+        self._fills_done, self._fills = 0, 1
         # Touched, so that segments that are opened later are still there then.
-        for segment in segments:
+        for segment in dict.fromkeys(run.span.segment for run in self.runs):
             self.store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
         self.rotation.prepare(max(max(own.stop, own.stop - own.shift) for own in self.runs))
 
+    # What is told of it, and learnt.
+
     @property
-    def spans(self) -> tuple[StoredSpan, ...]:
-        """What it reads."""
-        return tuple(run.span for run in self.runs)
+    def parts(self) -> tuple[int, int, int]:
+        """See `LoadJob.parts`; none is kept behind the first one that is not."""
+        kept = int(np.argmax(np.append(self.kinds, Kind.COMPUTED) != Kind.KEPT))
+        return kept, self.reused, int(np.count_nonzero(self.kinds == Kind.COMPUTED))
 
     @property
     def reused(self) -> int:
-        """How many tokens are `REUSED`: stored behind others, and not computed in all layers."""
+        """How many tokens are stored behind others, and not computed in all layers."""
         return int(np.count_nonzero(self.kinds == Kind.REUSED))
 
     @property
-    def computed(self) -> int:
-        """How many tokens are computed in all layers."""
-        return int(np.count_nonzero(self.kinds == Kind.COMPUTED))
+    def seconds(self) -> float:
+        """What it took: restoring and computing, without waiting for the drive or for others."""
+        return max(self.fills.seconds - self.reads.wait_ms / 1e3, 0.0) + self.spent
 
-    @property
-    def kept(self) -> int:
-        """How many tokens, the first ones, are stored behind the same tokens."""
-        return int(np.argmax(np.append(self.kinds, Kind.COMPUTED) != Kind.KEPT))
+    def seconds_left(self, num_layers: int, now: float) -> float | None:
+        """See `LoadJob.seconds_left`; what is to be computed takes as long as estimated."""
+        computing = self.plan.estimate.compute
+        if self.done.is_set():
+            done = (self.position - self.start) / max(len(self), 1)
+            return max(computing * (1.0 - done), 0.0)
+        if not self._fills_done or not self.began_at:
+            return None
+        left = self._fills * num_layers - self._fills_done
+        return left * (now - self.began_at) / self._fills_done + computing
+
+    def unread(self, num_layers: int) -> float:
+        """See `LoadJob.unread`."""
+        return 0.0 if self.done.is_set() else 1.0 - self._fills_done / (self._fills * num_layers)
+
+    # Reading it.
 
     def begin_at(self, start: int) -> None:
         """See `LoadJob.begin_at`."""
@@ -115,25 +128,10 @@ class BlendJob(LoadJob):
                     # What could be read of the group is read again.
                     self._close_all(opened)
                     self._leave_out(error, number)
-                    continue
-                number += 1
+                else:
+                    number += 1
         finally:
             self._close_all(opened)
-
-    def seconds_left(self, num_layers: int, now: float) -> float | None:
-        """See `LoadJob.seconds_left`; what is to be computed takes as long as estimated."""
-        computing = self.plan.estimate.compute
-        if self.done.is_set():
-            done = (self.position - self.start) / max(len(self), 1)
-            return max(computing * (1.0 - done), 0.0)
-        if not self._fills_done or not self.began_at:
-            return None
-        left = self._fills * num_layers - self._fills_done
-        return left * (now - self.began_at) / self._fills_done + computing
-
-    def unread(self, num_layers: int) -> float:
-        """See `LoadJob.unread`."""
-        return 0.0 if self.done.is_set() else 1.0 - self._fills_done / (self._fills * num_layers)
 
     def note_layer(self, event: Any = None) -> None:
         """See `LoadJob.note_layer`; no pass may use it yet."""
@@ -141,28 +139,31 @@ class BlendJob(LoadJob):
             self.events.append(event)
         self._fills_done += 1
 
+    def begin_computing(self, resident: Tensor) -> None:
+        """Begin to compute, on the scheduler's thread; `resident`: int64 [start], their slots."""
+        assert self.slots is not None
+        self.row, self.position = torch.cat([resident, self.slots]), self.start
+
     def _bring_group(self, number: int, opened: dict[int, AnySource], fill: FillLayer) -> None:
         if number not in opened:
             opened[number] = self._open(number)
-        source, ahead = opened[number], self.store.ahead
-        if number + 1 < len(self._groups) and ahead.enabled and number + 1 not in opened:
+        source, ahead, following = opened[number], self.store.ahead, number + 1
+        if following < len(self._groups) and ahead.enabled and following not in opened:
             try:
-                opened[number + 1] = self._open(number + 1)
+                opened[following] = self._open(following)
             except PrefixUnreadable:
                 # This group does not need it; beginning the next one raises it again.
                 pass
             else:
-                ahead.wait(opened[number + 1], source.num_layers)
-        runs = self._groups[number]
-        slots, turn = self._slots_of(runs), self._turn_of(runs)
+                ahead.wait(opened[following], source.num_layers)
+        slots, turn = self._placed(self._groups[number])
         ahead.join(source)
         for layer in range(source.num_layers):
             fill(layer, source, slots, turn)
         self._close(opened, number)
 
     def _open(self, number: int) -> AnySource:
-        spans = [run.span for run in self._groups[number]]
-        return self.store.open_whole(spans, self.plan.planes)
+        return self.store.open_whole([run.span for run in self._groups[number]], self.plan.planes)
 
     def _close(self, opened: dict[int, AnySource], number: int) -> None:
         source = opened.pop(number)
@@ -182,43 +183,27 @@ class BlendJob(LoadJob):
         self.unreadable.append(error)
         left: list[tuple[Run, ...]] = []
         for group in self._groups[number:]:
-            for run in group:
-                if run.span.segment.segment_id == error.segment_id:
-                    first = run.start - self.start
-                    self.kinds[first : first + len(run)] = Kind.COMPUTED
-            rest = (own for own in group if own.span.segment.segment_id != error.segment_id)
-            left.append(tuple(rest))
+            gone = [run for run in group if run.span.segment.segment_id == error.segment_id]
+            for run in gone:
+                self.kinds[run.start - self.start : run.stop - self.start] = Kind.COMPUTED
+            left.append(tuple(run for run in group if run not in gone))
         if left == self._groups[number:] or (not any(left) and not number):
             raise error
         self._groups[number:] = filter(None, left)
 
-    def _slots_of(self, runs: tuple[Run, ...]) -> Tensor:
+    def _placed(self, runs: tuple[Run, ...]) -> tuple[Tensor, AfterFill | None]:
+        """The slots of a group, and what moves its keys to their positions if need be."""
         assert self.target is not None
-        return torch.cat([self.target[run.start - self.start :][: len(run)] for run in runs])
-
-    def _turn_of(self, runs: tuple[Run, ...]) -> AfterFill | None:
-        """Moves the keys of a group to their positions; None if they have them."""
-        assert self.target is not None
-        if not any(run.shift for run in runs):
-            return None
         new = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+        slots = self.target[(new - self.start).to(self.target.device)]
+        if not any(run.shift for run in runs):
+            return slots, None
         shift = torch.cat([torch.full((len(run),), run.shift) for run in runs])
         moving = shift.nonzero().flatten()
         turns = self.rotation.turns((new - shift)[moving], new[moving])
-        slots = self._slots_of(runs)[moving.to(self.target.device)]
+        moved = slots[moving.to(slots.device)]
 
         def turn(keys: Tensor) -> None:
-            keys[slots] = self.rotation.move(keys[slots], turns)
+            keys[moved] = self.rotation.move(keys[moved], turns)
 
-        return turn
-
-    def begin_computing(self, resident: Tensor) -> None:
-        """Begin to compute, on the scheduler's thread; `resident`: int64 [start], their slots."""
-        assert self.slots is not None
-        self.row = torch.cat([resident, self.slots])
-        self.position = self.start
-
-    @property
-    def seconds(self) -> float:
-        """What it took: restoring and computing, without waiting for the drive or for others."""
-        return max(self.fills.seconds - self.reads.wait_ms / 1e3, 0.0) + self.spent
+        return slots, turn

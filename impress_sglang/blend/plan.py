@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,22 +35,25 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True)
 class BlendNotes:
-    """What is known of a request that may blend, until it is over."""
+    """What is known of a request that may blend, until it is over.
+
+    Attributes:
+        found: the runs of its prompt that the last search found.
+        answer: the last answer: how it would blend, or why it would not.
+        asked: what that answers: tokens then in SGLang's tree, and where the usual plan ended.
+        answered: when it was answered, by `time.monotonic`.
+        why: why it does not blend, although it accepts that and some of its text is stored.
+        declined: whether it goes on without a blend.
+        measures: whether it blends to measure how fast blending is now.
+    """
 
     found: FoundRuns | None = None
-    """The runs of its prompt that the last search found."""
     answer: BlendPlan | Detail | None = None
-    """The last answer: how it would blend, or why it would not."""
     asked: tuple[int, int] | None = None
-    """What that answers: tokens then in SGLang's tree, and where the usual plan ended."""
     answered: float = 0.0
-    """When it was answered, by `time.monotonic`."""
     why: Detail | None = None
-    """Why it does not blend, although it accepts blending and some of its text is stored."""
     declined: bool = False
-    """Whether it goes on without a blend."""
     measures: bool = False
-    """Whether it blends to measure how fast blending is now."""
 
     def decline(self, why: Detail) -> None:
         """Let the request go on as if there were no blending."""
@@ -59,7 +63,7 @@ class BlendNotes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """A prefix of which some runs are stored, each behind other tokens.
+    """A prefix of which some runs are stored, each behind other tokens; always carried out.
 
     Attributes:
         match: what is stored as a prefix of the prompt.
@@ -70,23 +74,17 @@ class BlendPlan:
         kinds: uint8 [work.stored], the `Kind` of each token behind the resident ones.
         share: how many of the `REUSED` tokens are computed, on average over the layers.
         read_tokens: at most so many tokens are read at once.
-        notes: those of its request.
     """
 
     match: StoredMatch
     work: RequestLengths
-    tokens: Tokens = dataclasses.field(compare=False)
+    tokens: Tokens
     estimate: Estimate
     runs: tuple[Run, ...]
-    kinds: Uint8s = dataclasses.field(compare=False)
+    kinds: Uint8s
     share: float
     read_tokens: int
-    notes: BlendNotes = dataclasses.field(compare=False)
-
-    @property
-    def loads(self) -> bool:
-        """Whether it is carried out: always."""
-        return True
+    loads: ClassVar[bool] = True
 
     @property
     def start(self) -> int:
@@ -114,11 +112,6 @@ class BlendPlan:
         return self.match.quality.after(1.0, self.estimate.bits, self.share)
 
     @property
-    def reused(self) -> int:
-        """How many tokens are `REUSED`."""
-        return int(np.count_nonzero(self.kinds == Kind.REUSED))
-
-    @property
     def groups(self) -> list[tuple[Run, ...]]:
         """What is read at once, in order."""
         return groups_of(self.runs, self.read_tokens)
@@ -134,10 +127,6 @@ class BlendPlan:
         kinds = np.repeat(np.array([Kind.KEPT, Kind.COMPUTED], np.uint8), [kept, computed])
         kept_runs = (run.part(start, known) for run in runs_of(self.match, start) if kept)
         return np.concatenate([kinds, self.kinds]), (*kept_runs, *self.runs)
-
-    def same_tokens(self, other: BlendPlan) -> bool:
-        """Whether another plan blends the same runs into a prompt of the same lengths."""
-        return (self.work, self.runs) == (other.work, other.runs)
 
 
 def runs_of(match: StoredMatch, start: int) -> list[Run]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -47,20 +47,6 @@ ANSWER_SHARE = 0.01
 SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, AUTO_SHARE)
 
 
-class UsualPlan(Protocol):
-    """What a request would load without a blend."""
-
-    @property
-    def stop(self) -> int:
-        """Where that ends."""
-        ...
-
-    @property
-    def estimate(self) -> Estimate:
-        """How long it takes."""
-        ...
-
-
 class BlendPlanner:
     """Plans how requests reuse text that is not a prefix; one thread."""
 
@@ -90,7 +76,7 @@ class BlendPlanner:
         namespace: str,
         tokens: Tokens,
         resident_len: int,
-        usual: UsualPlan | None,
+        usual: Any,
         own: KVClass,
         blend: float | str,
         notes: BlendNotes,
@@ -101,7 +87,7 @@ class BlendPlanner:
             namespace: the request's namespace.
             tokens: the prompt without its last token, which is computed in any case.
             resident_len: how many of `tokens` are in SGLang's tree, in its class.
-            usual: what it would load otherwise; None if it would compute.
+            usual: what it would load otherwise, a `LoadPlan`; None if it would compute.
             own: its class.
             blend: the share that it asks for, or `AUTO`, or `OFF`.
             notes: what is known of the request; is changed.
@@ -110,29 +96,13 @@ class BlendPlanner:
             return None
         if not self._served.in_use or not self._served.store.health.readable:
             return None
-        found = self._try(namespace, tokens, resident_len, usual, own, blend, notes)
-        if isinstance(found, BlendPlan):
-            notes.why = None
-            return found
-        notes.why = found
-        return None
-
-    def _try(
-        self,
-        namespace: str,
-        tokens: Tokens,
-        resident_len: int,
-        usual: UsualPlan | None,
-        own: KVClass,
-        blend: float | str,
-        notes: BlendNotes,
-    ) -> BlendPlan | Detail | None:
-        """How a request would blend, or why it does not; None if nothing is stored for it."""
         store, content = self._served.store, self._served.store.tree.content
         if content is None:
+            notes.why = None
             return None
         if self.refusal is not None:
-            return Reason.BLEND_UNSUPPORTED, self.refusal
+            notes.why = Reason.BLEND_UNSUPPORTED, self.refusal
+            return None
         name = store.namespace(namespace)
         least = own.worst(self._config.approximation_depth)
         match = store.tree.match(name, tokens, least=least)
@@ -149,14 +119,18 @@ class BlendPlanner:
             notes.asked, notes.answered = asked, now
             notes.answer = self._weigh(match, tokens, known, usual, own, blend, notes)
             self._answer_at = now + (time.monotonic() - now) / ANSWER_SHARE
-        return notes.answer
+        if isinstance(notes.answer, BlendPlan):
+            notes.why = None
+            return notes.answer
+        notes.why = notes.answer
+        return None
 
     def _weigh(
         self,
         match: StoredMatch,
         tokens: Tokens,
         known: int,
-        usual: UsualPlan | None,
+        usual: Any,
         own: KVClass,
         blend: float | str,
         notes: BlendNotes,
@@ -194,7 +168,6 @@ class BlendPlanner:
             kinds=kinds,
             share=share,
             read_tokens=self._read_tokens,
-            notes=notes,
         )
         # Groups are read one after the other, so each must fit by itself.
         can_read = store.forecast.can_read
@@ -202,7 +175,7 @@ class BlendPlanner:
             return Reason.NO_BUFFERS, ""
         return plan
 
-    def _too_slow(self, estimate: Estimate, usual: UsualPlan | None) -> Detail | None:
+    def _too_slow(self, estimate: Estimate, usual: Any) -> Detail | None:
         """Why a blend that takes as long as estimated is refused; None if it is not."""
         most = self._config.blend_seconds
         if estimate.compute > most:

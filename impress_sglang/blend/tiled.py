@@ -46,70 +46,39 @@ def tiled_attention(
     Returns:
         [n, Hq, Dv] in the dtype of the queries.
     """
-    softmax, position = None, 0
+    count, heads, dim = queries.shape
+    assert len(positions) == count
+    at = torch.from_numpy(positions).to(queries.device)
+    scaled = queries.float() * scaling
+    peak = scaled.new_full((heads, count, 1), float("-inf"))
+    total, weighted = torch.zeros_like(peak), None
+    start = 0
     for keys, values in tiles:
-        if softmax is None:
-            softmax = _RunningSoftmax(queries, keys.shape[1], values.shape[2], positions, scaling)
-        softmax.add(keys.float().permute(1, 2, 0), values.float().transpose(0, 1), position)
-        position += len(keys)
-        del keys, values
-    assert softmax is not None and position > int(positions[-1])
-    return softmax.output().to(queries.dtype)
-
-
-class _RunningSoftmax:
-    """Attention over the tiles so far: for each query head and query a peak, a sum and values.
-
-    Invariant: after the first tile every query has seen a key, so that its peak is finite.
-    """
-
-    def __init__(
-        self,
-        queries: Tensor,
-        key_heads: int,
-        value_dim: int,
-        positions: npt.NDArray[np.int64],
-        scaling: float,
-    ) -> None:
-        count, heads, dim = queries.shape
-        assert len(positions) == count
-        grouped = queries.view(count, key_heads, heads // key_heads, dim).permute(1, 2, 0, 3)
-        self._queries = grouped.float() * scaling
-        self._positions = torch.from_numpy(positions).to(queries.device)
-        # For each tile of queries, its rows, its first and its last position.
-        self._ends = [
-            (rows, int(positions[rows.start]), int(positions[rows.stop - 1]))
-            for rows in tiles_of(count, QUERY_TILE)
-        ]
-        self._peak = self._queries.new_full((*grouped.shape[:3], 1), float("-inf"))
-        self._sum = torch.zeros_like(self._peak)
-        self._weighted = self._queries.new_zeros(*grouped.shape[:3], value_dim)
-
-    def add(self, keys: Tensor, values: Tensor, position: int) -> None:
-        """Add keys [Hk, D, t] and values [Hk, t, Dv] of the positions from `position` on."""
-        for rows, first, last in self._ends:
+        key_heads, stop = keys.shape[1], start + len(keys)
+        own_keys = keys.float().permute(1, 2, 0)
+        own_values = values.float().transpose(0, 1)
+        if weighted is None:
+            weighted = scaled.new_zeros(heads, count, values.shape[2])
+        for rows in tiles_of(count, QUERY_TILE):
             # Queries before the tile of keys see nothing of it.
-            if position <= last:
-                hides = position + keys.shape[2] - 1 > first
-                self._add_to(rows, keys, values, position if hides else None)
-
-    def _add_to(self, rows: slice, keys: Tensor, values: Tensor, position: int | None) -> None:
-        """Add keys for some queries; `position`: of the first key if some are masked, else None."""
-        queries = self._queries[:, :, rows]
-        heads, group, count, _ = queries.shape
-        logits = torch.bmm(queries.flatten(1, 2), keys).view(heads, group, count, -1)
-        if position is not None:
-            keys_at = torch.arange(position, position + keys.shape[2], device=logits.device)
-            logits.masked_fill_(keys_at > self._positions[rows, None], float("-inf"))
-        old = self._peak[:, :, rows]
-        peak = torch.maximum(old, logits.amax(-1, keepdim=True))
-        fade = (old - peak).exp_()
-        weights = logits.sub_(peak).exp_()
-        self._sum[:, :, rows].mul_(fade).add_(weights.sum(-1, keepdim=True))
-        added = torch.bmm(weights.flatten(1, 2), values).view(heads, group, count, -1)
-        self._weighted[:, :, rows].mul_(fade).add_(added)
-        old.copy_(peak)
-
-    def output(self) -> Tensor:
-        """float32 [n, Hq, Dv]."""
-        return (self._weighted / self._sum).permute(2, 0, 1, 3).flatten(1, 2)
+            if start > positions[rows.stop - 1]:
+                continue
+            # Query heads of one key head are next to each other.
+            part = scaled[rows].transpose(0, 1).reshape(key_heads, -1, dim)
+            logits = torch.bmm(part, own_keys).view(heads, rows.stop - rows.start, -1)
+            if stop - 1 > positions[rows.start]:
+                keys_at = torch.arange(start, stop, device=logits.device)
+                logits.masked_fill_(keys_at > at[rows, None], float("-inf"))
+            # After the first tile every query has seen a key, so that its peak is finite.
+            old = peak[:, rows]
+            new = torch.maximum(old, logits.amax(-1, keepdim=True))
+            fade = (old - new).exp_()
+            weights = logits.sub_(new).exp_()
+            total[:, rows].mul_(fade).add_(weights.sum(-1, keepdim=True))
+            added = torch.bmm(weights.view(key_heads, -1, stop - start), own_values)
+            weighted[:, rows].mul_(fade).add_(added.view(heads, rows.stop - rows.start, -1))
+            old.copy_(new)
+        start = stop
+        del keys, values, own_keys, own_values
+    assert weighted is not None and start > int(positions[-1])
+    return (weighted / total).transpose(0, 1).to(queries.dtype)

@@ -10,7 +10,6 @@ import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.blend.plan import BlendNotes
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.reports import attach
@@ -63,7 +62,7 @@ class Known:
         early: the job whose last layers its pass waits for.
         gated: seconds for which its pass waited for these.
         disturbed: whether the time of its pass says nothing of what computing takes.
-        blend: what is known of its blending.
+        blend: what is known of its blending (`blend.plan.BlendNotes`); None: nothing.
     """
 
     req: Any
@@ -88,7 +87,7 @@ class Known:
     early: LoadJob | None = None
     gated: float = 0.0
     disturbed: bool = False
-    blend: BlendNotes = dataclasses.field(default_factory=BlendNotes)
+    blend: Any = None
 
     @property
     def space(self) -> tuple[str | None, str | None]:

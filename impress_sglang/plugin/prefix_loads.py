@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import BlendNotes, BlendPlan
-from impress_sglang.blend.plugin.blends import Blends
 from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
-from impress_sglang.options import OFF
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.known import Brought, Known, KnownRequests, key_of
 from impress_sglang.plugin.late_start import LateStart
@@ -49,7 +45,7 @@ class _Planned:
     known: Known
     tokens: Tokens
     resident: int
-    plan: LoadPlan | BlendPlan | None
+    plan: Any
     wish: Wish
 
 
@@ -99,9 +95,9 @@ class PrefixLoads:
         )
         layers = service.shape.num_layers
         self._late = LateStart(cache, scheduler, known, service.estimator, self.jobs, slots, layers)
-        self._blends: Blends | None = None
-        if service.config.blend != OFF:
-            self._blends = Blends(cache, scheduler, service, self.jobs, self._late.gate)
+        make = service.make_blends
+        self._blends: Any = make and make(cache, scheduler, service, self.jobs, self._late.gate)
+        """Plans blends and computes them; None if this server does not blend."""
 
     def plan(self, known: Known) -> None:
         """Plan what is to be loaded for a queued request; join or begin a job for it."""
@@ -124,7 +120,6 @@ class PrefixLoads:
 
     def _look(self, known: Known, tokens: Tokens, resident: int) -> _Planned:
         """What this rank would load for a request, of which so many tokens are resident."""
-        plan: LoadPlan | BlendPlan | None
         plan = usual = self._planner.plan(known.namespace, tokens, resident, known.kv_class)
         if self._blends is not None:
             plan = self._blends.plan(known, tokens, resident, usual) or usual
@@ -151,7 +146,16 @@ class PrefixLoads:
         self._service.lookahead.wait(known.req.rid, plan.spans)
         known.waiter.patience = wish.patience
         known.stored, known.io = plan.stop, plan.estimate.io
-        self.jobs.join(known.waiter, self._job(known, plan, planned.tokens))
+        if isinstance(plan, LoadPlan):
+            own, tokens = known.kv_class, planned.tokens[: plan.stop]
+            store = self._service.store
+            job = LoadJob(store, own, known.space, tokens, plan.match, plan.start)
+        else:
+            job = self._blends.job(known, plan)
+        # Perhaps one of others brings it, or the beginning of it.
+        other = overlapping(self.jobs.jobs, job, self._least)
+        known.leads = other is None
+        self.jobs.join(known.waiter, other or job)
 
     def agree(self, saves: int, *, saving: bool) -> int:
         """Agree with the other ranks on what their threads and stores say, if that matters now.
@@ -230,7 +234,7 @@ class PrefixLoads:
         for known in self._known:
             known.planned = False
             # What was found in a store ends with it.
-            known.blend = BlendNotes()
+            known.blend = None
         self._planned.clear()
         self.jobs.drop_all()
 
@@ -273,19 +277,6 @@ class PrefixLoads:
         for job in self.jobs.jobs:
             assert all(self.jobs.waiters[rid].job is job for rid in job.waiters)
 
-    def _job(self, known: Known, plan: LoadPlan | BlendPlan, tokens: Tokens) -> LoadJob:
-        """A job that brings what is planned, or the beginning of that; new, or one of others."""
-        if isinstance(plan, BlendPlan):
-            assert self._blends is not None
-            job: LoadJob = self._blends.job(known, plan)
-        else:
-            store, own = self._service.store, known.kv_class
-            job = LoadJob(store, own, known.space, tokens[: plan.stop], plan.match, plan.start)
-        least = self._service.config.min_prefix_tokens
-        other = overlapping(self.jobs.jobs, job, least)
-        known.leads = other is None
-        return other or job
-
     def _has_lost(self, known: Known) -> bool:
         """Whether what was resident for a request was evicted before it was admitted."""
         found = max(known.brought.stop, known.waiter.found)
@@ -309,8 +300,7 @@ class PrefixLoads:
     def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
         """A job for a request has ended: note what it brought, and plan what it did not."""
         known = self._known[waiter.rid]
-        if isinstance(job, BlendJob):
-            assert self._blends is not None
+        if job.computes:
             # Of a blend, its own notes say whether it may be tried again.
             self._blends.settle(known, job)
         elif job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
@@ -330,7 +320,8 @@ class PrefixLoads:
         users = self._known.in_use() if blocked else []
         for waiter in blocked:
             known, job = self._known[waiter.rid], waiter.job
-            if isinstance(job, BlendJob) or known.kv_class.exact or known.req.session is not None:
+            blends = job is not None and job.computes
+            if blends or known.kv_class.exact or known.req.session is not None:
                 continue
             if self._known.raise_bits(known, users):
                 self.jobs.leave(waiter.rid)
@@ -357,8 +348,7 @@ class PrefixLoads:
         logger.info("loading %d tokens is slower than computing them", len(job))
         for rid in job.waiters:
             known = self._known[rid]
-            if isinstance(job, BlendJob):
-                assert self._blends is not None
+            if job.computes:
                 self._blends.too_slow(known)
                 known.planned = False
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.blend.job import BlendJob
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.known import Known, key_of
 from impress_sglang.plugin.provenance import Provenance
@@ -62,9 +61,9 @@ class RequestReports:
             return
         job.told = True
         own.loaded += brought
-        if isinstance(job, BlendJob):
-            own.blended += job.reused
-            own.computed += job.computed
+        _, blended, computed = job.parts
+        own.blended += blended
+        own.computed += computed
         self.tell_reads(known, job)
 
     def tell_reads(self, known: Known, job: LoadJob) -> None:
@@ -73,7 +72,7 @@ class RequestReports:
         for name, count in job.reads.as_dict().items():
             report[name] = report.get(name, 0) + count
         report.update(
-            bits=job.plan.estimate.bits if isinstance(job, BlendJob) else known.kv_class.bits,
+            bits=known.kv_class.bits,
             bits_mean=round(job.fills.mean_bits, 3),
             load_ms=round(report["load_ms"] + job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
             layers_whole=self._service.shape.num_layers,
@@ -102,7 +101,7 @@ class RequestReports:
             known.wanted,
             seen=known.seen or 0 if self._counts else None,
             opened=not known.declined,
-            blend=known.blend.why,
+            blend=None if known.blend is None else known.blend.why,
         )
         report["why"] = self._service.explainer.explain(asked)
         length = report["prefix_tokens"]

@@ -13,7 +13,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
-from impress_sglang.blend.job import BlendJob
 from impress_sglang.plugin.known import KnownRequests, key_of
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.tree_nodes import drop_below, match_resident
@@ -153,12 +152,10 @@ class TreeSlots:
         """Note on what the KVs of a job rest, behind those in the slots of `path`."""
         provenance, stored = self._provenance, job.match.quality
         depth = stored.depth + (job.kv_class.planes is not None)
-        if isinstance(job, BlendJob):
-            provenance.note_loaded(slots[: job.kept], depth, blended=stored.blended)
-            depth = max(job.plan.quality.depth, provenance.depth(path))
-            provenance.note_blended(slots[job.kept :], depth)
-        else:
-            provenance.note_loaded(slots, depth, blended=stored.blended)
+        kept, *_ = job.parts
+        provenance.note_loaded(slots[:kept], depth, blended=stored.blended)
+        if kept < len(slots):
+            provenance.note_blended(slots[kept:], max(depth, provenance.depth(path)))
 
     def discard(self, job: LoadJob) -> None:
         """See `SlotPool.discard`; SGLang puts requests back as if there were no room for them."""

@@ -9,7 +9,6 @@ from typing import Any
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-from impress_sglang.blend.plugin.steps import check_blended, rotation_of
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig, share_of_rank
 from impress_sglang.options import CODES, EXACTLY, OFF
@@ -18,6 +17,7 @@ from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import PoolLayers, streams_of
 from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
+from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.plugin.torch_native import attend_rectangularly
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
@@ -50,9 +50,14 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         config = config.without_codes(streams.no_codes)
         logger.info("prefixes are loaded exactly: %s", streams.no_codes)
     attend_rectangularly(runner.attn_backend)
+    make_blends = None
     if config.blend != OFF:
-        # Refused here, before the store is opened.
-        check_blended(runner.model)
+        # Here alone, so that other servers load nothing of it.
+        from impress_sglang.blend.plugin.blends import Blends
+
+        # Before the store is opened.
+        Blends.check(runner.model)
+        make_blends = Blends
     config = share_of_rank(config, ranks.size)
     policy = make_policy(config)
     shape, codec = kv_shape(runner, policy, config.probe_heads, ranks.size), None
@@ -84,6 +89,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     hidden_size = runner.model_config.hidden_size
     service = Service(config, shape, read_identity(), device, hidden_size, codec)
     service.self_test_seconds = self_test
+    service.make_blends = make_blends
     # Nodes of the other core cannot be looked at, as purging and sharing by score must.
     params.tree_core_backend = "python"
     cache = create_unified_radix_cache(context, cache_class=ImpressTreeCache)

@@ -139,6 +139,11 @@ class LoadJob:
         return self.match.slice(self.start, self.stop)
 
     @property
+    def parts(self) -> tuple[int, int, int]:
+        """How many of its tokens are stored behind the same tokens, behind others, and nowhere."""
+        return len(self), 0, 0
+
+    @property
     def revoked(self) -> bool:
         """Whether its slots were taken away."""
         return self._revoked

@@ -24,11 +24,11 @@ from impress_sglang.blend.plugin.steps import (
     BlockAttention,
     BlockSize,
     check_blended,
-    rotation_of,
 )
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import ROPE_TYPES
 from impress_sglang.plugin.rectangular import rectangular_attention
+from impress_sglang.plugin.rotation import rotation_of
 from tests.integration.tiny_model import SCALING, KVs, Model, Pool, layer_of, tokens_of
 from tests.unit.kv_factory import make_shape
 

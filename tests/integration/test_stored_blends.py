@@ -330,7 +330,7 @@ def test_a_run_that_cannot_be_read_is_computed(
     prompt = [*shuffled(3, 4, 2), *QUESTION]
     req = world.request("r", prompt, **ASKED)
     job = blending(world, req)
-    assert job.plan.reused == 900 - 16
+    assert job.reused == 900 - 16
     world.settle(req)
     length = world.admit(req)
     assert length == job.stop and (job.kinds[300:600] == Kind.COMPUTED).all()

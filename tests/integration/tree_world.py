@@ -29,6 +29,7 @@ from torch import Tensor
 
 from impress_sglang.blend.plugin import blends
 from impress_sglang.config import ImpressConfig
+from impress_sglang.options import OFF
 from impress_sglang.plugin.reports import report_of
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.service import Service
@@ -113,6 +114,8 @@ class TreeWorld:
         )
         self.cache = ImpressTreeCache(params)
         self.service = Service(self.config, SHAPE, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
+        if self.config.blend != OFF:
+            self.service.make_blends = blends.Blends
         self.cache.connect(self.service, self.model, None, lambda: IDENTITY)
         self.scheduler = SimpleNamespace(
             waiting_queue=[],

@@ -143,6 +143,54 @@ def test_the_plugin_imports_them_where_they_are_chosen() -> None:
     assert ours and within.issuperset(ours)
 
 
+def test_what_blends_is_imported_in_one_place() -> None:
+    """Beside its own package, where a server is made that blends."""
+    blends = [module for module in MODULES if ".blend." in f"{module}."]
+    found = {own for own in MODULES if own not in blends and own_imports(own) & {*blends}}
+    assert len(blends) > 5 and found == {"impress_sglang.plugin.tree_cache_factory"}
+
+
+IMPORT_PLUGIN = """
+import importlib, sys, types
+from importlib.machinery import ModuleSpec
+
+class Anything:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "sglang":
+            return ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: type(name, (), {})
+        return module
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Anything())
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print("blends", *(name for name in sys.modules if name.startswith("impress_sglang.blend")))
+"""
+
+
+def test_servers_that_do_not_blend_load_nothing_of_it() -> None:
+    """All that the others import; of SGLang, which is not there, any name is a class."""
+    rest = [
+        *(module for module in MODULES if module.startswith("impress_sglang.serving.")),
+        "impress_sglang.plugin.tree_cache_factory",
+        "impress_sglang.plugin.admin",
+        "impress_sglang.plugin.entry",
+    ]
+
+    def loaded(*modules: str) -> list[str]:
+        command = [sys.executable, "-c", IMPORT_PLUGIN, *modules]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert loaded(*rest) == ["blends"]
+    assert "impress_sglang.blend.job" in loaded("impress_sglang.blend.plugin.blends")
+
+
 def test_there_is_no_import_cycle() -> None:
     """The error names it."""
     TopologicalSorter({module: own_imports(module) for module in MODULES}).prepare()

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import BlendPlan
+from impress_sglang.blend.plan import BlendNotes, BlendPlan
 from impress_sglang.blend.planner import BlendPlanner
-from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps, rotation_of
+from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps, check_blended
 from impress_sglang.cost import RequestLengths
 from impress_sglang.plugin.known import Known
 from impress_sglang.plugin.layer_gate import LayerGate
 from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan
@@ -59,9 +59,7 @@ class Blends:
         )
         pool = cache.token_to_kv_pool_allocator.get_kvcache()
         most = scheduler.chunked_prefill_size
-        if most is None or most <= 0:
-            most = sys.maxsize
-        chunk = min(most, BLOCK_TOKENS)
+        chunk = BLOCK_TOKENS if most is None or most <= 0 else min(most, BLOCK_TOKENS)
         layers, start = PoolLayers(pool), pool.start_layer
         self._steps = BlendSteps(
             runner.model,
@@ -69,9 +67,11 @@ class Blends:
             lambda layer: layers(layer - start),
             service.shape.num_layers,
             scheduler.forward_stream,
-            most,
+            chunk,
             lambda before: service.estimator.computing_seconds(before, chunk),
         )
+
+    check = staticmethod(check_blended)
 
     def plan(
         self, known: Known, tokens: Tokens, resident: int, usual: LoadPlan | None
@@ -79,6 +79,7 @@ class Blends:
         """Plan how a request blends; `usual`: what it may load otherwise. None: it does not."""
         if usual is not None and not usual.loads:
             usual = None
+        known.blend = known.blend or BlendNotes()
         return self.planner.plan(
             known.namespace,
             tokens,
@@ -91,8 +92,8 @@ class Blends:
 
     def job(self, known: Known, plan: BlendPlan) -> BlendJob:
         """A job for a plan."""
-        # They refer to each other.
-        plan.notes.answer = plan.notes.asked = None
+        # What is planned again is weighed anew.
+        known.blend.answer = known.blend.asked = None
         return BlendJob(
             self._service.store,
             known.kv_class,
@@ -131,9 +132,9 @@ class Blends:
             computed = job.token_layers / self._service.shape.num_layers
             self._service.estimator.note_blend(work, computed, job.seconds)
 
-    def settle(self, known: Known, job: LoadJob) -> None:
-        """A job for a request has ended: note what it blended, or that it goes on without."""
-        if isinstance(job, BlendJob) and job.state is JobState.FAILED:
+    def settle(self, known: Known, job: BlendJob) -> None:
+        """A job for a request has ended: note if it goes on without a blend."""
+        if job.state is JobState.FAILED:
             known.blend.decline(job.why or (Reason.NOT_OPENED, ""))
 
     def too_slow(self, known: Known) -> None:

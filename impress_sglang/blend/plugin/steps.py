@@ -23,22 +23,20 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
 from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
-from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
-from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
-from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
     ForwardBatch,
+    ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
 from impress_sglang.blend.job import BlendJob
 from impress_sglang.blend.plan import CHECKED_LAYERS, Kind, share_of_layer
-from impress_sglang.blend.plugin.block_batch import block_batch
 from impress_sglang.blend.tiled import tiled_attention, tiles_of
-from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
+from impress_sglang.plugin.rotation import rotation_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +49,6 @@ FIRST_SHARE = 0.25
 # Models that can be run layer by layer, with fewer rows from layer to layer.
 BLENDED = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-)
-# Rotations whose factors depend on the position alone, as rows of `cos_sin_cache`.
-_KNOWN_ROTATIONS = (
-    RotaryEmbedding,
-    LinearScalingRotaryEmbedding,
-    Llama3RotaryEmbedding,
-    YaRNScalingRotaryEmbedding,
 )
 
 Layers = Callable[[int], tuple[Tensor, Tensor]]
@@ -79,35 +70,8 @@ def check_blended(model: Any) -> None:
     rotation_of(model, "--impress-blend")
 
 
-def rotation_of(model: Any, option: str) -> KeyRotation:
-    """Make the rotation that moves a model's keys to other positions, as an option needs.
-
-    Raises:
-        UnsupportedError: its rotation is not known.
-    """
-    found = [own for own in model.modules() if hasattr(own, "cos_sin_cache")]
-    # One object serves all layers.
-    if len(found) != 1 or type(found[0]) not in _KNOWN_ROTATIONS:
-        kinds = ", ".join(sorted({type(own).__name__ for own in found})) or "no rotary embedding"
-        raise UnsupportedError(
-            f"IMPRESS cannot move keys of {type(model).__name__} to other positions ({kinds}): "
-            f"drop {option}"
-        )
-    (rotary,) = found
-
-    def table(rows: int) -> Tensor:
-        rotary._ensure_cos_sin_cache_length(rows - 1)
-        cache: Tensor = rotary.cos_sin_cache
-        return cache
-
-    return KeyRotation(table, halves=rotary.is_neox_style)
-
-
 class BlockComputed(Exception):
-    """The KVs of a block are there: leaves the model before it computes what is not needed.
-
-    That is the rest of the last layer, and logits.
-    """
+    """The KVs of a block are there: leaves the model before the rest of the last layer."""
 
 
 class BlendBlock:
@@ -230,16 +194,10 @@ class BlendSteps:
         most_tokens: int,
         most_seconds: Callable[[int], float | None],
     ) -> None:
-        """Begin with nothing measured.
+        """`layers` are the pools of SGLang's `model`, without waiting for any.
 
-        Args:
-            model: SGLang's.
-            pool: its KV pool.
-            layers: the pools of its layers, without waiting for any.
-            num_layers: how many there are.
-            forward_stream: on which passes run; None without an accelerator.
-            most_tokens: of a block.
-            most_seconds: returns how long a block may take behind so many tokens, if known.
+        `forward_stream`: on which passes run; None without an accelerator. A block has at most
+        `most_tokens`; `most_seconds` returns how long it may take behind so many tokens, if known.
         """
         self.size = BlockSize(min(most_tokens, BLOCK_TOKENS))
         self._model = model
@@ -307,6 +265,37 @@ class BlendSteps:
             return
         finally:
             self._attention.block = None
+
+
+def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
+    """Make a batch of one request that extends by `token_ids`, int64 [n], at position `start`.
+
+    It has nothing of the running batch, which belongs to other tokens.
+    """
+    device, length = token_ids.device, len(token_ids)
+    end = start + length
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=token_ids,
+        positions=torch.arange(start, end, device=device),
+        req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+        seq_lens=torch.tensor([end], device=device),
+        seq_lens_cpu=torch.tensor([end]),
+        seq_lens_sum=end,
+        # We write to the pool ourselves, but some models write keys and values before they attend:
+        # these go to slot 0, which belongs to no request.
+        out_cache_loc=torch.zeros(length, dtype=torch.int64, device=device),
+        out_cache_loc_is_physical=True,
+        extend_num_tokens=length,
+        extend_seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        extend_seq_lens_cpu=[length],
+        extend_prefix_lens=torch.tensor([start], dtype=torch.int32, device=device),
+        extend_prefix_lens_cpu=[start],
+        extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
+        global_num_token_non_padded_cpu=length,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
 
 
 def _with_rows(batch: Any, kept: Tensor, start: int) -> Any:
