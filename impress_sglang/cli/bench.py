@@ -179,38 +179,26 @@ def measure(
         raise Refused(f"the text has {len(ids):,} tokens, and {wanted:,} are needed")
     parts = [ids[start : start + tokens] for start in range(0, wanted, tokens)]
     measurement = Measurement(server, parts, clients)
-    with _interruptible(), _removing(measurement):
+    with _removing(measurement):
         return measurement.run(flush=flush)
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Treat SIGTERM like an interrupt, so that what was stored is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
 def _removing(measurement: Measurement) -> Iterator[None]:
-    """In the end, remove what was stored, and say so."""
-    try:
-        yield
-    finally:
+    """In the end, remove what was stored, and say so; SIGTERM is such an end as well."""
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stack.callback(signal.signal, signal.SIGTERM, before)
         try:
-            count = measurement.close()
-            print(f"impress: removed what was stored: {count} segments", file=sys.stderr)
-        except (Refused, Unreachable) as error:
-            print(
-                f"impress: what was stored stays for {LEFT_FOR_S} s ({error}): "
-                f"impress purge --cache-salt {measurement.salt}",
-                file=sys.stderr,
-            )
+            yield
+        finally:
+            try:
+                told = f"removed what was stored: {measurement.close()} segments"
+            except (Refused, Unreachable) as error:
+                purge = f"impress purge --cache-salt {measurement.salt}"
+                told = f"what was stored stays for {LEFT_FOR_S} s ({error}): {purge}"
+            print(f"impress: {told}", file=sys.stderr)
 
 
 def _way_of(report: dict[str, Any]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 
 from bench.core.options import parse
 from bench.policies import capacity
-from bench.policies.capacity import KINDS, MODELS, Ask, Model, Store, bound, lru, read_asks, replay
+from bench.policies.capacity import KINDS, MODELS, Ask, Model, Store, bound, lru, replay
 from impress_sglang.config import ImpressConfig
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 
@@ -59,19 +57,6 @@ def test_what_does_not_fit_leaves_and_takes_its_places_in_the_cache_along() -> N
     own.tree.check_integrity()
 
 
-def test_the_cache_spares_the_drive() -> None:
-    own = store(host_gb=1.0)
-    replay([ask(1, 2), ask(1, 2)], own, MODEL, ARGS)
-    match = own.find(ask(1, 2).text())
-    assert match.num_tokens == 1024 and own.on_drive(match) == 0
-
-
-def test_a_slow_drive_is_left_alone() -> None:
-    slow = parse("capacity", "", capacity.OPTIONS, ["--drive-gbps=0.01", "--gpus=1"])
-    row = replay([ask(1, 2), ask(1, 2)], store(), MODEL, slow)
-    assert row["loaded"] == 0 and row["idle"][0] == pytest.approx(102, abs=1)
-
-
 def test_behind_too_many_loads_from_codes_nothing_is_stored() -> None:
     turns = [ask(*range(1, count + 1)) for count in range(1, 5)]
     coded = replay(turns, store("6 bits", approximation_depth=1), MODEL, ARGS)
@@ -95,19 +80,6 @@ def test_no_choice_finds_more_than_the_bound(room: float, found: int) -> None:
     asks = [ask(1, size=64), ask(2, size=64), ask(3, size=64), ask(2, size=64), ask(1, size=64)]
     assert bound(asks, room) == found
     assert lru(asks, room)[0] <= found
-
-
-def test_answers_are_text_where_the_next_request_begins_with_them(tmp_path: Path) -> None:
-    lines = [(1, 700, [7, 8]), (2, 2000, [7, 9, 10, 11]), (3, 600, [7, 12])]
-    rows = [
-        {"timestamp": at * 1000, "input_length": size, "output_length": 100, "hash_ids": blocks}
-        for at, size, blocks in lines
-    ]
-    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    first, second, third = read_asks(tmp_path / "trace.jsonl", 1)
-    assert [own.text_tokens for own in (first, second, third)] == [700, 2000, 600]
-    texts = [own.text()[:512].tolist() for own in (first, second, third)]
-    assert texts[0] == texts[1] == texts[2]
 
 
 def test_all_kinds_and_rooms_have_a_row() -> None:

@@ -16,8 +16,8 @@ from bench.core import report
 from bench.core.cli import MODULES, ROOMS, main, overview
 from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
-from bench.core.report import Column, Result, Table, interval, plain, publish, ratio
-from bench.core.session import BenchFailed, ReservedPort, work_folder
+from bench.core.report import Column, Result, Table, interval, plain, publish
+from bench.core.session import BenchFailed, ReservedPort
 
 OPTIONS = (
     Option("sizes", (1, 2), "some", quick=(3,)),
@@ -59,12 +59,6 @@ def test_wrong_values_are_refused(given: list[str]) -> None:
 def test_a_recorded_command_has_no_places_of_this_machine() -> None:
     given = ["--quick", "--json", "/a/b", "--data=/c", "--sizes", "7"]
     assert read(*given).command == "python -m bench some --quick --sizes 7"
-
-
-def test_help_shows_both_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        read("--help")
-    assert "(1,2, with --quick 3)" in capsys.readouterr().out
 
 
 def test_without_a_name_all_are_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,16 +119,6 @@ def test_strata_weigh_the_same_and_resampling_is_blockwise(monkeypatch: pytest.M
     assert interval(values, 1) == pytest.approx(wide, rel=0.02)
 
 
-def test_an_interval_may_be_of_the_median() -> None:
-    values = [1.0] * 70 + [1000.0] * 30
-    assert interval([values], of=np.median) == (1.0, 1.0)
-    assert interval([values])[0] > 200
-
-
-def test_a_ratio_of_nothing_is_none() -> None:
-    assert ratio(1, 0) is None and ratio(1, 3) == 0.3333
-
-
 @pytest.mark.parametrize("name", sorted(path.name for path in EXCERPTS.iterdir() if path.is_dir()))
 def test_excerpts_can_be_read_and_are_described(name: str) -> None:
     rows = read_rows(None, name)
@@ -173,17 +157,6 @@ def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_rows(tmp_path, "rte")
     with pytest.raises(BenchFailed, match="--data DIR"):
         read_rows(None, "rte")
-
-
-def test_a_work_folder_goes_unless_it_is_kept(tmp_path: Path) -> None:
-    with work_folder(None, tmp_path) as folder:
-        assert folder.is_dir()
-    assert not folder.exists()
-    with work_folder(tmp_path / "kept") as folder:
-        (folder / "log").touch()
-    assert (tmp_path / "kept" / "log").exists()
-    with pytest.raises(BenchFailed, match="empty folder"), work_folder(tmp_path / "kept"):
-        pass
 
 
 def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:

@@ -54,15 +54,6 @@ def test_an_idle_drive_saves_hardly_anything(drive: Drive) -> None:
     assert seconds_of(drive, [100_000]) >= 0.095
 
 
-def test_a_drive_without_a_rate_keeps_nobody(drive: Drive) -> None:
-    drive.set_rate(0)
-
-    assert seconds_of(drive, [1 << 40] * 10) < SLACK_SECONDS
-    # And nothing of that is owed afterwards.
-    drive.set_rate(1e6)
-    assert 0.09 <= seconds_of(drive, [100_000]) < 0.1 + SLACK_SECONDS
-
-
 @pytest.mark.parametrize(("rate", "least"), [(0.0, 0.0), (1e6, 0.09)])
 def test_a_new_rate_is_that_of_what_was_asked_for(drive: Drive, rate: float, least: float) -> None:
     """At a byte a second nobody would live to see the end."""

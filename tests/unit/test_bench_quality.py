@@ -24,7 +24,7 @@ from bench.quality.accuracy import (
     make_rows,
     option_loglik,
 )
-from bench.quality.blend import HEAD, SHOTS, divergence, draw, packs_of, score
+from bench.quality.blend import HEAD, divergence, draw, packs_of, score
 from bench.quality.tasks import SQUAD_OPTIONS, Item, Task, make_task
 
 OPTIONS = {"prefixes": 2, "shots": 8, "prefix_tokens": None, "passages": 6, "examples": 8}
@@ -75,12 +75,6 @@ def test_tasks_have_questions_that_no_prefix_shows(name: str) -> None:
         assert 0 <= item.gold < len(item.options)
     assert [item.prefix for item in task.items] == sorted(item.prefix for item in task.items)
     assert task_of(name) == task != task_of(name, seed=4)
-
-
-def test_prefixes_of_a_task_share_no_shots() -> None:
-    first, second = (text_of(p) for p in task_of("piqa").prefixes)
-    assert first.count("Question:") == second.count("Question:") == 8
-    assert not set(first.split("\n\n")[:-1]) & set(second.split("\n\n")[:-1])
 
 
 def test_a_prefix_has_as_many_shots_as_fit() -> None:
@@ -215,18 +209,6 @@ def test_documents_come_in_another_order(rows: list[dict[str, object]]) -> None:
         stored, asked = question.documents_in([0, 1, 2]), question.documents_in(question.order)
         assert sorted(stored) == sorted(asked) and stored != asked
     assert draw(rows, tokenize, arguments()) == drawn != draw(rows, tokenize, arguments(seed=2))
-
-
-def test_the_passage_of_a_question_is_among_its_documents() -> None:
-    for own in draw(ROWS, tokenize, arguments(tokens=1000)):
-        number = bytes(own.question).decode().removeprefix(f"{SHOTS}Question: what ")[0]
-        assert any(f"passage {number} " in bytes(doc).decode() for doc in own.documents)
-        assert bytes(own.answer).decode() == f" {number}"
-
-
-def test_too_few_rows_are_noticed() -> None:
-    with pytest.raises(BenchFailed, match="a set has 8 rows"):
-        draw(ROWS, tokenize, arguments(questions=9))
 
 
 def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:

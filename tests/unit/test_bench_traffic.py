@@ -171,10 +171,6 @@ def test_a_stream_that_fails_says_so_to_who_waits() -> None:
         stream.join()
 
 
-def test_medians_of_repeats() -> None:
-    assert beside.medians([{"x": 1}, {"x": 5}, {"x": 3}]) == {"x": 3}
-
-
 def test_each_case_has_its_columns() -> None:
     assert all(callable(getattr(beside.Work, case)) for case in beside.SHOWN)
 
