@@ -124,7 +124,7 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
         pool, more = cache.sweeps.step(text, space, key)
     left = cache.ranks.any(purge.left) or more
     if not left:
-        served.purges.end(text)
+        served.purges.pop(text, None)
     names = ("tokens", "bytes", "writes", "unpinned")
     done = {"segments": len(purged.segment_ids)} | {own: getattr(purged, own) for own in names}
     return done | {"pool_tokens": pool, "left": left}

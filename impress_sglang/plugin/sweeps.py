@@ -52,7 +52,7 @@ class Sweeps(ABC):
         sweep = self._sweeps.go_on(order, lambda: self._begin(namespace, prefix))
         freed = self._go_on(sweep)
         if not sweep.waiting:
-            self._sweeps.end(order)
+            self._sweeps.pop(order, None)
         return freed, bool(sweep.waiting)
 
     def clear(self) -> None:

@@ -259,19 +259,24 @@ def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
     """Stores of other models, and the bytes of their segments, including those in quarantine; the
     first to be removed come last.
 
-    Stores of this format come first, the latest before others, and then those of older formats. The
-    bytes of the latter are logged.
+    Stores of this format come first, the latest before others, and then those of older formats.
     """
     found = []
     for name in files.list(own.parent):
         path = own.parent / name
         with contextlib.suppress(OSError):
             if not same_model(path, own) and is_store(files, path):
-                older = format_of(files, path) < FORMAT_VERSION
-                found.append((not older, files.stat(path).st_mtime_ns, path))
-    found.sort(reverse=True)
-    stores = {path: _store_bytes(files, path) for _, _, path in found}
-    unusable = [stores[path] for current, _, path in found if not current]
+                current = format_of(files, path) >= FORMAT_VERSION
+                found.append((current, files.stat(path).st_mtime_ns, path))
+    stores, unusable = dict[Path, int](), []
+    for current, _, path in sorted(found, reverse=True):
+        stores[path] = 0
+        paths = [Path(file) for _, file, _ in segment_files(files, path)]
+        for file in paths + _quarantined(files, path):
+            # The server of that model may have just removed it.
+            with contextlib.suppress(FileNotFoundError):
+                stores[path] += files.stat(file).st_size
+        unusable += [] if current else [stores[path]]
     if unusable:
         logger.info(
             "%d stores of older formats (%.1f MB) are removed when room is needed, before others",
@@ -302,7 +307,9 @@ def remove_store(files: FileSystem, path: Path) -> bool:
             files.unlink(aside)
         for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", PINS, CODING, _PROBE):
             files.unlink(path / name)
-        for folder in (*_folders(files, path / SEGMENTS), path / QUARANTINE, path / SEGMENTS):
+        names = [name for name in files.list(path / SEGMENTS) if _FOLDER.fullmatch(name)]
+        folders = [path / SEGMENTS / name for name in names] + [path / QUARANTINE, path / SEGMENTS]
+        for folder in folders:
             _remove_empty(files, folder)
         # Marker and lock go last: what is left of a store after a crash can be served or removed.
         if set(files.list(path)) <= {MARKER, LOCK}:
@@ -346,23 +353,9 @@ def _remove_empty(files: FileSystem, path: Path) -> None:
         logger.warning("%s stays: %s", path, error)
 
 
-def _folders(files: FileSystem, path: Path) -> list[Path]:
-    return [path / name for name in files.list(path) if _FOLDER.fullmatch(name)]
-
-
 def _quarantined(files: FileSystem, store: Path) -> list[Path]:
     folder = store / QUARANTINE
     return [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
-
-
-def _store_bytes(files: FileSystem, path: Path) -> int:
-    total = 0
-    own_paths = [Path(own) for _, own, _ in segment_files(files, path)]
-    for own in own_paths + _quarantined(files, path):
-        # The server of that model may have just removed it.
-        with contextlib.suppress(FileNotFoundError):
-            total += files.stat(own).st_size
-    return total
 
 
 def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:

@@ -250,7 +250,10 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
         descriptor = files.open(path, os.O_RDONLY)
         try:
             preamble = _read(files, descriptor, 0, _PREAMBLE.size)
-            header_bytes, description_bytes, expected = _parse_preamble(name, preamble, file_bytes)
+            magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(preamble)
+            most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
+            if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:
+                raise SegmentUnreadable(name, "not a segment of this format")
             description = _read(files, descriptor, _PREAMBLE.size, description_bytes)
             _check_size(name, description, header_bytes)
             body = _read(files, descriptor, _PREAMBLE.size, header_bytes - _PREAMBLE.size)
@@ -285,14 +288,6 @@ def _read(files: FileSystem, descriptor: int, offset: int, size: int) -> bytearr
     content = bytearray(size)
     files.read(descriptor, offset, memoryview(content))
     return content
-
-
-def _parse_preamble(name: str, preamble: bytearray, file_bytes: int) -> tuple[int, int, int]:
-    magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(preamble)
-    most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
-    if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:
-        raise SegmentUnreadable(name, "not a segment of this format")
-    return header_bytes, description_bytes, expected
 
 
 def _check_size(name: str, description: bytearray, header_bytes: int) -> None:

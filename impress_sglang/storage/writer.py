@@ -8,9 +8,8 @@ one layer of one segment.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +28,6 @@ from impress_sglang.storage.segment import (
     block_checksums,
     encode_header,
 )
-
-logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -80,39 +77,27 @@ def write_segment(
     """
     files.make_directory(path.parent)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    with _removed_on_error(temporary, files):
+    try:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
         descriptor = files.open(temporary, flags)
         try:
             _write_contents(files, descriptor, info, read_layer, buffer, mapping, coding)
             if written_ns is not None:
-                _date(files, descriptor, written_ns)
+                # Where a network file system refuses this, the age begins anew.
+                with contextlib.suppress(OSError):
+                    files.date(descriptor, written_ns)
             files.sync(descriptor)
         finally:
             files.close(descriptor)
         if not is_wanted():
             raise WrittenInVain("nobody may have it any more")
         files.rename(temporary, path)
-    files.sync_directory(path.parent)
-
-
-def _date(files: FileSystem, descriptor: int, written_ns: int) -> None:
-    try:
-        files.date(descriptor, written_ns)
-    except OSError as error:
-        # Some network file systems refuse this.
-        logger.warning("the age of a segment begins anew, for it cannot be set: %s", error)
-
-
-@contextlib.contextmanager
-def _removed_on_error(path: Path, files: FileSystem) -> Iterator[None]:
-    try:
-        yield
     except BaseException:
         # If this fails, the next start removes the file.
         with contextlib.suppress(OSError):
-            files.unlink(path)
+            files.unlink(temporary)
         raise
+    files.sync_directory(path.parent)
 
 
 def _write_contents(

@@ -7,7 +7,6 @@ result then belongs to the store's thread. No memory for caches is allocated her
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import logging
@@ -15,7 +14,7 @@ import sqlite3
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 from impress_sglang.codes.planes.floors import CodingMeter
 from impress_sglang.config import ImpressConfig, bytes_of
@@ -47,15 +46,8 @@ NOTE_SECONDS = 60.0
 NOTED_TOGETHER = 500
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """What a probe found: the names of the finished segments, or why there are none.
-
-    `error` with `segments`: reading works, writing does not.
-    """
-
-    segments: frozenset[str] | None = None
-    error: Exception | None = None
+Answer: TypeAlias = tuple[frozenset[str] | None, Exception | None]
+"""What a probe found: the names of the finished segments if they can be read, and what failed."""
 
 
 class StoreDisk:
@@ -174,5 +166,5 @@ def probe(directory: StoreDirectory) -> Answer:
         segments = frozenset(name for name, _, finished in found if finished)
         directory.check_writable()
     except Exception as error:
-        return Answer(segments, error)
-    return Answer(segments)
+        return segments, error
+    return segments, None

@@ -85,16 +85,13 @@ class DiskWorker:
         """Run a function behind all work so far."""
         return self._thread.submit(function, *arguments)
 
-    def delete(self, segments: Mapping[str, int]) -> None:
-        """Remove segments (id: bytes) and their rows; readers of an open file can go on."""
-        self._note_removal(self._thread.submit(self._delete, segments), sum(segments.values()))
+    def delete(self, segments: Mapping[str, int], successor: Row | None = None) -> None:
+        """Remove segments (id: bytes) and their rows; readers of an open file can go on.
 
-    def replace(self, segment_id: str, num_bytes: int, successor: Row) -> None:
-        """Remove the file of a segment that has a successor, and give its row to the latter."""
-        removal = self._thread.submit(self._replace, segment_id, num_bytes, successor)
-        self._note_removal(removal, num_bytes)
-
-    def _note_removal(self, removal: Future[None], num_bytes: int) -> None:
+        `successor`: the row of a segment that has replaced them.
+        """
+        num_bytes = sum(segments.values())
+        removal = self._thread.submit(self._delete, segments, successor)
         self._removals.append((removal, num_bytes))
         self._removing_bytes += num_bytes
 
@@ -158,15 +155,10 @@ class DiskWorker:
         # The file is authoritative: the next start reads files that the index does not have.
         self.index(self.catalog.change, [row])
 
-    def _replace(self, segment_id: str, num_bytes: int, successor: Row) -> None:
-        self._unlink(segment_id, num_bytes)
-        self.index(self.catalog.change, [successor], [segment_id])
-        self.progress = time.monotonic()
-
-    def _delete(self, segments: Mapping[str, int]) -> None:
+    def _delete(self, segments: Mapping[str, int], successor: Row | None) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
-        self.index(self.catalog.change, (), segments)
+        self.index(self.catalog.change, [] if successor is None else [successor], segments)
         if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
         self.progress = time.monotonic()

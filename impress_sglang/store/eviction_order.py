@@ -27,8 +27,6 @@ class EvictionOrder:
     def __init__(self, ttl: float = 0.0) -> None:
         """`ttl`: see `StoredTree`."""
         self._ttl = ttl
-        # In the order of their last use alone.
-        self._order: _Order = OrderedDict()
         self._levels = {level: _Order() for level in Priority}
         # The same for each namespace.
         self._orders: dict[tuple[str, Priority], _Order] = defaultdict(OrderedDict)
@@ -42,9 +40,16 @@ class EvictionOrder:
     def __iter__(self) -> Iterator[StoredSegment]:
         return itertools.chain.from_iterable(self._levels.values())
 
+    def __contains__(self, segment: StoredSegment) -> bool:
+        return segment in self._levels[segment.level]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._levels.values()))
+
     def latest(self) -> Iterator[StoredSegment]:
         """All segments, most recently used first, whatever their level."""
-        return reversed(self._order)
+        levels = (reversed(self._levels[level]) for level in reversed(Priority))
+        return heapq.merge(*levels, key=lambda own: -own.last_access)
 
     def of(self, namespace: str) -> Iterator[StoredSegment]:
         """Segments of a namespace, in the same order; dependents are in the same namespace."""
@@ -57,7 +62,6 @@ class EvictionOrder:
 
     def add(self, segment: StoredSegment) -> None:
         """Add a segment of the tree; unless it is from an earlier process, that is a use."""
-        self._order[segment] = None
         self._join(segment)
         due: float = segment.info.expires or math.inf
         if self._ttl:
@@ -71,8 +75,7 @@ class EvictionOrder:
 
     def remove(self, segment: StoredSegment) -> None:
         """Remove a segment, if it is there."""
-        if segment in self._order:
-            del self._order[segment]
+        if segment in self:
             self._leave(segment)
         self._changed.pop(segment, None)
 
@@ -82,9 +85,8 @@ class EvictionOrder:
         for own in _path_up(segment):
             own.last_access = self.now
             # A segment gone since the match is nowhere.
-            if own in self._order:
+            if own in self:
                 self._put(own)
-                self._order.move_to_end(own)
                 self._changed[own] = None
 
     def settle(self, segment: StoredSegment) -> None:
@@ -100,10 +102,10 @@ class EvictionOrder:
         if above is not None:
             above.dependents[segment.level] -= 1
             above.dependents[level] += 1
-        if segment in self._order:
+        if there := segment in self:
             self._leave(segment)
         segment.level = level
-        if segment in self._order:
+        if there:
             self._join(segment)
 
     def _join(self, segment: StoredSegment) -> None:
@@ -119,7 +121,7 @@ class EvictionOrder:
 
     def change(self, segment: StoredSegment) -> None:
         """Note that a segment has another name, or builds on another one."""
-        if segment in self._order:
+        if segment in self:
             self._changed[segment] = None
 
     def take_changed(self, most: int) -> list[StoredSegment]:
@@ -134,35 +136,29 @@ class EvictionOrder:
         taken: list[StoredSegment] = []
         while self._due and self._due[0][0] <= now and len(taken) < most:
             segment = heapq.heappop(self._due)[2]
-            if segment in self._order:
+            if segment in self:
                 taken.append(segment)
         return taken
 
     def _note_due(self, segment: StoredSegment, due: float) -> None:
-        if len(self._due) > 2 * len(self._order):
+        if len(self._due) > 2 * len(self):
             # Segments that left before they expired would otherwise stay here until then.
-            self._due = [own for own in self._due if own[2] in self._order]
+            self._due = [own for own in self._due if own[2] in self]
             heapq.heapify(self._due)
         heapq.heappush(self._due, (due, next(self._numbers), segment))
 
     def sort(self) -> None:
         """Put segments of an earlier process into the order in which it used them."""
-        upwards = sorted(self._order, key=lambda segment: -segment.info.prefix_len)
+        upwards = sorted(self, key=lambda segment: -segment.info.prefix_len)
         for segment in upwards:
             above = segment.parent
             if above is not None and above.last_access < segment.last_access:
                 above.last_access = segment.last_access
+        for order in (*self._levels.values(), *self._orders.values()):
+            order.clear()
         # Among equals, those that build on others stay in front.
-        self._order = OrderedDict.fromkeys(sorted(upwards, key=_last_access))
-        self._levels = {
-            level: OrderedDict.fromkeys(own for own in self._order if own.level is level)
-            for level in Priority
-        }
-        places = defaultdict[tuple[str, Priority], list[StoredSegment]](list)
-        for segment in self._order:
-            places[segment.info.namespace, segment.level].append(segment)
-        self._orders.clear()
-        self._orders.update((place, OrderedDict.fromkeys(own)) for place, own in places.items())
+        for segment in sorted(upwards, key=_last_access):
+            self._join(segment)
 
     def check(self, segment: StoredSegment) -> None:
         """Check that a segment of the tree has its place, in constant time.
@@ -170,14 +166,13 @@ class EvictionOrder:
         Raises:
             AssertionError: it has not, which is a bug.
         """
-        there, above = segment in self._order, segment.parent
+        there, above = segment in self, segment.parent
         assert there == (segment.state is not SegmentState.LOST)
         assert segment.level is segment.own_level
-        orders = self._orders.get((segment.info.namespace, segment.level), ())
-        assert there == (segment in self._levels[segment.level]) == (segment in orders)
+        assert there == (segment in self._orders.get((segment.info.namespace, segment.level), ()))
         if above is not None:
             assert above.level >= segment.level and above.dependents[segment.level] > 0
-            assert above not in self._order or above.last_access >= segment.last_access
+            assert above not in self or above.last_access >= segment.last_access
 
     def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
         """Compare with these segments, which have a file or will have one.
@@ -186,10 +181,9 @@ class EvictionOrder:
             AssertionError: they differ, or the order is wrong, which is a bug.
         """
         places = {segment: place for place, segment in enumerate(self)}
-        assert places.keys() == set(segments) == self._order.keys()
+        assert places.keys() == set(segments)
         assert self._changed.keys() <= places.keys()
-        assert sum(map(len, self._orders.values())) == sum(map(len, self._levels.values()))
-        assert sum(map(len, self._levels.values())) == len(places)
+        assert sum(map(len, self._orders.values())) == len(self) == len(places)
         for (namespace, level), order in self._orders.items():
             own_places = [places[segment] for segment in order]
             assert own_places and own_places == sorted(own_places)

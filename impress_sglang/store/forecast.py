@@ -89,34 +89,26 @@ class ReadForecast:
         """Seconds that reading so many bytes from SSD takes, judging by recent reads."""
         return self._reader.cost.seconds_for(num_bytes)
 
-    def fits(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
-        """Whether a layer of these spans fits into the buffer pool."""
-        return self._layer_bytes(spans, in_codes=in_codes) <= self._memory.pool.limit_bytes
-
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
-        """The same as `fits`; the first time that a layer does not fit is logged."""
-        if self.fits(spans, in_codes=in_codes):
+        """Whether a layer of these spans fits into the buffer pool; the first that does not is
+        logged."""
+        pool, needed = self._memory.pool, 0
+        # Spans of a segment share one buffer for its codes; for its columns each has its own.
+        segments = [span.segment for span in spans]
+        for segment in set(segments) if in_codes else segments:
+            layout = self._segments.of(segment).layout
+            most = max(own.layer_bytes for own in layout.codes) if in_codes else 0
+            needed += pool.size_of(most or columns_buffer_bytes(layout))
+        if needed <= pool.limit_bytes:
             return True
         if not self._said_too_small:
             self._said_too_small = True
             logger.warning(
                 "a stored prefix is computed, for a layer of it takes %.2f GB: "
                 "raise --impress-buffer-gb",
-                self._layer_bytes(spans, in_codes=in_codes) / 1e9,
+                needed / 1e9,
             )
         return False
-
-    def _layer_bytes(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> int:
-        needed = 0
-        # Spans of a segment share one buffer for its codes; for its columns each has its own.
-        segments = {span.segment.segment_id: span.segment for span in spans}
-        for segment in segments.values() if in_codes else (span.segment for span in spans):
-            layout = self._segments.of(segment).layout
-            if in_codes:
-                needed += self._memory.pool.size_of(max(c.layer_bytes for c in layout.codes))
-            else:
-                needed += self._memory.pool.size_of(columns_buffer_bytes(layout))
-        return needed
 
     def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
         """Bytes of spans in codes that would have to come from SSD."""

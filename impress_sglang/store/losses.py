@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from impress_sglang.loops.types import Indices
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, PrefixHashes
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashes
 from impress_sglang.store.stored import StoredSegment
 
 # How many prefixes are remembered: those of four million tokens, in 1.1 MB.
@@ -69,16 +70,14 @@ class Losses:
 
     def note_tokens(self, namespace: str, tokens: Tokens, cause: Cause, start: int = 0) -> None:
         """Note that tokens [start, n) of a prompt, int32 [n], are gone or were not stored."""
-        names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
-        places = self._places(names)
+        names, places = self._places(namespace, tokens, start)
         self._names[places] = names
         self._times[places] = self._clock()
         self._causes[places] = cause.value
 
     def find(self, namespace: str, tokens: Tokens, start: int) -> Loss | None:
         """Why a prompt is not stored from token `start` on; None if that is not known."""
-        names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
-        places = self._places(names)
+        names, places = self._places(namespace, tokens, start)
         found = np.flatnonzero(self._names[places] == names)
         if not len(found):
             return None
@@ -87,8 +86,9 @@ class Losses:
         seconds = self._clock() - float(self._times[first])
         return Loss(_CAUSES[self._causes[first]], stop - start, seconds)
 
-    def _places(self, names: np.ndarray) -> np.ndarray:
-        return (names & np.uint64(len(self._names) - 1)).astype(np.int64)
+    def _places(self, namespace: str, tokens: Tokens, start: int) -> tuple[Hashes, Indices]:
+        names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
+        return names, (names & np.uint64(len(self._names) - 1)).astype(np.int64)
 
 
 def prompt_of(segment: StoredSegment) -> Tokens:

@@ -36,13 +36,6 @@ class _Pin:
     namespace: str
     tokens: Tokens
     segments: tuple[StoredSegment, ...] = ()
-    found: int = 0
-    """How many of the tokens are stored in `segments`."""
-
-    @property
-    def is_held(self) -> bool:
-        """Whether all of it is still where it was found."""
-        return self.found == len(self.tokens) and all(own.on_disk for own in self.segments)
 
 
 class Pins:
@@ -100,9 +93,9 @@ class Pins:
             if own.namespace == namespace and np.array_equal(own.tokens, tokens):
                 return None
         pin = _Pin(namespace, tokens)
-        self._resolve(pin)
-        if not len(tokens) or pin.found < len(tokens):
-            return f"{pin.found} of its {len(tokens)} tokens are stored: warm it first"
+        found = self._resolve(pin)
+        if not len(tokens) or found < len(tokens):
+            return f"{found} of its {len(tokens)} tokens are stored: warm it first"
         if len(self._pins) == MOST_PINS:
             return f"{MOST_PINS} prefixes are pinned, and no more can be: unpin one first"
         new = sum(own.file_bytes for own in pin.segments if own not in self._held)
@@ -142,14 +135,14 @@ class Pins:
         """Look up which segments have the pinned prefixes now."""
         self._looked_at = self._clock()
         for pin in self._pins:
-            if not pin.is_held:
-                self._resolve(pin)
+            self._resolve(pin)
         self._held = {own for pin in self._pins for own in pin.segments}
 
-    def _resolve(self, pin: _Pin) -> None:
+    def _resolve(self, pin: _Pin) -> int:
+        """Look up the segments of a pin; returns how many of its tokens are stored."""
         known = self._tree.match(pin.namespace, pin.tokens, least=ANYTHING)
         pin.segments = tuple(dict.fromkeys(span.segment for span in known.spans))
-        pin.found = known.num_tokens
+        return known.num_tokens
 
     def _read(self) -> list[_Pin]:
         found, content = list[_Pin](), self._directory.get(PINS)

@@ -413,7 +413,7 @@ class PrefixStore:
             # The old version was read to the end, so what was written from it is verified.
             self.health.suspects.pop(outcome.old_id, None)
             segment.state = SegmentState.READY
-            self.worker.replace(outcome.old_id, outcome.old_bytes, segment.row)
+            self.worker.delete({outcome.old_id: outcome.old_bytes}, segment.row)
         if outcome.useless:
             self.worker.delete({outcome.info.segment_id: outcome.new_bytes})
         if isinstance(outcome.error, PrefixUnreadable):
@@ -432,7 +432,7 @@ class PrefixStore:
 
     def _take_answer(self, answer: Answer) -> None:
         """Take the answer to a probe of a failed disk: go on with the segments on it now."""
-        found, error = answer.segments, answer.error
+        found, error = answer
         if found is not None and not self.health.readable:
             try:
                 self._reader.revive()

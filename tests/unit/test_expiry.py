@@ -80,8 +80,8 @@ def test_who_goes_on_finds_the_same_job_unless_there_are_too_many(ended: str | N
     first = [jobs.go_on(str(number), list) for number in range(MOST_JOBS)]
     assert all(jobs.go_on(str(number), list) is own for number, own in enumerate(first))
     if ended is not None:
-        jobs.end(ended)
-        jobs.end(ended)
+        jobs.pop(ended, None)
+        jobs.pop(ended, None)
     jobs.go_on("new", list)
     assert len(jobs) == MOST_JOBS
     kept = [jobs.go_on(str(number), list) is first[number] for number in (2, 1)]

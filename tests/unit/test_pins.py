@@ -8,7 +8,6 @@ import pytest
 
 from impress_sglang.storage.directory import PINS
 from impress_sglang.store import pins as pins_module
-from impress_sglang.store import purging
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.purging import Purge, Purged
 from impress_sglang.store.store import PrefixStore
@@ -182,59 +181,25 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     ("tokens", "namespace", "gone"),
     [
         (None, None, 12),
-        (None, "a", 6),
+        (None, "a", 7),
         (prompt(2), "a", 3),
-        (prompt(2, 5), "a", 3),
-        (prompt(2, 16), "a", 1),
-        ([*prompt(2), 700], "a", 1),
         (prompt(2, 17), "a", 0),
-        (prompt(2), "b", 0),
-        (prompt(2), "nobody", 0),
+        (None, "c", 0),
     ],
 )
-def test_a_purge_of_some_looks_at_each_once(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, tokens: Any, namespace: str | None, gone: int
+def test_a_purge_by_age_takes_what_is_old_of_a_prefix(
+    bench: Workbench, tokens: Any, namespace: str | None, gone: int
 ) -> None:
-    """In all steps together, however many there are; in each of them at few."""
     store = bench.open()
     for number in range(6):
         for count in (8, 16):
             bench.put(store, prompt(number, count), namespace="ab"[number % 2])
     bench.put(store, [*prompt(2), *prompt(7)], namespace="a")
-    names = [own.segment_id for own in store.tree.segments()]
-    store.tree.get(names[0]).written += 60  # type: ignore[union-attr]
-    monkeypatch.setattr(store.tree, "below", lambda *_: pytest.fail("a look at others"))
-    monkeypatch.setattr(purging, "MOST_LOOKS", 3)
-    looked, get = list[str](), store.tree.get
-    purge = purge_of(store, tokens, namespace, older_than=0.0)
-    counts, left = [], len(store.tree)
-    while purge.left:
-        with monkeypatch.context() as counting:
-            counting.setattr(store.tree, "get", lambda name: looked.append(name) or get(name))
-            counts.append(-len(looked))
-            step = purge.step(store, 2)
-        counts[-1] += len(looked)
-        left -= len(step.segment_ids)
-        store.check_integrity()
-        assert len(step.segment_ids) <= 2
-    assert sorted(looked) == sorted(names)
-    assert max(counts) <= 3 and len(counts) >= 13 // 3
-    on_disk = [own for own in store.tree.segments() if own.on_disk]
-    assert len(on_disk) == left == 13 - gone
-
-
-def test_a_purge_of_some_counts_what_these_build_on(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a long conversation it looks at the last turns in more steps."""
-    monkeypatch.setattr(purging, "MOST_LOOKS", 12)
-    store = bench.open()
-    for turn in range(1, 25):
-        bench.put(store, prompt(1, turn))
-    steps = steps_of(purge_of(store, prompt(1, 2), older_than=0.0), store)
-    counts = [len(step.segment_ids) for step in steps]
-    assert counts[:12] == [1] * 12 and sum(counts) == 23 and len(counts) < 23
-    assert len(store.tree) == 1
+    name = store.namespace("b")
+    next(own for own in store.tree.below(name) if own.num_dependents).written += 60
+    steps = steps_of(purge_of(store, tokens, namespace, older_than=0.0), store, 2)
+    assert sum(len(step.segment_ids) for step in steps) == gone
+    assert all(len(step.segment_ids) <= 2 for step in steps)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.prefix_hashes import prefix_digest
-from impress_sglang.store.purging import _Place
+from impress_sglang.store.purging import is_in
 from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.tree import StoredTree
@@ -225,8 +225,8 @@ class TreeMachine(RuleBasedStateMachine):
                 for name, (other, tokens) in paths.items()
                 if other == namespace and tokens[: len(prefix)] == prefix
             }
-            place = _Place(self.tree, namespace, as_tokens(prefix))
-            assert {own for own in self.tree.segments() if place.has(own)} == set(found)
+            place = self.tree, namespace, as_tokens(prefix)
+            assert {own for own in self.tree.segments() if is_in(own, *place)} == set(found)
             for number, own in enumerate(found):
                 above = own.parent
                 assert above not in found[:number] or own.info.prefix_len < end_of(above)
