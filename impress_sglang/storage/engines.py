@@ -151,11 +151,18 @@ class AioEngine:
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
         """See `BlockEngine.finish`; if the kernel has refused reads, this does not wait."""
-        refused, self._refused = self._refused, []
-        slots = np.array([slot for slot, _ in refused], np.int64)
-        results = np.array([-number for _, number in refused], np.int64)
-        if not refused:
-            ended = self._events[: self._wait_for_events(at_least)]
+        if self._refused:
+            slots, errors = np.array(self._refused, np.int64).T
+            self._refused, results = [], -errors
+        else:
+            least, most = ctypes.c_long(at_least), ctypes.c_long(self.depth)
+            events = ctypes.c_void_p(self._events.ctypes.data)
+            count = -1
+            while count < 0:
+                count = self._call(self._getevents_call, self._context, least, most, events, None)
+                if count < 0 and ctypes.get_errno() != errno.EINTR:
+                    raise OSError(ctypes.get_errno(), "io_getevents failed")
+            ended = self._events[:count]
             slots, results = ended["data"].astype(np.int64), ended["result"].copy()
         self._free.extend(slots.tolist())
         return slots, results
@@ -163,21 +170,6 @@ class AioEngine:
     def close(self) -> None:
         """See `BlockEngine.close`."""
         self._call(self._destroy_call, self._context)
-
-    def _wait_for_events(self, at_least: int) -> int:
-        while True:
-            count: int = self._call(
-                self._getevents_call,
-                self._context,
-                ctypes.c_long(at_least),
-                ctypes.c_long(self.depth),
-                ctypes.c_void_p(self._events.ctypes.data),
-                None,
-            )
-            if count >= 0:
-                return count
-            if ctypes.get_errno() != errno.EINTR:
-                raise OSError(ctypes.get_errno(), "io_getevents failed")
 
 
 class ThreadEngine:
@@ -224,17 +216,14 @@ class ThreadEngine:
 
     def _run(self) -> None:
         while (read := self._wanted.get()) is not None:
-            self._read(*read)
-
-    def _read(self, number: int, descriptor: int, offset: int, address: int, size: int) -> None:
-        target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        try:
-            read_exactly(descriptor, offset, target)
-        except EOFError:
-            self._ended.put((number, 0))
-        except OSError as error:
-            self._ended.put((number, -(error.errno or errno.EIO)))
-        else:
+            number, descriptor, offset, address, size = read
+            target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+            try:
+                read_exactly(descriptor, offset, target)
+            except EOFError:
+                size = 0
+            except OSError as error:
+                size = -(error.errno or errno.EIO)
             self._ended.put((number, size))
 
 

@@ -200,11 +200,6 @@ class Catalog:
             self._unsound = unsound
         return found
 
-    def indexed(self) -> dict[str, int]:
-        """Segments of the index and the sizes that their files should have."""
-        self.flush()
-        return dict(self._connected().execute("SELECT segment_id, file_bytes FROM segments"))
-
     def close(self) -> None:
         """Close the database; the next use opens it again."""
         connection, self._connection = self._connection, None

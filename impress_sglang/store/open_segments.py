@@ -234,8 +234,11 @@ class OpenSegments:
             opened = self._open(stored)
             with self._lock:
                 own = self.of(stored)
-                assert own.opened is None
-                own.opened, own.readers = opened, 1
+                if own.opened is not None:
+                    # Another thread was faster.
+                    opened.close()
+                own.opened = opened = own.opened or opened
+                own.readers += 1
             assert self._disk is not None
             self._disk.meter.note(opened.floors)
         return opened

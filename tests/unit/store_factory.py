@@ -316,11 +316,12 @@ def check_index(store: PrefixStore) -> None:
     """Its rows are those of the tree; waits for the disk, and for pending writes."""
     store.writes.drain()
     if not store.reorders.pending:
-        indexed = store.worker.submit(store.worker.catalog.indexed).result()
+        store.worker.submit(store.worker.catalog.flush).result()
+        indexed = store.worker.submit(store.worker.catalog.segments).result()
         # An extra row is that of a file that could not be removed, which was logged.
         for segment in store.tree.segments():
             if segment.on_disk:
-                assert indexed.get(segment.segment_id) == segment.file_bytes
+                assert indexed[segment.segment_id].file_bytes == segment.file_bytes
 
 
 def until(store: PrefixStore, condition: Callable[[], object]) -> None:

@@ -345,7 +345,7 @@ def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: Prefix
 
     store._disk._note_at = 0.0
     store.poll()
-    store.worker.submit(store.worker.catalog.indexed).result()
+    store.worker.submit(int).result()
 
     assert index_of(bench)[name].hits == 1
     assert max(index_of(bench).values(), key=lambda row: row.last_access).info.segment_id == name

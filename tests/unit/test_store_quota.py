@@ -153,7 +153,7 @@ def test_without_the_room_that_was_made_nothing_is_written(
         assert {own.name for own in bench.root.rglob("*.kv*")} == stays
         assert store.health.state == "read-only"
         assert bench.offer(store, prompt(4)) is StoreOutcome.UNAVAILABLE
-        store.worker.submit(store.worker.catalog.indexed).result()
+        store.worker.submit(int).result()
         # What was not written could not be removed either.
         assert store.quota.missing(0) == pytest.approx(bench.one, abs=1000)
 
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
         assert length(store, prompt(4)) == 0
         stores.recover(store)
         for number in range(5, 9):
-            store.worker.submit(store.worker.catalog.indexed).result()
+            store.worker.submit(int).result()
             bench.put(store, prompt(number))
             assert len(list(bench.root.rglob("*.kv"))) <= 4 and store.health.state == "ok"
         assert list(bench.root.rglob(name))

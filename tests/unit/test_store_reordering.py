@@ -56,7 +56,7 @@ def put_selected(
 def finish(store: PrefixStore) -> None:
     """Poll until nothing is left to reorder, and old files are removed."""
     stores.until(store, lambda: not store.reorders.summary()["pending"])
-    store.worker.submit(store.worker.catalog.indexed).result()
+    store.worker.submit(int).result()
 
 
 def mapping_of(bench: Workbench, store: PrefixStore, tokens: Sequence[int]) -> np.ndarray:
@@ -297,7 +297,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     held.begin(store)
 
     assert Purge().step(store).tokens == 8
-    store.worker.submit(store.worker.catalog.indexed).result()
+    store.worker.submit(int).result()
     held.go_on.set()
     assert store.reorders._job is not None
     assert isinstance(store.reorders._job[1].exception(), WriteAbandoned)
@@ -320,7 +320,7 @@ def test_a_new_file_that_nobody_has_seen_yet_is_purged(
     store.writes._writes[0].future.result()
 
     assert Purge().step(store).tokens == 16
-    store.worker.submit(store.worker.catalog.indexed).result()
+    store.worker.submit(int).result()
     assert bench.files() == set()
 
 
