@@ -96,6 +96,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
     if config_of(server_args) is None:
         previous(server_args)
         return
+    from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
     def check() -> None:
@@ -111,7 +112,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
             from impress_sglang.paper.plugin.backends import check_parts
 
             check_parts(config, resolved_view(server_args))
-        check_model(_model_config(server_args))
+        check_model(model_config_of(server_args))
 
     _or_exit_if_cli(server_args, check)
     previous(server_args)
@@ -159,12 +160,6 @@ def _check_seams() -> None:
     """Check that this is a supported SGLang, and that all hooks are in place in this process."""
     check_sglang()
     check_in_place(HOOKS)
-
-
-def _model_config(server_args: Any) -> Any:
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-
-    return model_config_of(server_args)
 
 
 def _require_writable(config: ImpressConfig) -> None:

@@ -1,7 +1,7 @@
 """Late start: a pass begins while the last layers of its prefix are on their way.
 
 On an idle server, a request may be admitted when what is left of its job takes no longer than its
-own pass, which then waits for each layer (`layer_gate`). While others run it is not: they would
+own pass, which then waits for each layer (`LayerGate`). While others run it is not: they would
 wait for the drive with it. Nobody else shares the slots before they are filled. If a layer does not
 come, what the pass computes is dropped, its requests go back into the queue, as SGLang puts them
 there without room, and the slots leave the tree.
@@ -13,14 +13,15 @@ import itertools
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.cost import Estimator
 from impress_sglang.plugin.known import Known, KnownRequests
-from impress_sglang.plugin.layer_gate import LayerGate
 from impress_sglang.plugin.slot_pool import TreeSlots
 from impress_sglang.serving.job_queue import WINDOW, JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
@@ -30,6 +31,44 @@ logger = logging.getLogger(__name__)
 # Polls for which a request that was put back is not admitted: SGLang may process the results of its
 # pass after the next one was chosen.
 POLLS_APART = 2
+
+
+class LayerGate:
+    """The jobs whose slots are in SGLang's tree but not filled, and what waits for each layer.
+
+    SGLang's pool asks its layer transfer counter, which this is, before a layer is attended to.
+    """
+
+    def __init__(self, pool: Any, note_broken: Callable[[LoadJob], None]) -> None:
+        """`note_broken` is told, in the pass, of a job whose layer is not there."""
+        self._pool = pool
+        self._note_broken = note_broken
+        self.jobs: list[LoadJob] = []
+
+    def add(self, job: LoadJob) -> None:
+        """Let passes wait for the layers of a job."""
+        if not self.jobs:
+            self._pool.register_layer_transfer_counter(self)
+        self.jobs.append(job)
+
+    def remove(self, job: LoadJob) -> None:
+        """Note that a job has ended, and that nobody attends to what it lacks."""
+        if job in self.jobs:
+            self.jobs.remove(job)
+        if not self.jobs:
+            self._pool.register_layer_transfer_counter(None)
+
+    def wait_until(self, layer: int) -> None:
+        """Wait until the slots of a layer, counted from the first, are filled."""
+        for job in self.jobs:
+            if job.revoked:
+                continue
+            if not job.wait_for_layer(layer):
+                # Others in this pass wait no longer.
+                job.revoke()
+                self._note_broken(job)
+            elif job.events:
+                torch.cuda.current_stream().wait_event(job.events[layer])
 
 
 class LateStart:

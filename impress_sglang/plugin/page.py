@@ -35,46 +35,37 @@ def overview(cache: ServedCache, after: int, below: str | None) -> dict[str, Any
     `after`: leave out requests up to this number. If there is a segment `below`: only the segments
     that build on it.
     """
+    recent, store = cache.service.recent, cache.served.opened
+    found: Iterable[StoredSegment] = ()
+    if store is not None and below is None:
+        found = store.tree.order.latest()
+    elif store is not None and (segment := store.tree.get(str(below))) is not None:
+        found = store.tree.on_top(segment)
+    shown = itertools.islice(found, MOST_SEGMENTS)
+    segments = [] if store is None else [_row(recent, store, own) for own in shown]
     if below is not None:
-        return _below(cache, str(below))
-    recent, stats = cache.service.recent, cache.summary()
-    store = cache.served.opened
-    latest = () if store is None else itertools.islice(store.tree.order.latest(), MOST_SEGMENTS)
+        return {"segments": segments}
     return {
         "since": recent.since,
         "now": recent.now(),
-        "stats": stats,
+        "stats": cache.summary(),
         "requests": recent.after(after),
         "periods": recent.periods(),
-        "segments": _rows(cache, store, latest),
+        "segments": segments,
     }
-
-
-def _below(cache: ServedCache, segment_id: str) -> dict[str, Any]:
-    store = cache.served.opened
-    segment = None if store is None else store.tree.get(segment_id)
-    if store is None or segment is None:
-        return {"segments": []}
-    own = itertools.islice(store.tree.on_top(segment), MOST_SEGMENTS)
-    return {"segments": _rows(cache, store, own)}
-
-
-def _rows(
-    cache: ServedCache, store: PrefixStore | None, segments: Iterable[StoredSegment]
-) -> list[dict[str, Any]]:
-    if store is None:
-        return []
-    return [_row(cache.service.recent, store, own) for own in segments]
 
 
 def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> dict[str, Any]:
     info, cached = segment.info, store.segments.cached_bytes(segment.segment_id)
-    parent = segment.parent
+    parent, begins = segment.parent, None
+    if info.prefix_len < BLOCK_TOKENS:
+        # Requests that begin like it have the same digest; others only continue a prompt.
+        begins = recent.digest(info.namespace, prompt_of(segment) if parent else info.tokens)
     return {
         "segment": segment.segment_id,
         "on": None if parent is None else parent.segment_id,
         "namespace": info.namespace,
-        "begins": _digest(recent, segment),
+        "begins": begins,
         "words": recent.words(info.tokens),
         "from_token": info.prefix_len,
         "tokens": info.num_tokens,
@@ -89,14 +80,6 @@ def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> 
         "exact": not info.approximate,
         "builders": segment.num_dependents,
     }
-
-
-def _digest(recent: RecentRequests, segment: StoredSegment) -> str | None:
-    """The digest of requests that begin like a segment; None if it only continues a prompt."""
-    info = segment.info
-    if info.prefix_len >= BLOCK_TOKENS:
-        return None
-    return recent.digest(info.namespace, prompt_of(segment) if segment.parent else info.tokens)
 
 
 def with_text(found: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

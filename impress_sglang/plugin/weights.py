@@ -129,7 +129,8 @@ def around_handler(
     original: Callable[..., Any], scheduler: Any, weights: WeightWatch, request: Any
 ) -> Any:
     """Let SGLang handle a message with the store set aside; returns its answer."""
-    if _only_reads(request):
+    action, method = (getattr(request, name, None) for name in ("action", "method"))
+    if action in _READING_CHECKS or method in _READING_METHODS:
         return original(request)
     weights.begin(getattr(original, "__name__", type(request).__name__))
     try:
@@ -142,10 +143,3 @@ def _is_settled(scheduler: Any) -> bool:
     """Whether no update of weights continues, and nothing is released."""
     updater = scheduler.weight_updater
     return updater._session is None and not updater.offload_tags
-
-
-def _only_reads(request: Any) -> bool:
-    return (
-        getattr(request, "action", None) in _READING_CHECKS
-        or getattr(request, "method", None) in _READING_METHODS
-    )

@@ -14,7 +14,7 @@ from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps, check_blended
 from impress_sglang.cost import RequestLengths
 from impress_sglang.plugin.known import Known
-from impress_sglang.plugin.layer_gate import LayerGate
+from impress_sglang.plugin.late_start import LayerGate
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.serving.job_queue import JobQueue
