@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.core.emulation import SlowFileSystem
+from impress_sglang.paper.store import PartStore
 from impress_sglang.plugin.admin import VERBS
 from impress_sglang.plugin.routes import send
 from impress_sglang.plugin.served_cache import ServedCache
@@ -34,8 +35,10 @@ def _set_readahead(cache: ServedCache, asked: Any) -> Any:
 
 
 def _reorder_all(cache: ServedCache, _: Any) -> Any:
-    cache.served.store.reorders.enqueue(force=True)
-    cache.served.store.poll()
+    store = cache.served.store
+    assert isinstance(store, PartStore)
+    store.reorders.enqueue(force=True)
+    store.poll()
     return cache.summary()["reorder"]
 
 

@@ -41,7 +41,7 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.stored_source import ReadStats
 from impress_sglang.transfer.warm_up import warm_up
 
 POLICIES = ("recompute", "as", "impress")
@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
     kv_bytes = sum(lengths) * kv_shape.token_bytes * shape.layers
     files = SlowFileSystem()
     install(files)
-    warm_up(kv_shape, None, ImpressConfig().chunk_tokens, model.device)
+    warm_up(kv_shape, ImpressConfig().chunk_tokens, model.device)
     rows = []
     for number, policy in enumerate(args.policies):
         config = ImpressConfig(

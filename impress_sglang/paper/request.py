@@ -7,11 +7,10 @@ import dataclasses
 from torch import Tensor
 
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.paper.loading import Loading
+from impress_sglang.paper.loader import LoadStats
+from impress_sglang.paper.source import PartSource
+from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.transfer.loader import LayerInputs, LoadStats
-from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.slots import LayerSlots
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -31,11 +30,12 @@ class StoredRequest:
     slots: Tensor  # int64 [k]
     num_tokens: int
     quality: Quality  # of what is computed after the prefix
-    loading: Loading | None
+    store: PartStore
+    source: PartSource
     report: dict[str, object]
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
     layers_loaded: int = 0
-    reads: ReadStats = dataclasses.field(default_factory=ReadStats)
+    loading: bool = True  # the source is open
     failed: bool = False  # they could not be loaded: SGLang drops what its pass computes
     adopted: bool = False  # its slots belong to SGLang's tree
 
@@ -64,47 +64,33 @@ class StoredRequest:
         """Tokens of the prompt that are not computed: resident and stored."""
         return self.resident_len + self.num_tokens
 
-    def load_layer(self, layer: int, inputs: LayerInputs, slots: LayerSlots) -> None:
-        """Fill slots with what a layer uses of the prefix; see `Loading.load`.
-
-        Raises:
-            PrefixUnreadable: a chunk is missing, short or corrupt.
-        """
-        assert self.loading is not None
-        self.loading.load(layer, inputs, slots, self.stats)
-
     def end_layer(self) -> None:
-        """Note that the next layer is in its slots."""
-        if self.loading is not None:
-            self.loading.end_layer(self.layers_loaded)
+        """Note that the next layer is in its slots; after the last one, end loading."""
+        if self.loading:
+            self.source.end_layer(self.layers_loaded)
         self.layers_loaded += 1
+        if self.layers_loaded == self.source.num_layers:
+            self.end_loading()
 
     def end_loading(self) -> None:
-        """End loading and add up what was read; may be called again."""
-        loading, self.loading = self.loading, None
-        if loading is not None:
-            self.reads.add(loading.close())
+        """Close the source, and write what is known so far into the report; may be called again."""
+        if self.loading:
+            self.loading = False
+            # What was read ahead is counted then.
+            self.store.close_source(self.source)
+        stats = self.stats
+        self.report.update(
+            layers_by_probe=stats.layers_by_probe,
+            layers_by_fallback=stats.layers_by_fallback,
+            layers_whole=stats.layers_whole,
+            bits_mean=EXACT_BITS,
+            **self.source.stats.as_dict(),
+            probe_ms=round(stats.probe_ms, 3),
+            load_ms=round(stats.load_ms, 3),
+            attention_ms=round(stats.attention_ms, 3),
+        )
 
     def fail(self) -> None:
         """End the prefix, which cannot be loaded."""
         self.failed = True
         self.end_loading()
-
-    def adopt(self) -> None:
-        """Note that the slots belong to SGLang's tree from now on."""
-        self.adopted = True
-
-
-def publish(request: StoredRequest) -> None:
-    """Write what is known of a request so far into its report."""
-    stats = request.stats
-    request.report.update(
-        layers_by_probe=stats.layers_by_probe,
-        layers_by_fallback=stats.layers_by_fallback,
-        layers_whole=stats.layers_whole,
-        bits_mean=EXACT_BITS,
-        **request.reads.as_dict(),
-        probe_ms=round(stats.probe_ms, 3),
-        load_ms=round(stats.load_ms, 3),
-        attention_ms=round(stats.attention_ms, 3),
-    )

@@ -1,13 +1,13 @@
 """The runtime that serves stored prefixes in one process: its store, and the requests that use it.
 
-Puts the parts of this package together. The scheduler (SGLang's tree cache, a benchmark) plans,
-opens and releases requests; the attention backend loads their layers in between. One thread.
+The scheduler (SGLang's tree cache, a benchmark) plans, opens and releases requests; the attention
+backend loads their layers in between. One thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,21 +17,21 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import OFF
 from impress_sglang.paper.admission import Admission, AdmissionPlan
-from impress_sglang.paper.opening import Allocate, RequestOpener
-from impress_sglang.paper.prefetch import Prefetches
-from impress_sglang.paper.request import StoredRequest, publish
+from impress_sglang.paper.loader import PartLoader
+from impress_sglang.paper.request import StoredRequest
+from impress_sglang.paper.store import PartStore
+from impress_sglang.serving.report import split_again
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
-from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.storage.quality import EXACT
 
 logger = logging.getLogger(__name__)
 
 
 class ServingRuntime(Service):
-    """Store, admission, loaders and live requests of one scheduler."""
+    """Store, admission, loader and live requests of one scheduler."""
 
     def __init__(
         self,
@@ -54,19 +54,19 @@ class ServingRuntime(Service):
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
             StoreInUseError: another server uses it for the same model.
         """
-        super().__init__(config, shape, identity, device, hidden_size)
+        super().__init__(config, shape, identity, device, hidden_size, make_store=PartStore)
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not yet released, by id."""
-        self._loader = PrefixLoader(shape, self.policy.selector)
-        self.prefetches = Prefetches(self.served)
+        self.loader = PartLoader(shape, config.alpha)
+        """Fills slots with what a layer uses."""
         self.queue_order: QueueOrder | None = None
         """Reorders SGLang's queue; None if `--impress-schedule` is off."""
         if config.schedule != OFF:
-            self.queue_order = QueueOrder(config.schedule, self.prefetches.unread)
-        self.admission = Admission(config, shape, self.policy, self.served, self.estimator)
+            # Nothing is read before a request is admitted.
+            self.queue_order = QueueOrder(config.schedule, lambda rid: 1.0)
+        self.admission = Admission(config, self.policy, self.served, self.estimator)
         self.explainer = Explainer(config, self.served, self.admission.least)
         """Says why a request got its prefix, or got none."""
-        self._opener = RequestOpener(self.served, self.prefetches, self._loader)
 
     def open(
         self,
@@ -74,26 +74,61 @@ class ServingRuntime(Service):
         plan: AdmissionPlan,
         resident_slots: Tensor,
         report: dict[str, object],
-        allocate: Allocate,
+        allocate: Callable[[int], Tensor | None],
     ) -> StoredRequest | None:
         """Admit a request with its planned prefix; None if it must do without one.
 
-        See `RequestOpener.open`.
+        Args:
+            rid: id of the request.
+            plan: how it uses its prefix.
+            resident_slots: int64 [plan.resident_len].
+            report: its report; is changed.
+            allocate: takes n slots from SGLang's pool, int64 [n]; None if there is no room.
         """
+        store = self.served.store
+        assert isinstance(store, PartStore)
         try:
-            request = self._opener.open(rid, plan, resident_slots, report, allocate)
+            whole = plan.k == plan.work.stored
+            source = store.open_part(plan.match, plan.resident_len, plan.stop, whole=whole)
         except PrefixUnreadable as error:
             self.served.report_miss(rid, error)
-            request = None
-        if request is not None:
-            self.live[rid] = request
+            return None
+        slots = allocate(plan.k)
+        if slots is None:
+            store.close_source(source)
+            return None
+        store.ahead.join(source)
+        report.update(
+            path="ssd",
+            prefix_tokens=plan.stop,
+            used_tokens=plan.resident_len + plan.k,
+            stored_tokens=plan.work.stored,
+            loaded_tokens=plan.k,
+            tokens=split_again(
+                report,
+                resident=plan.resident_len,
+                loaded=plan.k,
+                unused=plan.work.stored - plan.k,
+            ),
+            approximate=plan.quality != EXACT,
+        )
+        request = StoredRequest(
+            rid=rid,
+            resident_slots=resident_slots,
+            slots=slots,
+            num_tokens=plan.work.stored,
+            quality=plan.quality,
+            store=store,
+            source=source,
+            report=report,
+        )
+        self.live[rid] = request
         return request
 
     def note_queue(self, rids: Sequence[str]) -> None:
-        """Note the order of the queue: what earlier requests use is read first, evicted last."""
+        """Note the order of the queue: what earlier requests use is evicted last."""
         if self._looks_ahead:
             self.lookahead.order(rids)
-        self.prefetches.order(rids)
 
     def end_waiting(self, rid: str) -> None:
         """Note that a request has been admitted or is gone, and no longer waits.
@@ -105,24 +140,6 @@ class ServingRuntime(Service):
             self.lookahead.tell()
         if self.queue_order is not None:
             self.queue_order.forget(rid)
-
-    def load_layer(
-        self, layer: int, request: StoredRequest, inputs: LayerInputs, slots: LayerSlots
-    ) -> None:
-        """Fill slots with what a layer uses of a request's stored prefix.
-
-        Raises:
-            PrefixUnreadable: a chunk is missing, short or corrupt.
-        """
-        request.load_layer(layer, inputs, slots)
-        self.store.ahead.top_up()
-
-    def finish_layer(self, request: StoredRequest) -> None:
-        """Count a layer that is in its slots; after the last one, end loading."""
-        request.end_layer()
-        if request.layers_loaded == self.shape.num_layers:
-            request.end_loading()
-            publish(request)
 
     def fail(self, request: StoredRequest, error: Exception) -> None:
         """Give up a prefix that cannot be loaded; an unreadable segment is forgotten."""
@@ -139,9 +156,10 @@ class ServingRuntime(Service):
         request = self.live.pop(rid, None)
         if request is not None:
             request.end_loading()
-            publish(request)
         return request
 
     def summary(self) -> dict[str, Any]:
         """See `Service.summary`."""
-        return {**super().summary(), "requests_live": len(self.live)}
+        store = self.served.opened
+        reorders = store.reorders.summary() if isinstance(store, PartStore) else None
+        return {**super().summary(), "requests_live": len(self.live), "reorder": reorders}

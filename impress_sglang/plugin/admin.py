@@ -75,10 +75,8 @@ def _check(cache: ServedCache, asked: Any) -> dict[str, Any]:
 
 
 def _reorder(cache: ServedCache, _: Any) -> Any:
-    store = _store(cache)
-    store.reorders.enqueue()
-    store.poll()
-    return store.reorders.summary()
+    _store(cache)
+    return cache.reorder()
 
 
 def _foretell(cache: ServedCache, asked: Any) -> dict[str, Any]:

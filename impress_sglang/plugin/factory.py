@@ -8,7 +8,6 @@ import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from torch import Tensor
 
-from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.plugin.capabilities import attention_layers, identity_of_options
 from impress_sglang.plugin.pools import streams_of
 from impress_sglang.storage.layout import KVShape
@@ -59,24 +58,24 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *buffers]
 
 
-def kv_shape(runner: Any, policy: Policy, probe_heads: int, tp_size: int = 1) -> KVShape:
+def kv_shape(runner: Any, policy: Policy, tp_size: int = 1) -> KVShape:
     """The shape of the KVs in the pool of a model runner, as a policy stores them.
 
-    `tp_size`: how many ranks share the heads of the model.
+    `tp_size`: how many ranks share the heads of the model. No heads of it are probe heads.
 
     Raises:
         UnsupportedError: it is not known how the pool keeps them.
     """
     pool, config = runner.token_to_kv_pool, runner.model_config
-    streams, queries = streams_of(pool, config.dtype), config.num_attention_heads // tp_size
+    streams = streams_of(pool, config.dtype)
     return KVShape(
         num_layers=pool.layer_num,
-        num_query_heads=queries,
+        num_query_heads=config.num_attention_heads // tp_size,
         num_kv_heads=streams.heads,
         key_dim=streams.dims[0],
         value_dim=streams.dims[1],
         dtype=streams.dtype,
-        probe_kv_heads=probe_kv_heads(queries, streams.heads, probe_heads) if policy.probes else (),
+        probe_kv_heads=(),
         coded=policy.codes and not streams.no_codes,
     )
 

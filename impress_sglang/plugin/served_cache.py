@@ -68,6 +68,10 @@ class ServedCache:
         """What is stored of a prompt as `wanted`, or if `exactly`, of what was computed exactly."""
         raise NotImplementedError
 
+    def reorder(self) -> dict[str, int] | None:
+        """Search for prefixes worth reordering; None where nothing is ever reordered."""
+        return None
+
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
         return {**self.service.summary(), "integrity": self.check.state}

@@ -60,7 +60,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         make_blends = Blends
     config = share_of_rank(config, ranks.size)
     policy = make_policy(config)
-    shape, codec = kv_shape(runner, policy, config.probe_heads, ranks.size), None
+    shape, codec = kv_shape(runner, policy, ranks.size), None
     shape = replace(shape, coded=shape.coded and config.kept != EXACTLY, exact=config.kept != CODES)
     if config.basis:
         basis = Basis.load(config.basis_path).keeping(config.code_bits)
@@ -80,7 +80,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     self_test = None
     # Kernels first: opening the store takes much memory.
     if policy.stores:
-        warm_up(shape, None, config.chunk_tokens, device, codec=codec)
+        warm_up(shape, config.chunk_tokens, device, codec=codec)
         if shape.coded and codec is None and device.type == "cpu":
             # Imports loops, which are compiled then: after an installation that takes seconds.
             code_writer_for(device)

@@ -32,7 +32,7 @@ from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.threads import compute_alone
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.kv_codec import KVCodec
-from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.stored_source import ReadStats
 
 logger = logging.getLogger(__name__)
 

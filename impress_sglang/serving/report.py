@@ -6,7 +6,7 @@ from typing import Any
 
 from impress_sglang.cost import Estimate
 from impress_sglang.serving import why
-from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.stored_source import ReadStats
 
 DECISIONS = ("none", "load", "recompute")
 PATHS = ("ssd", "device", "computed")

@@ -44,6 +44,7 @@ class ServedStore:
         device: torch.device,
         lookahead: LookAhead | None = None,
         codec: KVCodec | None = None,
+        make_store: type[PrefixStore] = PrefixStore,
     ) -> None:
         """Open the store of these weights; `device` is where attention runs.
 
@@ -71,6 +72,7 @@ class ServedStore:
         self._memory = StoreMemory.allocate(config, shape, device)
         self._lookahead = lookahead
         self._codec = codec
+        self._make_store = make_store
         self._store: PrefixStore | None = None
         self._opener = BackgroundThread("impress-store")
         opening = self._opener.submit(StoreDisk, config, identity)
@@ -157,7 +159,7 @@ class ServedStore:
         assert opening is not None
         disk = opening.result()
         try:
-            self._store = PrefixStore(
+            self._store = self._make_store(
                 self._config,
                 self.identity,
                 self._shape,

@@ -36,6 +36,7 @@ class Service:
         device: torch.device,
         hidden_size: int,
         codec: KVCodec | None = None,
+        make_store: type[PrefixStore] = PrefixStore,
     ) -> None:
         """Open the store; `device`: where slots are, `hidden_size`: of the model.
 
@@ -64,7 +65,7 @@ class Service:
         self.lookahead = LookAhead()
         """What queued requests will use, and each request's turn."""
         kept = self.lookahead if self._looks_ahead else None
-        self.served = ServedStore(config, identity, shape, device, kept, codec)
+        self.served = ServedStore(config, identity, shape, device, kept, codec, make_store)
         self.codec = codec
         """Codes KVs by a basis; None: there is none, and codes are those without one."""
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
@@ -127,7 +128,7 @@ class Service:
             "store": None if store is None else store.summary(),
             "pins": None if store is None else store.pins.summary(),
             "cache": None if store is None else store.cache_summary(),
-            "reorder": None if store is None else store.reorders.summary(),
+            "reorder": None,
         }
 
     def close(self) -> None:

@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.codes.planes.floors import CodingMeter
-from impress_sglang.importance.averages import STEPS
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.store.memory import StoreMemory
@@ -20,35 +18,9 @@ from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.coded_span import cached_pages
-from impress_sglang.transfer.geometry import geometry_of
-from impress_sglang.transfer.source import columns_buffer_bytes
+from impress_sglang.transfer.columns import chunks_of_columns
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """Bytes of a stored prefix that would have to come from SSD.
-
-    `probe_bytes` are read in any case. `chances` float64 [256] counts the other bytes by the chance
-    (in steps of 1/255) that a request with the retention `usual` wants them.
-    """
-
-    probe_bytes: int
-    chances: npt.NDArray[np.float64]
-    usual: float
-
-    def expected(self, retention: float, *, all_keys: bool = False) -> float:
-        """Bytes that a request with this retention is expected to read."""
-        if retention >= 1.0:
-            return self.probe_bytes + float(self.chances.sum())
-        chance = np.arange(len(self.chances)) / (len(self.chances) - 1)
-        # As if each token of a block were wanted more often by this ratio.
-        wanted = 1.0 - (1.0 - chance) ** (retention / self.usual)
-        part = float(self.chances @ wanted)
-        if all_keys:
-            part = (float(self.chances.sum()) + part) / 2
-        return self.probe_bytes + part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,16 +45,13 @@ class ReadForecast:
         segments: OpenSegments,
         memory: StoreMemory,
         meter: CodingMeter,
-        *,
-        retention: float,
     ) -> None:
-        """`meter` knows how many planes belong to a base; requests usually ask for `retention`."""
+        """`meter` knows how many planes belong to a base."""
         self._shape = shape
         self._reader = reader
         self._segments = segments
         self._memory = memory
         self._meter = meter
-        self._retention = retention
         self._said_too_small = False
 
     def seconds_to_read(self, num_bytes: float) -> float:
@@ -93,12 +62,11 @@ class ReadForecast:
         """Whether a layer of these spans fits into the buffer pool; the first that does not is
         logged."""
         pool, needed = self._memory.pool, 0
-        # Spans of a segment share one buffer for its codes; for its columns each has its own.
-        segments = [span.segment for span in spans]
-        for segment in set(segments) if in_codes else segments:
+        # Spans of a segment share one buffer.
+        for segment in {span.segment for span in spans}:
             layout = self._segments.of(segment).layout
             most = max(own.layer_bytes for own in layout.codes) if in_codes else 0
-            needed += pool.size_of(most or columns_buffer_bytes(layout))
+            needed += pool.size_of(most or layout.columns_bytes)
         if needed <= pool.limit_bytes:
             return True
         if not self._said_too_small:
@@ -140,24 +108,8 @@ class ReadForecast:
             layout = own.layout
             blocks = float(self._shape.num_layers * layout.columns_bytes // BLOCK_BYTES)
             if self._memory.cache.placement.enabled:
-                sizes = np.bincount(geometry_of(layout).chunk_of_block)
+                sizes = chunks_of_columns(layout).count
                 tiers = self._segments.tiers(own, codes=False).reshape(-1, len(sizes))
                 blocks = float((tiers == Tier.SSD).sum(0) @ sizes)
             found += len(span) / layout.num_tokens * blocks * BLOCK_BYTES
         return found
-
-    def stored_bytes(self, spans: Sequence[StoredSpan]) -> StoredBytes:
-        """Bytes of consecutive spans that would have to come from SSD."""
-        probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
-        for span in spans:
-            own = self._segments.of(span.segment)
-            blocks, geometry = self._segments.blocks(own), geometry_of(own.layout)
-            tiers = self._segments.tiers(own, codes=False)
-            chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)
-            on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
-            share = (span.stop - span.start) / own.layout.num_tokens * BLOCK_BYTES
-            first = 0 if geometry.probe is None else geometry.probe.blocks.stop
-            probe_bytes += share * np.count_nonzero(on_ssd[:, :first])
-            codes = blocks.codes[:, first:][on_ssd[:, first:]]
-            chances += share * np.bincount(codes, minlength=STEPS + 1)
-        return StoredBytes(round(probe_bytes), chances, self._retention)

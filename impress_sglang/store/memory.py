@@ -12,9 +12,9 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.store.policies import LoadOptions, make_policy
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.host_memory import available_bytes
-from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded_span import most_pages
+from impress_sglang.transfer.columns import most_column_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 
 
@@ -41,14 +41,13 @@ class StoreMemory:
             _check_host(config, device)
         usual = policy.bits(LoadOptions(bits=config.usual_bits))
         in_codes = shape.coded and usual <= config.code_bits
-        page = PageShape.of(shape, config.chunk_tokens)
         layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
         most = max(map(most_pages, layout.codes), default=1)
 
-        def make(page: PageShape, max_pages: int, *, used: bool) -> ChunkCache:
+        def make(max_pages: int, *, used: bool) -> ChunkCache:
             used = used and policy.stores
             return ChunkCache(
-                page,
+                CODE_PAGE,
                 max_pages,
                 policy.replacement(),
                 device=device,
@@ -56,14 +55,9 @@ class StoreMemory:
                 host_bytes=bytes_of(config.host_gb) if used else 0,
             )
 
-        cache = make(page, page.max_chunk_pages(shape), used=not in_codes)
-        codes = make(CODE_PAGE, most, used=in_codes)
-        # Chunks are cached in whole pages, even if they end inside one.
-        pool = BufferPool(
-            bytes_of(config.buffer_gb),
-            pin=device.type == "cuda",
-            spare_bytes=cache.page.page_bytes,
-        )
+        cache = make(most_column_pages(layout), used=not in_codes)
+        codes = make(most, used=in_codes)
+        pool = BufferPool(bytes_of(config.buffer_gb), pin=device.type == "cuda")
         return cls(cache, codes, pool)
 
     def emptied(self, config: ImpressConfig) -> StoreMemory:

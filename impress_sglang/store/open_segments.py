@@ -14,14 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
-from impress_sglang.importance.history import TokenHistory
 from impress_sglang.loops.types import Floats
 from impress_sglang.storage.layout import PROBE, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
@@ -30,26 +29,25 @@ from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import AwaitedRange, turns_of
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
-from impress_sglang.store.token_order import expected_shares
 from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, chunks_of
-from impress_sglang.transfer.expectation import BlockHistory, first_shares
-from impress_sglang.transfer.geometry import SourceSpan
+from impress_sglang.transfer.columns import ColumnSource, ColumnSpan, ExactSource, column_pages
 from impress_sglang.transfer.kv_codec import is_unlike
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from impress_sglang.transfer.stored_source import StoredSource
 
-AnySource = SegmentSource | CodedSource
+AnySource = ExactSource | CodedSource
+_Source = TypeVar("_Source", bound=StoredSource)
+_Columns = TypeVar("_Columns", bound=ColumnSource)
 
 
 @dataclasses.dataclass(slots=True)
 class CachedSegment:
     """One file: its chunk ids, and its readers while it has any.
 
-    `columns` and `codes`: the first id of their chunks; None until they are read. `blocks`: what is
-    known of the blocks of columns; None until it is needed, because making it takes time in
-    proportion to the length. `retired`: its segment has left the tree, or has another file.
+    `columns` and `codes`: the first id of their chunks; None until they are read. `retired`: its
+    segment has left the tree, or has another file.
     """
 
     segment_id: str
@@ -58,7 +56,6 @@ class CachedSegment:
     retired: bool = False
     columns: int | None = None
     codes: int | None = None
-    blocks: BlockHistory | None = None
     opened: OpenSegment | None = None
     readers: int = 0
 
@@ -80,33 +77,22 @@ class OpenSegments:
         memory: StoreMemory,
         disk: StoreDisk | None,
         reader: BlockReader,
-        *,
-        learns: bool = False,
     ) -> None:
-        """Begin with no readers.
-
-        `disk` has the files; None if none is going to be opened. `learns`: blocks are read ahead,
-        so that sources learn which are wanted.
-        """
+        """Begin with no readers; `disk` has the files, None if none is going to be opened."""
         self._lock = threading.RLock()
         self._shape = shape
         self._memory = memory
         self._cache, self._codes = memory.cache, memory.codes
         self._disk = disk
         self._reader = reader
-        self._learns = learns
-        self._retention = config.part_retention
-        # Columns of exact KVs of which requests usually want all rows.
-        self._certain = np.array([PROBE] if shape.probe_kv_heads else shape.key_columns)
-        if config.usual_retention >= 1.0:
-            self._certain = np.array(shape.columns)
-        self._by_importance = config.reorder_key == "importance"
+        # Columns of exact KVs of which requests want all rows.
+        self._certain = np.array([PROBE] if shape.probe_kv_heads else shape.columns)
         self._patience = config.io_timeout
         self._opener = BackgroundThread("impress-open")
         self._known: dict[str, CachedSegment] = {}
         # What requests wait for, including segments that were not read yet.
         self._awaited: dict[str, Sequence[AwaitedRange]] = {}
-        self._closing: list[AnySource] = []
+        self._closing: list[StoredSource] = []
 
     def get(self, segment_id: str) -> CachedSegment | None:
         """What is known of a segment that was read before; else None."""
@@ -124,18 +110,10 @@ class OpenSegments:
         return known
 
     @locked
-    def blocks(self, own: CachedSegment) -> BlockHistory:
-        """What is known of the blocks of exact KVs."""
-        if own.blocks is None:
-            shares = first_shares(own.layout, self._retention, ordered=own.reordered)
-            own.blocks = BlockHistory(own.layout, shares)
-        return own.blocks
-
-    @locked
     def columns(self, own: CachedSegment) -> int:
         """The first id of the chunks of exact KVs, which are about to be read."""
         if own.columns is None:
-            own.columns = self._cache.attach(self._cache.page.chunk_pages(own.layout))
+            own.columns = self._cache.attach(column_pages(own.layout))
             if ranges := self._awaited.get(own.segment_id):
                 self._expect_columns(own, ranges)
         return own.columns
@@ -195,24 +173,12 @@ class OpenSegments:
         self._codes.expect(own.codes + count * np.arange(self._shape.num_layers), pages)
 
     @locked
-    def history(self, stored: StoredSegment) -> TokenHistory:
-        """The history of the tokens of a segment, which is made if there is none."""
-        if stored.history is None:
-            stored.history = TokenHistory(
-                self._shape.num_layers,
-                self._shape.num_head_groups,
-                stored.info.num_tokens,
-                by_importance=self._by_importance,
-            )
-        return stored.history
-
-    @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
         """How many bytes of a segment are in the caches, by `Tier`."""
         own, found = self._known.get(segment_id), np.zeros(len(Tier), np.int64)
         kinds = []
         if own is not None and own.columns is not None:
-            kinds.append((self._cache, False, self._cache.page.chunk_pages(own.layout)))
+            kinds.append((self._cache, False, column_pages(own.layout)))
         if own is not None and own.codes is not None:
             kinds.append((self._codes, True, cached_pages(own.layout.codes)))
         for cache, codes, pages in kinds:
@@ -311,32 +277,35 @@ class OpenSegments:
         Args:
             old_id: name of the segment before.
             new: the segment with its new description.
-            shares: float64 [L, head groups, chunks], expected share of selected rows.
+            shares: float64 [chunks], expected share of wanted rows.
         """
         old, layout = self._known.get(old_id), new.info.layout()
         if old is None:
             return
         own = self.of(new)
         if old.columns is not None:
-            own.columns = self._cache.attach(self._cache.page.chunk_pages(layout))
-            expected = expected_shares(layout, shares)
-            # Averages of few requests say nothing of the tokens that none of them selected, but the
-            # places of these tokens do: they count like one more request.
-            requests = 0.0 if new.history is None else float(new.history.accesses.mean())
-            by_place = first_shares(layout, self._retention, ordered=True)
-            chances = (requests * expected + by_place) / (requests + 1)
-            own.blocks = BlockHistory(layout, chances)
+            own.columns = self._cache.attach(column_pages(layout))
             ids = np.arange(layout.total_chunks)
-            self._cache.placement.inherit(own.columns + ids, old.columns + ids, expected)
+            self._cache.placement.inherit(own.columns + ids, old.columns + ids, shares)
         self.retire(old_id)
 
-    def open_source(self, spans: Sequence[StoredSpan], needs: ReadNeeds) -> SegmentSource:
-        """Open a source for consecutive spans of exact KVs; `close_source` closes it.
+    def open_exact(self, spans: Sequence[StoredSpan]) -> ExactSource:
+        """Open a source for whole layers of consecutive spans; `close_source` closes it.
 
         Raises:
-            PrefixUnreadable: a segment cannot be opened.
+            PrefixUnreadable: a segment cannot be opened, or was reordered.
         """
-        return self._opened(spans, lambda segments: self._exact(spans, segments, needs))
+        return self.open_columns(spans, self._exact)
+
+    def open_columns(
+        self, spans: Sequence[StoredSpan], make: Callable[[list[ColumnSpan]], _Columns]
+    ) -> _Columns:
+        """Open a source for consecutive spans of exact KVs, as `make` makes it.
+
+        Raises:
+            PrefixUnreadable: a segment cannot be opened, or `make` raises that.
+        """
+        return self._opened(spans, lambda segments: make(self._columns_of(spans, segments)))
 
     def open_coded(self, spans: Sequence[StoredSpan], planes: int) -> AnySource:
         """Open a source for spans in codes, and so many planes of them.
@@ -352,8 +321,8 @@ class OpenSegments:
     def _opened(
         self,
         spans: Sequence[StoredSpan],
-        make: Callable[[list[OpenSegment]], AnySource],
-    ) -> Any:
+        make: Callable[[list[OpenSegment]], _Source],
+    ) -> _Source:
         segments = list[OpenSegment]()
         try:
             for span in spans:
@@ -369,7 +338,7 @@ class OpenSegments:
     ) -> AnySource:
         # Of codes that stand alone this was asked when they were written.
         if self._shape.exact and any(is_unlike(segment.fits) for segment in segments):
-            source = self._exact(spans, segments, ReadNeeds(whole=True))
+            source = self._exact(self._columns_of(spans, segments))
             if source.layer_bytes > self._memory.pool.limit_bytes:
                 # Found before it is read: it is no failure of the drive.
                 source.close()
@@ -386,20 +355,26 @@ class OpenSegments:
             opened.append(CodedSpan(segment, span.start, span.stop, base))
         return CodedSource(opened, self._reader, self._memory.pool, self._codes, planes)
 
-    def _exact(
-        self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], needs: ReadNeeds
-    ) -> SegmentSource:
+    def _exact(self, spans: list[ColumnSpan]) -> ExactSource:
+        for span in spans:
+            # Its rows are not in the order of the tokens, which only `paper/` restores.
+            if span.segment.mapping is not None:
+                raise SegmentUnreadable(span.segment.segment_id, "was reordered")
+        return ExactSource(spans, self._reader, self._memory.pool, self._cache)
+
+    def _columns_of(
+        self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment]
+    ) -> list[ColumnSpan]:
         assert self._shape.exact, "only codes are kept"
         self._cache.placement.advance()
-        opened = []
-        for span, segment in zip(spans, segments, strict=True):
-            own = self._known[segment.segment_id]
-            known = self.columns(own), self.history(span.segment), self.blocks(own)
-            opened.append(SourceSpan(segment, span.start, span.stop, *known))
-        parts = self._reader, self._memory.pool, self._cache
-        return SegmentSource(self._shape, opened, *parts, needs, learns=self._learns)
+        return [
+            ColumnSpan(
+                segment, span.start, span.stop, self.columns(self._known[segment.segment_id])
+            )
+            for span, segment in zip(spans, segments, strict=True)
+        ]
 
-    def close_source(self, source: AnySource) -> None:
+    def close_source(self, source: StoredSource) -> None:
         """Stop the reads of a source, and release its segments when none is in flight."""
         source.close()
         with self._lock:

@@ -24,8 +24,6 @@ import dataclasses
 from collections.abc import Callable
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.importance.selection import retained_tokens
-from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
 from impress_sglang.options import AUTO, AUTO_SHARE, EXACT_BITS, OFF
 from impress_sglang.tiers.rules import (
     ImportanceScore,
@@ -68,8 +66,6 @@ class Policy:
     """
 
     name: str
-    selector: TokenSelector = dataclasses.field(default_factory=H2OSelector)
-    """Chooses the tokens that are used of a part."""
     replacement: Callable[[], ReplacementRule] = LeastRecentlyUsed
     """Makes the rule for what stays in the caches, a new one at each call."""
     stores: bool = True
@@ -91,17 +87,9 @@ class Policy:
         """Bits per element, on average, of a loaded prefix; below `EXACT_BITS`: from codes."""
         return wanted.bits if self.codes else EXACT_BITS
 
-    def tokens_to_load(self, num_tokens: int, retention: float) -> int:
-        """How many of `num_tokens` stored tokens each layer uses; 0: the prefix is not used.
-
-        The result depends on the arguments alone, and does not fall when one of them grows.
-        """
-        return retained_tokens(num_tokens, retention) if self.stores else 0
-
 
 def make_policy(config: ImpressConfig) -> Policy:
     """The policy that the configuration names."""
-    paper = PaperSelector(config.alpha)
 
     def score() -> ReplacementRule:
         return ImportanceScore(config.half_life)
@@ -110,12 +98,12 @@ def make_policy(config: ImpressConfig) -> Policy:
         Policy("recompute", stores=False),
         Policy("as"),
         Policy("as+h2o+lru"),
-        Policy("as+h2o+lfu", replacement=LeastFrequentlyUsed),
-        Policy("paper+itf", paper, LeastFrequentlyUsed, probes=True),
-        Policy("paper+itf+reorder", paper, LeastFrequentlyUsed, probes=True, reorders=True),
-        Policy("paper", paper, score, probes=True, reorders=True, scores=True),
+        Policy("as+h2o+lfu", LeastFrequentlyUsed),
+        Policy("paper+itf", LeastFrequentlyUsed, probes=True),
+        Policy("paper+itf+reorder", LeastFrequentlyUsed, probes=True, reorders=True),
+        Policy("paper", score, probes=True, reorders=True, scores=True),
         Policy("impress+lru", codes=True),
-        Policy("impress+lfu", replacement=LeastFrequentlyUsed, codes=True),
-        Policy("impress", replacement=score, codes=True, scores=True),
+        Policy("impress+lfu", LeastFrequentlyUsed, codes=True),
+        Policy("impress", score, codes=True, scores=True),
     )
     return next(policy for policy in policies if policy.name == config.policy)

@@ -39,15 +39,13 @@ from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.open_segments import AnySource, OpenSegments
-from impress_sglang.store.policies import make_policy
 from impress_sglang.store.quota import Quota, WriteBudget
-from impress_sglang.store.reordering import ReorderQueue
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.store.writing import SegmentWrite, SegmentWrites
 from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.kv_codec import KVCodec
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from impress_sglang.transfer.stored_source import StoredSource
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,6 @@ class Outcomes:
     removals: dict[Path, Future[bool]]
     """Of stores of other models, which may have failed."""
     tasks: list[tuple[Task, Future[Any]]]
-    rewritten: bool
     expired: list[StoredSegment]
 
 
@@ -117,28 +114,14 @@ class PrefixStore:
             config.io_depth, files, engine=config.io_engine, patience=patience
         )
         self.ahead = ReadAhead(self._memory.pool, config.readahead)
-        self.segments = OpenSegments(
-            config, shape, self._memory, self._disk, self._reader, learns=self.ahead.enabled
-        )
+        self.segments = OpenSegments(config, shape, self._memory, self._disk, self._reader)
         self.forecast = ReadForecast(
-            shape,
-            self._reader,
-            self.segments,
-            self._memory,
-            self._disk.meter,
-            retention=config.part_retention,
+            shape, self._reader, self.segments, self._memory, self._disk.meter
         )
         self._lookahead = lookahead or LookAhead()
         self._lookahead.tell_to(self.segments.expect)
         self._closed = False
-        self._measuring: AnySource | None = None
-        self.reorders = ReorderQueue(
-            self._disk,
-            self.segments,
-            config.reorder_interval,
-            enabled=make_policy(config).reorders,
-            patience=patience,
-        )
+        self._measuring: StoredSource | None = None
         self.quota = Quota(config, self._disk, budget or WriteBudget(config.write_gb_per_day))
         self.writes = SegmentWrites(
             config,
@@ -159,20 +142,6 @@ class PrefixStore:
             return StoredMatch()
         return self.tree.match(self.namespace(namespace), tokens, least=least)
 
-    def open_source(
-        self, match: StoredMatch, start: int, stop: int, needs: ReadNeeds
-    ) -> SegmentSource:
-        """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
-
-        `needs` says what the request will read from it.
-
-        Raises:
-            PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
-        """
-        with self._opening(match.spans):
-            self.tree.touch(match)
-            return self.segments.open_source(match.slice(start, stop), needs)
-
     def open_whole(self, spans: Sequence[StoredSpan], planes: int | None) -> AnySource:
         """Open a source for all of some spans, which `tree.touch` has counted as used.
 
@@ -180,12 +149,12 @@ class PrefixStore:
         called on another thread, which then reads the source and gives it back with `close_source`.
 
         Raises:
-            PrefixUnreadable: as for `open_source`.
+            PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
         """
         with self._opening(spans):
             if planes is not None:
                 return self.segments.open_coded(spans, planes)
-            return self.segments.open_source(spans, ReadNeeds(whole=True))
+            return self.segments.open_exact(spans)
 
     @contextlib.contextmanager
     def _opening(self, spans: Sequence[StoredSpan]) -> Iterator[None]:
@@ -209,11 +178,7 @@ class PrefixStore:
         if self._measuring is not None:
             return
         try:
-            if self._shape.exact:
-                needs = ReadNeeds(whole=True, probe=False)
-                source: AnySource = self.open_source(match, 0, match.num_tokens, needs)
-            else:
-                source = self.open_whole(match.spans, 0)
+            source = self._open_to_measure(match)
         except PrefixUnreadable as error:
             self.report(error)
             return
@@ -221,10 +186,12 @@ class PrefixStore:
             source.read_ahead(0.0)
         self._measuring = source
 
-    def close_source(self, source: AnySource) -> None:
+    def _open_to_measure(self, match: StoredMatch) -> StoredSource:
+        return self.open_whole(match.spans, None if self._shape.exact else 0)
+
+    def close_source(self, source: StoredSource) -> None:
         """Close a source: count what it has read, and allow its segments to be removed again."""
         self.segments.close_source(source)
-        self.reorders.note_read(source.segment_ids)
         self.ahead.leave(source)
         self.stats.bytes_read += source.stats.ssd_bytes
         self.stats.bytes_read_ahead += source.stats.ahead_bytes
@@ -244,7 +211,6 @@ class PrefixStore:
             writes=self.writes.ended(),
             removals=self.quota.ended(),
             tasks=self._disk.ended(),
-            rewritten=self.reorders.has_ended,
             expired=self.tree.order.take_due(time.time(), MOST_EXPIRED),
         )
 
@@ -265,20 +231,11 @@ class PrefixStore:
                 # A look that failed for another reason says nothing about the segment.
                 verdict = Verdict.UNCLEAR if future.exception() else future.result()
                 self._judge(task.info.segment_id, verdict)
-        if outcomes.rewritten:
-            self._settle()
 
     def _begin_due(self) -> None:
         self._disk.begin_due()
-        if not self.health.writable:
-            return
-        self._disk.note_uses(self.tree.order)
-        gap_bytes, removing_bytes = self._reader.cost.gap_bytes, self.worker.removing_bytes
-        try:
-            self.reorders.poll(gap_bytes, self.quota.has_room, removing_bytes)
-        except PrefixUnreadable as error:
-            self.report(error)
-        self.quota.reserved_bytes = self.reorders.reserved_bytes
+        if self.health.writable:
+            self._disk.note_uses(self.tree.order)
 
     def expire(self, segments: list[StoredSegment]) -> None:
         """Remove segments that have expired, if they are still there."""
@@ -386,9 +343,6 @@ class PrefixStore:
         seconds = self._config.io_timeout
         try:
             self.writes.drain()
-            self.reorders.close(seconds)
-            if self.reorders.has_ended:
-                self._settle()
             self.segments.close(seconds)
             self._reader.close()
         finally:
@@ -399,27 +353,6 @@ class PrefixStore:
         if self._measuring is not None and (wait or not self._measuring.is_reading):
             self.close_source(self._measuring)
             self._measuring = None
-
-    def _settle(self) -> None:
-        """Update quota, files and index after a rewrite."""
-        segment = (outcome := self.reorders.take_finished()).stored
-        self.quota.reserved_bytes = 0
-        if outcome.taken_over:
-            if not self._closed:
-                # Otherwise this may be another thread, and the look-ahead is another store's.
-                self._lookahead.succeed(outcome.old_id, segment.segment_id)
-            self.quota.replace(segment, outcome.old_bytes)
-            self.stats.bytes_written += segment.file_bytes
-            # The old version was read to the end, so what was written from it is verified.
-            self.health.suspects.pop(outcome.old_id, None)
-            segment.state = SegmentState.READY
-            self.worker.delete({outcome.old_id: outcome.old_bytes}, segment.row)
-        if outcome.useless:
-            self.worker.delete({outcome.info.segment_id: outcome.new_bytes})
-        if isinstance(outcome.error, PrefixUnreadable):
-            self.report(outcome.error)
-        elif isinstance(outcome.error, OSError):
-            self.health.failed("a segment could not be reordered", outcome.error, reading=False)
 
     def _judge(self, segment_id: str, verdict: Verdict) -> None:
         if (segment := self.health.looked(segment_id, verdict)) is None:

@@ -6,9 +6,8 @@ import dataclasses
 import enum
 import functools
 import time
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 
@@ -34,8 +33,8 @@ class StoredSegment:
     """A segment in the tree.
 
     `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
-    time; `history` exists once a request has read the segment; `written` is when its file was, in
-    seconds as of `time.time`; `above` is a hint of an earlier process, what it was attached to.
+    time; `history` is what `paper/` learns of its tokens; `written` is when its file was, as of
+    `time.time`; `above` is a hint of an earlier process, what it was attached to.
 
     Segments of a lower `level` leave the SSD before it.
     """
@@ -47,7 +46,7 @@ class StoredSegment:
     last_access: int = 0
     hits: int = 0
     parent: StoredSegment | None = None
-    history: TokenHistory | None = None
+    history: Any = None
     written: float = dataclasses.field(default_factory=time.time)
     above: str = ""
     level: Priority = dataclasses.field(init=False)

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang import loops
-from impress_sglang.importance.averages import AVERAGE_WEIGHT
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.tables import grown
 
@@ -25,6 +24,8 @@ Ids = npt.NDArray[np.int64]
 
 # Accesses are counted up to this number, long after the last one that would change a weight.
 MOST_ACCESSES = 1000
+# Weight of the newest access in an average; the first ones count alike.
+AVERAGE_WEIGHT = 0.1
 # The turn of a chunk for which no request waits. Turns are from 0 to LAST_TURN, and a chunk with
 # one is worth more than any priority of a rule: _AWAITED at least.
 NOBODY = -1

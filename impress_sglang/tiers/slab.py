@@ -1,8 +1,7 @@
 """The memory of a cache: one tensor cut into pages, instead of a tensor per chunk.
 
-A chunk is a sequence of vectors of `unit` elements, token after token and head after head; a page
-holds `page_vectors` of them. The pages of a chunk need not be neighbours, so that chunks of columns
-with different numbers of heads share the memory without fragments.
+The pages of a chunk need not be neighbours, so that chunks of different sizes share the memory
+without fragments.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.direct_io import AlignedMemory
-from impress_sglang.storage.layout import BLOCK_BYTES, Column, KVShape, SegmentLayout, round_up
+from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.tiers.pinning import pin_memory
 
 
@@ -29,11 +26,6 @@ class PageShape:
     page_vectors: int
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, shape: KVShape, chunk_tokens: int) -> PageShape:
-        """Pages of one head's part of a chunk."""
-        return cls(math.gcd(shape.key_dim, shape.value_dim), chunk_tokens, shape.dtype)
-
     @property
     def elements(self) -> int:
         """Elements of a page."""
@@ -43,27 +35,6 @@ class PageShape:
     def page_bytes(self) -> int:
         """Bytes of a page."""
         return self.elements * self.dtype.itemsize
-
-    def row_vectors(self, shape: KVShape, column: Column) -> int:
-        """Vectors of one token in a column."""
-        return self.row_vectors_of(len(shape.heads(column)) * shape.head_dim(column))
-
-    def row_vectors_of(self, elements: int) -> int:
-        """Vectors of a row of `elements`; also the pages of a full chunk of such rows."""
-        return elements // self.unit
-
-    def max_chunk_pages(self, shape: KVShape) -> int:
-        """Pages of the largest chunk of `page_vectors` tokens."""
-        return max(self.row_vectors(shape, column) for column in shape.columns)
-
-    def chunk_pages(self, layout: SegmentLayout) -> npt.NDArray[np.uint16]:
-        """Pages of every chunk of a segment, in the order of `layout.chunk_index`."""
-        rows = np.full(layout.num_chunks, layout.chunk_tokens)
-        rows[-1] = layout.chunk_rows(layout.num_chunks - 1)
-        columns = []
-        for column in layout.shape.columns:
-            columns.append(-(-rows * self.row_vectors(layout.shape, column) // self.page_vectors))
-        return np.tile(np.concatenate(columns), layout.shape.num_layers).astype(np.uint16)
 
 
 class Slab:

@@ -9,8 +9,6 @@ are certain; of other blocks the likeliest are read, and what was read in vain i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.stored_source import StoredSource
 
@@ -49,11 +47,6 @@ class ReadAhead:
         source.lead = lead
         self._waiting.append(source)
         self.top_up()
-
-    def order(self, sources: Sequence[StoredSource]) -> None:
-        """Read the waiting ones of these sources in this order, before all other waiting ones."""
-        place = {id(source): number for number, source in enumerate(sources)}
-        self._waiting.sort(key=lambda own: place.get(id(own), len(place)))
 
     def leave(self, source: StoredSource) -> None:
         """Remove a source that is closed; its counters are final."""

@@ -26,8 +26,7 @@ from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.coded_span import CodedSpan
 from impress_sglang.transfer.frames import take_frames
-from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.stored_source import StoredSource
+from impress_sglang.transfer.stored_source import ReadStats, StoredSource
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 

@@ -18,9 +18,8 @@ from impress_sglang.options import EXACT_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
+from impress_sglang.transfer.columns import ExactSource
 from impress_sglang.transfer.kv_codec import KVCodec, RowRestorer, layer_restorer_for
-from impress_sglang.transfer.slots import LayerSlots
-from impress_sglang.transfer.source import SegmentSource
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,7 +44,6 @@ class SlotFiller:
 
     def __init__(self, shape: KVShape, device: torch.device, codec: KVCodec | None = None) -> None:
         """`device`: where the pools are; `codec`: of a store with a basis."""
-        self._shape = shape
         self._device = device
         self._rows: RowRestorer | None = None
         if codec is not None:
@@ -55,7 +53,7 @@ class SlotFiller:
     def fill(
         self,
         layer: int,
-        source: CodedSource | SegmentSource,
+        source: CodedSource | ExactSource,
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
@@ -83,16 +81,9 @@ class SlotFiller:
             if isinstance(source, CodedSource):
                 self._restore(layer, source, keys, values, slots, stats)
             else:
-                self._copy(layer, source, LayerSlots.of(keys, values, slots))
+                source.fill(layer, keys, values, slots)
         finally:
             stats.seconds += time.perf_counter() - began
-
-    def _copy(self, layer: int, source: SegmentSource, slots: LayerSlots) -> None:
-        shape = self._shape
-        if shape.probe_kv_heads:
-            slots.keys.only(shape.probe_kv_heads).put(source.read_probe(layer))
-        source.read(layer, None, keys=slots.keys.only(shape.other_kv_heads), values=slots.values)
-        source.note_whole(layer)
 
     def _restore(
         self,

@@ -7,6 +7,7 @@ again reads it again. So what was taken from a buffer may not be used after anot
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +16,58 @@ from contextlib import AbstractContextManager, nullcontext
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader, PendingRead
 from impress_sglang.transfer.buffers import LayerBuffer, Tenant
-from impress_sglang.transfer.read_planner import ReadStats
+
+
+@dataclasses.dataclass(slots=True)
+class ReadStats:
+    """What reading a prefix took: bytes, and accesses to chunks by the tier where they were found.
+
+    `ssd_needed_bytes` are wanted rows that came from SSD; `ssd_bytes` divided by it is the read
+    amplification. Of `ssd_bytes`, `ahead_bytes` were read before their layer asked, and of these
+    `ahead_used_bytes` were wanted. `h2d_bytes` are rows that were not on the device, and whole
+    chunks that moved there. `important_bytes` are the KVs of selected tokens, and
+    `important_device_bytes` those of them that were found on the device. `selected_chunks` leaves
+    out the chunks of probe columns, which every probe reads. `wait_ms` is how long the request
+    waited for bytes from SSD, in milliseconds.
+    """
+
+    ssd_bytes: int = 0
+    ssd_needed_bytes: int = 0
+    ahead_bytes: int = 0
+    ahead_used_bytes: int = 0
+    h2d_bytes: int = 0
+    device_chunks: int = 0
+    host_chunks: int = 0
+    ssd_chunks: int = 0
+    selected_chunks: int = 0
+    important_bytes: int = 0
+    important_device_bytes: int = 0
+    wait_ms: float = 0.0
+
+    @property
+    def chunks_accessed(self) -> int:
+        """Accesses to chunks, wherever they were found."""
+        return self.device_chunks + self.host_chunks + self.ssd_chunks
+
+    @property
+    def chunks_loaded(self) -> int:
+        """Accesses to chunks that were not on the device."""
+        return self.host_chunks + self.ssd_chunks
+
+    def add(self, other: ReadStats) -> None:
+        """Add the counters of another source."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name) + getattr(other, field.name)
+            setattr(self, field.name, value)
+
+    def as_dict(self) -> dict[str, float]:
+        """All counters, and those that are derived from them."""
+        return {
+            **dataclasses.asdict(self),
+            "wait_ms": round(self.wait_ms, 3),
+            "chunks_accessed": self.chunks_accessed,
+            "chunks_loaded": self.chunks_loaded,
+        }
 
 
 class StoredSource(abc.ABC):
@@ -42,7 +94,6 @@ class StoredSource(abc.ABC):
         """How many layers are read ahead while the request waits; one is in any case."""
         self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
         """What it makes is entered while rows are put into slots; it may raise."""
-        self._layers_there = 0
         self._reader = reader
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
         # Counted when buffers are given back.
@@ -60,28 +111,6 @@ class StoredSource(abc.ABC):
     def wants_more(self) -> bool:
         """Whether more layers are to be read ahead while its request waits."""
         return self.next_ahead < min(max(self.lead, 1), self.num_layers)
-
-    @property
-    def unread(self) -> float:
-        """The share of its layers not read yet; 0 once all that is read while waiting is there."""
-        there = self.there
-        if self._layers_there == self.next_ahead and not self.wants_more:
-            return 0.0
-        return 1.0 - there
-
-    @property
-    def there(self) -> float:
-        """The share of its layers for which reading ahead has finished.
-
-        Buffers that were taken away again for another source count as if they were still there.
-        """
-        while self._layers_there < self.next_ahead and self._is_there(self._layers_there):
-            self._layers_there += 1
-        return self._layers_there / self.num_layers
-
-    def _is_there(self, layer: int) -> bool:
-        buffers = self._buffers.get(layer, {}).values()
-        return all(read.done for buffer in buffers for read in buffer.reads)
 
     @property
     def is_reading(self) -> bool:

@@ -1,7 +1,7 @@
 """Importance of prefix tokens on a GPU: column sums of the attention weights (H2O's metric).
 
-Stage: probe. In: queries of the new tokens of a request, and keys. Out: one score per query head
-and prefix token. `impress_sglang.importance.scores.column_sums` is the reference and defines the
+In: queries of the new tokens of a request, and keys. Out: one score per query head
+and prefix token. `impress_sglang.paper.scores.column_sums` is the reference and defines the
 numbers.
 
 This module lays out and launches the work; the kernels are in `score_kernels`.
@@ -35,14 +35,14 @@ def column_sums(
     prefix_keys: Tensor,
     resident_keys: Tensor,
     new_keys: Tensor,
-    heads: tuple[int, ...],
     scaling: float,
     *,
+    heads: tuple[int, ...],
     resident_rows: Tensor | None = None,
 ) -> Tensor:
     """Sum, over the new tokens, the attention weights that they give to each prefix token.
 
-    The same numbers as `impress_sglang.importance.scores.column_sums`: the softmax runs over
+    The same numbers as `impress_sglang.paper.scores.column_sums`: the softmax runs over
     [resident, prefix, causal new tokens], and query head `h` uses the probed KV head
     `h // (Hq // Hk)`. Products are summed in float32; float32 inputs are not rounded to TF32.
 
@@ -56,8 +56,8 @@ def column_sums(
         resident_keys: [c, G, D] of the tokens before them that are in the device pool, of all KV
             heads.
         new_keys: [n, G, D] of the new tokens, of all KV heads.
-        heads: the Hk of the G heads that are probed, in the order of `prefix_keys`.
         scaling: factor of the attention logits.
+        heads: the Hk of the G heads that are probed, in the order of `prefix_keys`.
         resident_rows: int64 [c], contiguous: rows of `resident_keys` that are these tokens; None:
             all rows. Keys are read in place.
 

@@ -1,6 +1,6 @@
 """Selects the tokens with the highest scores of each row on the device.
 
-Stage: select. `torch.topk` in `impress_sglang.importance.selection` is the oracle.
+`torch.topk` is the oracle.
 
 Scores become integers of the same order. The k-th highest integer is found by narrowing a range:
 each pass over a row counts how many integers reach three bounds, which quarters the range (as in a

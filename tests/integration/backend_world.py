@@ -25,11 +25,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
+from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.attention import adopt_backend
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.plugin.rectangular import rectangular_attention
-from impress_sglang.transfer.loader import LayerInputs
-from impress_sglang.transfer.slots import LayerSlots
 from tests.integration.tiny_model import LLAMA, write_config
 from tests.unit.request_factory import stored_request
 
@@ -46,17 +45,22 @@ class Store:
         self.shape = SimpleNamespace(num_layers=LAYERS)
         self.loaded: list[tuple[str, int]] = []
         self.inputs: dict[str, LayerInputs] = {}
+        self.loader = self
 
-    def load_layer(
-        self, layer: int, request: StoredRequest, inputs: LayerInputs, slots: LayerSlots
+    def load(
+        self,
+        layer: int,
+        source: SimpleNamespace,
+        inputs: LayerInputs,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        stats: Any,
     ) -> None:
-        self.loaded.append((request.rid, layer))
-        self.inputs[request.rid] = inputs
-        for own in (slots.keys, slots.values):
-            own.put(torch.randn(request.k, KV_HEADS, DIM))
-
-    def finish_layer(self, request: StoredRequest) -> None:
-        request.end_layer()
+        self.loaded.append((source.rid, layer))
+        self.inputs[source.rid] = inputs
+        for pool in (keys, values):
+            pool[rows] = torch.randn(len(rows), KV_HEADS, DIM)
 
     def begin_saves(self, rids: Any, lengths: Any) -> dict[int, Any]:
         return {}

@@ -241,7 +241,6 @@ def test_a_request_that_waits_for_what_is_purged_is_computed(world: World) -> No
     world.cache.prefetch(req)
     assert told(world, "purge", STORED)["segments"] == 1
     assert world.admit(req) is None
-    world.runtime.prefetches.drop_all()
     world.cache._forget("waits")
 
 

@@ -230,14 +230,3 @@ def test_when_caches_hear_who_is_admitted(
     monkeypatch.setattr(store._lookahead, "_expect", told.extend)
     queue.admit(req)
     assert [ranges for _, ranges in told] == ([[]] if alone else [])
-
-
-def test_the_queue_says_what_is_read_first(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[list[str]] = []
-    monkeypatch.setattr(queue.cache.runtime.prefetches, "order", told.append)
-    queue.add("a", WANTED)
-    queue.add("b", POPULAR)
-    queue.schedule()
-    queue.waiting.reverse()
-    queue.schedule()
-    assert told == [["a", "b"], ["b", "a"]]

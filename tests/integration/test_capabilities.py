@@ -258,7 +258,7 @@ def test_kvs_that_are_not_coded(dtype: torch.dtype, dim: int, why: str) -> None:
     """By default they are exact; who names codes is told why there are none."""
     pool = MHATokenToKVPool(64, 1, dtype, 2, dim, 2, "cpu", enable_memory_saver=False)
     own, policy = runner(Layers(), pool), make_policy(ImpressConfig())
-    assert kv_shape(runner(Layers()), policy, 1).coded and not kv_shape(own, policy, 1).coded
+    assert kv_shape(runner(Layers()), policy).coded and not kv_shape(own, policy).coded
     no_codes = streams_of(pool, torch.float32).no_codes
     for bits in (USUAL, AUTO, EXACTLY):
         assert ImpressConfig(bits=bits).without_codes(no_codes).kept == EXACTLY

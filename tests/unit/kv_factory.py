@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.planes.floors import Coding, Floors
-from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
@@ -25,9 +24,8 @@ from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
-from impress_sglang.tiers.slab import PageShape
-from impress_sglang.transfer.expectation import BlockHistory, first_shares
-from impress_sglang.transfer.geometry import SourceSpan
+from impress_sglang.transfer.columns import ColumnSpan, column_pages, most_column_pages
+from impress_sglang.transfer.frames import CODE_PAGE
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 DISK_BLOCK = 4096
@@ -145,11 +143,11 @@ def make_cache(
     rule: ReplacementRule | None = None,
 ) -> ChunkCache:
     """Caches with room for so many chunks of the largest column."""
-    chunk_bytes = max(row_size(shape, column) for column in columns_of(shape)) * chunk_tokens
-    page = PageShape.of(shape, chunk_tokens)
+    layout = SegmentLayout(shape, chunk_tokens, 1, DISK_BLOCK)
+    chunk_bytes = max(layout.chunk_stride(column) for column in columns_of(shape))
     return ChunkCache(
-        page,
-        page.max_chunk_pages(shape),
+        CODE_PAGE,
+        most_column_pages(layout),
         rule or LeastRecentlyUsed(),
         device=torch.device("cpu"),
         device_bytes=device_chunks * chunk_bytes,
@@ -164,23 +162,16 @@ def open_span(
     stop: int | None = None,
     *,
     direct: bool = False,
-    retention: float = 0.3,
-) -> SourceSpan:
-    """The tokens [start, stop) of a segment file, to the end without `stop`.
-
-    Of each chunk a share of `retention` is expected to be wanted.
-    """
+) -> ColumnSpan:
+    """The tokens [start, stop) of a segment file, to the end without `stop`."""
     segment = OpenSegment(path, FileSystem(), direct=direct)
-    info, layout = segment.info, segment.layout
-    history = TokenHistory(info.shape.num_layers, head_groups_of(info.shape), info.num_tokens)
-    blocks = BlockHistory(layout, first_shares(layout, retention, ordered=False))
-    stop = info.num_tokens if stop is None else stop
-    return SourceSpan(segment, start, stop, attach(cache, layout), history, blocks)
+    stop = segment.info.num_tokens if stop is None else stop
+    return ColumnSpan(segment, start, stop, attach(cache, segment.layout))
 
 
 def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
     """Ids for the chunks of a segment."""
-    return cache.attach(cache.page.chunk_pages(layout))
+    return cache.attach(column_pages(layout))
 
 
 def head_groups_of(shape: KVShape) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.serving.report import new_report
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.transfer.stored_source import ReadStats
 
 
 def stored_request(
@@ -18,5 +20,11 @@ def stored_request(
     m = len(tokens) - len(resident)
     quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
     report = new_report("impress", len(resident), len(tokens))
-    own = {"quality": quality, "loading": None, "report": report}
+    source = SimpleNamespace(
+        rid=rid, num_layers=99, stats=ReadStats(), end_layer=lambda layer: None
+    )
+    store = SimpleNamespace(
+        close_source=lambda source: None, ahead=SimpleNamespace(top_up=lambda: None)
+    )
+    own = {"quality": quality, "store": store, "source": source, "report": report}
     return StoredRequest(rid, resident, slots, m, **(own | fields))

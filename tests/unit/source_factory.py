@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from impress_sglang.paper.history import TokenHistory
+from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape
 from impress_sglang.storage.reader import BlockReader
@@ -19,11 +20,9 @@ from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 from impress_sglang.transfer.buffers import BufferPool, Tenant
-from impress_sglang.transfer.geometry import SourceSpan
-from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.source import PrefixSource, ReadNeeds, SegmentSource
+from impress_sglang.transfer.columns import ColumnSpan
+from impress_sglang.transfer.stored_source import ReadStats
 from tests.unit import kv_factory as kv
-from tests.unit.memory_source import MemorySource
 from tests.unit.reading import read_rows
 
 BLOCK = 4096
@@ -127,13 +126,6 @@ CACHES = {
 # What can be asked for: the probe column, and keys and values of all head groups.
 KINDS = ("probe", "keys", "values")
 KVS = ("keys", "values")
-DEMANDS = [
-    ReadNeeds(),
-    ReadNeeds(probe=False),
-    ReadNeeds(whole=True),
-    ReadNeeds(whole=True, probe=False),
-    ReadNeeds(all_keys=True),
-]
 
 
 class Case:
@@ -147,11 +139,12 @@ class Case:
         self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
         self.columns, self.kv_columns = kv.columns_of(shape), kv.kv_of(shape)
         self.num_tokens = keys.shape[1]
-        self.source: PrefixSource
+        self.source: PartSource
+        self.histories: list[TokenHistory] = []
         self.reader: BlockReader
         self.pool = BufferPool(16 << 20)
         self.cache: ChunkCache | None = None
-        self.spans: list[SourceSpan] = []
+        self.spans: list[ColumnSpan] = []
         self.mappings: list[MappingLists | None] = [None] * len(parts)
         self.paths: list[Path] = []
         self._finished = ReadStats()
@@ -163,30 +156,22 @@ class Case:
         stats.add(self.source.stats)
         return dataclasses.replace(stats, wait_ms=0.0)
 
-    @property
-    def segment_source(self) -> SegmentSource:
-        assert isinstance(self.source, SegmentSource)
-        return self.source
-
-    def request(self, needs: ReadNeeds | None = None, **options: Any) -> None:
+    def request(self, *, whole: bool = False) -> None:
         """Another request begins: the source of the one before is closed."""
-        if self.cache is None:
-            self.source = MemorySource(self.shape, list(self.keys), list(self.values))
-            return
+        assert self.cache is not None
         self.finish()
         self.cache.placement.advance()
-        self.source = self.make_source(needs, **options)
+        self.source = self.make_source(whole=whole)
 
-    def make_source(self, needs: ReadNeeds | None = None, **options: Any) -> SegmentSource:
+    def make_source(self, *, whole: bool = False) -> PartSource:
         assert self.cache is not None
-        parts = self.shape, self.spans, self.reader, self.pool, self.cache
-        return SegmentSource(*parts, needs or ReadNeeds(), **options)
+        parts = self.spans, self.histories, self.reader, self.pool, self.cache
+        return PartSource(*parts, whole=whole)
 
     def finish(self) -> None:
-        if isinstance(self.source, SegmentSource):
-            self.source.close()
-            self._finished.add(self.source.stats)
-            self.source = self.make_source()
+        self.source.close()
+        self._finished.add(self.source.stats)
+        self.source = self.make_source()
 
     def kind_columns(self, kind: str) -> list[Column]:
         if kind == "probe":
@@ -341,7 +326,6 @@ def open_case(
     cache: ChunkCache | None = None,
     reordered: bool = False,
     direct: bool = False,
-    retention: float = 0.3,
 ) -> Case:
     cache = cache or NO_CACHE.make(shape)
     spans, keys, values, paths, mappings = [], [], [], [], []
@@ -359,12 +343,13 @@ def open_case(
             kv.write_kvs(directory, info, own_keys, own_values, direct=direct, mapping=mappings[-1])
         )
         place = part.start, part.stop
-        spans.append(kv.open_span(paths[-1], cache, *place, direct=direct, retention=retention))
+        spans.append(kv.open_span(paths[-1], cache, *place, direct=direct))
         keys.append(own_keys[:, part.start : part.stop])
         values.append(own_values[:, part.start : part.stop])
     case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1))
     case.paths, case.spans, case.mappings, case.cache = paths, spans, mappings, cache
     case.reader = reader
+    case.histories = [history_of(span, by_importance=True) for span in spans]
     case.source = case.make_source()
     return case
 
@@ -392,19 +377,20 @@ def draw_case(data: st.DataObject, directory: Path, reader: BlockReader) -> Case
         reader,
         cache=cache,
         reordered=data.draw(st.booleans()),
-        retention=data.draw(st.sampled_from([0.02, 0.3, 1.0])),
     )
 
 
+def history_of(span: ColumnSpan, *, by_importance: bool = False) -> TokenHistory:
+    """Nothing is known of any token of a segment."""
+    info = span.segment.info
+    sizes = info.shape.num_layers, kv.head_groups_of(info.shape), info.num_tokens
+    return TokenHistory(*sizes, by_importance=by_importance)
+
+
 def opened(param: str, directory: Path, reader: BlockReader) -> Case:
-    """The case of "layout, options: shape"; the layout "memory" has no file."""
+    """The case of "layout, options: shape"."""
     kind, shape_name = param.split(": ")
     shape, (name, *options) = SHAPES[shape_name], kind.split(", ")
-    if name == "memory":
-        keys, values = kv.random_kvs(shape, 77, seed=9)
-        case = Case(shape, LAYOUTS["one-segment"], keys, values)
-        case.source = MemorySource(shape, list(keys), list(values))
-        return case
     direct = "O_DIRECT" in options
     if direct and not FileSystem().supports_direct_io(directory):
         pytest.skip("this file system has no O_DIRECT")

@@ -17,6 +17,8 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.options import PART_POLICIES
+from impress_sglang.paper.source import PartSource
+from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -27,7 +29,6 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.kv_codec import KVCodec
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 from tests.unit.waiting import wait_until
@@ -84,7 +85,7 @@ class Workbench:
         ) * 4096
         self.done: list[tuple[int, ...]] = []
         self.abandoned: list[tuple[int, ...]] = []
-        self._open: list[PrefixStore] = []
+        self._open: list[PartStore] = []
 
     def open(
         self,
@@ -93,21 +94,21 @@ class Workbench:
         files: FileSystem | None = None,
         lookahead: LookAhead | None = None,
         **options: Any,
-    ) -> PrefixStore:
+    ) -> PartStore:
         config = make_config(self.root, **options)
-        store = PrefixStore(
+        store = PartStore(
             config, identity, self.shape, files=files, lookahead=lookahead, codec=self.codec
         )
         self._open.append(store)
         return store
 
-    def close(self, store: PrefixStore) -> None:
+    def close(self, store: PartStore) -> None:
         self._open.remove(store)
         store.check_integrity()
         check_index(store)
         store.close()
 
-    def reopen(self, store: PrefixStore, **options: Any) -> PrefixStore:
+    def reopen(self, store: PartStore, **options: Any) -> PartStore:
         self.close(store)
         return self.open(**options)
 
@@ -194,7 +195,7 @@ def bench_of_one_shape(tmp_path: Path) -> Iterator[Workbench]:
 
 
 @pytest.fixture
-def store(bench: Workbench) -> PrefixStore:
+def store(bench: Workbench) -> PartStore:
     return bench.open()
 
 
@@ -242,7 +243,7 @@ def lengths(store: PrefixStore, *numbers: int, **options: Any) -> list[int]:
     return [length(store, prompt(number), **options) for number in numbers]
 
 
-def use(store: PrefixStore, tokens: Sequence[int]) -> None:
+def use(store: PartStore, tokens: Sequence[int]) -> None:
     """A request that reads the whole prefix: what counts as an access."""
     match = look_up(store, tokens)
     assert match.num_tokens == len(tokens)
@@ -250,15 +251,15 @@ def use(store: PrefixStore, tokens: Sequence[int]) -> None:
 
 
 def open_source(
-    store: PrefixStore, match: StoredMatch, start: int = 0, stop: int | None = None
-) -> SegmentSource:
+    store: PartStore, match: StoredMatch, start: int = 0, stop: int | None = None
+) -> PartSource:
     """For a request that asks for the probe column and then for a selection."""
     stop = match.num_tokens if stop is None else stop
-    return store.open_source(match, start, stop, ReadNeeds())
+    return store.open_part(match, start, stop, whole=False)
 
 
 def rows(
-    shape: KVShape, source: SegmentSource, layer: int, tokens: Tensor | None = None
+    shape: KVShape, source: PartSource, layer: int, tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of all heads, of the same tokens; probe heads come first in these shapes."""
     found = read_rows(
@@ -273,7 +274,7 @@ def rows(
 
 
 def check_rows(
-    store: PrefixStore,
+    store: PartStore,
     tokens: Sequence[int],
     *,
     namespace: str = "",
@@ -312,7 +313,7 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
     store.check_integrity()
 
 
-def check_index(store: PrefixStore) -> None:
+def check_index(store: PartStore) -> None:
     """Its rows are those of the tree; waits for the disk, and for pending writes."""
     store.writes.drain()
     if not store.reorders.pending:
@@ -389,7 +390,7 @@ def change_index(root: Path, statement: str, *values: object) -> int:
         return connection.execute(statement, values).rowcount
 
 
-def three_prefixes(bench: Workbench, **options: Any) -> PrefixStore:
+def three_prefixes(bench: Workbench, **options: Any) -> PartStore:
     store = bench.open(**options)
     bench.put(store, prompt(1, 13))
     bench.put(store, prompt(1, 40))
@@ -397,7 +398,7 @@ def three_prefixes(bench: Workbench, **options: Any) -> PrefixStore:
     return store
 
 
-def check_three_prefixes(store: PrefixStore) -> None:
+def check_three_prefixes(store: PartStore) -> None:
     store.check_integrity()
     check_rows(store, prompt(1, 40))
     check_rows(store, prompt(2, 8), namespace="salt")

@@ -19,22 +19,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.paper.reordering import Rewrite, Shares
+from impress_sglang.paper.source import PartSource
+from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store.health import Task, Verdict, Work
-from impress_sglang.store.reordering import Rewrite, Shares
-from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
-from impress_sglang.transfer.source import SegmentSource
 from tests.faults import FaultyFileSystem
 from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import QUALITIES, Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
 from tests.unit.reading import read_rows
-from tests.unit.source_factory import DEMANDS
 from tests.unit.store_factory import make_config
 from tests.unit.waiting import wait_until
 
@@ -103,7 +102,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.pending: list[str] = []
         self.failing: set[str] = set()
         self.abandoned: set[str] = set()
-        self.sources: list[tuple[SegmentSource, str, TokenPath, int]] = []
+        self.sources: list[tuple[PartSource, str, TokenPath, int]] = []
         self.open()
         # Something to read from the first step on, and something that builds on it.
         first = (0, 1, 1, 0, 1)
@@ -117,8 +116,8 @@ class StoreHistory(RuleBasedStateMachine):
         self.let_writes_through()
 
     def open(self) -> None:
-        # One head of a chunk; a whole chunk of the largest column takes two.
-        page_bytes = 8 * 4 * self.shape.dtype.itemsize
+        # A chunk of a column.
+        page_bytes = 4096
         options = {
             "ssd_gb": self.quota,
             "readahead": 0.5,
@@ -128,7 +127,7 @@ class StoreHistory(RuleBasedStateMachine):
             "buffer_gb": 16 * 2**20 / 1e9,
         }
         config = make_config(self.directory, **options)
-        self.store = PrefixStore(config, kv.IDENTITY, self.shape, files=self.files)
+        self.store = PartStore(config, kv.IDENTITY, self.shape, files=self.files)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.begin_task = self.store._disk._begin
         mock.patch.object(self.store._disk, "_begin", self.hold_look).start()
@@ -136,7 +135,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.run_rewrite = self.store.reorders._submit
         mock.patch.object(self.store.reorders, "_submit", self.hold_rewrite).start()
         self.store._memory.pool.limit_bytes = ROOM_BYTES
-        self.waiting: list[SegmentSource] = []
+        self.waiting: list[PartSource] = []
         self.learn_names()
 
     def hold_look(self, task: Task) -> Future[Any]:
@@ -314,13 +313,13 @@ class StoreHistory(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(path) - 1))
         if data.draw(st.sampled_from([False, False, True])):
             self.measure(match)
-        stored = self.store.forecast.stored_bytes(match.slice(start, len(path)))
-        source = self.store.open_source(
-            match, start, len(path), data.draw(st.sampled_from(DEMANDS))
-        )
+        spans = match.slice(start, len(path))
+        part = self.store.expected_bytes(spans, 0.1)
+        whole = self.store.forecast.exact_bytes(spans)
+        source = self.store.open_part(match, start, len(path), whole=data.draw(st.booleans()))
         # In proportion to the tokens of the spans, and so by no more than rounding too much.
         layer_bytes = source.layer_bytes * self.shape.num_layers
-        assert 0 <= stored.expected(0.1) <= stored.expected(1.0) <= layer_bytes + 1
+        assert 0 <= part <= whole + 1 and whole <= layer_bytes + 1
         self.sources.append((source, namespace, path, start))
         beginning = data.draw(BEGINNINGS)
         if beginning == "join":
@@ -336,7 +335,7 @@ class StoreHistory(RuleBasedStateMachine):
         assert measured is not None
         wait_until(lambda: not measured.is_reading)
 
-    def check_rows(self, number: int, layer: int, selected: Tensor | None) -> SegmentSource:
+    def check_rows(self, number: int, layer: int, selected: Tensor | None) -> PartSource:
         """Whatever was evicted, dropped or rewritten since: an open source gives its rows.
 
         `selected` [head groups, k] are the tokens of each head group, None for all.
@@ -375,7 +374,7 @@ class StoreHistory(RuleBasedStateMachine):
         source = self.check_rows(number, layer, selected)
         heads = self.shape.num_query_heads
         scores = torch.rand(heads, size, generator=torch.Generator().manual_seed(seed))
-        source.note_selection(layer, selected, scores)
+        source.note_selection(layer, selected.numpy(), scores)
 
     def ready(self) -> list[str]:
         return [known.name for known in self.model.segments.values() if known.ready]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from impress_sglang.transfer.ahead import FIRST_ALLOWANCE_BYTES, ReadAhead
 from impress_sglang.transfer.buffers import BufferPool, PooledMemory, Tenant
-from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.stored_source import StoredSource
+from impress_sglang.transfer.stored_source import ReadStats, StoredSource
 
 MIB = 1 << 20
 WASTE = 0.25
@@ -45,7 +44,7 @@ class FakeSource:
         self.next_ahead += 1
 
     def ask_for(self, layer: int) -> None:
-        """As `SegmentSource` when a layer is read: memory of earlier ones is given back."""
+        """As a `StoredSource` when a layer is read: memory of earlier ones is given back."""
         self.layer = layer
         self.next_ahead = max(self.next_ahead, layer + 1)
         for earlier in [number for number in self.memory if number < layer]:
@@ -287,22 +286,3 @@ def test_no_layer_is_read_twice_and_room_is_kept(
         for own in sources.values():
             assert list(own.memory) == sorted(own.memory)
         assert bench.pool.used_bytes <= room * MIB
-
-
-def test_those_who_wait_are_read_in_the_order_of_the_queue() -> None:
-    """As far as there is room, and from where each of them is."""
-    bench = Bench(room=2)
-    first, second, third = (bench.source(name) for name in "abc")
-    for source in (first, second, third):
-        bench.ahead.wait(source, 2)
-    assert bench.take_log() == layers("a", 0, 1)
-
-    bench.ahead.order([third, first])
-    bench.leave(first)
-
-    assert bench.take_log() == []
-    bench.ahead.top_up()
-    assert bench.take_log() == layers("c", 0, 1)
-    bench.leave(third)
-    bench.ahead.top_up()
-    assert bench.take_log() == layers("b", 0, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import mmap
 from pathlib import Path
 
@@ -22,11 +21,13 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.tiers.slab import PageShape, Slab
-from tests.unit.kv_factory import attach, make_shape, row_size
+from tests.unit.kv_factory import make_shape, row_size
 from tests.unit.test_placement import GivenPriorities
 
 CPU = torch.device("cpu")
 CHUNK = 8
+# Of 64 bytes.
+PAGE = PageShape(4, CHUNK, torch.bfloat16)
 # Chunks of 3 pages (probe keys) and of 6 (other keys, values).
 SHAPE = make_shape(
     layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
@@ -36,17 +37,27 @@ HEAD_GROUPS = dataclasses.replace(SHAPE, probe_kv_heads=())
 
 
 def make_cache(device_pages: int, host_pages: int, shape: KVShape = SHAPE) -> ChunkCache:
-    page_bytes, page = 4 * CHUNK * 2, PageShape.of(shape, CHUNK)
+    page_bytes = PAGE.page_bytes
     cache = ChunkCache(
-        page,
-        page.max_chunk_pages(shape),
+        PAGE,
+        6,
         GivenPriorities(),
         device=CPU,
         device_bytes=device_pages * page_bytes,
         host_bytes=host_pages * page_bytes,
     )
-    assert cache.page.page_bytes == page_bytes
     return cache
+
+
+def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
+    """Ids for the chunks of a segment, as if they stood on disk without padding."""
+    pages = [
+        -(-layout.chunk_rows(chunk) * row_size(layout.shape, column) // PAGE.page_bytes)
+        for _ in range(layout.shape.num_layers)
+        for column in layout.shape.columns
+        for chunk in range(layout.num_chunks)
+    ]
+    return cache.attach(np.array(pages, np.uint16))
 
 
 class Bench:
@@ -228,7 +239,7 @@ def test_the_summary_has_sizes_and_counters(bench: Bench) -> None:
 def test_a_cache_that_does_not_fit_is_a_config_error_that_names_size_and_option(tier: str) -> None:
     sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}
     # Large pages: the table of free ones must not be what does not fit.
-    page = PageShape.of(make_shape(key_dim=1 << 24, value_dim=1 << 24), 4096)
+    page = PageShape(1 << 24, 4096, torch.float32)
 
     with pytest.raises(ConfigError, match=rf"1125899\.9 GB.*--impress-{tier}-gb"):
         ChunkCache(page, 1, GivenPriorities(), device=CPU, **sizes)
@@ -255,35 +266,6 @@ def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
     assert bench.check_all()
     old.detach(0, SegmentLayout(SHAPE, CHUNK, 19, 4096).total_chunks)
     assert bench.check_all(), "what is done to the old one does not matter"
-
-
-# gcd(12, 8) = 4 elements a vector: a key head has 3 of them, a value head 2.
-PAGE = PageShape.of(SHAPE, 16)
-NO_OTHER_KEYS = make_shape(kv_heads=1, query_heads=1, probe=(0,))
-
-
-@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS, NO_OTHER_KEYS])
-@pytest.mark.parametrize(("chunk_tokens", "num_tokens"), [(16, 35), (32, 40), (8, 8)])
-def test_pages_of_each_chunk_in_the_order_of_the_layout(
-    shape: KVShape, chunk_tokens: int, num_tokens: int
-) -> None:
-    """As many as hold its rows, wherever its segment's chunks end; a column without heads none."""
-    page = PageShape.of(shape, 16)
-    layout = SegmentLayout(shape, chunk_tokens, num_tokens, 4096)
-
-    pages = page.chunk_pages(layout)
-
-    assert (page.unit, page.page_vectors) == (math.gcd(shape.key_dim, shape.value_dim), 16)
-    assert pages.dtype == np.uint16 and len(pages) == layout.total_chunks
-    whole = []
-    for layer in range(shape.num_layers):
-        for column in shape.columns:
-            whole.append(-(-16 * row_size(shape, column) // page.page_bytes))
-            for chunk in range(layout.num_chunks):
-                needed = layout.chunk_rows(chunk) * row_size(shape, column)
-                found = pages[layout.chunk_index(layer, column, chunk)]
-                assert found == -(-needed // page.page_bytes)
-    assert page.max_chunk_pages(shape) == max(whole)
 
 
 def test_memory_that_a_device_has_not_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

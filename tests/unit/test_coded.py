@@ -13,8 +13,8 @@ from torch import Tensor
 from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.codes.planes.floors import Floors
 from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.loader import LayerInputs
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
 

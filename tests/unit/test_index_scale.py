@@ -293,7 +293,7 @@ def test_what_is_only_considered_takes_no_ids(bench: Workbench, store: PrefixSto
     bench.put(store, prompt(1))
     spans = look_up(store, prompt(1)).spans
 
-    assert store.forecast.stored_bytes(spans).expected(1.0) > 0
+    assert store.forecast.exact_bytes(spans) > 0
 
     (version,) = store.segments._known.values()
     assert version.columns is None and version.codes is None

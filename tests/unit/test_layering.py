@@ -30,7 +30,6 @@ LEVELS = {
     "cost": 1,
     "triton": 1,
     "codes": 1,
-    "importance": 2,
     "storage": 2,
     "tiers": 3,
     "transfer": 4,
@@ -189,6 +188,32 @@ def test_servers_that_do_not_blend_load_nothing_of_it() -> None:
 
     assert loaded(*rest) == ["blends"]
     assert "impress_sglang.blend.job" in loaded("impress_sglang.blend.plugin.blends")
+
+
+DEFAULT_STORE = """
+import sys, tempfile, torch
+from impress_sglang.config import ImpressConfig
+from impress_sglang.serving.service import Service
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer import warm_up
+
+shape = KVShape(1, 2, 1, 16, 16, torch.float32, (), coded=True)
+with tempfile.TemporaryDirectory() as folder:
+    config = ImpressConfig(ssd_dir=folder, device_gb=0.0, host_gb=0.001, min_free_gb=0.0)
+    service = Service(config, shape, "0" * 32, torch.device("cpu"), 16)
+    assert service.store.match("", torch.arange(9).numpy().astype("int32")).num_tokens == 0
+    service.close()
+print(*(name for name in sys.modules if ".paper" in name or name.endswith("triton.scores")))
+"""
+
+
+def test_a_default_server_loads_nothing_of_the_paper() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", DEFAULT_STORE], capture_output=True, text=True, timeout=120
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
 
 
 def test_there_is_no_import_cycle() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from impress_sglang.codes.planes.layout import CodeLayout
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
-from impress_sglang.transfer.geometry import ColumnGroup, LayerGeometry, geometry_of
+from impress_sglang.transfer.columns import chunks_of_columns, column_pages
 from tests.unit import kv_factory as kv
 
 BLOCK = 4096
@@ -193,12 +193,6 @@ def test_impossible_shape_is_refused(change: dict[str, object]) -> None:
         dataclasses.replace(kv.make_shape(), **change)
 
 
-def group_of(geometry: LayerGeometry, layout: SegmentLayout, column: Column) -> ColumnGroup | None:
-    if column == kv.PROBE:
-        return geometry.probe
-    return geometry.values if kv.holds_values(layout.shape, column) else geometry.keys
-
-
 def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
     """Where each column starts in its layer: byte, and number of the first chunk."""
     starts, place, chunk = {}, 0, 0
@@ -210,38 +204,18 @@ def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
 
 
 @given(layouts())
-def test_geometry_of_a_layer_is_that_of_its_columns(layout: SegmentLayout) -> None:
-    geometry, starts = geometry_of(layout), column_starts(layout)
-    chunk_of_block: list[int] = []
+def test_chunks_of_columns_are_those_of_the_layout(layout: SegmentLayout) -> None:
+    found, starts, at = chunks_of_columns(layout), column_starts(layout), 0
     for column in kv.columns_of(layout.shape):
-        group, sizes = group_of(geometry, layout, column), chunks_of(layout, column)
-        size = kv.row_size(layout.shape, column)
-        if not size:
-            assert group is None
-            continue
-        assert group is not None
-        head_group = 0 if column == kv.PROBE else kv.head_group_of(layout.shape, column)
-        assert group.head_groups == (1 if column == kv.PROBE else kv.head_groups_of(layout.shape))
-        assert group.start + head_group * group.column_bytes == starts[column][0]
-        assert group.first_chunk + head_group * group.chunks == starts[column][1]
-        assert (group.column_bytes, group.chunks) == (sum(sizes), len(sizes))
-        assert (group.row_bytes, group.chunk_rows) == (size, layout.chunk_tokens)
-        total = layout.num_tokens
-        rows = [
-            min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
-            for chunk in range(len(sizes))
-        ]
-        own = slice(head_group * len(sizes), (head_group + 1) * len(sizes))
-        assert group.rows_of_chunk[own].tolist() == rows
-        mine = [chunk for chunk, num in enumerate(sizes) for _ in range(num // BLOCK)]
-        chunk_of_block += [starts[column][1] + chunk for chunk in mine]
-        assert group.blocks.start == group.start // BLOCK
-        blocks = len(mine)
-        in_group = group.chunk_of_block[head_group * blocks : (head_group + 1) * blocks]
-        assert in_group.tolist() == [head_group * len(sizes) + chunk for chunk in mine]
-        assert group.blocks.stop - group.blocks.start == group.head_groups * blocks
-    assert geometry.chunk_of_block.tolist() == chunk_of_block
-    assert geometry.num_blocks == len(chunk_of_block)
-    assert geometry.num_chunks == sum(
-        len(chunks_of(layout, s)) for s in kv.columns_of(layout.shape)
-    )
+        begin, chunk = starts[column]
+        assert chunk == layout.chunk_index(0, column, 0)
+        for number, size in enumerate(chunks_of(layout, column)):
+            place = chunk + number
+            assert (found.first[place], found.count[place]) == (begin // BLOCK, size // BLOCK)
+            assert found.rows[place] == layout.chunk_rows(number)
+            assert found.row_bytes[place] == kv.row_size(layout.shape, column)
+            blocks = found.chunk_of_block[at : (at := at + size // BLOCK)]
+            assert (blocks == place).all()
+            begin += size
+    assert at == len(found.chunk_of_block) == layout.columns_bytes // BLOCK
+    assert column_pages(layout).tolist() == found.count.tolist() * layout.shape.num_layers

@@ -15,7 +15,6 @@ from impress_sglang.store.purging import Purge
 from impress_sglang.store.stored import StoredSpan
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
-from impress_sglang.transfer.source import ReadNeeds
 from tests.unit.kv_factory import make_shape, stored_segment
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import Workbench, gb, look_up
@@ -206,7 +205,6 @@ def test_a_closed_store_is_told_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("as", 1.0, (), [0, 1, 2, 3, 4, 5, 6]),
         ("as+h2o+lru", 1.0, (), [0, 1, 2, 3, 4, 5, 6]),
-        ("as+h2o+lru", 0.25, (), [1, 2, 3]),
         ("paper", 0.25, (0,), [0]),
     ],
 )
@@ -219,9 +217,9 @@ def test_what_is_not_certain_to_be_read_is_not_awaited(
     store = bench.open(host_gb=gb(40 * 4096), lookahead=lookahead, **options)
     bench.put(store, range(256))
     match = look_up(store, range(256))
-    store.close_source(store.open_source(match, 0, 256, ReadNeeds(whole=True)))
+    store.close_source(store.open_part(match, 0, 256, whole=True))
     (version,) = store.segments._known.values()
-    store.forecast.stored_bytes(match.spans)
+    store.forecast.exact_bytes(match.spans)
     assert version.columns is not None
     lookahead.wait("waits", match.spans)
     store.poll()
@@ -250,7 +248,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
             for layer in range(bench.shape.num_layers):
                 source.read(layer)
         else:
-            source = store.open_source(match, 0, len(prefix), ReadNeeds(whole=True, probe=False))
+            source = store.open_part(match, 0, len(prefix), whole=True)
             for layer in range(bench.shape.num_layers):
                 read_rows(source, layer, None)
         store.close_source(source)

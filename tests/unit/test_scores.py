@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from impress_sglang.importance import scores as scores_module
-from impress_sglang.importance.scores import column_sums
+from impress_sglang.paper import scores as scores_module
+from impress_sglang.paper.scores import column_sums
 from tests.unit import dense
 from tests.unit.spying import calls_of
 

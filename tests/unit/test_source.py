@@ -1,8 +1,7 @@
 """Where a prefix's KVs come from: one contract for every source, what reading costs, and damage.
 
-Files are read with O_DIRECT where the file system has it, and through the page cache as well. A
-prefix in host memory is given in tiles, and let go layer by layer. Of damaged, short and missing
-segments there are never wrong rows, and nothing in a cache.
+Files are read with O_DIRECT where the file system has it, and through the page cache as well. Of
+damaged, short and missing segments there are never wrong rows, and nothing in a cache.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from torch import Tensor
 
 from impress_sglang.cost import ReadCost
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.importance.history import TokenHistory
+from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.slots import Slots
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from impress_sglang.transfer.stored_source import ReadStats
 from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
 from tests.unit.kv_factory import PROBE, head_groups_of, row_size
@@ -77,8 +74,7 @@ def opened(
     case.close()
 
 
-MEMORY = ["memory: gqa-float32", "memory: no-probe-bfloat16"]
-case = pytest.fixture(scope="module", params=[*MEMORY, *UNCACHED, *CACHED])(opened)
+case = pytest.fixture(scope="module", params=[*UNCACHED, *CACHED])(opened)
 uncached = pytest.fixture(scope="module", params=UNCACHED)(opened)
 
 
@@ -101,8 +97,7 @@ def test_rows_stay_valid_while_the_layer_is_read(case: sources.Case) -> None:
     probe = case.source.read_probe(0) if case.shape.probe_kv_heads else None
     keys = read_rows(case.source, 0, None, values=False).keys
     assert keys is not None
-    if case.paths:
-        case.segment_source.read_ahead(1.0)
+    case.source.read_ahead(1.0)
     case.check_more(0, ["values"])
 
     if probe is not None:
@@ -115,11 +110,9 @@ def test_a_probe_column_without_padding_is_used_where_it_was_read(
     name: str, tmp_path: Path, reader: BlockReader
 ) -> None:
     case = sources.opened(f"tail-of-a-segment, logical: {name}", tmp_path, reader)
-    rows, (span,) = case.source.read_probe(0), case.spans
-    memory, group = case.segment_source._memory(0, span), span.geometry.probe
-    assert group is not None
+    rows, memory = case.source.read_probe(0), case.source._buffer(0, 0).memory
     shared = memory.address <= rows.data_ptr() < memory.address + memory.num_bytes
-    assert shared == group.unbroken == (name == "full-stride-bfloat16")
+    assert shared == (name == "full-stride-bfloat16")
     case.close()
 
 
@@ -186,6 +179,7 @@ def test_accesses_and_needed_bytes_are_counted(uncached: sources.Case) -> None:
         h2d_bytes=needed,
         ssd_chunks=sum(chunks.values()),
         selected_chunks=sum(chunks.values()) - chunks[PROBE],
+        important_bytes=needed - uncached.num_tokens * row_size(uncached.shape, PROBE),
     )
 
 
@@ -207,22 +201,16 @@ def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
     """In logical order, whatever the order on disk, and each head group apart; their scores too."""
     head_groups = head_groups_of(several.shape)
     selected = sources.random_tokens(several, 20, 3)
-    several.spans = [
-        dataclasses.replace(
-            span, history=TokenHistory(2, head_groups, part.num_tokens, by_importance=True)
-        )
-        for span, part in zip(several.spans, several.parts, strict=True)
-    ]
+    several.histories = [sources.history_of(span, by_importance=True) for span in several.spans]
 
     several.check(1, ["values"], selected)
-    assert several.segment_source.segment_ids == [f"segment{n}" for n in range(5)]
+    assert several.source.segment_ids == [f"segment{n}" for n in range(5)]
     scores = torch.rand(several.shape.num_query_heads, several.num_tokens)
-    several.source.note_selection(1, selected, scores)
+    several.source.note_selection(1, selected.numpy(), scores)
 
     noted, first = [], 0
-    for span, part in zip(several.spans, several.parts, strict=True):
-        own, average = slice(part.start, part.stop), span.history.average
-        key = span.history.order_key
+    for span, part, history in zip(several.spans, several.parts, several.histories, strict=True):
+        own, average, key = slice(part.start, part.stop), history.average, history.order_key
         assert average.shape == key.shape == (2, head_groups, part.num_tokens)
         for found in (average, key):
             assert not found[0].any(), "another layer"
@@ -233,36 +221,6 @@ def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
         first += len(span)
     found = [np.flatnonzero(own).tolist() for own in np.concatenate(noted, 1)]
     assert found == selected.tolist()
-
-
-def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(
-    several: sources.Case,
-) -> None:
-    head_groups = head_groups_of(several.shape)
-    several.check(0)
-    several.source.note_whole(0)
-    scores = torch.ones(several.shape.num_query_heads, several.num_tokens)
-    several.source.note_selection(0, torch.zeros(head_groups, 1, dtype=torch.int64), scores)
-
-    first = True
-    for span, part in zip(several.spans, several.parts, strict=True):
-        inside = [part.start <= token < part.stop for token in range(part.num_tokens)]
-        expected = np.where(inside, 0.5, 0.0)
-        if first:
-            expected[part.start], first = 1.0, False
-        for own in span.history.average[0]:
-            # Half of 255 steps is none.
-            np.testing.assert_allclose(own, expected, rtol=0, atol=0.51 / 255)
-        assert not span.history.average[1].any()
-        assert span.history.accesses.tolist() == [2 * here for here in inside]
-
-
-@pytest.mark.parametrize("rows", [None, torch.tensor([5, 2, 7])])
-def test_slots_are_cleared_and_no_others(rows: Tensor | None) -> None:
-    pool = torch.full((9, 2, 3), float("nan"))
-    Slots.of(pool, rows).clear()
-    cleared = set(range(9)) if rows is None else {2, 5, 7}
-    assert {i for i in range(9) if bool((pool[i] == 0).all())} == cleared
 
 
 @pytest.fixture(scope="module", params=["auto", "threads"])
@@ -324,7 +282,8 @@ def open_and_read_everything(path: Path, shape: KVShape, reader: BlockReader, di
     cache = kv.make_cache(shape)
     span = kv.open_span(path, cache, direct=direct)
     with contextlib.closing(span.segment):
-        source = SegmentSource(shape, [span], reader, BufferPool(1 << 20), cache, ReadNeeds())
+        histories = [sources.history_of(span)]
+        source = PartSource([span], histories, reader, BufferPool(1 << 20), cache, whole=True)
         with contextlib.closing(source):
             for layer in range(shape.num_layers):
                 if shape.probe_kv_heads:

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress_sglang.cost import ReadCost
+from impress_sglang.paper.source import PartSource
 from impress_sglang.storage import reader as reader_module
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit.kv_factory import make_cache, make_shape
 from tests.unit.reading import wait_for_reads
 from tests.unit.source_factory import (
     BLOCK,
-    DEMANDS,
     KVS,
     SHAPES,
     Case,
@@ -45,7 +44,7 @@ def draw_reads(data: st.DataObject, case: Case) -> Iterator[tuple[list[str], tor
         yield list(KVS), None if mode == "whole" else tokens
 
 
-def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
+def run_requests(data: st.DataObject, case: Case) -> list[PartSource]:
     """Requests that take turns, read ahead at any time, and skip layers; rows are checked."""
     done, live = [], []
     for _ in range(data.draw(st.integers(2, 14))):
@@ -54,8 +53,7 @@ def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
         if step == "open" or not live:
             assert case.cache is not None
             case.cache.placement.advance()
-            learns = data.draw(st.booleans())
-            live.append(case.make_source(data.draw(st.sampled_from(DEMANDS)), learns=learns))
+            live.append(case.make_source(whole=data.draw(st.booleans())))
             continue
         source = data.draw(st.sampled_from(live))
         if step == "ahead":
@@ -68,14 +66,8 @@ def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
         else:
             layer = data.draw(st.integers(source.layer + 1, source.num_layers - 1))
             case.source = source
-            chosen = None
             for kinds, tokens in draw_reads(data, case):
                 case.check_more(layer, kinds, tokens)
-                chosen = tokens
-            if chosen is None:
-                source.note_whole(layer)
-            else:
-                source.note_selection(layer, chosen, None)
     for source in live:
         source.close()
     case.source = case.make_source()
@@ -121,19 +113,18 @@ def test_every_byte_is_counted_once(
 
 @pytest.mark.usefixtures("no_gaps")
 @pytest.mark.parametrize("name", ["cut-rows-float32", "no-probe-cut-rows", "no-probe-float32"])
-@pytest.mark.parametrize("needs", DEMANDS)
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("reordered", [False, True])
-def test_what_a_demand_is_certain_of_is_read_ahead(
-    name: str, needs: ReadNeeds, reordered: bool, tmp_path: Path
+def test_what_is_certain_to_be_wanted_is_read_ahead(
+    name: str, whole: bool, reordered: bool, tmp_path: Path
 ) -> None:
-    """Whatever waste is allowed; nothing of it is left to be read, and nothing else was read."""
-    certain = ["probe"] if needs.probe else []
-    certain += ["keys"] if needs.whole or needs.all_keys else []
-    certain += ["values"] if needs.whole else []
+    """The probe column, or all keys without; nothing of it is left, and nothing else was read."""
+    certain = ["probe"] if SHAPES[name].probe_kv_heads else ["keys"]
+    certain = ["probe", "keys", "values"] if whole else certain
     with counting() as (reader, engine):
         parts = [Part(61, 8, 0, 61), Part(30, 8, 0, 30)]
-        case = open_case(tmp_path, SHAPES[name], parts, reader, reordered=reordered, retention=0.02)
-        source = case.make_source(needs)
+        case = open_case(tmp_path, SHAPES[name], parts, reader, reordered=reordered)
+        source = case.make_source(whole=whole)
 
         source.read_ahead(0.0)
         wait_for_reads(source)
@@ -151,36 +142,13 @@ def test_what_a_demand_is_certain_of_is_read_ahead(
         case.close()
 
 
-@pytest.mark.usefixtures("no_gaps")
-def test_what_requests_want_is_read_ahead_for_later_ones(tmp_path: Path) -> None:
-    with counting() as (reader, _):
-        parts = [Part(77, 8, 0, 77)]
-        case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader, retention=0.02)
-        tokens = torch.tensor([[1, 2, 40, 70]])
-        for learns in (False, True):
-            before = case.stats
-            for _ in range(3):
-                case.request(learns=learns)
-                case.segment_source.read_ahead(0.0)
-                wait_for_reads(case.segment_source)
-                case.check_more(0, ["probe"])
-                case.check_more(0, KVS, tokens)
-            case.finish()
-            wanted = case.block_bytes(0, ["probe"]), case.block_bytes(0, KVS, tokens)
-            used = case.stats.ahead_used_bytes - before.ahead_used_bytes
-            # The first one that learns has nothing to learn from.
-            assert used == 3 * wanted[0] + (2 * wanted[1] if learns else 0)
-            assert case.stats.ahead_bytes - before.ahead_bytes == used, "nothing in vain"
-        case.close()
-
-
 @pytest.mark.usefixtures("single_blocks", "no_gaps")
 def test_chunks_that_were_cached_meanwhile_are_not_read_again(tmp_path: Path) -> None:
     with counting() as (reader, engine):
         shape = SHAPES["gqa-float32"]
         cache = make_cache(shape, device_chunks=500)
         case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader, cache=cache)
-        early = case.make_source(ReadNeeds(whole=True))
+        early = case.make_source(whole=True)
         case.check(0)
         begun = engine.started_bytes
 
@@ -201,7 +169,7 @@ def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: 
     with stepping(4) as (reader, engine):
         parts = [Part(77, 8, 0, 77), Part(33, 8, 0, 33)]
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader)
-        source = case.make_source(ReadNeeds(whole=True))
+        source = case.make_source(whole=True)
         for _ in range(2):
             source.read_ahead(1.0)
         engine.wait_started(2)
@@ -236,8 +204,8 @@ def test_layers_that_were_skipped_are_not_kept(tmp_path: Path) -> None:
     shape = make_shape(layers=6)
     with reading() as reader:
         case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader)
-        case.request(ReadNeeds(whole=True))
-        source = case.segment_source
+        case.request(whole=True)
+        source = case.source
         for expected in range(6):
             assert source.next_ahead == expected
             source.read_ahead(0.0)

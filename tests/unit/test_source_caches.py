@@ -17,7 +17,7 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.stored_source import ReadStats
 from tests.unit import source_factory as sources
 from tests.unit.kv_factory import flip_byte, make_cache, make_shape
 from tests.unit.step_engine import counting
@@ -168,7 +168,6 @@ def probe_and_load(case: sources.Case) -> None:
     tokens = torch.tensor([[1, 2, 17]])
     case.check(0, ["probe"])
     case.check_more(0, sources.KVS, tokens)
-    case.source.note_selection(0, tokens, torch.ones(2, 20))
 
 
 # 20 rows of 32 bytes, and 3 of 32 + 64 bytes, in 3 and 2 + 2 chunks.
@@ -178,7 +177,7 @@ FIRST_TIME = ReadStats(
     h2d_bytes=20 * 32 + 3 * 96,
     ssd_chunks=7,
     selected_chunks=4,
-    important_bytes=3 * 128,
+    important_bytes=3 * 96,
 )
 
 
@@ -190,17 +189,16 @@ class TestCounters:
         probe_and_load(case)
 
         assert case.stats == FIRST_TIME
-        case.source.note_whole(0)
-        assert case.stats == FIRST_TIME, "a selection is counted once"
         assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (7, 7)
-        assert case.spans[0].history.ssd_bytes == 4 * sources.BLOCK, "what was selected, not probed"
+        assert case.histories[0].ssd_bytes == 4 * sources.BLOCK, "what was selected, not probed"
 
     def test_with_room_on_the_device(self, small: Small) -> None:
-        """Pages of 256 bytes: chunks of values take two, but for the last one, others take one."""
+        """Every chunk that enters it is copied there whole."""
         case = small(device_chunks=20)
 
         probe_and_load(case)
-        first = dataclasses.replace(FIRST_TIME, h2d_bytes=FIRST_TIME.h2d_bytes + 8 * 256)
+        moved = FIRST_TIME.h2d_bytes + 7 * sources.BLOCK
+        first = dataclasses.replace(FIRST_TIME, h2d_bytes=moved)
         assert case.stats == first
         probe_and_load(case)
 
@@ -208,19 +206,18 @@ class TestCounters:
             first,
             device_chunks=7,
             selected_chunks=8,
-            important_bytes=2 * 3 * 128,
-            important_device_bytes=3 * 128,
+            important_bytes=2 * 3 * 96,
+            important_device_bytes=3 * 96,
         )
         assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (14, 7)
-        assert case.spans[0].history.ssd_bytes == 4 * sources.BLOCK
+        assert case.histories[0].ssd_bytes == 4 * sources.BLOCK
 
     def test_of_a_layer_that_falls_back(self, small: Small) -> None:
-        """All keys were read, but only those of selected tokens are important."""
+        """All keys were read, to choose: not as those of selected tokens."""
         case, tokens = small(), torch.tensor([[1, 2, 17]])
         case.check(0, ["probe"])
         case.check_more(0, ["keys"])
         case.check_more(0, ["values"], tokens)
-        case.source.note_selection(0, tokens, torch.ones(4, 20))
 
         assert case.stats == ReadStats(
             ssd_bytes=8 * sources.BLOCK,
@@ -228,58 +225,18 @@ class TestCounters:
             h2d_bytes=20 * 64 + 3 * 64,
             ssd_chunks=8,
             selected_chunks=5,
-            important_bytes=3 * 128,
+            important_bytes=3 * 64,
         )
-
-    def test_of_each_segment_its_own_selection_counts(
-        self, reader: BlockReader, tmp_path: Path
-    ) -> None:
-        """All rows of both were read; of the second one, token 9 of it was selected."""
-        shape, parts = make_shape(), [sources.Part(20, 8, 13, 20), sources.Part(20, 8, 0, 20)]
-        case = sources.open_case(
-            tmp_path, shape, parts, reader, cache=make_cache(shape, device_chunks=20)
-        )
-        for known, hits in ((False, 0), (True, 3)):
-            case.check(0)
-            case.source.note_selection(0, torch.tensor([[1, 2, 16]]), torch.ones(2, 27))
-            assert case.stats.important_bytes == (1 + known) * 3 * 128
-            assert case.stats.important_device_bytes == hits * 128
-        case.close()
 
     def test_a_hit_is_a_selected_row_that_was_on_the_device(self, small: Small) -> None:
         """Tokens 1 and 2 are in the one chunk that has room there, token 17 is not."""
-        case, tokens = small(device_chunks=1), torch.tensor([[1, 2, 17]])
-
-        def important() -> tuple[int, int]:
-            return case.stats.important_bytes, case.stats.important_device_bytes
-
+        case = small(device_chunks=1)
         case.check(0, ["values"], torch.tensor([[1]]))
-        case.source.note_selection(0, torch.tensor([[1]]), torch.ones(2, 20))
-        assert important() == (64, 0)
+        assert (case.stats.important_bytes, case.stats.important_device_bytes) == (64, 0)
 
-        case.check(0, ["values"], tokens)
-        case.source.note_selection(0, tokens, torch.ones(2, 20))
+        case.check(0, ["values"], torch.tensor([[1, 2, 17]]))
 
-        assert important() == (4 * 64, 2 * 64)
-        case.check(0, ["values"])
-        case.source.note_whole(0)
-        assert important() == (24 * 64, 10 * 64)
-
-    @pytest.mark.parametrize("whole", [False, True])
-    def test_a_hit_of_a_head_group_is_one_of_its_own_selection(
-        self, small: Small, whole: bool
-    ) -> None:
-        """Rows of 32 bytes, room for two chunks: tokens 0 to 7 of head 0, and 8 to 15 of head 1."""
-        case = small(make_shape(probe=()), device_chunks=2)
-        one, other = torch.tensor([[1], [9]]), torch.tensor([[3, 4], [2, 9]])
-        case.check(0, ["values"], one)
-        case.source.note_selection(0, one, None)
-        assert (case.stats.important_bytes, case.stats.important_device_bytes) == (2 * 32, 0)
-
-        case.check(0, ["values"], None if whole else other)
-        case.source.note_selection(0, other, None)
-
-        assert (case.stats.important_bytes, case.stats.important_device_bytes) == (6 * 32, 3 * 32)
+        assert (case.stats.important_bytes, case.stats.important_device_bytes) == (4 * 64, 2 * 64)
 
 
 def test_stats_add_up_field_by_field() -> None:

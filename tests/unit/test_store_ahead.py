@@ -6,12 +6,10 @@ import dataclasses
 import time
 
 import pytest
-import torch
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.store.forecast import StoredBytes
-from impress_sglang.store.store import PrefixStore
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from impress_sglang.paper.source import PartSource
+from impress_sglang.paper.store import PartStore
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.reading import read_rows, wait_for_reads
@@ -32,14 +30,14 @@ def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -
     return shape.num_layers * sum(sizes)
 
 
-def bytes_of(store: PrefixStore, *, start: int = 0) -> StoredBytes:
+def bytes_of(store: PartStore, *, start: int = 0, retention: float = 1.0) -> float:
     spans = look_up(store, TOKENS).slice(start, len(TOKENS))
-    found = store.forecast.stored_bytes(spans)
-    assert store.forecast.exact_bytes(spans) == pytest.approx(found.expected(1.0), abs=2)
-    return found
+    if retention == 1.0:
+        return store.forecast.exact_bytes(spans)
+    return store.expected_bytes(spans, retention)
 
 
-def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) -> SegmentSource:
+def read_layers(store: PartStore, *, probe: bool = True, keys: bool = True) -> PartSource:
     """A request that reads all of the stored prefix, and is done."""
     source = stores.open_source(store, look_up(store, TOKENS))
     for layer in range(source.num_layers):
@@ -50,15 +48,15 @@ def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) ->
     return source
 
 
-def test_before_the_first_read_all_is_on_the_ssd(bench: Workbench, store: PrefixStore) -> None:
+def test_before_the_first_read_all_is_on_the_ssd(bench: Workbench, store: PartStore) -> None:
     bench.put(store, TOKENS)
 
-    found = bytes_of(store)
+    whole = disk_bytes(bench, *kv.columns_of(bench.shape))
+    certain = [kv.PROBE] if bench.shape.probe_kv_heads else list(bench.shape.key_columns)
+    found = [bytes_of(store, retention=own) for own in (1e-9, 0.25, 0.5, 1.0)]
 
-    assert found.probe_bytes == disk_bytes(bench, kv.PROBE)
-    assert found.expected(1.0) == disk_bytes(bench, *kv.columns_of(bench.shape))
-    assert found.usual == 0.25
-    assert found.probe_bytes < found.expected(0.25) <= found.expected(0.5) <= found.expected(1.0)
+    assert found == sorted(found) and found[-1] == whole
+    assert found[0] == pytest.approx(disk_bytes(bench, *certain), abs=2)
 
 
 def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> None:
@@ -66,11 +64,8 @@ def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> 
     everything = kv.columns_of(bench.shape)
     first, second = (disk_bytes(bench, *everything, num_tokens=n) for n in (13, 27))
 
-    assert bytes_of(store).expected(1.0) == pytest.approx(first + second, abs=2)
-    part = bytes_of(store, start=13).expected(1.0)
-    assert part == pytest.approx(second, abs=2)
-    part = bytes_of(store, start=22).expected(1.0)
-    assert part == pytest.approx(second * 18 / 27, abs=2)
+    for start, expected in ((0, first + second), (13, second), (22, second * 18 / 27)):
+        assert bytes_of(store, start=start) == pytest.approx(expected, abs=2)
 
 
 @pytest.mark.parametrize("cache", ["device_gb", "host_gb"])
@@ -81,44 +76,14 @@ def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str)
     keys = [column for column in kv.kv_of(bench.shape) if column not in values]
 
     read_layers(store, probe=False, keys=False)
-    found = bytes_of(store)
-    assert found.probe_bytes == disk_bytes(bench, kv.PROBE)
-    assert found.expected(1.0) == disk_bytes(bench, kv.PROBE, *keys)
+    assert bytes_of(store) == disk_bytes(bench, kv.PROBE, *keys)
 
     read_layers(store)
-    found = bytes_of(store)
-    assert found.probe_bytes == 0 and found.expected(1.0) == 0 and found.expected(0.1) == 0
+    assert bytes_of(store) == bytes_of(store, retention=0.1) == 0
     assert read_layers(store).stats.ssd_bytes == 0, "which is so"
 
 
-def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> None:
-    """Only with reading ahead: what nobody asks for is not counted."""
-    for readahead in (0.0, 0.2):
-        store = bench.open(readahead=readahead)
-        if not readahead:
-            bench.put(store, TOKENS)
-        before = bytes_of(store)
-        selected = torch.tensor([0, 3]).expand(kv.head_groups_of(bench.shape), -1)
-        for _ in range(2):
-            source = stores.open_source(store, look_up(store, TOKENS))
-            for layer in range(source.num_layers):
-                read_rows(source, layer, selected)
-            store.close_source(source)
-
-        after = bytes_of(store)
-
-        assert after.expected(1.0) == before.expected(1.0)
-        if readahead:
-            # One block of each column has both tokens.
-            wanted = disk_bytes(bench, *kv.kv_of(bench.shape), num_tokens=CHUNK_TOKENS)
-            wanted += after.probe_bytes
-            assert after.expected(0.25) == wanted < before.expected(0.25)
-        else:
-            assert after.expected(0.25) == before.expected(0.25)
-        bench.close(store)
-
-
-def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: PrefixStore) -> None:
+def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: PartStore) -> None:
     bench.put(store, TOKENS)
     match = look_up(store, TOKENS)
     observed = store._reader.cost.observations
@@ -136,8 +101,7 @@ def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: Pr
     assert store._measuring is None
     assert not store.segments._known[match.spans[0].segment.segment_id].readers
     assert store._reader.cost.observations > observed
-    # One read of all but the probe column, so that it is one observation.
-    per_layer = disk_bytes(bench, *bench.shape.columns[1:]) // bench.shape.num_layers
+    per_layer = disk_bytes(bench, *bench.shape.columns) // bench.shape.num_layers
     assert store.stats.bytes_read == store.stats.bytes_read_ahead == per_layer
     assert store.summary()["buffer_used_bytes"] == 0
     store.check_integrity()
@@ -163,7 +127,7 @@ def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
 
 
 @pytest.mark.parametrize("damage", ["lost", "gone", "damaged header", "damaged block"])
-def test_measuring_never_fails(bench: Workbench, store: PrefixStore, damage: str) -> None:
+def test_measuring_never_fails(bench: Workbench, store: PartStore, damage: str) -> None:
     bench.put(store, TOKENS)
     match = look_up(store, TOKENS)
     path = stores.path_of(bench, match)
@@ -186,7 +150,7 @@ def test_measuring_never_fails(bench: Workbench, store: PrefixStore, damage: str
         assert store.stats.segments_unreadable == 1
 
 
-def slow_store(bench: Workbench) -> PrefixStore:
+def slow_store(bench: Workbench) -> PartStore:
     """Reads take some tenths of a second, and begin without delay."""
     store = bench.open(files=SlowFileSystem(1.0), readahead=0.5)
     bench.put(store, prompt(1, 200))
@@ -212,7 +176,7 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
     """A server that ends closes its sources first, whatever they are doing."""
     store = slow_store(bench)
     match = look_up(store, prompt(1, 200))
-    source = store.open_source(match, 0, 200, ReadNeeds(whole=True))
+    source = store.open_part(match, 0, 200, whole=True)
     if waits:
         store.ahead.wait(source, 1e9)
     else:
@@ -232,7 +196,7 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
 def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None) -> None:
     store = bench.open(readahead=0.5)
     bench.put(store, TOKENS)
-    source = store.open_source(look_up(store, TOKENS), 0, 40, ReadNeeds(whole=True))
+    source = store.open_part(look_up(store, TOKENS), 0, 40, whole=True)
     store.ahead.join(source)
     assert source.next_ahead == source.num_layers
     wait_for_reads(source)
@@ -270,11 +234,10 @@ def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     assert caplog.text.count("raise --impress-buffer-gb") == 1
 
 
-def test_each_span_has_a_buffer_of_its_own(bench: Workbench) -> None:
-    """Also where two are of one segment: what can be read is what a source then takes."""
+def test_spans_of_a_segment_share_a_buffer(bench: Workbench) -> None:
     store = bench.open(buffer_gb=0.0011)
     bench.put(store, TOKENS)
     (whole,) = look_up(store, TOKENS).slice(0, 40)
     halves = [dataclasses.replace(whole, stop=20), dataclasses.replace(whole, start=20)]
     assert store.forecast.can_read([whole], in_codes=False)
-    assert not store.forecast.can_read(halves, in_codes=False)
+    assert store.forecast.can_read(halves, in_codes=False)

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from impress_sglang.paper import reordering
+from impress_sglang.paper.store import PartStore
+from impress_sglang.paper.token_order import mapping_lists
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
-from impress_sglang.store import reordering
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.purging import Purge
-from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.token_order import mapping_lists
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory as stores
@@ -31,7 +31,7 @@ from tests.unit.store_factory import Workbench, check_rows, length, lengths, loo
 from tests.unit.waiting import wait_until
 
 
-def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int) -> None:
+def select(store: PartStore, tokens: tuple[int, ...], *chosen: int) -> None:
     """A request whose layers all select the same tokens of a stored prefix."""
     match = look_up(store, tokens)
     assert match.num_tokens == len(tokens)
@@ -41,32 +41,30 @@ def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int) -> None:
     for layer in range(shape.num_layers):
         read_rows(source, layer, selected)
         scores = torch.ones(head_groups_of(shape), len(tokens))
-        source.note_selection(layer, selected, scores)
+        source.note_selection(layer, selected.numpy(), scores)
     store.close_source(source)
 
 
-def put_selected(
-    bench: Workbench, store: PrefixStore, tokens: tuple[int, ...], *chosen: int
-) -> None:
+def put_selected(bench: Workbench, store: PartStore, tokens: tuple[int, ...], *chosen: int) -> None:
     """A prefix is stored, and a request selects some of its tokens."""
     bench.put(store, tokens)
     select(store, tokens, *chosen)
 
 
-def finish(store: PrefixStore) -> None:
+def finish(store: PartStore) -> None:
     """Poll until nothing is left to reorder, and old files are removed."""
     stores.until(store, lambda: not store.reorders.summary()["pending"])
     store.worker.submit(int).result()
 
 
-def mapping_of(bench: Workbench, store: PrefixStore, tokens: Sequence[int]) -> np.ndarray:
+def mapping_of(bench: Workbench, store: PartStore, tokens: Sequence[int]) -> np.ndarray:
     """Mapping lists of the file that holds the first of the tokens."""
     mapping = read_header(stores.path_of(bench, look_up(store, tokens)), FileSystem()).mapping
     assert mapping is not None
     return mapping
 
 
-def reorder(store: PrefixStore) -> None:
+def reorder(store: PartStore) -> None:
     assert store.reorders.enqueue(force=True) > 0
     finish(store)
 
@@ -87,12 +85,12 @@ class Held:
         if not self.published:
             write_segment(*args, **kwargs)
 
-    def begin(self, store: PrefixStore) -> None:
+    def begin(self, store: PartStore) -> None:
         store.reorders.enqueue(force=True)
         store.poll()
         assert self.entered.wait(30)
 
-    def end(self, store: PrefixStore) -> None:
+    def end(self, store: PartStore) -> None:
         self.go_on.set()
         finish(store)
 
@@ -104,7 +102,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 
 @pytest.mark.parametrize("count", [40, 1000])
 def test_a_new_file_takes_the_place_of_the_old_one(
-    bench: Workbench, store: PrefixStore, count: int
+    bench: Workbench, store: PartStore, count: int
 ) -> None:
     """Mapping lists of a long one take more than what the header has left of its last block."""
     put_selected(bench, store, tokens := prompt(1, count), 3, 17, 39)
@@ -129,7 +127,7 @@ def test_a_new_file_takes_the_place_of_the_old_one(
     check_rows(bench.reopen(store), tokens)
 
 
-def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PrefixStore) -> None:
+def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PartStore) -> None:
     put_selected(bench, store, prompt(1), 3)
     os.utime(stores.path_of(bench, look_up(store, prompt(1))), (1.5, 1.5))
     store = bench.reopen(store)
@@ -151,7 +149,7 @@ def test_where_no_age_can_be_set_it_begins_anew(
     assert store.reorders.summary()["segments"] == 1 and store.health.state == "ok"
 
 
-def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PrefixStore) -> None:
+def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PartStore) -> None:
     tokens = prompt(1, 20)
     put_selected(bench, store, tokens, 3, 17)
     select(store, tokens, 3, 11)
@@ -180,7 +178,7 @@ def test_the_key_decides_what_the_order_is_by(
     importance[:, 5] = 7.0
     head_groups = head_groups_of(bench.shape)
     for layer in range(bench.shape.num_layers):
-        source.note_selection(layer, torch.arange(8).expand(head_groups, -1), importance)
+        source.note_selection(layer, np.tile(np.arange(8), (head_groups, 1)), importance)
     store.close_source(source)
     reorder(store)
     assert mapping_of(bench, store, tokens)[0].tolist() == [expected] * head_groups
@@ -206,7 +204,7 @@ def test_a_store_that_is_left_changes_nothing_that_is_awaited(bench: Workbench, 
     lookahead.check_integrity()
 
 
-def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: PrefixStore) -> None:
+def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: PartStore) -> None:
     left, right = prompt(1, 40), (*prompt(1, 40)[:21], *prompt(7, 5))
     bench.put(store, left)
     bench.put(store, right)
@@ -223,7 +221,7 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
     check_rows(store, right)
 
 
-def test_only_what_was_selected_from_is_reordered(bench: Workbench, store: PrefixStore) -> None:
+def test_only_what_was_selected_from_is_reordered(bench: Workbench, store: PartStore) -> None:
     bench.put_all(store, 1, 2, 3)
     stores.use(store, prompt(1))
     select(store, prompt(2), 4)
@@ -250,8 +248,7 @@ def test_other_policies_never_reorder(bench: Workbench) -> None:
 
 def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> None:
     """There is room for the values of one layer, and the reordered ones were read more often."""
-    room = sum(8 * row_size(bench.shape, column) for column in bench.shape.value_columns)
-    store = bench.open(device_gb=room / 1e9)
+    store = bench.open(device_gb=stores.gb(4096 * len(bench.shape.value_columns)))
     bench.put_all(store, 1, 2)
     for _ in range(5):
         select(store, prompt(1), *range(8))
@@ -268,7 +265,7 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
 
 @pytest.mark.parametrize("published", [False, True])
 def test_a_segment_that_is_lost_meanwhile_stays_lost(
-    bench: Workbench, store: PrefixStore, held: Held, published: bool
+    bench: Workbench, store: PartStore, held: Held, published: bool
 ) -> None:
     """Also if its new file is there already."""
     put_selected(bench, store, prompt(1, 20), 3, 17)
@@ -290,7 +287,7 @@ def test_a_segment_that_is_lost_meanwhile_stays_lost(
 
 
 def test_what_is_purged_while_it_is_rewritten_gets_no_name(
-    bench: Workbench, store: PrefixStore, held: Held
+    bench: Workbench, store: PartStore, held: Held
 ) -> None:
     """Else a server that is killed before it looks again would find it at its next start."""
     put_selected(bench, store, prompt(1), 3)
@@ -307,9 +304,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     assert store.reorders.summary() == nothing, "neither failed, nor would it not have paid"
 
 
-def test_a_new_file_that_nobody_has_seen_yet_is_purged(
-    bench: Workbench, store: PrefixStore
-) -> None:
+def test_a_new_file_that_nobody_has_seen_yet_is_purged(bench: Workbench, store: PartStore) -> None:
     """As where no batch comes after it."""
     put_selected(bench, store, prompt(1), 3)
     store.reorders.enqueue(force=True)
@@ -432,7 +427,7 @@ def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
     check_rows(store, prompt(1))
 
 
-def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PrefixStore) -> None:
+def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PartStore) -> None:
     put_selected(bench, store, prompt(1, 20), 3, 17)
     bench.put(store, prompt(2))
     path = stores.path_of(bench, look_up(store, prompt(1, 20)))
@@ -462,14 +457,14 @@ def spread_units(shape: KVShape) -> tuple[int, int]:
     return touched, len(kv_of(shape))
 
 
-def spread_store(bench: Workbench, **options: Any) -> PrefixStore:
+def spread_store(bench: Workbench, **options: Any) -> PartStore:
     tokens = spread_prompt(bench.shape)
     store = bench.open(chunk_tokens=len(tokens) // 4, **options)
     bench.put(store, tokens)
     return store
 
 
-def select_spread(store: PrefixStore, first: int = 0, *, times: int = 1) -> None:
+def select_spread(store: PartStore, first: int = 0, *, times: int = 1) -> None:
     tokens = spread_prompt(store._shape)
     for _ in range(times):
         select(store, tokens, *range(first, len(tokens), 16))

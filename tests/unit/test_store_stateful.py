@@ -17,7 +17,6 @@ from impress_sglang.store.health import Verdict
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
-from impress_sglang.transfer.source import ReadNeeds
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import Known, PrefixModel
@@ -122,7 +121,7 @@ class StoreMachine(StoreHistory):
         number = data.draw(st.integers(0, len(self.sources) - 1))
         first = max(self.sources[number][0].layer, 0)
         layer = data.draw(st.integers(first, self.shape.num_layers - 1))
-        self.check_rows(number, layer, None).note_whole(layer)
+        self.check_rows(number, layer, None)
 
     @precondition(lambda self: self.sources)
     @rule(data=st.data())
@@ -225,7 +224,7 @@ class StoreMachine(StoreHistory):
             return
         self.files.faults.add(Rule("EIO", "open", "*.kv"))
         try:
-            self.store.close_source(self.store.open_source(match, 0, match.num_tokens, ReadNeeds()))
+            self.store.close_source(self.store.open_part(match, 0, match.num_tokens, whole=False))
         except StoreUnavailable as error:
             self.store.report(error)
             self.model.segments[self.names[error.segment_id]].state = SegmentState.SUSPECT

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.store.store import PrefixStore
+from impress_sglang.paper.store import PartStore
 from impress_sglang.threads import BackgroundThread
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
@@ -76,7 +76,7 @@ def test_a_thread_that_computes_alone_does_not_slow_down_the_others() -> None:
 
 def test_the_threads_of_a_store_compute_alone(tmp_path: Path) -> None:
     config = ImpressConfig(ssd_dir=str(tmp_path), **DEFAULTS)
-    store = PrefixStore(config, IDENTITY, make_shape())
+    store = PartStore(config, IDENTITY, make_shape())
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.paper.token_order import chunk_shares, expected_bytes, mapping_lists
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from impress_sglang.store.token_order import (
-    chunk_shares,
-    expected_bytes,
-    expected_shares,
-    mapping_lists,
-)
-from tests.unit.kv_factory import PROBE, head_group_of, kv_of, make_shape, row_size
+from tests.unit.kv_factory import head_group_of, kv_of, make_shape, row_size
 
 # A row of other keys takes a quarter of a block, a row of values half of one.
 SHAPE = make_shape(layers=2, kv_heads=2, query_heads=2, key_dim=256, value_dim=256)
@@ -118,32 +113,30 @@ def test_an_order_by_average_never_costs_more(first: list[float], gap: int) -> N
 
 
 def test_shares_of_chunks_by_hand() -> None:
-    """Three chunks of 4, 4 and 2 rows."""
+    """Three chunks of 4, 4 and 2 rows; probe columns are read whole at each access."""
     average = averages([1.0, 0, 0, 0, 0.5, 0, 0, 0.5, 0, 1.5], [0.0] * 10)
     where = layout(10, chunk_tokens=4)
-    mapping = mapping_lists(average, [0])
 
-    shares = chunk_shares(average, mapping, where)
+    shares = chunk_shares(average, mapping_lists(average, [0]), where)
 
     # The largest come first: 1 (from 1.5), 1, 0.5, 0.5 and then nothing.
-    assert shares.tolist() == [[[0.75, 0.0, 0.0]], [[0.0, 0.0, 0.0]]]
+    own, nothing = [0.75, 0.0, 0.0], [0.0] * 3
+    assert shares.tolist() == [*[1.0] * 3, *own, *own, *[1.0] * 3, *nothing, *nothing]
     logical = np.tile(np.arange(10, dtype=np.uint16), (2, 1, 1))
-    assert chunk_shares(average, logical, where)[0].tolist() == [[0.25, 0.25, 0.5]]
+    assert chunk_shares(average, logical, where)[3:6].tolist() == [0.25, 0.25, 0.5]
 
 
-@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "no probe heads"])
-def test_expected_shares_of_all_chunks_are_those_of_their_head_group(shape: KVShape) -> None:
-    where = layout(50, shape)
-    shares = np.random.default_rng(1).random((2, shape.num_head_groups, 7))
+def test_shares_of_chunks_are_those_of_their_head_group() -> None:
+    where = layout(50, HEAD_GROUPS)
+    average = np.random.default_rng(1).random((2, 2, 50)).astype(np.float32)
+    mapping = mapping_lists(average, [0])
 
-    found = expected_shares(where, shares)
+    found = chunk_shares(average, mapping, where)
 
     assert found.shape == (where.total_chunks,)
-    for layer in range(2):
-        for column in shape.columns:
-            for chunk in range(where.num_chunks):
-                here = found[where.chunk_index(layer, column, chunk)]
-                if column == PROBE:
-                    assert here == 1.0, "read whole at each access"
-                else:
-                    assert here == shares[layer, head_group_of(shape, column), chunk]
+    for layer, head_group in np.ndindex(2, 2):
+        by_row = np.sort(average[layer, head_group])[::-1]
+        for column in (1 + head_group, 3 + head_group):
+            first = where.chunk_index(layer, column, 0)
+            means = [by_row[start : start + 8].mean() for start in range(0, 50, 8)]
+            np.testing.assert_allclose(found[first : first + 7], means, rtol=1e-6)

@@ -18,14 +18,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
+from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.judged_backends import BACKENDS
 from impress_sglang.paper.plugin.passes import Passes
 from impress_sglang.paper.plugin.row_starts import RowStarts
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.runtime import ServingRuntime
 from impress_sglang.paper.saving import Save
-from impress_sglang.transfer.loader import LayerInputs
-from impress_sglang.transfer.slots import LayerSlots
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +139,6 @@ class PrefixAttention(AttentionBackend):
         for row in self._rows:
             if row.request.layers_loaded == layer.layer_id:
                 self._load_layer(row, q, k, layer, forward_batch)
-                assert self._runtime is not None
-                self._runtime.finish_layer(row.request)
         output = self._attend(*arguments, **kwargs)
         for save, new in self._saves:
             if self._runtime is not None and self._runtime.shape.coded:
@@ -169,42 +166,41 @@ class PrefixAttention(AttentionBackend):
 
         Where SGLang fuses rotating keys with writing them, `k` is None: the keys are in the pool.
         """
-        assert self._runtime is not None
+        runtime, passes = self._runtime, self._passes
+        assert runtime is not None and passes is not None
         request, pool = row.request, self._model_runner.token_to_kv_pool
-        key_pool = pool.get_key_buffer(layer.layer_id)
-        value_pool = pool.get_value_buffer(layer.layer_id)
-        slots = LayerSlots.of(key_pool, value_pool, request.slots)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         if not request.failed:
             if k is None:
-                new_keys = key_pool[forward_batch.out_cache_loc[row.new]]
+                new_keys = keys[forward_batch.out_cache_loc[row.new]]
             else:
                 new_keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[row.new]
+            inputs = LayerInputs(
+                queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
+                new_keys=new_keys,
+                resident_keys=keys,
+                resident_rows=request.resident_slots,
+                scaling=layer.scaling,
+            )
             try:
-                self._load(row, q, new_keys, layer, slots)
-                return
+                runtime.loader.load(
+                    layer.layer_id,
+                    request.source,
+                    inputs,
+                    keys,
+                    values,
+                    request.slots,
+                    request.stats,
+                )
+                request.store.ahead.top_up()
             except (PrefixUnreadable, MemoryError, torch.OutOfMemoryError) as error:
-                assert self._passes is not None
-                self._runtime.fail(request, error)
-                self._passes.fail(request.rid)
-        # The row stays in the pass to its end and must not bring NaN into it.
-        slots.keys.clear()
-        slots.values.clear()
-
-    def _load(
-        self, row: _BatchRow, q: Tensor, new_keys: Tensor, layer: Any, slots: LayerSlots
-    ) -> None:
-        assert self._runtime is not None
-        request = row.request
-        # Resident keys are needed only for scoring, in the softmax.
-        scores = request.start
-        inputs = LayerInputs(
-            queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
-            new_keys=new_keys,
-            resident_keys=slots.keys.pool,
-            scaling=layer.scaling,
-            resident_rows=request.resident_slots[: request.resident_len if scores else 0],
-        )
-        self._runtime.load_layer(layer.layer_id, request, inputs, slots)
+                runtime.fail(request, error)
+                passes.fail(request.rid)
+        if request.failed:
+            # The row stays in the pass to its end and must not bring NaN into it.
+            keys.index_fill_(0, request.slots, 0)
+            values.index_fill_(0, request.slots, 0)
+        request.end_layer()
 
 
 def adopt_backend(backend: Any, model_runner: Any) -> None:

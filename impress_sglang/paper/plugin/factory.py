@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -13,6 +14,8 @@ from impress_sglang.paper.plugin.attention import PrefixAttention
 from impress_sglang.paper.plugin.backends import check_parts
 from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.paper.runtime import ServingRuntime
+from impress_sglang.paper.tokens import probe_kv_heads
+from impress_sglang.paper.warm_up import warm_up
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.eligibility import plain_fields
@@ -21,7 +24,6 @@ from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.store.policies import LoadOptions, make_policy
-from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,10 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "use --impress-policy impress"
         )
     policy = make_policy(config)
-    shape = kv_shape(runner, policy, config.probe_heads)
+    plain = shape = kv_shape(runner, policy)
+    if policy.probes:
+        heads = probe_kv_heads(shape.num_query_heads, shape.num_kv_heads, config.probe_heads)
+        shape = dataclasses.replace(shape, probe_kv_heads=heads)
     if policy.probes and not shape.other_kv_heads:
         logger.warning(
             "this model has %d KV heads and all of them are probe heads: --impress-policy %s "
@@ -76,9 +81,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     # Kernels first: opening the store takes much memory.
     if policy.stores:
         selects = not policy.exact(LoadOptions(config.min_retention))
-        rule = policy.selector if selects else None
-        warm_up(shape, rule, config.chunk_tokens, device)
-        self_test = check_kvs(runner, config, shape, None)
+        warm_up(shape, config.chunk_tokens, device, selects=selects)
+        self_test = check_kvs(runner, config, plain, None)
     warn_if_untested()
     hidden_size = runner.model_config.hidden_size
     runtime = ServingRuntime(config, shape, read_identity(), device, hidden_size)

@@ -12,7 +12,6 @@ Slots that SGLang's tree does not know are counted here, so that SGLang's own ac
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -113,7 +112,6 @@ class ImpressRadixCache(RadixCache):
         self.sweeps.clear()
         if self.runtime.queue_order is not None:
             self.runtime.queue_order.forget_states()
-        self.runtime.prefetches.drop_all()
         self._saves.forget_all()
         self._known.start_again()
         super().reset()
@@ -151,7 +149,6 @@ class ImpressRadixCache(RadixCache):
         if plan is not None:
             report.update(estimate_fields(plan.estimate, loads=accepted is not None))
         if accepted is None:
-            self.runtime.prefetches.drop(req.rid)
             return resident
         start = accepted.stop - accepted.k
         return resident._replace(device_prefix_len=start, host_hit_length=accepted.k)
@@ -179,9 +176,8 @@ class ImpressRadixCache(RadixCache):
         return plan.k, req.last_node
 
     def prefetch(self, req: Any, *, again: bool = False) -> None:
-        """Note what a waiting request will use, and begin to read that for its first layers.
+        """Note what a waiting request will use.
 
-        The request is never held back for this: once admitted, it goes on with what was read.
         `again`: it has waited since an earlier call, and what is cached of it may have changed.
         """
         runtime = self.runtime
@@ -199,11 +195,7 @@ class ImpressRadixCache(RadixCache):
         plan = None
         if serves:
             _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
-        plan = self._accept(plan, req, resident, measure=not again)
-        if plan is None:
-            runtime.prefetches.drop(req.rid)
-        else:
-            runtime.prefetches.begin(req.rid, plan)
+        self._accept(plan, req, resident, measure=not again)
 
     def prefix_device_indices(self, req: Any) -> Tensor:
         """The row of a request's prefix: zeros, resident slots, slots of the stored prefix.
@@ -347,7 +339,6 @@ class ImpressRadixCache(RadixCache):
         store = self.runtime.served.opened
         if store is not None:
             store.writes.abandon()
-        self.runtime.prefetches.drop_all()
         self._known.drop_plans()
 
     def _is_empty(self) -> bool:
@@ -366,8 +357,7 @@ class ImpressRadixCache(RadixCache):
         tokens = as_tokens(key.raw_token_ids())
         wanted = self.passes.wanted_by(known.req)
         match = admission.find(namespace_of(key), tokens, wanted)
-        ahead = functools.partial(self.runtime.prefetches.there, known.req.rid)
-        return match, admission.plan(match, tokens, resident_len, wanted, ahead)
+        return match, admission.plan(match, tokens, resident_len, wanted)
 
     def _accept(
         self, plan: AdmissionPlan | None, req: Any, resident: MatchResult, *, measure: bool = True
@@ -377,8 +367,7 @@ class ImpressRadixCache(RadixCache):
         Also notes what the request waits for. `measure`: see `Admission.accept`.
         """
         admission, order = self.runtime.admission, self.runtime.queue_order
-        unread = self.runtime.prefetches.unread(req.rid, plan)
-        plan = admission.accept(plan, unread, measure=measure)
+        plan = admission.accept(plan, measure=measure)
         spans = () if plan is None else plan.spans
         self.awaited.note(req.rid, resident.last_device_node, spans)
         if order is not None:
@@ -412,7 +401,7 @@ class ImpressRadixCache(RadixCache):
         """Hand the slots of a whole, exact prefix to SGLang's tree, like computed ones."""
         req.kv.cache_protected_len = request.resident_len
         self._private_tokens -= request.k
-        request.adopt()
+        request.adopted = True
 
     def _end_waiting(self, rid: str) -> None:
         """Note that a request was admitted or is gone, and no longer waits."""
@@ -421,6 +410,5 @@ class ImpressRadixCache(RadixCache):
 
     def _forget(self, rid: str) -> None:
         self._end_waiting(rid)
-        self.runtime.prefetches.drop(rid)
         self._known.forget(rid)
         self._saves.forget(rid)

@@ -9,6 +9,7 @@ from impress_sglang.paper.plugin.passes import Passes
 from impress_sglang.paper.plugin.pool_sweeps import PoolSweeps
 from impress_sglang.paper.plugin.retries import Retries
 from impress_sglang.paper.runtime import ServingRuntime
+from impress_sglang.paper.store import PartStore
 from impress_sglang.plugin.checking import IntegrityCheck
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.weights import WeightWatch
@@ -49,6 +50,14 @@ class PaperServedCache(ServedCache):
     def note_queue(self, rids: Sequence[str]) -> None:
         """See `ServingRuntime.note_queue`."""
         self._runtime.note_queue(rids)
+
+    def reorder(self) -> dict[str, int]:
+        """See `ServedCache.reorder`."""
+        store = self._runtime.store
+        assert isinstance(store, PartStore)
+        store.reorders.enqueue()
+        store.poll()
+        return store.reorders.summary()
 
     def tell_idle(self) -> None:
         """Tell the metrics what has happened; also polls, since no batch will come that would."""

@@ -22,12 +22,12 @@ from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter
 from impress_sglang.transfer.frames import CODE_PAGE, take_frames
-from impress_sglang.triton import codes, gather, pages
+from impress_sglang.triton import codes, pages
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
-KERNELS = (codes, gather, pages)
+KERNELS = (codes, pages)
 CPU = torch.device("cpu")
 FRAMES = 7
 
@@ -108,10 +108,9 @@ def load_requests(case: CodedCase, writer: CodeWriter | None, planes: int) -> li
     for more in (0, 0, 1):
         case.request(min(planes + more, NUM_PLANES))
         for layer in range(case.shape.num_layers):
-            slots = case.layer_slots(layer)
             case.load(layer, writer)
             case.check(layer)
-            pools = slots.keys.pool.clone(), slots.values.pool.clone()
+            pools = (pool.clone() for pool in case.layer_pools(layer))
             found.append([case.levels(layer), *pools])
     return found
 

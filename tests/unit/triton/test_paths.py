@@ -1,4 +1,4 @@
-"""What a GPU uses instead of torch code gives the same: gathering, scoring and choosing."""
+"""What a GPU uses instead of torch code gives the same: taking blocks, scoring and choosing."""
 
 from __future__ import annotations
 
@@ -8,52 +8,21 @@ import pytest
 import torch
 
 from impress_sglang.cost import ReadCost
-from impress_sglang.importance.selectors import H2OSelector, PaperSelector
+from impress_sglang.paper.loader import LoadStats, PartLoader
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer import gather as gather_module
-from impress_sglang.transfer.gather import KernelGatherer
-from impress_sglang.transfer.loader import LoadStats, PrefixLoader
-from impress_sglang.transfer.scoring import kernel_scorer
-from impress_sglang.triton import chunk_rows
-from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import scores as score_module
 from tests.unit.reading import LoadedLayer, layer_inputs, load_layer
-from tests.unit.source_factory import Case, check_everything, opened
+from tests.unit.source_factory import Case, opened
 from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
-KERNELS = (chunk_rows, gather_kernels, page_kernels, score_module)
-
-CASES = [
-    "several-segments, tiny, reordered: cut-rows-float32",
-    "several-segments, tiny score, logical: tiny-float16",
-    "several-segments, room on both, logical: mha-bfloat16",
-    "several-segments, tiny score, reordered: no-probe-cut-rows",
-    # All tokens are found in chunks by the kernel; of the values in several pages of a chunk.
-    "tail-of-a-segment, tiny score, logical: no-probe-cut-rows",
-    "two-segments, tiny device, logical: cut-rows-float32",
-    "two-segments, tiny host, logical: mqa-no-other-keys",
-]
+KERNELS = (page_kernels, score_module)
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", CASES)
-def test_a_kernel_gathers_what_indexing_does(
-    name: str, tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All layers, all tokens and some, from SSD first and then from the caches, several times."""
-    monkeypatch.setattr(gather_module, "LAUNCH_TOKENS", 1)
-    case = opened(name, tmp_path, reader)
-    for _ in range(3):
-        case.request()
-        assert isinstance(case.segment_source._gatherer, KernelGatherer)
-        check_everything(case)
-    case.close()
-
-
-def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
+def loaded_layers(case: Case, alpha: float) -> list[LoadedLayer]:
     shape, layers = case.shape, []
+    loader = PartLoader(shape, alpha)
     case.request()
     for layer in range(shape.num_layers):
         given = layer_inputs(shape, layer)
@@ -63,20 +32,15 @@ def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("name", "rule"),
+    ("name", "alpha"),
     [
-        ("one-segment, tiny score, reordered: no-probe-float32", H2OSelector()),
-        ("several-segments, tiny score, reordered: no-probe-float32", H2OSelector()),
-        ("several-segments, tiny score, reordered: cut-rows-float32", PaperSelector(0.6)),
-        ("one-segment, tiny score, logical: cut-rows-float32", PaperSelector(9.0)),
+        ("several-segments, tiny score, reordered: no-probe-float32", 0.6),
+        ("several-segments, tiny score, reordered: cut-rows-float32", 0.01),
+        ("one-segment, room on both, logical: cut-rows-float32", 9.0),
     ],
 )
 def test_a_layer_is_loaded_alike(
-    name: str,
-    rule: PaperSelector | H2OSelector,
-    tmp_path: Path,
-    reader: BlockReader,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, alpha: float, tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Probing, choosing and loading; what is cached meanwhile is the same."""
     # What is read through is measured, and differs from run to run.
@@ -85,11 +49,10 @@ def test_a_layer_is_loaded_alike(
     for folder in folders:
         folder.mkdir()
     reference = opened(name, folders[0], reader)
-    expected = [loaded_layers(reference, PrefixLoader(reference.shape, rule)) for _ in range(2)]
+    expected = [loaded_layers(reference, alpha) for _ in range(2)]
     use_kernels(monkeypatch)
     case = opened(name, folders[1], reader)
-    loader = PrefixLoader(case.shape, rule, kernel_scorer())
-    found = [loaded_layers(case, loader) for _ in range(2)]
+    found = [loaded_layers(case, alpha) for _ in range(2)]
 
     for own, other in zip(found, expected, strict=True):
         for layer, reference_layer in zip(own, other, strict=True):

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.importance.scores import column_sums as oracle
+from impress_sglang.paper.scores import column_sums as oracle
 from impress_sglang.triton import score_kernels, scores
 from impress_sglang.triton.scores import column_sums, split_rows, tile_shape
 from tests.unit.triton.conftest import compiled

@@ -22,31 +22,25 @@ from triton.runtime.jit import create_function_from_signature
 
 from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.importance import selection
-from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
+from impress_sglang.paper.loader import LayerInputs, LoadStats, PartLoader
+from impress_sglang.paper.warm_up import score_and_choose
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.kv_codec import KernelRestorer
-from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.scoring import kernel_scorer
-from impress_sglang.transfer.slots import LayerSlots
-from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
-from impress_sglang.triton import chunk_rows as chunk_kernels
 from impress_sglang.triton import codes as code_kernels
-from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import rows as row_kernels
 from impress_sglang.triton import score_kernels
+from impress_sglang.triton import scores as score_module
 from impress_sglang.triton import selection as selection_kernels
 from tests.unit.basis_factory import codec_for
 from tests.unit.coded_factory import CodedCase, CodedPart
-from tests.unit.kv_factory import make_shape, random_kvs
-from tests.unit.memory_source import MemorySource
+from tests.unit.kv_factory import make_shape
 from tests.unit.reading import load_layer
 from tests.unit.row_factory import random_rows
-from tests.unit.source_factory import SEVERAL, CacheKind, Case, Part, open_case
+from tests.unit.source_factory import SEVERAL, CacheKind, Part, open_case
 
 CPU = torch.device("cpu")
 CHUNK = 8
@@ -55,9 +49,7 @@ CHUNK = 8
 COMPILED = {
     (value.fn.__module__, name): value
     for module in (
-        chunk_kernels,
         code_kernels,
-        gather_kernels,
         page_kernels,
         row_kernels,
         score_kernels,
@@ -110,18 +102,13 @@ class Launches:
 @pytest.fixture
 def launches(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
     """What a GPU would do with kernels is done with them."""
-    launches, run, begin = Launches(), InterpretedFunction.run, SegmentSource.__init__
+    launches, run = Launches(), InterpretedFunction.run
 
     def noted(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         if launches.note(self.fn, args, options):
             run(self, *args, grid=grid, warmup=warmup, **options)
 
-    def on_accelerator(self: SegmentSource, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
-        self._on_accelerator = True
-
     monkeypatch.setattr(InterpretedFunction, "run", noted)
-    monkeypatch.setattr(SegmentSource, "__init__", on_accelerator)
     return launches
 
 
@@ -132,32 +119,20 @@ MQA = make_shape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32, probe=(0,)
 CODED = dataclasses.replace(HEAD_GROUPS, coded=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Server:
-    """What it is started with; `branches` make its requests ask for all that its rule may ask."""
-
-    shape: KVShape
-    rule: TokenSelector | None
-    branches: tuple[TokenSelector, ...]
-
-    @classmethod
-    def of(cls, shape: KVShape, dtype: torch.dtype, rule: TokenSelector | None) -> Server:
-        branches: tuple[TokenSelector, ...] = () if rule is None else (rule,)
-        if isinstance(rule, PaperSelector):
-            branches = PaperSelector(9.0), PaperSelector(0.001)
-        return cls(dataclasses.replace(shape, dtype=dtype), rule, branches)
-
-
 SERVERS = {
-    "paper-mha-bfloat16": Server.of(MHA, torch.bfloat16, PaperSelector(0.6)),
-    "paper-gqa-float16": Server.of(GQA, torch.float16, PaperSelector(0.6)),
-    "h2o-mqa-bfloat16": Server.of(MQA, torch.bfloat16, H2OSelector()),
-    "h2o-float32": Server.of(HEAD_GROUPS, torch.float32, H2OSelector()),
-    "h2o-mha-bfloat16": Server.of(MHA, torch.bfloat16, H2OSelector()),
-    "whole-bfloat16": Server.of(HEAD_GROUPS, torch.bfloat16, None),
-    "coded-bfloat16": Server.of(CODED, torch.bfloat16, H2OSelector()),
-    "coded-whole-float16": Server.of(CODED, torch.float16, None),
+    "paper-mha-bfloat16": dataclasses.replace(MHA, dtype=torch.bfloat16),
+    "paper-gqa-float16": dataclasses.replace(GQA, dtype=torch.float16),
+    "paper-mqa-bfloat16": dataclasses.replace(MQA, dtype=torch.bfloat16),
+    "h2o-float32": HEAD_GROUPS,
+    "coded-bfloat16": dataclasses.replace(CODED, dtype=torch.bfloat16),
 }
+
+
+def start(shape: KVShape) -> None:
+    """Compile what a server with KVs of this shape does."""
+    run_stages(dataclasses.replace(shape, probe_kv_heads=()), CHUNK, CPU)
+    if shape.probe_kv_heads:
+        score_and_choose(shape, CPU)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,36 +168,38 @@ def layer_inputs(shape: KVShape, new: int, resident: int) -> LayerInputs:
         queries.view(-1, heads[0], shape.key_dim)[7:],
         keys.view(-1, heads[1], shape.key_dim)[7:],
         pool,
-        0.2,
         torch.arange(resident),
+        0.2,
     )
 
 
-def make_requests(server: Server, directory: Path, reader: BlockReader) -> None:
-    """Of all lengths, for each of the branches of the rule, and for the whole prefix."""
+def make_requests(shape: KVShape, directory: Path, reader: BlockReader) -> None:
+    """Of all lengths, for probe heads that agree and that do not, and for the whole prefix."""
     # On the device prefixes displace each other.
-    cache = CacheKind(device=2, host=400, page_tokens=CHUNK).make(server.shape)
+    cache = CacheKind(device=2, host=400, page_tokens=CHUNK).make(shape)
     for number, prefix in enumerate(PREFIXES.values()):
         folder = directory / str(number)
         folder.mkdir()
         case = open_case(
-            folder, server.shape, prefix.parts, reader, cache=cache, reordered=prefix.reordered
+            folder, shape, prefix.parts, reader, cache=cache, reordered=prefix.reordered
         )
         for new, resident in zip(prefix.new, RESIDENT, strict=False):
-            inputs = layer_inputs(server.shape, new, resident)
+            inputs = layer_inputs(shape, new, resident)
             for k in prefix.used:
-                for rule in server.branches if k < case.num_tokens else (H2OSelector(),):
-                    load(case, rule, k, inputs)
+                for alpha in (9.0, 0.001):
+                    case.request()
+                    loader = PartLoader(shape, alpha)
+                    for layer in range(shape.num_layers):
+                        load_layer(loader, layer, case.source, inputs, k, LoadStats())
         case.close()
-        if server.shape.coded:
-            make_coded_requests(server, prefix, folder, reader)
+        if shape.coded:
+            make_coded_requests(shape, prefix, folder, reader)
 
 
 def make_coded_requests(
-    server: Server, prefix: Prefix, directory: Path, reader: BlockReader
+    shape: KVShape, prefix: Prefix, directory: Path, reader: BlockReader
 ) -> None:
     """For whole prefixes in all bits."""
-    shape = server.shape
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
     for planes in (0, 1, NUM_PLANES):
@@ -232,57 +209,27 @@ def make_coded_requests(
     case.close()
 
 
-def load(case: Case, rule: TokenSelector, k: int, inputs: LayerInputs) -> None:
-    loader = PrefixLoader(case.shape, rule, kernel_scorer())
-    case.request()
-    for layer in range(case.shape.num_layers):
-        load_layer(loader, layer, case.source, inputs, k, LoadStats())
-
-
-@pytest.mark.parametrize("name", [name for name in SERVERS if name != "h2o-mha-bfloat16"])
+@pytest.mark.parametrize("name", SERVERS)
 def test_requests_launch_nothing_new(
     name: str, launches: Launches, tmp_path: Path, reader: BlockReader
 ) -> None:
     """And everything that was compiled is launched by some request."""
-    server = SERVERS[name]
-    run_stages(server.shape, server.rule, CHUNK, CPU)
+    shape = SERVERS[name]
+    start(shape)
     warm = launches.take()
 
-    make_requests(server, tmp_path, reader)
+    make_requests(shape, tmp_path, reader)
 
     seen = launches.take()
     assert sorted(seen - warm) == []
     assert sorted(warm - seen) == []
 
 
-@pytest.mark.parametrize("name", ["coded-bfloat16", "paper-mha-bfloat16"])
-def test_a_prefix_that_is_computed_again_launches_nothing_new(
-    name: str, launches: Launches
-) -> None:
-    """Its keys are in memory."""
-    server = SERVERS[name]
-    run_stages(server.shape, server.rule, CHUNK, CPU)
-    warm = launches.take()
-
-    for tokens in (30, 700):
-        for new in NEW:
-            keys, values = random_kvs(server.shape, tokens, seed=0)
-            source = MemorySource(server.shape, list(keys), list(values))
-            for rule in server.branches:
-                loader = PrefixLoader(server.shape, rule, kernel_scorer())
-                inputs = layer_inputs(server.shape, new, 2)
-                load_layer(loader, 0, source, inputs, tokens // 3, LoadStats())
-
-    seen = launches.take()
-    assert {variant[0] for variant in seen} >= {"row_sums", "weight_sums", "top_kernel"}
-    assert sorted(seen - warm) == []
-
-
 def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
     """Whatever the number of tokens; the first layer is restored otherwise than others."""
     codec = codec_for(dataclasses.replace(CODED, num_layers=3))
     shape = codec.shape(dataclasses.replace(CODED, num_layers=3, dtype=torch.bfloat16))
-    run_stages(shape, None, CHUNK, CPU, codec=codec)
+    run_stages(shape, CHUNK, CPU, codec=codec)
     warm = launches.take()
 
     restorer, heads = KernelRestorer(codec, CPU), shape.num_kv_heads
@@ -302,50 +249,24 @@ def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
     assert len(seen) == 3 and sorted(seen - warm) == []
 
 
-@pytest.mark.parametrize("name", ["h2o-float32", "paper-gqa-float16", "h2o-mha-bfloat16"])
-def test_loading_into_the_first_rows_of_a_pool_launches_nothing_new(
-    name: str, launches: Launches, tmp_path: Path, reader: BlockReader
-) -> None:
-    server = SERVERS[name]
-    run_stages(server.shape, server.rule, CHUNK, CPU, in_slots=False)
-    warm = launches.take()
-
-    case = open_case(tmp_path, server.shape, [SHORT], reader)
-    for rule in server.branches:
-        for k in (20, case.num_tokens):
-            case.request()
-            pools = LayerSlots.fresh(100, server.shape, CPU)
-            slots = LayerSlots.of(pools.keys.pool[:k], pools.values.pool[:k])
-            loader = PrefixLoader(server.shape, rule, kernel_scorer())
-            loader.load(0, case.source, layer_inputs(server.shape, 9, 0), slots, LoadStats())
-    case.close()
-
-    assert sorted(launches.take() - warm) == []
-
-
 def test_what_was_not_compiled_is_seen(
     launches: Launches, tmp_path: Path, reader: BlockReader
 ) -> None:
-    """Guards the tests above: a server was started for another rule than its requests follow."""
-    server = SERVERS["paper-mha-bfloat16"]
-    run_stages(server.shape, None, CHUNK, CPU)
+    """Guards the test above: a server was started for whole prefixes."""
+    shape = SERVERS["paper-mha-bfloat16"]
+    run_stages(dataclasses.replace(shape, probe_kv_heads=()), CHUNK, CPU)
     warm = launches.take()
 
-    make_requests(server, tmp_path, reader)
+    make_requests(shape, tmp_path, reader)
 
     missing = launches.take() - warm
-    assert {variant[0] for variant in missing} >= {"row_sums", "weight_sums", "top_kernel"}
+    assert {variant[0] for variant in missing} == {"row_sums", "weight_sums", "top_kernel"}
 
 
-@pytest.mark.parametrize(
-    ("shape", "rule"),
-    [(HEAD_GROUPS, H2OSelector()), (GQA, PaperSelector(0.6)), (MHA, None), (CODED, None)],
-)
-def test_what_is_launched_can_be_carried_out(
-    shape: KVShape, rule: TokenSelector | None, launches: Launches
-) -> None:
+@pytest.mark.parametrize("shape", [HEAD_GROUPS, GQA, CODED])
+def test_what_is_launched_can_be_carried_out(shape: KVShape, launches: Launches) -> None:
     launches.everything = True
-    run_stages(shape, rule, CHUNK, CPU)
+    start(shape)
     assert launches.take()
 
 
@@ -355,7 +276,7 @@ def test_what_is_launched_can_be_carried_out(
         ("row_sums", "--impress-policy as,"),
         ("weight_sums", "--impress-policy as,"),
         ("top_kernel", "--impress-policy as,"),
-        ("_gather_kernel", "--impress-policy recompute,"),
+        ("_copy_kernel", "--impress-policy recompute,"),
         ("_restore_kernel", "--impress-policy paper,"),
         ("_raise_kernel", "--impress-policy paper,"),
     ],
@@ -374,7 +295,8 @@ def test_a_shape_that_does_not_fit_is_refused(
     monkeypatch.setattr(launches, "note", compiled)
 
     with pytest.raises(UnsupportedError) as refusal:
-        run_stages(CODED, H2OSelector(), CHUNK, CPU)
+        score_and_choose(dataclasses.replace(CODED, probe_kv_heads=(0,)), CPU)
+        run_stages(CODED, CHUNK, CPU)
 
     text = str(refusal.value)
     assert text.partition("; use ")[2].startswith(instead)
@@ -383,30 +305,30 @@ def test_a_shape_that_does_not_fit_is_refused(
 
 
 def test_on_a_cpu_there_is_nothing_to_compile(launches: Launches) -> None:
-    assert warm_up(HEAD_GROUPS, H2OSelector(), CHUNK, CPU) == 0.0
+    assert warm_up(HEAD_GROUPS, CHUNK, CPU) == 0.0
     assert not launches.take()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for a GPU")
 def test_on_a_gpu_lengths_compile_nothing_new() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    server = SERVERS["coded-bfloat16"]
+    shape = SERVERS["paper-gqa-float16"]
 
     def compiled() -> int:
         return sum(len(own.device_caches[device.index][0]) for own in COMPILED.values())
 
     before = compiled()
-    assert warm_up(server.shape, server.rule, 64, device) > 0
+    score_and_choose(shape, device)
     warm = compiled()
     assert warm > before
     for new, tokens in ((1, 77), (33, 4096), (500, 50000)):
         queries, keys, prefix = (
-            torch.zeros(rows, heads, 16, dtype=torch.bfloat16, device=device)
-            for rows, heads in ((new, 6), (new, 2), (tokens, 2))
+            torch.zeros(rows, heads, 16, dtype=torch.float16, device=device)
+            for rows, heads in ((new, 2), (new, 4), (tokens, 1))
         )
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        scores = kernel_scorer().column_sums(
-            queries, prefix, keys, keys, (0, 1), 0.3, resident_rows=nothing
+        sums = score_module.column_sums(
+            queries, prefix, keys, keys, 0.3, heads=(0,), resident_rows=nothing
         )
-        assert selection.own_tokens(scores, 3, tokens // 4).shape == (2, tokens // 4)
+        assert selection_kernels.top_tokens(sums, tokens // 4).shape == (2, tokens // 4)
     assert compiled() == warm

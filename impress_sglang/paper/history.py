@@ -12,9 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang import loops
-from impress_sglang.importance.averages import STEPS, moved, moved_codes, weights
+from impress_sglang.loops.types import Float32s, Indices
+from impress_sglang.tiers.rules import AVERAGE_WEIGHT
 
+# Averages of zeros and ones are kept as bytes: the error is smaller than the change by an access.
+STEPS = 255
 _MAX_COUNT = 255
 
 
@@ -36,13 +38,12 @@ class TokenHistory:
         self._importance = np.zeros(shape, np.float16) if by_importance else None
         self.accesses = np.zeros(num_tokens, np.uint8)
         """How often each token was part of an access, at most 255."""
-        self._means: npt.NDArray[np.float32] | None = None
+        self._means: Float32s | None = None
 
     @property
     def average(self) -> npt.NDArray[np.float32]:
         """How likely each token is selected, float32 [L, head groups, t]."""
-        average: npt.NDArray[np.float32] = self._selected.astype(np.float32) / np.float32(STEPS)
-        return average
+        return self._selected.astype(np.float32) / np.float32(STEPS)
 
     @property
     def order_key(self) -> npt.NDArray[np.float32]:
@@ -50,18 +51,12 @@ class TokenHistory:
         key = self._selected if self._importance is None else self._importance
         return key.astype(np.float32)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the averages."""
-        importance = 0 if self._importance is None else self._importance.nbytes
-        return self._selected.nbytes + importance + self.accesses.nbytes
-
     def note(
         self,
         layer: int,
         start: int,
         num_tokens: int,
-        selected: npt.NDArray[np.int64],
+        selected: Indices,
         first: int,
         importance: Tensor | None,
     ) -> None:
@@ -73,41 +68,35 @@ class TokenHistory:
             layer: number of the layer, from 0.
             start: first token of the access, counted from the start of the segment.
             num_tokens: number of tokens of the access.
-            selected: int64 [head groups, k], contiguous, the selected tokens of a prefix, distinct
-                in a head group; those that belong to the access are `first` to `first +
-                num_tokens`.
+            selected: int64 [head groups, k], the selected tokens of a prefix, distinct in a head
+                group; those that belong to the access are `first` to `first + num_tokens`.
             first: the number of the token `start` in the prefix.
             importance: scores [H, num_tokens], grouped by head group; None if there are none: then
                 all tokens count alike.
         """
-        stop = start + num_tokens
-        part = self.accesses[start:stop]
+        part = slice(start, start + num_tokens)
+        accesses = self.accesses[part]
         if layer == 0:
-            part += part < _MAX_COUNT
+            accesses += accesses < _MAX_COUNT
             self._means = None
-        of_fewest, of_most = moved_codes(int(part.min())), moved_codes(int(part.max()))
-        if of_fewest is of_most:
-            loops.move_averages(
-                self._selected[layer], selected, first, first + num_tokens, start, *of_fewest
-            )
-        else:
-            average = self._selected[layer, :, start:stop]
-            head_groups, places = np.nonzero((selected >= first) & (selected < first + num_tokens))
-            seen = np.zeros(average.shape, np.float32)
-            seen[head_groups, selected[head_groups, places] - first] = STEPS
-            average[:] = np.rint(moved(average, seen, weights(part)))
+        weight = np.maximum(1.0 / np.maximum(accesses, 1), AVERAGE_WEIGHT).astype(np.float32)
+        average = self._selected[layer, :, part]
+        seen = np.zeros(average.shape, np.float32)
+        for own, wanted in zip(seen, selected - first, strict=True):
+            own[wanted[(wanted >= 0) & (wanted < num_tokens)]] = STEPS
+        average[:] = np.rint(average + weight * (seen - average))
         if self._importance is not None:
-            sums = self._importance[layer, :, start:stop]
-            sums[:] = moved(sums, _relative(importance, sums.shape), weights(part))
+            sums = self._importance[layer, :, part]
+            sums[:] = sums + weight * (_relative(importance, sums.shape) - sums)
 
-    def token_means(self) -> npt.NDArray[np.float32]:
+    def token_means(self) -> Float32s:
         """Mean of `average` over layers and head groups, float32 [t]; as of the last access."""
         if self._means is None:
             self._means = self._selected.mean((0, 1), dtype=np.float32) / np.float32(STEPS)
         return self._means
 
 
-def _relative(importance: Tensor | None, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+def _relative(importance: Tensor | None, shape: tuple[int, ...]) -> Float32s:
     """Column sums by head group in units of their mean, within the range of float16."""
     if importance is None:
         return np.ones(shape, np.float32)

@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from impress_sglang.paper import token_order
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader, BlockRuns
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
-from impress_sglang.store import token_order
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.stored import SegmentState, StoredSegment
@@ -263,8 +263,8 @@ class ReorderQueue:
     def _run(self, rewrite: Rewrite) -> Shares | None:
         """Write and publish the new file, with the age of the old one, if it pays.
 
-        Returns the expected share of selected rows of each chunk, float64 [L, head groups, chunks];
-        None if the rewrite does not pay.
+        Returns the expected share of wanted rows of each chunk, float64 [chunks]; None if it does
+        not pay.
 
         Raises:
             PrefixUnreadable: the old segment cannot be read.

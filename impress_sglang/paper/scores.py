@@ -1,7 +1,7 @@
 """Importance of prefix tokens: column sums of the attention weights (H2O's metric).
 
-Stage: probe. In: queries of the new tokens and keys. Out: one score per query head and prefix
-token. Reference implementation in torch, on any device; kernels are compared with it.
+In: queries of the new tokens and keys. Out: one score per query head and prefix token. In torch, on
+any device; the kernel that scores probe heads on a GPU is compared with it.
 """
 
 from __future__ import annotations

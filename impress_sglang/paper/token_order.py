@@ -60,32 +60,17 @@ def expected_bytes(
 def chunk_shares(
     average: Averages, mapping: MappingLists, layout: SegmentLayout
 ) -> npt.NDArray[np.float64]:
-    """Expected share of selected rows of each chunk, float64 [L, head groups, chunks]."""
-    by_row = _chance_by_row(average, mapping)
-    starts = np.arange(0, layout.num_tokens, layout.chunk_tokens)
-    rows = np.diff([*starts, layout.num_tokens])
-    sums: npt.NDArray[np.float64] = np.add.reduceat(by_row.astype(np.float64), starts, axis=-1)
-    return sums / rows
-
-
-def expected_shares(
-    layout: SegmentLayout, chunk_shares: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
     """Expected share of wanted rows of every chunk of a segment, in the order of its ids.
 
-    Args:
-        layout: of the segment.
-        chunk_shares: float64 [L, head groups, chunks] of keys and values.
-
-    Returns:
-        float64 [chunks of all columns]; probe columns are read whole at each access.
+    float64 [chunks of all layers]; probe columns are read whole at each access.
     """
-    shape = layout.shape
-    shares = np.ones((shape.num_layers, layout.layer_chunks))
+    by_row, shape = _chance_by_row(average, mapping), layout.shape
+    starts = np.arange(0, layout.num_tokens, layout.chunk_tokens)
+    rows = np.diff([*starts, layout.num_tokens])
+    means = np.add.reduceat(by_row.astype(np.float64), starts, axis=-1) / rows
+    shares = np.ones((shape.num_layers, len(shape.columns), layout.num_chunks))
     for column in shape.columns[1:]:
-        first = layout.chunk_index(0, column, 0)
-        own = chunk_shares[:, shape.head_group_of(column)]
-        shares[:, first : first + layout.num_chunks] = own
+        shares[:, column] = means[:, shape.head_group_of(column)]
     return shares.reshape(-1)
 
 

@@ -1,11 +1,7 @@
-"""From scores to tokens: k, the threshold, similarity, the vote, the best of each head.
-
-One contract for every identification rule, then known answers of each.
-"""
+"""From scores to tokens: k, the threshold, similarity, the vote, the best of each head."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -17,19 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.importance.selection import (
+from impress_sglang.paper.tokens import (
+    agreed_tokens,
     mean_jaccard,
     own_tokens,
+    probe_kv_heads,
     retained_tokens,
     similarity_threshold,
     top_tokens,
     vote,
-)
-from impress_sglang.importance.selectors import (
-    H2OSelector,
-    PaperSelector,
-    TokenSelector,
-    probe_kv_heads,
 )
 
 
@@ -177,107 +169,6 @@ def test_probe_kv_heads(
     assert probe_kv_heads(query_heads, kv_heads, probe_heads) == expected
 
 
-RULES: dict[str, TokenSelector] = {
-    "paper": PaperSelector(alpha=0.6),
-    "paper that falls back": PaperSelector(alpha=0.01),
-    "paper that votes": PaperSelector(alpha=0.9),
-    "h2o": H2OSelector(),
-}
-
-
-@dataclasses.dataclass
-class FakeEvidence:
-    """Scores by hand; remembers what it was asked for. Without `probe` all heads are probed."""
-
-    exact: Tensor
-    group_size: int = 1
-    probe: Tensor | None = None
-    layer: int = 0
-    asked: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.exact.shape[1]
-
-    def probe_scores(self) -> Tensor:
-        self.asked.append("probe")
-        return self.exact if self.probe is None else self.probe
-
-    def exact_scores(self) -> Tensor:
-        self.asked.append("exact")
-        return self.exact
-
-
-def check_sets(found: Tensor, evidence: FakeEvidence, k: int) -> None:
-    assert found.dtype == torch.int64
-    heads = evidence.exact.shape[0] // evidence.group_size
-    assert found.shape in ((1, k), (heads, k))
-    for tokens in found.tolist():
-        assert tokens == sorted(set(tokens))
-        assert tokens[0] >= 0 and tokens[-1] < evidence.num_tokens
-
-
-@given(case=score_tables(multiple_of=2), layer=st.integers(0, 80), data=st.data())
-@pytest.mark.parametrize("name", RULES)
-def test_gives_k_distinct_ascending_tokens_in_range(
-    name: str, case: tuple[Tensor, int], layer: int, data: st.DataObject
-) -> None:
-    """Also where scores tie or vanish."""
-    scores, k = case
-    probes = data.draw(st.integers(1, len(scores))) if name.startswith("paper") else len(scores)
-    evidence = FakeEvidence(scores, 2, scores[:probes], layer)
-
-    check_sets(RULES[name].select(evidence, k), evidence, k)
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_is_pure(rule: TokenSelector) -> None:
-    generator = torch.Generator().manual_seed(3)
-    evidence = FakeEvidence(torch.rand(4, 50, generator=generator), 2)
-    before = evidence.exact.clone()
-
-    first = rule.select(evidence, 12)
-    torch.manual_seed(99)
-    random_state = torch.get_rng_state()
-    second = rule.select(evidence, 12)
-
-    assert torch.equal(first, second)
-    assert torch.equal(evidence.exact, before)
-    assert torch.equal(torch.get_rng_state(), random_state), "no one else's chance"
-
-
-def test_asks_for_no_more_than_it_needs_and_says_what_comes_first() -> None:
-    """Exact scores cost a read of all keys, and the probe column one of its own."""
-    alike = torch.arange(50.0).repeat(4, 1)
-    apart = torch.eye(4).repeat_interleave(13, 1)[:, :50] + 0.01
-    asked = {}
-    for name, scores in (("alike", alike), ("apart", apart)):
-        for own, rule in RULES.items():
-            evidence = FakeEvidence(scores, 1)
-            rule.select(evidence, 12)
-            asked[own, name] = evidence.asked
-            # That is read before it asks.
-            kinds = {"probe": ["probe"], "keys": ["exact"]}
-            assert evidence.asked[:1] == kinds[rule.evidence]
-
-    for name in ("alike", "apart"):
-        assert asked["h2o", name] == ["exact"]
-    assert asked["paper", "alike"] == ["probe"]
-    assert asked["paper", "apart"] == ["probe", "exact"]
-
-
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("k", [1, 2, 25, 99])
-def test_a_first_token_that_towers_is_always_kept(name: str, k: int) -> None:
-    """Attention rests on it: without it answers collapse."""
-    scores = torch.rand(8, 100, generator=torch.Generator().manual_seed(k))
-    scores[:, 0] = 50.0
-
-    found = RULES[name].select(FakeEvidence(scores, 4, scores[:3] if "paper" in name else None), k)
-
-    assert (found[:, 0] == 0).all()
-
-
 def heads_that_like(*sets: list[int]) -> Tensor:
     scores = torch.full((len(sets), 20), 0.01)
     for row, liked in zip(scores, sets, strict=True):
@@ -285,42 +176,34 @@ def heads_that_like(*sets: list[int]) -> Tensor:
     return scores
 
 
-# The probe heads' own KV heads like nothing in particular, so that a vote is not mistaken for them.
-OTHERS = heads_that_like([12, 13, 14, 15, 16], [6, 7, 8, 9, 10])
-
-
 @pytest.mark.parametrize(
     ("alpha", "liked", "expected"),
     [
         # Pairs: equal, 4 of 6, 4 of 6; the threshold is (1/7)**0.6 = 0.311. They have a common set.
-        (0.6, [[3, 7, 11, 2, 5], [7, 3, 2, 5, 11], [3, 7, 11, 5, 19]], [[2, 3, 5, 7, 11]]),
-        # They disagree, and each takes its own.
-        (0.6, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], [[12, 13, 14, 15, 16], [6, 7, 8, 9, 10]]),
+        (0.6, [[3, 7, 11, 2, 5], [7, 3, 2, 5, 11], [3, 7, 11, 5, 19]], [2, 3, 5, 7, 11]),
+        # They disagree.
+        (0.6, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], None),
         # A single one speaks for all.
-        (0.01, [[3, 7, 11, 2, 5]], [[2, 3, 5, 7, 11]]),
+        (0.01, [[3, 7, 11, 2, 5]], [2, 3, 5, 7, 11]),
+        # Jaccard 3/7, between (1/7)**1 and (1/7)**0.1: a smaller alpha is stricter.
+        (1.0, [[0, 1, 2, 3, 4], [0, 1, 2, 8, 9]], [0, 1, 2, 3, 8]),
+        (0.1, [[0, 1, 2, 3, 4], [0, 1, 2, 8, 9]], None),
     ],
 )
-def test_paper_takes_one_set_if_probe_heads_agree(
-    alpha: float, liked: list[list[int]], expected: list[list[int]]
+def test_heads_have_one_set_if_they_agree(
+    alpha: float, liked: list[list[int]], expected: list[int] | None
 ) -> None:
-    evidence = FakeEvidence(OTHERS, 1, heads_that_like(*liked))
+    found = agreed_tokens(heads_that_like(*liked), 5, similarity_threshold(5, 20, alpha))
 
-    assert PaperSelector(alpha).select(evidence, 5).tolist() == expected
-    assert evidence.asked == ["probe", "exact"][: len(expected)]
-
-
-def test_paper_is_stricter_with_a_smaller_alpha() -> None:
-    """Jaccard 3/7, between (1/7)**1 and (1/7)**0.1."""
-    scores = heads_that_like([0, 1, 2, 3, 4], [0, 1, 2, 8, 9])
-    loose, strict = FakeEvidence(OTHERS, 1, scores), FakeEvidence(OTHERS, 1, scores)
-
-    assert len(PaperSelector(alpha=1.0).select(loose, 5)) == 1
-    assert len(PaperSelector(alpha=0.1).select(strict, 5)) == 2
-    assert (loose.asked, strict.asked) == (["probe"], ["probe", "exact"])
+    assert (None if found is None else found.tolist()) == expected
 
 
-@pytest.mark.parametrize("name", ["h2o", "paper that falls back"])
-def test_each_kv_head_takes_the_best_by_the_sum_of_its_query_heads(name: str) -> None:
-    scores = heads_that_like([1, 2], [3, 4], [5, 6], [5, 7])
+@pytest.mark.parametrize("k", [1, 2, 25, 99])
+def test_a_first_token_that_towers_is_always_kept(k: int) -> None:
+    """Attention rests on it: without it answers collapse."""
+    scores = torch.rand(8, 100, generator=torch.Generator().manual_seed(k))
+    scores[:, 0] = 50.0
 
-    assert RULES[name].select(FakeEvidence(scores, 2), 2).tolist() == [[1, 3], [5, 6]]
+    agreed = agreed_tokens(scores, k, 0.0)
+    assert agreed is not None and agreed[0] == 0
+    assert (own_tokens(scores, 4, k)[:, 0] == 0).all()

@@ -1,16 +1,29 @@
 """From scores to tokens: top-k sets, their similarity, the vote, the per-head fallback.
 
-Stage: select. Pure functions of scores; they read no keys and know no storage (IMPRESS, 4.3). They
-compute where the scores are; on a GPU a kernel finds the top-k sets.
+Pure functions of scores, which compute where these are (IMPRESS, 4.3). On a GPU a kernel finds the
+top-k sets of probe heads.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def probe_kv_heads(num_query_heads: int, num_kv_heads: int, probe_heads: int) -> tuple[int, ...]:
+    """The KV heads whose keys are read in full.
+
+    Multi-head models: the first `probe_heads` heads, as in the paper (4.3). Grouped-query models:
+    the first max(1, round(probe_heads * G / 32)) of G KV heads, which keeps the paper's share of
+    bytes (3 of 32 heads).
+    """
+    if num_query_heads == num_kv_heads:
+        count = min(probe_heads, num_kv_heads)
+    else:
+        count = min(num_kv_heads, max(1, round(probe_heads * num_kv_heads / 32)))
+    return tuple(range(count))
 
 
 def retained_tokens(num_tokens: int, retention: float) -> int:
@@ -36,7 +49,7 @@ def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
     Returns:
         Ascending int64 [k] on the CPU: the tokens that most heads chose; None if heads differ.
     """
-    sets = top_tokens(scores, k)
+    sets = _sets_of_probe_heads(scores, k)
     if len(sets) > 1 and mean_jaccard(sets, scores.shape[1]) <= threshold:
         return None
     return vote(scores, sets, k).cpu()
@@ -59,19 +72,17 @@ def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
 
 def top_tokens(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores of each row: [H, m] -> int64 [H, k], in no order."""
-    if (kernels := _kernels(scores)) is not None:
-        found: Tensor = kernels.top_tokens(scores, k)
-        return found.long()
     return torch.topk(scores, k, dim=-1, sorted=False).indices
 
 
-def _kernels(scores: Tensor) -> Any:
-    """The kernels, if the scores are on a GPU; Triton is not needed on a CPU."""
+def _sets_of_probe_heads(scores: Tensor, k: int) -> Tensor:
+    """The same as `top_tokens`."""
     if not scores.is_cuda:
-        return None
+        return top_tokens(scores, k)
+    # Imported only where it is used: Triton is not needed on a CPU.
     from impress_sglang.triton import selection
 
-    return selection
+    return selection.top_tokens(scores, k).long()
 
 
 def mean_jaccard(token_sets: Tensor, num_tokens: int) -> float:

@@ -1,1 +1,0 @@
-"""Important token identification (ITF): which tokens of a stored prefix matter for this query."""
