@@ -288,7 +288,7 @@ class SegmentWrites:
         self._quota.remove(segment)
         self._health.suspects.pop(segment.segment_id, None)
         self._tree.lose(segment)
-        # Behind that: see `PrefixStore.open_whole`.
+        # Behind that: see `PrefixStore._opening`.
         self._segments.retire(segment.segment_id)
 
     def is_needed(self, segment_id: str) -> bool:
