@@ -116,8 +116,8 @@ def load_requests(case: CodedCase, writer: CodeWriter | None, planes: int) -> li
 
 
 PREFIXES = {
-    "one": [CodedPart(200)],
-    "several": [CodedPart(100, 41), CodedPart(64), CodedPart(100, 0, 57)],
+    "one": [CodedPart(130)],
+    "several": [CodedPart(70, 41), CodedPart(64), CodedPart(70, 0, 57)],
 }
 # In pages of the first there is no padding.
 DIMS = [(64, 24), (80, 48)]
