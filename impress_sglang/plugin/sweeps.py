@@ -38,21 +38,17 @@ class Sweeps(ABC):
         self._cache = cache
         self._sweeps = MultiStepJobs[str, Sweep]()
 
-    def step(self, order: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
-        """Take a step of the sweep that an order asks for; begin it if it is new.
+    def step(self, name: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
+        """Take a step of the sweep of this name, which begins if it is new.
 
-        Args:
-            order: identifies the order; whoever gave it repeats it until it is done.
-            namespace: from `namespace_of`; None for all.
-            prefix: sweep only what begins with it, in whole pages, in any class; None: all.
-
-        Returns:
-            How many slots came free, and whether there is more to do.
+        Only what begins with `prefix` is swept, in whole pages, in any class, and only of a
+        `namespace` (`namespace_of`); None: all. Returns how many slots came free, and whether there
+        is more to do, by the same name.
         """
-        sweep = self._sweeps.go_on(order, lambda: self._begin(namespace, prefix))
+        sweep = self._sweeps.go_on(name, lambda: self._begin(namespace, prefix))
         freed = self._go_on(sweep)
         if not sweep.waiting:
-            self._sweeps.pop(order, None)
+            self._sweeps.pop(name, None)
         return freed, bool(sweep.waiting)
 
     def clear(self) -> None:

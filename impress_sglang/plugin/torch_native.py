@@ -35,44 +35,25 @@ def _extend(
     extend_prefix_lens: Tensor,
     extend_seq_lens: Tensor,
     encoder_lens: Tensor | None = None,
-    scaling: float | None = None,
-    enable_gqa: bool = False,
-    causal: bool = False,
-    is_cross_attn: bool = False,
-    sliding_window_size: int | None = None,
+    **named: Any,
 ) -> Tensor:
     """In place of `_run_sdpa_forward_extend`, whose arguments these are."""
-    if encoder_lens is not None or is_cross_attn:
-        return original(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            extend_prefix_lens,
-            extend_seq_lens,
-            encoder_lens,
-            scaling,
-            enable_gqa,
-            causal,
-            is_cross_attn,
-            sliding_window_size,
-        )
+    if encoder_lens is not None or named.get("is_cross_attn"):
+        lengths = seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens
+        where = query, output, k_cache, v_cache, req_to_token, req_pool_indices
+        return original(*where, *lengths, **named)
     first = 0
-    lengths = zip(
+    for row, num_keys, num_new in zip(
         req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True
-    )
-    for row, num_keys, num_new in lengths:
-        slots = req_to_token[row, :num_keys]
-        output[first : first + num_new] = rectangular_attention(
-            query[first : first + num_new],
+    ):
+        slots, new = req_to_token[row, :num_keys], slice(first, first + num_new)
+        output[new] = rectangular_attention(
+            query[new],
             k_cache[slots],
             v_cache[slots],
-            scaling=scaling,
-            causal=causal,
-            window=sliding_window_size,
+            scaling=named.get("scaling"),
+            causal=named.get("causal", False),
+            window=named.get("sliding_window_size"),
         )
         first += num_new
     return output
