@@ -32,6 +32,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF
 from impress_sglang.plugin.reports import report_of
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
+from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 from tests.integration import tiny_model
 from tests.unit.kv_factory import make_shape
@@ -90,7 +91,14 @@ class TreeWorld:
     """One tree cache with its store, and requests on their way."""
 
     def __init__(
-        self, root: Path, page_size: int = 1, *, size: int = 4096, chunk: int = 256, **options: Any
+        self,
+        root: Path,
+        page_size: int = 1,
+        *,
+        size: int = 4096,
+        chunk: int = 256,
+        ranks: Ranks = ALONE,
+        **options: Any,
     ) -> None:
         defaults = DEFAULTS | {"policy": "impress", "retention": 1.0, "bits": 6.0}
         defaults |= {"min_prefix_tokens": 16}
@@ -116,7 +124,7 @@ class TreeWorld:
         self.service = Service(self.config, SHAPE, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
         if self.config.blend != OFF:
             self.service.make_blends = blends.Blends
-        self.cache.connect(self.service, self.model, None, lambda: IDENTITY)
+        self.cache.connect(self.service, self.model, None, lambda: IDENTITY, ranks)
         self.scheduler = SimpleNamespace(
             waiting_queue=[],
             running_batch=Batch(),

@@ -32,6 +32,7 @@ FAULTY = "tests.serving.faulty_server"
 PLAIN_ATTENTION = "tests.serving.plain_attention_server"
 SLOW_BLENDS = "tests.serving.slow_blend_server"
 RETRACTING = "tests.serving.retracting_server"
+RANKED = "tests.serving.ranks_server"
 # Runs the Python file that the variable names, in place of a server, and says how it ended.
 SCRIPT = "tests.serving.script"
 SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
@@ -293,12 +294,13 @@ def launch(
     faults: FaultControl | None = None,
     retracts: bool = False,
     preload: str | None = None,
+    ranks: int = 1,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
     `stock` is the one to compare with, `bench` one that can be slowed down and commanded, one that
     `retracts` takes requests out and puts them back all the time, `preload` a module that makes
-    another one; all of these are forked.
+    another one, `ranks` share its heads; all of these are forked.
     """
     assert not (stock and faults), "stock has no store"
     port = ReservedPort()
@@ -308,6 +310,11 @@ def launch(
     if faults is not None:
         preload = FAULTY
         own[CONTROL_VARIABLE] = str(faults.path)
+    if ranks > 1:
+        # Which has faults and retracts as well.
+        preload = RANKED
+        argv.append(f"--tp-size={ranks}")
+        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     if zygote is not None:
         process = zygote.fork(argv, log, preload=preload, environment=own)
         return Server(process, port, log)

@@ -1,4 +1,4 @@
-"""Ranks of a model on a CPU, one of which is slower or loses what it stores, as its variables say.
+"""Ranks of a model on a CPU, with the faults of `faulty_server` if there are to be any.
 
 SGLang's groups of processes try NCCL if it is installed, also on a CPU; here they have gloo only.
 """
@@ -6,11 +6,17 @@ SGLang's groups of processes try NCCL if it is installed, also on a CPU; here th
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 from sglang.srt.distributed import parallel_state
 
-import bench.core.stock_server  # noqa: F401
+from tests.fault_control import CONTROL_VARIABLE
+
+if CONTROL_VARIABLE in os.environ:
+    import tests.serving.faulty_server
+else:
+    import tests.serving.retracting_server  # noqa: F401
 
 _ON_GPUS = ("use_pynccl", "use_pymscclpp", "use_custom_allreduce", "use_torch_symm_mem_all_reduce")
 _init = parallel_state.GroupCoordinator.__init__

@@ -1,0 +1,239 @@
+"""Tree caches of several ranks in lock step, whose disks and threads differ."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.plugin.admin import handle
+from impress_sglang.plugin.ranks import identity_of_rank
+from impress_sglang.plugin.tree_nodes import is_locked
+from impress_sglang.serving.ranks import Ranks
+from impress_sglang.store import disk_worker
+from impress_sglang.store.identity import rank_identity
+from tests.damage import flip_bit
+from tests.integration.tiny_model import WORDS
+from tests.integration.tree_world import TreeWorld
+from tests.unit.ranks_model import Diverged, Reduction
+from tests.unit.waiting import wait_until
+
+SIZE = 2
+ROUNDS = 60
+_T = TypeVar("_T")
+
+
+class RankWorlds:
+    """Two tree caches, each with its own store, that are told the same."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self._reduction = Reduction(SIZE)
+        self._pool = ThreadPoolExecutor(SIZE)
+        self.worlds = [
+            TreeWorld(
+                root / f"rank{rank}",
+                ranks=Ranks(rank, SIZE, self._reduction.least),
+                write_after=1,
+                blend="off",
+                **options,
+            )
+            for rank in range(SIZE)
+        ]
+
+    def all(self, act: Callable[[TreeWorld], _T]) -> _T:
+        """Let all ranks do the same at the same time; returns what came of it on each."""
+
+        def run(world: TreeWorld) -> _T:
+            try:
+                return act(world)
+            finally:
+                self._reduction.end()
+
+        self._reduction.begin()
+        futures = [self._pool.submit(run, world) for world in self.worlds]
+        first, other = (own.result() for own in futures)
+        if first != other:
+            raise Diverged(f"{first} and {other}")
+        return first
+
+    def check(self) -> None:
+        self.all(digest)
+
+    def close(self) -> None:
+        for world in self.worlds:
+            world.close()
+        self._pool.shutdown()
+
+
+def digest(world: TreeWorld) -> Any:
+    """What SGLang's next pass depends on."""
+    nodes, waiting = [], [world.cache.root_node]
+    for node in waiting:
+        children = list(node.children.values())
+        waiting += children
+        for child in children:
+            nodes.append((len(child.key), is_locked(child)))
+    queue = [req.rid for req in world.scheduler.waiting_queue]
+    room = world.allocator.available_size(), world.cache.evictable_size()
+    return nodes, queue, room, len(world.jobs.jobs), sorted(world.jobs.waiters)
+
+
+def draw(number: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, WORDS, (count,), generator=generator).tolist()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank writes late."""
+    write = disk_worker.write_segment
+
+    def late(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if "rank1" in str(path):
+            time.sleep(0.03)
+        return write(path, *arguments, **keywords)
+
+    monkeypatch.setattr(disk_worker, "write_segment", late)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, slow: None) -> Iterator[RankWorlds]:
+    ranks = RankWorlds(tmp_path, load="always", size=3000)
+    yield ranks
+    ranks.close()
+
+
+def run_ready(world: TreeWorld) -> list[str]:
+    """Requests that need not wait run, one after the other; returns which."""
+    done = []
+    for req in list(world.scheduler.waiting_queue):
+        if not world.waits(req):
+            world.admit(req)
+            world.compute(req)
+            world.end(req)
+            done.append(req.rid)
+    return done
+
+
+def hurt(world: TreeWorld, rng: random.Random) -> None:
+    """A file of one rank goes, or is damaged."""
+    if files := files_of(world):
+        path = rng.choice(files)
+        if rng.random() < 0.5:
+            path.unlink()
+        else:
+            flip_bit(path, path.stat().st_size // 2, bit=3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_they_do_the_same_whatever_their_disks_do(ranks: RankWorlds, seed: int) -> None:
+    rng = random.Random(seed)
+    families = [draw(100 * seed + number, 300) for number in range(4)]
+    for number in range(ROUNDS):
+        for part in range(rng.randrange(3)):
+            rid = f"r{number}.{part}"
+            prompt = [*rng.choice(families)[: rng.randrange(40, 300)], *draw(rng.randrange(50), 9)]
+            wanted = rng.choice([{}, {"bits": "exact"}])
+            ranks.all(lambda own, rid=rid, p=prompt, w=wanted: bool(own.request(rid, p, **w)))
+        for _ in range(rng.randrange(1, 5)):
+            ranks.all(TreeWorld.poll)
+            ranks.all(run_ready)
+            ranks.check()
+        if rng.random() < 0.15:
+            hurt(rng.choice(ranks.worlds), rng)
+        if rng.random() < 0.2:
+            drain(ranks)
+            ranks.all(TreeWorld.flush)
+            ranks.check()
+    drain(ranks)
+    assert all(world.service.totals["prompt_tokens"]["loaded"] for world in ranks.worlds)
+
+
+def drain(ranks: RankWorlds) -> None:
+    """Until nobody waits."""
+    for _ in range(2000):
+        ranks.all(TreeWorld.poll)
+        ranks.all(run_ready)
+        ranks.check()
+        if not ranks.worlds[0].scheduler.waiting_queue and not ranks.worlds[0].jobs.jobs:
+            return
+        time.sleep(0.002)
+    raise AssertionError("a request waits for ever")
+
+
+def order(world: TreeWorld, verb: str, **fields: Any) -> dict[str, Any]:
+    assert world.cache.impress is not None
+    answer: dict[str, Any] = json.loads(
+        handle(world.cache.impress, json.dumps({"verb": verb, **fields}))
+    )
+    return answer
+
+
+def test_a_purge_reaches_what_each_of_them_has(ranks: RankWorlds) -> None:
+    prompts = [draw(number, 200) for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        ranks.all(lambda own, rid=f"r{number}", p=prompt: bool(own.request(rid, p)))
+    drain(ranks)
+    # The second one still writes.
+    left, steps = True, 0
+    while left:
+        left = ranks.all(lambda own: bool(order(own, "purge", everything=True)["left"]))
+        steps += 1
+        ranks.check()
+        assert steps < 100
+    assert not any(world.cache.root_node.children for world in ranks.worlds)
+    wait_until(lambda: not any(files_of(world) for world in ranks.worlds))
+
+
+def files_of(world: TreeWorld) -> list[Path]:
+    return sorted(Path(world.config.ssd_dir).glob("*/segments/*/*.kv"))
+
+
+def test_an_order_needs_the_stores_of_all(ranks: RankWorlds) -> None:
+    ranks.worlds[1].service.served.aside = "weights"
+    first, second = [], []
+
+    def why(world: TreeWorld) -> bool:
+        told = order(world, "why", input_ids=draw(1, 50))
+        (second if world is ranks.worlds[1] else first).append(told["error"])
+        return True
+
+    ranks.all(why)
+    assert "that of another rank is not open" in first[0] and "weights" in second[0]
+
+
+def test_a_check_is_that_of_the_worst(ranks: RankWorlds) -> None:
+    states = []
+
+    def check(world: TreeWorld) -> str:
+        state: str = order(world, "check", begin=not states)["integrity"]
+        return state
+
+    while not states or states[-1] == "running":
+        # Each begins with the first one.
+        states.append(ranks.all(check))
+    assert states[-1] == "ok"
+    ranks.worlds[1].cache.impress.check.state = "failed"
+    assert ranks.all(check) == "failed"
+    assert ranks.worlds[0].cache.impress.check.state == "failed"
+
+
+def test_without_weights_that_all_can_read_nobody_has_an_identity() -> None:
+    def fails() -> str:
+        raise OSError("gone")
+
+    ranks = Ranks(1, 2, gather=lambda text: ["a", text])
+    assert identity_of_rank(ranks, lambda: "b") == rank_identity(["a", "b"], 1)
+    with pytest.raises(OSError, match="gone"):
+        identity_of_rank(ranks, fails)
+    ranks = Ranks(1, 2, gather=lambda text: ["", text])
+    with pytest.raises(UnsupportedError):
+        identity_of_rank(ranks, lambda: "b")
