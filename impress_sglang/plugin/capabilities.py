@@ -14,14 +14,14 @@ from typing import Any
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.options import OFF
-from impress_sglang.plugin.pools import EIGHT_BITS
+from impress_sglang.plugin.pools import EIGHT_BITS, LATENT, is_latent
 
 # Why options must be off.
 _OFF = {
     "finds prefixes through the radix cache": "disable_radix_cache",
     "has its own tiers": "enable_hierarchical_cache enable_lmcache enable_flexkv "
     "hicache_storage_backend enable_unified_cache_external_linker",
-    "does not support speculative decoding": "speculative_algorithm decoupled_spec_role",
+    "drafts and verifies in one process": "decoupled_spec_role",
     "does not support DP attention": "enable_dp_attention",
     "follows one batch at a time": "enable_two_batch_overlap enable_pdmux",
     "writes KVs to slots that do not move": "enable_unified_memory",
@@ -45,6 +45,10 @@ _OFF = {
 }
 # Why options must have one of these values, of which the first is usual.
 _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
+    "stores the KVs of draft models that it knows": (
+        "speculative_algorithm",
+        ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
+    ),
     "does not support pipeline parallelism": ("pp_size", (1,)),
     "does not support tensor parallelism yet": ("tp_size", (1,)),
     "does not support data parallelism, whose replicas would share one store (run one server per "
@@ -90,7 +94,7 @@ _SCHEDULED = ("fcfs", "lpm", "dfs-weight", "hrrn")
 
 # RoPE whose angles depend on the position alone. `longrope` chooses by the longest request of a
 # batch, `mrope` counts media.
-ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
+ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "deepseek_yarn", "llama3"})
 _LAYER_TYPES = frozenset({"full_attention", "attention"})
 # What a model's configurations, that of Hugging Face and SGLang's, must not have.
 _NOT_CAUSAL = (
@@ -172,8 +176,8 @@ def check_environment() -> None:
             raise UnsupportedError(f"IMPRESS {why}: unset {name}")
 
 
-def check_model(model_config: Any) -> None:
-    """Refuse models whose KVs depend on more than tokens and positions; that are no causal MHA.
+def check_model(model_config: Any, options: ImpressConfig) -> None:
+    """Refuse models whose KVs depend on more than tokens and positions, or that are not causal.
 
     `model_config` is SGLang's.
 
@@ -181,15 +185,22 @@ def check_model(model_config: Any) -> None:
         UnsupportedError: with one sentence for the first reason.
     """
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import is_deepseek_dsa
 
     config = model_config.hf_text_config
     if mambaish_config(model_config) is not None:
         raise UnsupportedError("IMPRESS does not support hybrid models with states beside KVs")
     if model_config.attention_arch.name != "MHA":
-        raise UnsupportedError(
-            f"IMPRESS needs keys per head, which {model_config.attention_arch.name} models do not "
-            "keep"
-        )
+        if options.needs_parts:
+            raise UnsupportedError(
+                f"--impress-policy {options.policy} needs keys per head, which models with MLA do "
+                "not keep"
+            )
+        if is_deepseek_dsa(model_config.hf_config):
+            raise UnsupportedError(
+                "IMPRESS does not store the index keys of sparse attention (DSA)"
+            )
+        options.without_codes(LATENT)
     if not model_config.is_generation:
         raise UnsupportedError("IMPRESS serves generation models only")
     for name in _NOT_CAUSAL:
@@ -218,7 +229,9 @@ def check_layers(runner: Any, tp_size: int = 1) -> None:
         UnsupportedError: with one sentence for the first reason.
     """
     pool, layers = runner.token_to_kv_pool, attention_layers(runner.model)
-    if [layer.layer_id for layer in layers] != list(range(pool.layer_num)):
+    latent, ids = is_latent(pool), [layer.layer_id for layer in layers]
+    # Some attend in two ways, by the length of what they attend to.
+    if (list(dict.fromkeys(ids)) if latent else ids) != list(range(pool.layer_num)):
         raise UnsupportedError("IMPRESS needs one attention layer per layer of the KV pool")
     plain = type(layers[0])(1, 1, 1.0, num_kv_heads=1, layer_id=0)
     for layer in layers:
@@ -229,7 +242,8 @@ def check_layers(runner: Any, tp_size: int = 1) -> None:
                     f"IMPRESS knows plain causal attention, but layer {layer.layer_id} has {name} "
                     f"{getattr(value, 'value', value)}"
                 )
-        _check_heads(layer, pool, runner.model_config.num_attention_heads // tp_size)
+        if not latent:
+            _check_heads(layer, pool, runner.model_config.num_attention_heads // tp_size)
 
 
 def attention_layers(model: Any) -> list[Any]:

@@ -112,7 +112,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
             from impress_sglang.paper.plugin.backends import check_parts
 
             check_parts(config, resolved_view(server_args))
-        check_model(model_config_of(server_args))
+        check_model(model_config_of(server_args), config)
 
     _or_exit_if_cli(server_args, check)
     previous(server_args)
@@ -212,6 +212,7 @@ HOOKS = tuple(
         ("around", f"{_TOKENIZER}._create_tokenized_object", "truncation.around_tokenized"),
         # The scheduler, and its queue.
         ("around", f"{_MANAGERS}.scheduler.Scheduler.__init__", _around_init),
+        ("after", f"{_MANAGERS}.scheduler.Scheduler.maybe_init_draft_worker", "drafts.note_drafts"),
         (
             "around",
             f"{_MANAGERS}.schedule_policy.SchedulePolicy.calc_priority",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,17 +19,22 @@ from impress_sglang.store.policies import Policy
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
 
 
-def identity_of(context: Any, shape: KVShape) -> str:
+def identity_of(context: Any, shape: KVShape, drafts: Sequence[Any] = ()) -> str:
     """The model identity of the current weights, for SGLang's `TreeCacheBuildContext`.
 
-    It is read anew each time: weights may change while a server runs.
+    It is read anew each time: weights may change while a server runs. `drafts` are the runners of
+    models whose KVs are stored beside those of the model itself.
     """
     runner = context.tp_worker.model_runner
+    tensors = kv_tensors(runner.model)
+    architecture = _architecture(runner.model_config.hf_text_config) | _scaling(runner)
+    for number, own in enumerate(drafts):
+        tensors += [(f"draft {number} {name}", tensor) for name, tensor in kv_tensors(own.model)]
+        config = _architecture(own.model_config.hf_text_config)
+        architecture[f"draft {number}"] = (config, own.token_to_kv_pool.dtype, _scaling(own))
     return model_identity(
-        weights=weights_digest(kv_tensors(runner.model)),
-        architecture=_architecture(runner.model_config.hf_text_config)
-        | identity_of_options(resolved_view(context.server_args))
-        | _scaling(runner),
+        weights=weights_digest(tensors),
+        architecture=architecture | identity_of_options(resolved_view(context.server_args)),
         shape=shape,
         tp_rank=context.tp_rank,
         tp_size=context.tp_size,

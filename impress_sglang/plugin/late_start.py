@@ -82,8 +82,9 @@ class LateStart:
         estimator: Estimator,
         jobs: JobQueue,
         slots: TreeSlots,
-        num_layers: int,
+        num_layers: int | None,
     ) -> None:
+        """`num_layers` of the model; None: no pass starts early."""
         self._cache = cache
         self._scheduler = scheduler
         self._known = known
@@ -109,7 +110,14 @@ class LateStart:
     def may_start(self, known: Known) -> bool:
         """Whether a request may be admitted although its job is not done."""
         job, req = known.waiter.job, known.req
-        if job is None or job.done.is_set() or job.revoked or job.computes or not known.leads:
+        if (
+            self._num_layers is None
+            or job is None
+            or job.done.is_set()
+            or job.revoked
+            or job.computes
+            or not known.leads
+        ):
             # Others may lack more than this job brings, which is planned when it is done.
             return False
         if job.early:

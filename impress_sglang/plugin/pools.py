@@ -8,6 +8,7 @@ and the second one values, which they are in most pools.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from torch import Tensor
 
 from impress_sglang.codes.planes.codec import DIM_GRAIN
 from impress_sglang.errors import UnsupportedError
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.packed import PackedLayers
 
 EIGHT_BITS = (
     "are stored as they are, because in few bits they would take four fifths of that or more"
 )
+
+LATENT = "latent vectors (MLA) are stored as they are"
 
 
 class PoolLayers:
@@ -27,13 +32,36 @@ class PoolLayers:
     def __init__(self, pool: Any) -> None:
         """`pool`: SGLang's KV pool."""
         self._pool = pool
+        self.packed: PackedLayers | None = None
+        """What other pools keep in the same slots."""
+
+    def add(self, shape: KVShape, pools: Sequence[Any]) -> KVShape:
+        """Take other pools with the same slots for further layers; returns the shape with these."""
+
+        def parts() -> list[Tensor]:
+            layers = (both for own in pools for both in map(PoolLayers(own), range(own.layer_num)))
+            return [own.flatten(1).view(torch.uint8) for both in layers for own in both]
+
+        self.packed = PackedLayers(shape, shape.num_layers, parts)
+        return dataclasses.replace(shape, num_layers=shape.num_layers + len(self.packed))
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Both streams of a layer, counted from the first of the pool."""
-        number = layer + self._pool.start_layer
-        both = self._pool._get_key_buffer(number), self._pool._get_value_buffer(number)
+        pool, number = self._pool, layer + self._pool.start_layer
+        if is_latent(pool):
+            whole = pool.kv_buffer[layer]
+            both = whole[..., : pool.kv_lora_rank], whole[..., pool.kv_lora_rank :]
+        else:
+            both = pool._get_key_buffer(number), pool._get_value_buffer(number)
         # Rows of eight bits cannot be put into a tensor of floats.
         keys, values = (own.view(torch.uint8) if own.itemsize == 1 else own for own in both)
+        return keys, values
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What slots, int64 [t], have of a layer of the store: [t, heads, dimensions] each."""
+        if self.packed is not None and layer >= self.packed.first:
+            return self.packed.read(layer, slots)
+        keys, values = (own[slots] for own in self(layer))
         return keys, values
 
 
@@ -58,7 +86,7 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
     """
     try:
         layers = PoolLayers(pool)
-        streams = _heads(pool, model_dtype)
+        streams = (_latents if is_latent(pool) else _heads)(pool, model_dtype)
         found = [layers(layer) for layer in range(pool.layer_num)]
         bytes_kept = pool.get_kv_size_bytes()
     except (AttributeError, TypeError) as error:
@@ -79,6 +107,20 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
             f"{type(pool).__name__} keeps more than keys and values, which IMPRESS would not store"
         )
     return streams
+
+
+def is_latent(pool: Any) -> bool:
+    """Whether a pool has one vector of a token in a layer, from which models make keys and values.
+
+    Its streams are the latent part and the rotary part.
+    """
+    return hasattr(pool, "kv_lora_rank")
+
+
+def _latents(pool: Any, _: torch.dtype) -> Streams:
+    """Of a pool of latent vectors (MLA)."""
+    dims = pool.kv_lora_rank, pool.kv_cache_dim - pool.kv_lora_rank
+    return Streams(1, dims, pool.store_dtype, LATENT)
 
 
 def _heads(pool: Any, model_dtype: torch.dtype) -> Streams:

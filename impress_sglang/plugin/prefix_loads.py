@@ -61,6 +61,7 @@ class PrefixLoads:
         known: KnownRequests,
         provenance: Provenance,
         reports: RequestReports,
+        layers: PoolLayers,
         device: torch.device,
         ranks: Ranks,
     ) -> None:
@@ -77,8 +78,9 @@ class PrefixLoads:
         self._loader = JobLoader(
             service.shape,
             device,
-            PoolLayers(cache.token_to_kv_pool_allocator.get_kvcache()),
+            layers,
             service.codec,
+            layers.packed,
         )
         slots = TreeSlots(
             cache, scheduler, known, provenance, service.usual, lambda job: self._late.put_back(job)
@@ -93,8 +95,11 @@ class PrefixLoads:
             self._least,
             time.monotonic if self._alone else self._agreement.now,
         )
-        layers = service.shape.num_layers
-        self._late = LateStart(cache, scheduler, known, service.estimator, self.jobs, slots, layers)
+        self._late = LateStart(
+            *(cache, scheduler, known, service.estimator, self.jobs, slots),
+            # A draft model's pass would have to wait as well, and cannot be put back.
+            service.shape.num_layers if layers.packed is None else None,
+        )
         make = service.make_blends
         self._blends: Any = make and make(cache, scheduler, service, self.jobs, self._late.gate)
         """Plans blends and computes them; None if this server does not blend."""
@@ -147,9 +152,9 @@ class PrefixLoads:
         known.waiter.patience = wish.patience
         known.stored, known.io = plan.stop, plan.estimate.io
         if isinstance(plan, LoadPlan):
-            own, tokens = known.kv_class, planned.tokens[: plan.stop]
-            store = self._service.store
-            job = LoadJob(store, own, known.space, tokens, plan.match, plan.start)
+            beyond, own = self._planner.beyond, known.kv_class
+            store, tokens = self._service.store, planned.tokens[: plan.stop + beyond]
+            job = LoadJob(store, own, known.space, tokens, plan.match, plan.start, beyond)
         else:
             job = self._blends.job(known, plan)
         # Perhaps one of others brings it, or the beginning of it.

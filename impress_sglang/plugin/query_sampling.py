@@ -45,7 +45,7 @@ class QuerySampler:
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = kwargs.get("forward_batch", args[3] if len(args) > 3 else None)
-        if batch is None or not batch.forward_mode.is_extend():
+        if batch is None or not batch.forward_mode.is_extend_without_speculative():
             return
         queries: Tensor = kwargs.get("q", args[0] if args else None)
         if queries is None or batch.extend_seq_lens_cpu is None:

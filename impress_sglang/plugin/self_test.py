@@ -14,6 +14,7 @@ import logging
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import attention_layers
 from impress_sglang.plugin.eligibility import check_plain
-from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.pools import PoolLayers, is_latent, streams_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -42,10 +43,17 @@ MOST_TOKENS = 72
 WORST_ERROR = 0.05
 
 
-def check_kvs(runner: Any, config: ImpressConfig, shape: KVShape, codec: KVCodec | None) -> float:
+def check_kvs(
+    runners: Sequence[Any],
+    layers: PoolLayers,
+    config: ImpressConfig,
+    shape: KVShape,
+    codec: KVCodec | None,
+) -> float:
     """Store and load random KVs; returns the seconds that it took.
 
-    `runner` is SGLang's `ModelRunner` after its pools are made, before any request.
+    `runners` are SGLang's `ModelRunner` of the model, and of draft models with pools of their own,
+    after the pools are made and before any request; `layers` and `shape` are of all these.
 
     Raises:
         UnsupportedError: they are not what they were, or requests are made in another way.
@@ -59,10 +67,10 @@ def check_kvs(runner: Any, config: ImpressConfig, shape: KVShape, codec: KVCodec
             own = ImpressConfig(
                 ssd_dir=folder, policy=config.policy, device_gb=0.0, host_gb=0.0, min_free_gb=0.0
             )
-            device = PoolLayers(runner.token_to_kv_pool)(0)[0].device
+            device = layers(0)[0].device
             store = PrefixStore(own, "self-test", shape, device, FileSystem(), codec=codec)
             with contextlib.closing(store):
-                error = _error(runner, store, shape, codec, device)
+                error = _error(runners, layers, store, shape, SlotFiller(shape, device, codec))
     except Exception as caught:
         # Whatever it is, requests would meet it as well.
         error = repr(caught)
@@ -77,27 +85,26 @@ def check_kvs(runner: Any, config: ImpressConfig, shape: KVShape, codec: KVCodec
 
 
 def _error(
-    runner: Any, store: PrefixStore, shape: KVShape, codec: KVCodec | None, device: torch.device
+    runners: Sequence[Any],
+    layers: PoolLayers,
+    store: PrefixStore,
+    shape: KVShape,
+    filler: SlotFiller,
 ) -> str:
     """What goes wrong; empty if nothing does."""
-    pool, random = runner.token_to_kv_pool, torch.Generator().manual_seed(1)
-    free = 1 + torch.randperm(pool.size, generator=random)
-    count = min(MOST_TOKENS, pool.size // 3)
+    random, size = torch.Generator().manual_seed(1), runners[0].token_to_kv_pool.size
+    count = min(MOST_TOKENS, size // 3)
+    used = 1 + torch.randperm(size, generator=random)[: 3 * count].to(layers(0)[0].device)
     # Of the third part nothing may change.
-    written, filled, others = free.to(device)[: 3 * count].split(count)
-    heads, dims = shape.num_kv_heads, (shape.key_dim, shape.value_dim)
-    kvs = [
-        [torch.randn(3 * count, heads, dim, generator=random).to(pool.dtype) for dim in dims]
-        for _ in range(shape.num_layers)
-    ]
-    for layer, own in zip(attention_layers(runner.model), kvs, strict=True):
-        pool.set_kv_buffer(layer, free.to(device)[: 3 * count], *(kv.to(device) for kv in own))
-    tokens, access, layers = np.arange(count, dtype=np.int32), PoolAccess(), PoolLayers(pool)
+    written, filled, others = used.split(count)
+    given = [(own.token_to_kv_pool, _give(own, used, random)) for own in runners]
+    tokens, access = np.arange(count, dtype=np.int32), PoolAccess()
+    forward_stream = runners[0].forward_stream
     store.writes.offer(
         "",
         Offer(
             tokens,
-            lambda start: PoolLayerReader(layers, written[start:], runner.forward_stream, access),
+            lambda start: PoolLayerReader(layers.read, written[start:], forward_stream, access),
             on_done=access.revoke,
             abandon=access.revoke,
             min_tokens=1,
@@ -107,28 +114,54 @@ def _error(
     spans = store.match("", tokens).spans
     if sum(map(len, spans)) != count:
         return f"only {sum(map(len, spans))} of {count} tokens were stored"
-    filler = SlotFiller(shape, device, codec)
     for planes in (None, NUM_PLANES)[: 1 + shape.coded]:
         source = store.open_whole(spans, planes)
         for layer in range(shape.num_layers):
-            fill = layer, source, *layers(layer), filled, FillStats(), contextlib.nullcontext
-            filler.fill(*fill)
+            stats = FillStats()
+            if layers.packed is not None and layer >= layers.packed.first:
+                layers.packed.fill(filler, layer, source, filled, stats, contextlib.nullcontext)
+            else:
+                rows = *layers(layer), filled
+                filler.fill(layer, source, *rows, stats, contextlib.nullcontext)
         store.close_source(source)
-        worst = WORST_ERROR if codec is None else math.inf
-        most = 0.0 if planes is None else worst
-        for layer, own in enumerate(kvs):
-            number = layer + pool.start_layer
-            for kind, kv, now in zip(
-                ("keys", "values"),
-                own,
-                (pool.get_key_buffer(number), pool.get_value_buffer(number)),
-                strict=True,
-            ):
-                if not torch.equal(_rows(now, others), kv[2 * count :].double()):
-                    return f"{kind} of layer {layer} are in slots of others"
-                off = _relative(_rows(now, filled), kv[:count])
-                if not off <= most:
-                    return f"{kind} of layer {layer} are off by {off:.1%}"
+        most = 0.0 if planes is None else math.inf if shape.basis else WORST_ERROR
+        for pool, kvs in given:
+            for layer, own in enumerate(kvs):
+                if error := _difference(pool, layer, own, filled, others, most):
+                    return error
+    return ""
+
+
+def _give(runner: Any, slots: Tensor, random: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """Give random KVs [n, G, D] to slots int64 [n] of a pool as a pass does; returns them."""
+    pool, given = runner.token_to_kv_pool, []
+    streams = streams_of(pool, pool.dtype)
+    modules = {own.layer_id: own for own in attention_layers(runner.model)}
+    for module in modules.values():
+        both = [
+            torch.randn(len(slots), streams.heads, dim, generator=random).to(pool.dtype)
+            for dim in streams.dims
+        ]
+        if is_latent(pool):
+            both = [torch.cat(both, -1), both[0]]
+        pool.set_kv_buffer(module, slots, *(own.to(slots.device) for own in both))
+        given.append((both[0], both[1]))
+    assert len(given) == pool.layer_num
+    return given
+
+
+def _difference(
+    pool: Any, layer: int, own: Sequence[Tensor], filled: Tensor, others: Tensor, most: float
+) -> str:
+    """What is not in the slots of a layer of a pool as it should be, if errors are `most`."""
+    number, count = layer + pool.start_layer, len(filled)
+    found = pool.get_key_buffer(number), pool.get_value_buffer(number)
+    for kind, kv, now in zip(("keys", "values"), own, found, strict=True):
+        if not torch.equal(_rows(now, others), kv[2 * count :].double()):
+            return f"{kind} of layer {layer} are in slots of others"
+        off = _relative(_rows(now, filled), kv[:count])
+        if not off <= most:
+            return f"{kind} of layer {layer} are off by {off:.1%}"
     return ""
 
 

@@ -63,6 +63,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         self,
         service: Service,
         model: Any,
+        layers: PoolLayers,
         forward_stream: Any,
         read_identity: Callable[[], str],
         ranks: Ranks = ALONE,
@@ -72,20 +73,22 @@ class ImpressTreeCache(UnifiedRadixCache):
         Args:
             service: the store, and what goes with it.
             model: whose queries are sampled.
+            layers: of SGLang's pool.
             forward_stream: SGLang's, on which passes run.
             read_identity: returns the model identity; called again after each flush.
             ranks: with which this one agrees.
         """
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
-        keys = PoolLayers(pool)(0)[0]
+        self._layers, keys = layers, layers(0)[0]
         self._device = keys.device
         self._service = service
-        self._planner = planner = LoadPlanner(service, self.page_size)
+        # Keys of pairs of tokens: drafts of EAGLE see the next one.
+        beyond = int(self.tree_core.is_eagle)
+        self._planner = planner = LoadPlanner(service, self.page_size, beyond)
         self._provenance = Provenance(len(keys), keys.device)
         sampler = QuerySampler(model)
         self._ranks = ranks
         self._saves = WriteBack(
-            self, service, planner, self._provenance, sampler, forward_stream, ranks
+            self, service, planner, self._provenance, sampler, layers, forward_stream, ranks
         )
         self._known = KnownRequests(self, service, planner, self._saves.sight, ranks)
         counts = self._saves.sights is not None
@@ -107,6 +110,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             self._known,
             self._provenance,
             self._reports,
+            self._layers,
             self._device,
             self._ranks,
         )

@@ -14,6 +14,7 @@ from impress_sglang.config import ImpressConfig, share_of_rank
 from impress_sglang.options import CODES, EXACTLY, OFF
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.compat import warn_if_untested
+from impress_sglang.plugin.drafts import DRAFTED, draft_runners
 from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import PoolLayers, streams_of
 from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
@@ -46,9 +47,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     ranks = ranks_of(context)
     check_layers(runner, ranks.size)
     streams = streams_of(runner.token_to_kv_pool, runner.model_config.dtype)
-    if streams.no_codes:
-        config = config.without_codes(streams.no_codes)
-        logger.info("prefixes are loaded exactly: %s", streams.no_codes)
+    drafts = draft_runners(context.tp_worker)
+    for own in drafts:
+        streams_of(own.token_to_kv_pool, own.model_config.dtype)
+    if no_codes := streams.no_codes or (DRAFTED if drafts else ""):
+        config = config.without_codes(no_codes)
+        logger.info("prefixes are loaded exactly: %s", no_codes)
     attend_rectangularly(runner.attn_backend)
     make_blends = None
     if config.blend != OFF:
@@ -73,10 +77,14 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
             "they take two thirds of the bytes (--impress-basis)"
         )
 
-    def read_identity() -> str:
-        return identity_of_rank(ranks, lambda: identity_of(context, shape))
+    layers = PoolLayers(runner.token_to_kv_pool)
+    if drafts:
+        shape = layers.add(shape, [own.token_to_kv_pool for own in drafts])
 
-    device = PoolLayers(runner.token_to_kv_pool)(0)[0].device
+    def read_identity() -> str:
+        return identity_of_rank(ranks, lambda: identity_of(context, shape, drafts))
+
+    device = layers(0)[0].device
     self_test = None
     # Kernels first: opening the store takes much memory.
     if policy.stores:
@@ -84,7 +92,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         if shape.coded and codec is None and device.type == "cpu":
             # Imports loops, which are compiled then: after an installation that takes seconds.
             code_writer_for(device)
-        self_test = check_kvs(runner, config, shape, codec)
+        self_test = check_kvs([runner, *drafts], layers, config, shape, codec)
     warn_if_untested()
     hidden_size = runner.model_config.hidden_size
     service = Service(config, shape, read_identity(), device, hidden_size, codec)
@@ -96,5 +104,5 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     assert isinstance(cache, ImpressTreeCache)
     if cache.metrics_collector is not None:
         service.metrics = ServingMetrics(cache.metrics_collector.labels)
-    cache.connect(service, runner.model, runner.forward_stream, read_identity, ranks)
+    cache.connect(service, runner.model, layers, runner.forward_stream, read_identity, ranks)
     return cache

@@ -84,7 +84,8 @@ class TreeSweeps(Sweeps):
                 continue
             key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
             match = match_resident(self._cache, key)
-            if match.device_prefix_len >= len(prefix):
+            # SGLang may have turned it into a key of pairs.
+            if match.device_prefix_len >= len(key):
                 found.append(self._cache.tree_core.node_by_id(match.last_device_node))
         return found
 

@@ -84,6 +84,7 @@ class WriteBack:
         planner: LoadPlanner,
         provenance: Provenance,
         sampler: QuerySampler,
+        layers: PoolLayers,
         forward_stream: Any,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -95,6 +96,7 @@ class WriteBack:
         self._provenance = provenance
         self._sampler = sampler
         self._forward_stream = forward_stream
+        self._layers = layers
         self._access = PoolAccess()
         self._saves: dict[_Save, None] = {}
         config = self._service.config
@@ -285,12 +287,14 @@ class WriteBack:
         quality, first = self._quality_of(known, save.slots)
         if quality is None or first >= len(save.slots):
             return False
-        layers = PoolLayers(self._cache.token_to_kv_pool_allocator.get_kvcache())
+        layers = self._layers
         tokens = as_tokens(req.full_untruncated_fill_ids[: len(save.slots)])
 
         def read_layers(start: int) -> LayerReader:
             part = save.slots[start:]
-            return save.guarded(PoolLayerReader(layers, part, self._forward_stream, self._access))
+            return save.guarded(
+                PoolLayerReader(layers.read, part, self._forward_stream, self._access)
+            )
 
         offer = Offer(
             tokens,

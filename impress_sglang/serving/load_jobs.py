@@ -32,6 +32,7 @@ from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.threads import compute_alone
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.packed import PackedLayers
 from impress_sglang.transfer.stored_source import ReadStats
 
 logger = logging.getLogger(__name__)
@@ -75,9 +76,10 @@ class LoadJob:
         store: has the tokens.
         kv_class: of the KVs that are brought.
         space: what else keeps prompts apart: `extra_key` and `cache_salt` of the request.
-        tokens: int32 [stop], the prompt up to the last of them.
+        tokens: int32 [stop + beyond], the prompt up to the last of them.
         match: what is stored of these tokens, from the first.
         start: the first token; until the job is loading, what was resident when it was planned.
+        beyond: how many more tokens its key in SGLang's tree has.
         waiters: ids of requests that wait for it.
         target: int64 [stop - start], the slots that are filled.
         slots: the same while they belong to the job: neither given back nor in SGLang's tree.
@@ -91,6 +93,7 @@ class LoadJob:
     tokens: Tokens
     match: StoredMatch
     start: int
+    beyond: int = 0
     waiters: set[str] = dataclasses.field(default_factory=set)
     target: Tensor | None = None
     slots: Tensor | None = None
@@ -128,7 +131,7 @@ class LoadJob:
     @property
     def stop(self) -> int:
         """Where it ends."""
-        return len(self.tokens)
+        return len(self.tokens) - self.beyond
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -244,15 +247,17 @@ class JobLoader:
         device: torch.device,
         layers: Callable[[int], tuple[Tensor, Tensor]],
         codec: KVCodec | None = None,
+        packed: PackedLayers | None = None,
     ) -> None:
         """`layers` gives the pools of keys and values of a layer; `device`: where these are.
 
-        `codec` restores what a basis has coded.
+        `codec` restores what a basis has coded; `packed` are the layers behind those of the pools.
         """
         self.wake = threading.Event()
         """Set when a job has ended."""
         self._shape = shape
         self._layers = layers
+        self._packed = packed
         self._filler = SlotFiller(shape, device, codec)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
@@ -362,11 +367,14 @@ class JobLoader:
     ) -> None:
         if job.revoked:
             raise JobRevoked
-        keys, values = self._layers(layer)
-        self._filler.fill(layer, source, keys, values, slots, job.fills, job.writing)
-        if after is not None:
-            with job.writing():
-                after(keys)
+        if self._packed is not None and layer >= self._packed.first:
+            self._packed.fill(self._filler, layer, source, slots, job.fills, job.writing)
+        else:
+            keys, values = self._layers(layer)
+            self._filler.fill(layer, source, keys, values, slots, job.fills, job.writing)
+            if after is not None:
+                with job.writing():
+                    after(keys)
         job.note_layer(None if self._stream is None else self._stream.record_event())
         source.end_layer(layer)
         job.store.ahead.top_up()

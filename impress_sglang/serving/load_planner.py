@@ -42,11 +42,15 @@ class LoadPlan:
 class LoadPlanner:
     """Matches prompts with the store; on the scheduler's thread, and without a look at the disk."""
 
-    def __init__(self, service: Service, page_size: int) -> None:
-        """`page_size`: of SGLang's pool; prefixes are used in whole pages."""
+    def __init__(self, service: Service, page_size: int, beyond: int = 0) -> None:
+        """`page_size`: of SGLang's pool; prefixes are used in whole pages.
+
+        `beyond`: how many tokens behind a slot's own its KVs depend on.
+        """
         self._service = service
         self._config = service.config
         self._page_size = page_size
+        self.beyond = beyond
 
     def looks_for(self, num_tokens: int) -> bool:
         """Whether to look up a prompt of `num_tokens` now; takes over a store that has opened."""
@@ -68,7 +72,8 @@ class LoadPlanner:
         if not self.looks_for(len(tokens)):
             return StoredMatch()
         match = self._service.store.match(namespace, tokens, least=least)
-        return StoredMatch(match.slice(0, self.whole_pages(match.num_tokens)))
+        usable = self.whole_pages(max(match.num_tokens - self.beyond, 0))
+        return StoredMatch(match.slice(0, usable))
 
     def plan(
         self, namespace: str, tokens: Tokens, resident_len: int, own: KVClass

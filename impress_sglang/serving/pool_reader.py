@@ -50,14 +50,14 @@ class PoolLayerReader:
 
     def __init__(
         self,
-        layers: Callable[[int], tuple[Tensor, Tensor]],
+        read: Callable[[int, Tensor], tuple[Tensor, Tensor]],
         slots: Tensor,
         forward_stream: Any,
         access: PoolAccess,
     ) -> None:
-        """`layers` gives the pools of keys and values of a layer."""
+        """`read` gathers keys and values of a layer from slots."""
         self._access, self._term = access, access.term
-        self._layers = layers
+        self._read_layer = read
         self._slots = slots
         self._stream = None
         self._after: list[Any] = []
@@ -86,7 +86,7 @@ class PoolLayerReader:
         with torch.cuda.device_of(self._slots), torch.cuda.stream(self._stream):
             while self._stream is not None and self._after:
                 self._stream.wait_event(self._after.pop())
-            keys, values = (own[self._slots] for own in self._layers(layer))
+            keys, values = self._read_layer(layer, self._slots)
             return keys.cpu(), values.cpu()
 
 

@@ -95,10 +95,10 @@ def test_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", capabilities._NOT_CAUSAL)
 def test_configurations(name: str, tmp_path: Path) -> None:
     config = ModelConfig(str(write_config(tmp_path, LLAMA)))
-    check_model(config)
+    check_model(config, ImpressConfig())
     setattr(config, name, 1)
     with pytest.raises(UnsupportedError, match=f"models with {name}"):
-        check_model(config)
+        check_model(config, ImpressConfig())
 
 
 @pytest.mark.parametrize("module", [llama, mistral, qwen2, qwen3])

@@ -274,6 +274,8 @@ MLA = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+DSA = {**MLA, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}
+DSA |= {"index_head_dim": 16, "index_n_heads": 4}
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 HYBRID = {
     **LLAMA,
@@ -293,7 +295,7 @@ HYBRID = {
     [
         ({**SLIDING, "layer_types": ["sliding_attention"]}, "type sliding_attention"),
         (GEMMA, "attn_logit_softcapping"),
-        (MLA, "MLA"),
+        (DSA, "index keys of sparse attention"),
         (HYBRID, "hybrid"),
         ({**LLAMA, "layer_types": ["chunked_attention"]}, "layers of type chunked_attention"),
         ({**LLAMA, "attention_chunk_size": 64}, "attention_chunk_size"),
@@ -310,11 +312,20 @@ HYBRID = {
 def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
     model_config = ModelConfig(str(write_config(tmp_path, config)))
     with pytest.raises(UnsupportedError, match=word):
-        capabilities.check_model(model_config)
+        capabilities.check_model(model_config, ImpressConfig())
 
 
 def test_model_on_the_command_line(refusal: Callable[..., str], tmp_path: Path) -> None:
-    assert "MLA" in refusal(model=write_config(tmp_path, MLA))
+    assert "attn_logit_softcapping" in refusal(model=write_config(tmp_path, GEMMA))
+
+
+def test_latent_vectors(refusal: Callable[..., str], tmp_path: Path) -> None:
+    """They are loaded exactly, and whole."""
+    model = write_config(tmp_path, MLA)
+    resolve(model)
+    resolve(model, "--impress-bits=exact")
+    assert "which models with MLA do not keep" in refusal(PARTS, model=model)
+    assert "drop --impress-bits 6" in refusal("--impress-bits=6", model=model)
 
 
 def test_unsupported_sglang(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

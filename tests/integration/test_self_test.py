@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
 
 from impress_sglang.codes.planes import slots
 from impress_sglang.config import ImpressConfig
@@ -17,6 +17,7 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import self_test
 from impress_sglang.plugin.capabilities import check_layers
 from impress_sglang.plugin.factory import kv_shape
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer import filling
@@ -32,8 +33,11 @@ def run(
     policy: str = "impress",
     size: int = 300,
     model_dtype: torch.dtype | None = None,
+    draft: KVCache | None = None,
+    pool: KVCache | None = None,
 ) -> float:
-    pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
+    if pool is None:
+        pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
     runner: Any = SimpleNamespace(
         token_to_kv_pool=pool,
         model=Layers(),
@@ -44,7 +48,12 @@ def run(
         check_layers(runner)
     config = ImpressConfig(policy=policy)
     shape = kv_shape(runner, make_policy(config))
-    return check_kvs(runner, config, dataclasses.replace(shape, exact=not shape.coded), None)
+    shape = dataclasses.replace(shape, exact=not shape.coded)
+    layers, runners = PoolLayers(pool), [runner]
+    if draft is not None:
+        runners.append(SimpleNamespace(token_to_kv_pool=draft, model=Layers()))
+        shape = layers.add(shape, [draft])
+    return check_kvs(runners, layers, config, shape, None)
 
 
 @pytest.mark.parametrize("policy", ["impress", "as", "paper"])
@@ -57,6 +66,32 @@ def test_plain_pools(dtype: torch.dtype, policy: str) -> None:
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_pools_of_eight_bits(dtype: torch.dtype) -> None:
     assert run(dtype=dtype, model_dtype=torch.bfloat16) > 0.0
+
+
+def latents(dtype: torch.dtype, layers: int = 2) -> MLATokenToKVPool:
+    how: dict[str, Any] = {"enable_memory_saver": False, "dcp_replicated": True}
+    return MLATokenToKVPool(300, 1, dtype, 64, 16, layers, "cpu", **how)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
+def test_pools_of_latent_vectors(dtype: torch.dtype) -> None:
+    """Their two parts are what storage calls keys and values; drafts have one layer, say."""
+    run(pool=latents(dtype), model_dtype=torch.bfloat16)
+    run(pool=latents(dtype), model_dtype=torch.bfloat16, draft=latents(dtype))
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 16), (1, 24), (3, 40)])
+def test_pools_of_drafts(heads: int, dim: int) -> None:
+    """Whatever their shape, in layers of that of the model."""
+
+    def drafts(kind: type[MHATokenToKVPool], dtype: torch.dtype = torch.bfloat16) -> Any:
+        return kind(300, 1, dtype, heads, dim, 2, "cpu", enable_memory_saver=False)
+
+    run(policy="as", draft=drafts(MHATokenToKVPool))
+    run(policy="as", draft=drafts(MHATokenToKVPool, torch.float8_e5m2))
+    for kind in (Scaled, Shifted, Copied):
+        with pytest.raises(UnsupportedError, match="layer 0"):
+            run(policy="as", draft=drafts(kind))
 
 
 class Scaled(MHATokenToKVPool):

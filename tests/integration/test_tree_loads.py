@@ -87,6 +87,30 @@ def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_s
     assert sorted(block_hashes(world.cache.take_events(), "BlockRemoved")) == sorted(stored)
 
 
+def test_slots_whose_drafts_depend_on_the_next_token(tmp_path: Path, page_size: int) -> None:
+    """Only those are loaded whose next token is stored, too."""
+    how = {"eagle": True, "write_after": 1, "load": "always", "blend": "off", "bits": "exact"}
+    world = TreeWorld(tmp_path, page_size, **how)
+    prompt = draw(3, PREFIX + 21)
+    _, computed = kvs_of(world, "computed", prompt)
+    world.flush()
+    for name, asked, pairs in (
+        ("same", prompt, len(prompt) - 2),
+        ("other", [*prompt[:PREFIX], *draw(4, 30)], PREFIX - 1),
+    ):
+        stored = (len(prompt) - 1) // page_size * page_size
+        whole = min(pairs, stored - 1) // page_size * page_size
+        told, loaded = kvs_of(world, name, asked)
+        assert (told["path"], told["loaded_tokens"]) == ("ssd", whole)
+        for own, others in zip(loaded, computed, strict=True):
+            assert torch.equal(own[0][:whole], others[0][:whole])
+            assert torch.equal(own[1][:whole], others[1][:whole])
+        world.check_slots()
+        assert world.run(f"{name} again", asked)["path"] == "device"
+        world.flush()
+    world.close()
+
+
 def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:
     assert world.run("coded", ASKED)["path"] == "ssd"
     assert world.run("again", ASKED)["path"] == "device"

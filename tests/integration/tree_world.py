@@ -30,6 +30,7 @@ from torch import Tensor
 from impress_sglang.blend.plugin import blends
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.reports import report_of
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.ranks import ALONE, Ranks
@@ -98,8 +99,10 @@ class TreeWorld:
         size: int = 4096,
         chunk: int = 256,
         ranks: Ranks = ALONE,
+        eagle: bool = False,
         **options: Any,
     ) -> None:
+        """`eagle`: keys are those of pairs of tokens."""
         defaults = DEFAULTS | {"policy": "impress", "retention": 1.0, "bits": 6.0}
         defaults |= {"min_prefix_tokens": 16}
         self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
@@ -116,6 +119,7 @@ class TreeWorld:
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
             page_size=page_size,
+            is_eagle=eagle,
             tree_components=(ComponentType.FULL,),
             tree_core_backend="python",
             enable_kv_cache_events=True,
@@ -124,7 +128,8 @@ class TreeWorld:
         self.service = Service(self.config, SHAPE, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
         if self.config.blend != OFF:
             self.service.make_blends = blends.Blends
-        self.cache.connect(self.service, self.model, None, lambda: IDENTITY, ranks)
+        layers = PoolLayers(self.pool)
+        self.cache.connect(self.service, self.model, layers, None, lambda: IDENTITY, ranks)
         self.scheduler = SimpleNamespace(
             waiting_queue=[],
             running_batch=Batch(),

@@ -31,6 +31,8 @@ BENCH = "bench.core.server"
 FAULTY = "tests.serving.faulty_server"
 PLAIN_ATTENTION = "tests.serving.plain_attention_server"
 SLOW_BLENDS = "tests.serving.slow_blend_server"
+LATENT = "tests.serving.latent_server"
+SPECULATING = "tests.serving.speculating_server"
 RETRACTING = "tests.serving.retracting_server"
 RANKED = "tests.serving.ranks_server"
 # Runs the Python file that the variable names, in place of a server, and says how it ended.

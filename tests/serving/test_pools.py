@@ -6,11 +6,15 @@ KVs before they are rounded.
 
 from __future__ import annotations
 
-from tests.serving.compare import assert_same, report
+from pathlib import Path
+
+import pytest
+
+from tests.serving.compare import Answer, assert_same, report
 from tests.serving.conftest import Serve
 from tests.serving.damage import store_damaged
-from tests.serving.harness import Server
-from tests.serving.tiny_models import random_tokens
+from tests.serving.harness import LATENT, SPECULATING, Server
+from tests.serving.tiny_models import make_draft, make_eagle, make_model, random_tokens
 
 PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300)]
 
@@ -39,3 +43,55 @@ def test_eight_bits(serve: Serve) -> None:
     with serve("fp8", *flags) as server:
         told = report(server.generate(PROMPTS[0], 1))
         assert told["path"] == "ssd", "what an earlier server stored"
+
+
+def test_latent_vectors(workdir: Path, serve: Serve) -> None:
+    model = make_model("deepseek_v2", workdir / "deepseek")
+    flags = ("--impress-keep=auto", "--max-total-tokens=9000")
+    with serve("latents", *flags, model=model, preload=LATENT) as server:
+        assert "latent vectors (MLA) are stored as they are" in server.log_text()
+        assert_comes_back(server)
+        server.assert_whole()
+
+
+TRITON = ("--attention-backend=triton", "--triton-attention-num-kv-splits=2")
+
+
+def acceptance(answers: list[Answer]) -> float:
+    """Tokens of a verified draft, on average."""
+    verified = sum(own["meta_info"]["spec_verify_ct"] for own in answers)
+    return sum(own["meta_info"]["completion_tokens"] for own in answers) / verified
+
+
+def speculating(algorithm: str, draft: Path) -> tuple[str, ...]:
+    return (
+        *(f"--speculative-algorithm={algorithm}", f"--speculative-draft-model-path={draft}"),
+        *("--speculative-num-steps=3", "--speculative-eagle-topk=1"),
+        *("--speculative-num-draft-tokens=4", "--disable-cuda-graph"),
+        *("--max-total-tokens=4000", "--impress-keep=auto"),
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE"])
+def test_drafts(workdir: Path, serve: Serve, algorithm: str) -> None:
+    """Behind what was loaded, as many are accepted as behind what was resident."""
+    if algorithm == "EAGLE":
+        model, draft = make_eagle(workdir / "eagle")
+    else:
+        model = make_model("llama", workdir / "llama-one-layer", num_hidden_layers=1)
+        draft = make_draft(model, workdir / "draft")
+    flags = (*TRITON, *speculating(algorithm, draft))
+    with serve(algorithm, *flags, model=model, preload=SPECULATING) as server:
+        assert "a draft model's KVs are stored with the others" in server.log_text()
+        found: dict[str, list[Answer]] = {"device": [], "ssd": []}
+        for seed in range(4):
+            prompt = random_tokens(200 + 10 * seed, seed)
+            server.generate(prompt, 1)
+            for path, answers in found.items():
+                answers.append(server.generate(prompt, 24, return_logprob=True))
+                assert report(answers[-1])["path"] == path
+                server.flush()
+        assert_same(found["device"], found["ssd"], 1e-4)
+        accepted = {path: acceptance(answers) for path, answers in found.items()}
+        assert accepted["ssd"] > 0.98 * accepted["device"] > 2.0, accepted
+        server.assert_whole()

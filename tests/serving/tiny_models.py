@@ -24,6 +24,23 @@ _GROUPED: dict[str, Any] = {
     # Wide enough that greedy choices are not near ties.
     "initializer_range": 0.15,
 }
+# Of 64 and 16 elements, and dense: experts need kernels that a CPU has not.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 3,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+}
 FAMILIES = ("llama", "opt", "qwen2", "qwen3")
 
 
@@ -33,7 +50,9 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
     import transformers
 
     torch.manual_seed(5)
-    if family == "llama":
+    if family == "deepseek_v2":
+        config = transformers.DeepseekV2Config(**{**_GROUPED, **_LATENT, **overrides})
+    elif family == "llama":
         config = transformers.LlamaConfig(**{**_GROUPED, **overrides})
     elif family == "qwen2":
         config = transformers.Qwen2Config(**{**_GROUPED, **overrides})
@@ -53,6 +72,58 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
+
+
+def make_draft(model: Path, folder: Path) -> Path:
+    """A model with twice the KV heads of another Llama, each of which is there twice.
+
+    Its answers are the same, and its KVs have another shape.
+    """
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    weights = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, own in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            heads = own.view(config.num_key_value_heads, -1, own.shape[1])
+            weights[name] = heads.repeat_interleave(2, 0).flatten(0, 1)
+    config.num_key_value_heads *= 2
+    draft = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draft.load_state_dict(weights)
+    draft.save_pretrained(folder)
+    return folder
+
+
+def make_eagle(folder: Path) -> tuple[Path, Path]:
+    """A Llama of one layer, and a draft of EAGLE's kind that answers nearly as it does.
+
+    All embeddings have the same norm, so that the norm before the layer, which drafts do not have,
+    changes nothing. Of what a draft sees, the embedding of the next token counts.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    model = make_model("llama", folder / "target", num_hidden_layers=1, rms_norm_eps=0.0)
+    own = transformers.AutoModelForCausalLM.from_pretrained(model)
+    weights = own.state_dict()
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
+    own.load_state_dict(weights)
+    own.save_pretrained(model)
+    draft, size = folder / "draft", own.config.hidden_size
+    own.config.architectures = ["LlamaForCausalLMEagle"]
+    own.config.save_pretrained(draft)
+    found = {
+        name.removeprefix("model."): value.clone()
+        for name, value in weights.items()
+        if "input_layernorm" not in name and "model.norm" not in name
+    }
+    found["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    found["fc.bias"] = torch.zeros(size)
+    save_file(found, draft / "model.safetensors")
+    return model, draft
 
 
 def random_tokens(length: int, seed: int) -> list[int]:

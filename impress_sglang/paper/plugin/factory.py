@@ -82,7 +82,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     if policy.stores:
         selects = not policy.exact(LoadOptions(config.min_retention))
         warm_up(shape, config.chunk_tokens, device, selects=selects)
-        self_test = check_kvs(runner, config, plain, None)
+        self_test = check_kvs([runner], PoolLayers(runner.token_to_kv_pool), config, plain, None)
     warn_if_untested()
     hidden_size = runner.model_config.hidden_size
     runtime = ServingRuntime(config, shape, read_identity(), device, hidden_size)

@@ -231,7 +231,7 @@ class PromptSaves:
 
         def read_layers(start: int) -> LayerReader:
             part = save.slots[start - first :]
-            reader = PoolLayerReader(layers, part, self._forward_stream, self._pool_access)
+            reader = PoolLayerReader(layers.read, part, self._forward_stream, self._pool_access)
             return GatedLayerReader(save, reader)
 
         offer = Offer(
