@@ -26,7 +26,7 @@ _OFF = {
     "follows one batch at a time": "enable_two_batch_overlap enable_pdmux",
     "writes KVs to slots that do not move": "enable_unified_memory",
     "does not support prefill/decode disaggregation": "disaggregation_mode enable_pd_role_switch",
-    "does not support LoRA yet": "enable_lora lora_paths uno_lora_path",
+    "does not know adapters that draft": "uno_lora_path",
     "checks requests in SGLang's HTTP server": "grpc_mode smg_grpc_mode sidecar enable_http2 "
     "use_ray",
     "does not promise the same bits however a prefix comes back": "enable_deterministic_inference "
@@ -105,11 +105,12 @@ _NOT_CAUSAL = (
     *("use_ngram_embedding", "use_engram", "pointer_head", "decision_config", "joint_head_config"),
 )
 # In what attention layers of one model may differ from a plain one: what is compared with the pool;
-# scales, which are used only for pools of another dtype; and what is computed with queries.
+# scales, which are used only for pools of another dtype; and what is computed with queries, or
+# makes keys of latent vectors.
 _FREE_IN_LAYERS = """
     layer_id tp_q_head_num tp_k_head_num tp_v_head_num head_dim qk_head_dim v_head_dim
     k_scale v_scale k_scale_float v_scale_float q_scale_float idx_q_scale_float idx_k_scale_float
-    idx_v_scale_float quant_method
+    idx_v_scale_float quant_method kv_b_proj
     scaling logit_capping_method use_prefill_attention_wrapper
 """
 
@@ -141,6 +142,11 @@ def check_options(config: ImpressConfig, options: Any) -> None:
             raise UnsupportedError(
                 f"{flag} decides by what one rank sees, so it needs --tp-size 1: drop one of them"
             )
+    if (options.enable_lora or options.lora_paths) and (config.needs_parts or config.blend != OFF):
+        raise UnsupportedError(
+            "IMPRESS blends, and loads parts of prefixes, with the model's own weights: drop "
+            "--enable-lora, or --impress-policy and --impress-blend"
+        )
     if config.schedule != OFF and options.schedule_policy not in _SCHEDULED:
         raise UnsupportedError(
             f"--impress-schedule changes places in the orders {', '.join(_SCHEDULED)}, not in that "

@@ -10,6 +10,7 @@ import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from impress_sglang.plugin.adapters import namespace_of_request
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.reports import attach
@@ -24,7 +25,6 @@ from impress_sglang.serving.report import NO_ESTIMATE, new_report
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
 from impress_sglang.store.policies import LoadOptions
-from impress_sglang.store.prefix_hashes import namespace_text
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,6 +118,7 @@ class KnownRequests:
 
     Args:
         sight: counts a request that may be stored; returns whether it should be computed exactly.
+        adapters: SGLang's `LoRAManager`, if it has one.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class KnownRequests:
         service: Service,
         planner: LoadPlanner,
         sight: Callable[[Known], bool],
+        adapters: Any = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self._alone = ranks.alone
@@ -133,6 +135,7 @@ class KnownRequests:
         self._service = service
         self._planner = planner
         self._sight = sight
+        self._adapters = adapters
         self._known: dict[str, Known] = {}
 
     def __iter__(self) -> Iterator[Known]:
@@ -161,7 +164,7 @@ class KnownRequests:
         )
         # What cannot be served from the store shares nothing that may come from it.
         own = KVClass() if refusal is not None else service.class_of(wanted)
-        namespace = namespace_text(extra_key, req.cache_salt)
+        namespace = namespace_of_request(req, self._adapters)
         known = Known(req, extra_key, wanted, own, report, namespace, Waiter(req.rid))
         if report["not_stored"] is None and self._sight(known):
             known.wanted, known.kv_class = LoadOptions(), KVClass()

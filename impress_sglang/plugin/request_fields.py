@@ -16,7 +16,7 @@ def _words(text: str) -> frozenset[str]:
 # Of `Req`, in this order: what KVs are found by; how tokens are chosen, what is returned, who asks
 # and when; where the scheduler stands with it, and what it returns.
 REQUEST = _words("""
-    origin_input_ids extra_key cache_salt
+    origin_input_ids extra_key cache_salt lora_id
 
     rid http_worker_ipc stream priority routing_key routed_dp_rank kv_hints session_id
     bootstrap_port disagg_prefill_dp_rank

@@ -67,6 +67,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         forward_stream: Any,
         read_identity: Callable[[], str],
         ranks: Ranks = ALONE,
+        adapters: Any = None,
     ) -> None:
         """Connect the cache to its store; it is SGLang's until a scheduler is attached.
 
@@ -77,6 +78,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             forward_stream: SGLang's, on which passes run.
             read_identity: returns the model identity; called again after each flush.
             ranks: with which this one agrees.
+            adapters: SGLang's `LoRAManager`, if it has one.
         """
         self._layers, keys = layers, layers(0)[0]
         self._device = keys.device
@@ -90,7 +92,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         self._saves = WriteBack(
             self, service, planner, self._provenance, sampler, layers, forward_stream, ranks
         )
-        self._known = KnownRequests(self, service, planner, self._saves.sight, ranks)
+        self._known = KnownRequests(self, service, planner, self._saves.sight, adapters, ranks)
         counts = self._saves.sights is not None
         self._reports = RequestReports(self, service, self._provenance, counts=counts)
         weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty, ranks)

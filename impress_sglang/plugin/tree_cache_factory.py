@@ -104,5 +104,6 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     assert isinstance(cache, ImpressTreeCache)
     if cache.metrics_collector is not None:
         service.metrics = ServingMetrics(cache.metrics_collector.labels)
-    cache.connect(service, runner.model, layers, runner.forward_stream, read_identity, ranks)
+    rest = runner.forward_stream, read_identity, ranks, runner.lora_manager
+    cache.connect(service, runner.model, layers, *rest)
     return cache

@@ -26,9 +26,11 @@ _INTEGERS = np.dtype("<i4")
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 
-def namespace_text(extra_key: str | None, cache_salt: str | None) -> str:
-    """The text that separates requests with different `extra_key` or `cache_salt`."""
-    return json.dumps([extra_key, cache_salt])
+def namespace_text(
+    extra_key: str | None, cache_salt: str | None, adapter: str | None = None
+) -> str:
+    """The text that separates requests with different `extra_key`, `cache_salt` or adapter."""
+    return json.dumps([extra_key, cache_salt, *([] if adapter is None else [adapter])])
 
 
 def prefix_digest(namespace: str, tokens: Tokens) -> str:

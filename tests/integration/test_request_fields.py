@@ -34,7 +34,6 @@ AGAINST: dict[str, Any] = {
     "input_embeds": [[1.0]],
     "multimodal_inputs": object(),
     "token_type_ids": [0, 1],
-    "lora_id": "a",
     "multi_item_delimiter_indices": [2],
     # It attends to later tokens.
     "dllm_config": object(),
@@ -72,7 +71,7 @@ HARMLESS: tuple[dict[str, Any], ...] = (
     {"return_hidden_states": True},
     {"custom_logit_processor": "{}"},
     {"require_reasoning": True, "priority": 3, "routing_key": "a", "stream": True},
-    {"extra_key": "alice", "cache_salt": "pepper", "session_id": "nobody"},
+    {"extra_key": "alice", "cache_salt": "pepper", "session_id": "nobody", "lora_id": "a"},
     {"session": SimpleNamespace(streaming=False), "eos_token_ids": {2}, "vocab_size": 10},
     {"bootstrap_port": 8998, "routed_dp_rank": 0, "return_sampling_mask": True},
     *(

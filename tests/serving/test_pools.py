@@ -14,7 +14,13 @@ from tests.serving.compare import Answer, assert_same, report
 from tests.serving.conftest import Serve
 from tests.serving.damage import store_damaged
 from tests.serving.harness import LATENT, SPECULATING, Server
-from tests.serving.tiny_models import make_draft, make_eagle, make_model, random_tokens
+from tests.serving.tiny_models import (
+    make_adapter,
+    make_draft,
+    make_eagle,
+    make_model,
+    random_tokens,
+)
 
 PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300)]
 
@@ -84,14 +90,49 @@ def test_drafts(workdir: Path, serve: Serve, algorithm: str) -> None:
     with serve(algorithm, *flags, model=model, preload=SPECULATING) as server:
         assert "a draft model's KVs are stored with the others" in server.log_text()
         found: dict[str, list[Answer]] = {"device": [], "ssd": []}
-        for seed in range(4):
-            prompt = random_tokens(200 + 10 * seed, seed)
+        for seed in range(2):
+            prompt = random_tokens(100 + 10 * seed, seed)
             server.generate(prompt, 1)
             for path, answers in found.items():
-                answers.append(server.generate(prompt, 24, return_logprob=True))
+                answers.append(server.generate(prompt, 16, return_logprob=True))
                 assert report(answers[-1])["path"] == path
                 server.flush()
         assert_same(found["device"], found["ssd"], 1e-4)
         accepted = {path: acceptance(answers) for path, answers in found.items()}
         assert accepted["ssd"] > 0.98 * accepted["device"] > 2.0, accepted
         server.assert_whole()
+
+
+def test_adapters(workdir: Path, tiny_llama: Path, serve: Serve) -> None:
+    """Nobody reads what other weights have made, also of an adapter with the same name and path."""
+    folder = make_adapter(workdir / "adapter", seed=1)
+    flags = (
+        *("--enable-lora", f"--lora-paths=own={folder}", "--lora-backend=torch_native"),
+        *("--max-total-tokens=9000", "--impress-bits=exact", "--impress-keep=exact"),
+    )
+    prompt, answers = random_tokens(600, seed=7), {}
+
+    def ask(server: Server, name: str, path: str, adapter: str | None) -> None:
+        """Behind nothing, what was loaded, and what is resident, in this order."""
+        answer = server.generate(prompt, 12, return_logprob=True, lora_path=adapter)
+        assert report(answer)["path"] == path
+        assert_same([answers.setdefault(name, answer)], [answer], 1e-4)
+        server.flush()
+
+    with serve("adapters", *flags, preload=SPECULATING) as server:
+        for name, adapter in (("base", None), ("first", "own")):
+            for path in ("computed", "ssd"):
+                ask(server, name, path, adapter)
+        for name, seed, path in (("second", 2, "computed"), ("first", 1, "ssd")):
+            server.post("/unload_lora_adapter", lora_name="own").raise_for_status()
+            make_adapter(folder, seed)
+            server.post(
+                "/load_lora_adapter", lora_name="own", lora_path=str(folder)
+            ).raise_for_status()
+            ask(server, name, path, "own")
+        server.assert_whole()
+    make_adapter(folder, 2)
+    with serve("adapters", *flags, preload=SPECULATING) as server:
+        for name, adapter in (("base", None), ("second", "own")):
+            ask(server, name, "ssd", adapter)
+    assert len({tuple(own["output_ids"]) for own in answers.values()}) == 3

@@ -67,8 +67,8 @@ def test_a_server_that_is_refused_ends(workdir: Path, tiny_llama: Path, zygote: 
     """In one sentence; `tests/integration/test_refusals.py` has what is refused."""
     log = workdir / "refused.log"
     server = launch(
-        tiny_llama, log, *impress_flags(workdir / "refused"), "--enable-lora", zygote=zygote
+        tiny_llama, log, *impress_flags(workdir / "refused"), "--disable-radix-cache", zygote=zygote
     )
     wait_until(lambda: not server.process.alive(), 60)
-    assert "IMPRESS does not support LoRA yet: drop --enable-lora" in server.log_text()
+    assert "the radix cache: drop --disable-radix-cache" in server.log_text()
     assert "Traceback" not in server.log_text()

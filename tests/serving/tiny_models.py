@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,19 @@ _LATENT: dict[str, Any] = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 4,
+    "moe_layer_freq": 1,
     "topk_method": "greedy",
     "n_group": 1,
     "topk_group": 1,
+    # Others are refused on a CPU.
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
 FAMILIES = ("llama", "opt", "qwen2", "qwen3")
 
@@ -124,6 +134,25 @@ def make_eagle(folder: Path) -> tuple[Path, Path]:
     found["fc.bias"] = torch.zeros(size)
     save_file(found, draft / "model.safetensors")
     return model, draft
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """An adapter (LoRA) of the attention of the tiny Llama, which changes its answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator, weights, sizes = torch.Generator().manual_seed(seed), {}, {"q": 128, "k": 32}
+    for layer in range(_GROUPED["num_hidden_layers"]):
+        for name, size in (sizes | {"v": 32, "o": 128}).items():
+            own = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora_"
+            weights[f"{own}A.weight"] = torch.randn(8, 128, generator=generator) * 0.1
+            weights[f"{own}B.weight"] = torch.randn(size, 8, generator=generator) * 0.5
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"}
+    config |= {"target_modules": [f"{name}_proj" for name in "qkvo"], "task_type": "CAUSAL_LM"}
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def random_tokens(length: int, seed: int) -> list[int]:
