@@ -54,7 +54,6 @@ class ImpressConfig:
     bits: float | str = USUAL
     basis: str = ""
     keep: str = AUTO
-    base_error: float = 0.33
     probe_heads: int = 3
     alpha: float = 0.6
     chunk_tokens: int = 64

@@ -164,7 +164,6 @@ _RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
     ),
     "basis": (str, ANYTHING),
     "keep": (str, one_of(KEEPS)),
-    "base_error": (float, at_least(0)),
     "probe_heads": (int, at_least(1)),
     "alpha": (float, Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1)),
     "chunk_tokens": (
@@ -215,8 +214,6 @@ basis: File made by `impress calibrate` for this model. KVs are coded by it in f
 keep: What is written of a prefix. codes: KVs in few bits; requests for exact KVs compute them.
     exact: KVs as they were computed. both: three to five times the bytes of codes. auto: what
     --impress-bits may load.
-base_error: Relative error that {BITS[0]:g} bits may cause in the attention output of a KV head. A
-    head above it is always read in more bits. 0: none is.
 probe_heads: Policies paper*: probe heads N of a multi-head model. With G KV heads, max(1, round(N *
     G / 32)) of them.
 alpha: Policies paper*: exponent of the similarity threshold t = j**alpha.

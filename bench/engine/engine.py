@@ -33,7 +33,6 @@ from bench.core.report import Result, Row, Table, plain, ratio
 from bench.core.session import BenchFailed, step, work_folder
 from bench.engine.model import MODELS, Model
 from bench.policies.trace import MIN_SIGMA, draw_prefixes
-from impress_sglang.codes.planes.codec import planes_of
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import BITS, USUAL_BITS
 from impress_sglang.storage.files import install
@@ -111,7 +110,7 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
         distinct_layers=args.distinct_layers,
         seed=args.seed,
     )
-    kv_shape = shape.kv_shape(dtype)
+    kv_shape = shape.kv_shape(dtype, args.bits)
     kv_bytes = sum(lengths) * kv_shape.token_bytes * shape.layers
     files = SlowFileSystem()
     install(files)
@@ -119,8 +118,6 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
     rows = []
     for number, policy in enumerate(args.policies):
         config = ImpressConfig(
-            # Nobody has queries here to measure with.
-            base_error=0.0,
             policy="as" if policy == "as" else "impress",
             ssd_dir=str(folder),
             ssd_gb=10 * kv_bytes / 1e9 + 1.0,
@@ -185,8 +182,8 @@ class Engine:
     ) -> None:
         self._model, self._store = model, store
         self._computes = policy == "recompute"
-        self._planes = planes_of(args.bits) if policy == "impress" else None
-        self._filler = SlotFiller(model.shape.kv_shape(model.dtype), model.device)
+        self._exact = policy != "impress"
+        self._filler = SlotFiller(model.shape.kv_shape(model.dtype, args.bits), model.device)
         self._new = torch.arange(args.new_tokens, device=model.device)
         self.reads = ReadStats()
         """Of all loads."""
@@ -219,7 +216,7 @@ class Engine:
         if match.num_tokens != len(tokens):
             raise BenchFailed(f"{match.num_tokens} of {len(tokens)} tokens of a prefix are stored")
         store.tree.touch(match)
-        source = store.open_whole(match.spans, self._planes)
+        source = store.open_whole(match.spans, exact=self._exact)
         try:
             store.ahead.join(source)
             self.plan_seconds += time.perf_counter() - began

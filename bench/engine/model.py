@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from impress_sglang.options import USUAL_BITS
 from impress_sglang.storage.layout import KVShape
 
 
@@ -47,10 +48,10 @@ class ModelShape:
             vocabulary=max(8, round(self.vocabulary * scale)),
         )
 
-    def kv_shape(self, dtype: torch.dtype) -> KVShape:
-        """How a store sees the model."""
+    def kv_shape(self, dtype: torch.dtype, bits: float = USUAL_BITS) -> KVShape:
+        """How a store sees the model, with codes of so many bits."""
         heads = self.query_heads, self.kv_heads
-        return KVShape(self.layers, *heads, self.head_dim, self.head_dim, dtype, (), coded=True)
+        return KVShape(self.layers, *heads, self.head_dim, self.head_dim, dtype, (), bits)
 
 
 MODELS = {

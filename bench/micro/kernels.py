@@ -2,8 +2,7 @@
 
 Measures the card first (reading its memory, copying from pinned host memory), then
 
-  * of a prefix in codes restoring the base and raising half of all units by all planes, against
-    moving as many bytes in device memory;
+  * restoring a layer in 6 bits, against moving as many bytes in device memory;
   * restoring a layer by a basis of 4 bits, against moving as many bytes and against the product of
     matrices alone.
 
@@ -27,15 +26,12 @@ from torch import Tensor
 from bench.core.options import Option
 from bench.core.report import Result, Table, plain
 from bench.core.session import BenchFailed
-from impress_sglang.codes.planes.codec import GROUP_TOKENS
-from impress_sglang.codes.planes.layer import CodedLayer, encode_layer
-from impress_sglang.codes.planes.layout import CodeLayout
-from impress_sglang.codes.planes.tokens import CodedTokens, planes_by_unit
+from impress_sglang.codes.groups.layer import encode_layer
+from impress_sglang.codes.groups.layout import GroupLayout
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
 from impress_sglang.codes.rows.coder import decode_layer, product_matrix
 from impress_sglang.codes.rows.row import GAINS
-from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
 from impress_sglang.triton import codes
@@ -142,47 +138,25 @@ def _measure_card(watch: Watch) -> dict[str, float]:
 def _codes(args: argparse.Namespace, watch: Watch, card: dict[str, float]) -> dict[str, Any]:
     """A prefix in codes, all heads of it, into slots."""
     m, heads, dim = args.tokens, args.kv_heads, args.dim
-    layout = CodeLayout(m, heads, dim, dim, BLOCK_BYTES)
-    coded = CodedLayer.empty(layout)
-    encode_layer(layout, torch.randn(m, heads, dim), torch.randn(m, heads, dim), coded)
-    units = torch.randperm(heads * layout.num_units)[: heads * layout.num_units // 2]
-    places = torch.stack([units // layout.num_units, units % layout.num_units], 1)
-    planes = torch.arange(len(coded.planes)).repeat_interleave(len(units))
-    raised = torch.cat([planes[:, None], places.repeat(len(coded.planes), 1)], 1)
-    contents = coded.planes[raised.unbind(1)]
+    layout = GroupLayout(heads, dim, dim, 6)
+    groups = encode_layer(layout, torch.randn(m, heads, dim), torch.randn(m, heads, dim))
     slots = torch.randperm(m) + 1
     pools = [torch.zeros(m + 1, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     expected = [pool.cpu() for pool in pools]
-    oracle = code_writer_for(torch.device("cpu"))
-    tokens = CodedTokens(layout, coded.groups, 0, slots)
-
-    base, bytes_of_planes = coded.groups.cuda(), contents.cuda()
-    groups = codes.CodedGroups(base, layout.group_range_bytes, slots.cuda(), 0, GROUP_TOKENS)
-    begin, step = bytes_of_planes.data_ptr(), bytes_of_planes.stride(0)
-    entries = planes_by_unit(raised, layout, 0, begin=begin, step=step, none=0)
-    uploaded = torch.from_numpy(entries).cuda()
+    own, own_slots = groups.cuda(), slots.cuda()
 
     def restore() -> None:
-        codes.restore_base(groups, *pools)
-
-    def raise_units() -> None:
-        codes.raise_units(groups, uploaded, layout.unit_tokens, *pools)
+        codes.restore(layout, own, 0, own_slots, *pools)
 
     restore()
-    raise_units()
-    oracle.restore_base(tokens, *expected)
-    oracle.raise_units(tokens, raised, contents, *expected)
+    code_writer_for(torch.device("cpu"))(layout, groups, 0, slots, *expected)
     for pool, wanted in zip(pools, expected, strict=True):
         torch.testing.assert_close(pool.cpu(), wanted, rtol=2**-6, atol=4e-3)
 
-    element_bytes = pools[0].element_size()
-    # Raised elements are read and written; ranges count where the base is read.
-    kv_bytes = 2 * m * heads * dim * element_bytes
-    raised_bytes = 2 * len(units) * layout.unit_tokens * 2 * dim * element_bytes
+    moved = own.numel() + 2 * m * heads * dim * pools[0].element_size()
     return {
-        "shape": {"m": m, "kv_heads": heads, "dim": dim, "units": len(units)},
-        **watch.measured("restoring_", restore, base.numel() + kv_bytes, card),
-        **watch.measured("raising_", raise_units, contents.numel() + raised_bytes, card),
+        "shape": {"m": m, "kv_heads": heads, "dim": dim},
+        **watch.measured("restoring_", restore, moved, card),
     }
 
 

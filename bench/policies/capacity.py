@@ -8,7 +8,7 @@ pool, and answers take no time. A token of llama-3-8b has 128 KiB, and a GPU com
 second; of qwen-0.5b 12 KiB and 300,000. In shares of these bytes, --kinds of files are
 
   exact         1, all of it read (--impress-keep exact)
-  6 bits        codes of .53, of which .41 are read, beside exact KVs (both)
+  6 bits        codes of .41 beside exact KVs (both)
   basis         codes of .26 beside exact KVs
   ... alone     the codes alone (codes); with 3 bits .20
 
@@ -87,9 +87,9 @@ class Kind(NamedTuple):
 MODELS = {"llama-3-8b": Model(131072, 30e3), "qwen-0.5b": Model(12288, 300e3)}
 KINDS = {
     "exact": Kind(1.0, 1.0, EXACT_BITS),
-    "6 bits": Kind(0.41, 1.53),
+    "6 bits": Kind(0.41, 1.41),
     "basis": Kind(0.26, 1.26),
-    "6 bits alone": Kind(0.41, 0.53),
+    "6 bits alone": Kind(0.41, 0.41),
     "basis alone": Kind(0.26, 0.26),
     "3 bits alone": Kind(0.20, 0.20),
 }

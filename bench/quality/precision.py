@@ -32,12 +32,12 @@ from bench.core.options import DATA, MODEL, Option
 from bench.core.report import Column, Result, Row, Table
 from bench.core.session import BenchFailed, step
 from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
-from impress_sglang.codes.planes.codec import GROUP_TOKENS, LEVELS, code_keys, code_values, restore
+from impress_sglang.codes.groups.codec import GROUP_TOKENS, code_keys, code_values, restore
+from impress_sglang.codes.groups.energy import MEASURED_QUERIES
+from impress_sglang.codes.groups.layout import GroupLayout
 from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.fit import SINK_TOKENS
-
-# Of the last tokens of a prefix; see `codes.planes.floors`.
-MEASURED_QUERIES = 16
+from impress_sglang.options import BITS
 
 
 class Rule(NamedTuple):
@@ -54,7 +54,7 @@ class Rule(NamedTuple):
             rule = cls(kind, float(bits))
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not KIND BITS") from None
-        if kind not in ("coded", "basis") or (kind == "coded" and rule.bits not in LEVELS):
+        if kind not in ("coded", "basis") or (kind == "coded" and rule.bits not in BITS):
             raise argparse.ArgumentTypeError(f"there is no rule {text!r}")
         return rule
 
@@ -65,9 +65,9 @@ class Rule(NamedTuple):
 OPTIONS = (
     Option(
         "rules",
-        tuple(Rule("coded", bits) for bits in LEVELS),
+        tuple(Rule("coded", bits) for bits in BITS),
         "coded or basis, with bits",
-        quick=(Rule("coded", LEVELS[0]),),
+        quick=(Rule("coded", BITS[0]),),
         parse=Rule.parse,
     ),
     Option("prefixes", 5, "of each text", quick=1),
@@ -151,8 +151,7 @@ class Reader:
             return [(self._turner.turned(keys, back=False), values) for keys, values in found]
         found, bits = [], int(rule.bits)
         for (keys, values), energy in zip(kvs, energies, strict=True):
-            coded = code_keys(keys, energy), code_values(values)
-            own = restore(coded[0], bits), restore(coded[1], bits)
+            own = restore(code_keys(keys, bits, energy)), restore(code_values(values, bits))
             for left, right in zip(own, (keys, values), strict=True):
                 left[:SINK_TOKENS] = right[:SINK_TOKENS]
             found.append(own)
@@ -169,10 +168,8 @@ class Reader:
             features = sum(heads * dim for heads, dim in own.shapes) * own.num_layers
             return round(own.token_bytes / (2 * features), 4)
         heads, key_dim, value_dim = self._sizes
-        # A byte for each channel of keys says which bits are where.
-        ranges = 2 * heads * (2 * key_dim + 2 * GROUP_TOKENS) + heads * key_dim
         elements = GROUP_TOKENS * heads * (key_dim + value_dim)
-        return round((elements * rule.bits / 8 + ranges) / (2 * elements), 4)
+        return round(GroupLayout(*self._sizes, int(rule.bits)).group_bytes / (2 * elements), 4)
 
     def _read(self, kvs: KVs | tuple[()], tokens: Sequence[int]) -> tuple[Any, Tensor]:
         from transformers import DynamicCache

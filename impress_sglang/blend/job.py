@@ -163,7 +163,8 @@ class BlendJob(LoadJob):
         self._close(opened, number)
 
     def _open(self, number: int) -> AnySource:
-        return self.store.open_whole([run.span for run in self._groups[number]], self.plan.planes)
+        spans = [run.span for run in self._groups[number]]
+        return self.store.open_whole(spans, exact=False)
 
     def _close(self, opened: dict[int, AnySource], number: int) -> None:
         source = opened.pop(number)

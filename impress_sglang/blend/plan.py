@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from impress_sglang.codes.planes.codec import planes_of
 from impress_sglang.cost import Estimate, RequestLengths
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.serving.why import Detail
@@ -95,11 +94,6 @@ class BlendPlan:
     def stop(self) -> int:
         """Where it ends."""
         return self.work.resident + self.work.stored
-
-    @property
-    def planes(self) -> int:
-        """How many planes are read of codes."""
-        return planes_of(self.estimate.bits)
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:

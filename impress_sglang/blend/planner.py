@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from impress_sglang.blend.plan import CHECKED_LAYERS, BlendNotes, BlendPlan, Kind, runs_of
-from impress_sglang.codes.planes.codec import planes_of
 from impress_sglang.config import ImpressConfig
 from impress_sglang.cost import Estimate, Estimator, RequestLengths, most_of
 from impress_sglang.loops.types import Uint8s
@@ -149,7 +148,7 @@ class BlendPlanner:
         kinds = self._kinds(resident_len, known, stop, runs)
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
         read = store.forecast.coded_bytes([run.span for run in (*prefix, *runs)])
-        io = store.forecast.seconds_to_read(read.expected(planes_of(own.bits)))
+        io = store.forecast.seconds_to_read(read)
         share, estimate = self._choose(work, kinds, io, blend)
         if (refusal := self._too_slow(estimate, usual)) is not None:
             if notes.why is None:

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from impress_sglang.cli.outcome import Refused
-from impress_sglang.codes.planes.codec import DIM_GRAIN, NUM_PLANES, planes_of
+from impress_sglang.codes.groups.codec import DIM_GRAIN
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
 from impress_sglang.options import BITS, CODES
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from impress_sglang.store.forecast import CodedBytes
 from impress_sglang.transfer.kv_codec import shape_by
 
 _GB = 1e9
@@ -58,7 +57,7 @@ def plan(
             "prefixes, tokens and the drive's rate must be positive, and bits one of "
             + ", ".join(f"{own:g}" for own in BITS)
         )
-    shape = shape_of(_config_of(model))
+    shape = shape_of(_config_of(model), bits)
     if basis is not None:
         try:
             shape = shape_by(Basis.load(basis).keeping(bits), shape)
@@ -66,10 +65,7 @@ def plan(
             raise Refused(str(error)) from error
     shape = replace(shape, exact=keep != CODES)
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
-    read = 0.0
-    for codes in layout.codes:
-        coded = CodedBytes(codes.base_bytes, (codes.planes_bytes / NUM_PLANES,) * NUM_PLANES)
-        read += coded.expected(planes_of(bits))
+    read = sum(own.layer_bytes for own in layout.codes)
     exact = tokens * shape.num_layers * shape.token_bytes
     stored = layout.file_bytes
     return {
@@ -86,8 +82,8 @@ def plan(
     }
 
 
-def shape_of(config: Mapping[str, Any]) -> KVShape:
-    """The shape of a model's KVs on one rank that has all heads.
+def shape_of(config: Mapping[str, Any], bits: float) -> KVShape:
+    """The shape of a model's KVs, in codes of so many bits, on one rank that has all heads.
 
     Raises:
         Refused: the configuration does not say it, or KVs are compressed (MLA).
@@ -108,7 +104,7 @@ def shape_of(config: Mapping[str, Any]) -> KVShape:
         raise Refused("the model's config.json does not say its KVs")
     if dim % DIM_GRAIN:
         raise Refused(f"heads of {dim} dimensions, no multiple of {DIM_GRAIN}, are not supported")
-    return KVShape(layers, heads, key_heads, dim, dim, dtype, (), coded=True)
+    return KVShape(layers, heads, key_heads, dim, dim, dtype, (), bits)
 
 
 def _config_of(model: Path) -> Mapping[str, Any]:

@@ -25,8 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from impress_sglang.cli.outcome import Refused
-from impress_sglang.codes.planes.floors import Coding, CodingRule, Floors
-from impress_sglang.codes.rows.pages import RowPages
+from impress_sglang.codes.groups.energy import Coding, CodingRule
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import decode_layer
@@ -114,8 +113,6 @@ class Contents:
             found[f"{number}.values"] = shape.dtype, (*rows, shape.value_dim)
         for number in range(len(self.prefixes) if shape.basis else 0):
             found[f"{number}.fits"] = torch.float32, (shape.num_layers,)
-        for number in range(len(self.prefixes) if _has_floors(shape) else 0):
-            found[f"{number}.floors"] = torch.uint8, (shape.num_layers, shape.num_kv_heads)
         for number, own in enumerate(self.prefixes if shape.basis else ()):
             for layer, row_bytes in enumerate(shape.row_bytes_of_layers):
                 found[f"{number}.rows.{layer}"] = torch.uint8, (own.num_tokens, row_bytes)
@@ -212,22 +209,19 @@ class PrefixFile:
         return keys[layer, first:], values[layer, first:]
 
     def coding(self, number: int, first: int) -> CodingRule | None:
-        """How the layers of a prefix are coded from its token `first` on; None without codes.
+        """How the layers of a prefix are coded from its token `first` on: as in the file.
 
-        By a basis, as they are in the file; else anew, by floors.
+        None: there is no basis, and what is coded is coded anew.
         """
-        if self.contents.shape.basis:
-            fits: Tensor = self._read(f"{number}.fits")
-
-            def rows(layer: int, keys: Tensor, values: Tensor) -> Coding:
-                own = self._file.get_slice(f"{number}.rows.{layer}")[first : first + len(keys)]
-                return Coding(rows=own, fit=float(fits[layer]))
-
-            return rows
-        if not _has_floors(self.contents.shape):
+        if not self.contents.shape.basis:
             return None
-        floors: Floors = self._read(f"{number}.floors").numpy()
-        return lambda layer, keys, values: Coding(floors[layer])
+        fits: Tensor = self._read(f"{number}.fits")
+
+        def rows(layer: int, keys: Tensor, values: Tensor) -> Coding:
+            own = self._file.get_slice(f"{number}.rows.{layer}")[first : first + len(keys)]
+            return Coding(rows=own, fit=float(fits[layer]))
+
+        return rows
 
     def _read(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
@@ -261,10 +255,6 @@ def _contents_of(file: Any) -> Contents:
     return contents
 
 
-def _has_floors(shape: KVShape) -> bool:
-    return shape.coded and not shape.basis
-
-
 def _write_segment(
     files: FileSystem, descriptor: int, segment: OpenSegment, places: dict[str, int]
 ) -> dict[str, str]:
@@ -285,8 +275,6 @@ def _write_segment(
             put(f"rows.{layer}", rows)
     if segment.info.shape.basis:
         put("fits", torch.from_numpy(segment.fits))
-    if _has_floors(segment.info.shape):
-        put("floors", torch.from_numpy(segment.floors))
     return {name: state.hexdigest() for name, state in states.items()}
 
 
@@ -294,8 +282,7 @@ def _layers(segment: OpenSegment) -> Iterator[tuple[Tensor, Tensor, Tensor | Non
     """Keys and values of each layer in logical order, and its rows if it has some; verified."""
     layout = segment.layout
     for layer in range(layout.shape.num_layers):
-        codes = layout.codes[layer] if layout.codes else None
-        pages = codes if isinstance(codes, RowPages) else None
+        pages = layout.codes[layer] if layout.shape.basis else None
         size = layout.columns_bytes if pages is None else layout.layer_bytes(layer)
         memory = AlignedMemory(size)
         segment.fill(memory, layout.layer_offset(layer))

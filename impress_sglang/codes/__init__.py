@@ -1,1 +1,1 @@
-"""KVs in few bits: in planes (`planes`), or as rows by a basis of the model (`rows`)."""
+"""KVs in few bits: in groups of tokens (`groups`), or as rows by a basis of the model (`rows`)."""

@@ -1,68 +1,64 @@
-"""Where groups of equal size are on disk, in pages that begin at a block of the drive; no I/O."""
+"""Where groups of equal size are on disk, in pages that begin at a block of the drive; no I/O.
+
+Without a basis a group is `codes.groups.layout.GroupLayout`, with one the row of a token.
+"""
 
 from __future__ import annotations
 
-import abc
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-class Pages(abc.ABC):
-    """Sizes, in bytes, of groups that stand one after another in pages.
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """Sizes, in bytes, of the groups of a layer, which stand one after another in pages.
 
     The last page has the remaining groups. `block_bytes` is what a drive reads at once.
     """
 
+    num_tokens: int
+    group_tokens: int
+    group_bytes: int
+    page_groups: int
     block_bytes: int
 
+    def __post_init__(self) -> None:
+        assert self.num_tokens > 0
+
     @property
-    @abc.abstractmethod
     def num_groups(self) -> int:
-        """Number of groups."""
-
-    @property
-    @abc.abstractmethod
-    def group_bytes(self) -> int:
-        """Bytes of one group."""
-
-    @property
-    @abc.abstractmethod
-    def page_groups(self) -> int:
-        """Groups of a page."""
+        """Number of groups, the last of which may have fewer tokens."""
+        return -(-self.num_tokens // self.group_tokens)
 
     @functools.cached_property
     def page_bytes(self) -> int:
         """Bytes of a page; the last one may be shorter."""
-        return self.in_blocks(self.page_groups * self.group_bytes)
+        return _in_blocks(self.page_groups * self.group_bytes, self.block_bytes)
 
     @property
     def num_pages(self) -> int:
         """Number of pages."""
         return -(-self.num_groups // self.page_groups)
 
-    @property
-    def base_bytes(self) -> int:
+    @functools.cached_property
+    def layer_bytes(self) -> int:
         """Bytes of all pages."""
         whole = self.num_pages - 1
         rest = self.num_groups - whole * self.page_groups
-        return whole * self.page_bytes + self.in_blocks(rest * self.group_bytes)
+        return whole * self.page_bytes + _in_blocks(rest * self.group_bytes, self.block_bytes)
 
     def group_offset(self, group: int) -> int:
         """Byte where a group begins."""
         page, place = divmod(group, self.page_groups)
         return page * self.page_bytes + place * self.group_bytes
 
-    def in_blocks(self, size: int) -> int:
-        """Bytes of the blocks that hold so many."""
-        return -(-size // self.block_bytes) * self.block_bytes
-
     def put_groups(self, groups: Tensor, memory: Tensor) -> None:
-        """Write all groups, uint8 [groups, group_bytes], into uint8 [base_bytes, or more].
-
-        Nothing is written between pages.
-        """
+        """Write all groups, uint8 [groups, group_bytes], into uint8 [layer_bytes], with zeros."""
+        memory.zero_()
         for number, page in enumerate(groups.split(self.page_groups)):
             start = number * self.page_bytes
             memory[start : start + page.numel()] = page.reshape(-1)
@@ -80,3 +76,27 @@ class Pages(abc.ABC):
             whole = (min(size, len(own) // self.group_bytes * self.group_bytes) for own in pages)
             joined = torch.cat([own[:end] for own, end in zip(pages, whole, strict=True)])
         return joined.view(-1, self.group_bytes)
+
+
+@functools.lru_cache(maxsize=16)
+def page_groups_for(
+    sizes: Sequence[int], block_bytes: int, *, grain: int, most: int, padding: float
+) -> int:
+    """Groups of a page: the fewest, a multiple of `grain`, that leave little padding.
+
+    Args:
+        sizes: bytes of a group in each layer; pages of all have as many.
+        block_bytes: see `Pages`.
+        grain: see above.
+        most: if more padding is left with fewer.
+        padding: the largest share of whole pages that may be padding.
+    """
+    for count in range(grain, most, grain):
+        pages = sum(_in_blocks(count * own, block_bytes) for own in sizes)
+        if pages - count * sum(sizes) <= padding * pages:
+            return count
+    return most
+
+
+def _in_blocks(size: int, block_bytes: int) -> int:
+    return -(-size // block_bytes) * block_bytes

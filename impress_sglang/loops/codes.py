@@ -1,12 +1,9 @@
-"""Loops over coded keys and values, compiled; `codes.planes.codec` is their reference.
+"""Loops that restore coded keys and values, compiled; `codes.groups.codec` is their reference.
 
-Bytes are laid out as in `codes.planes.layout.CodeLayout`: 4 bits of each element, and sections of
-one bit of each value, or of pairs of bits of some channels of keys. An element is restored as the
-middle of the values that share its known bits. Pools are float32, or bfloat16 as the bits of its
-numbers in uint16.
-
-Whole groups are prepared before they are put into slots: a row that was written in words cannot be
-read in vectors at once.
+Bytes are laid out as in `codes.groups.layout.GroupLayout`. Pools are float32, or bfloat16 as the
+bits of its numbers in uint16. Codes of a token are joined in a row of bytes before they become
+numbers: loops over neighbouring channels are made into vectors, and these the faster the fewer
+arrays they read.
 """
 
 from __future__ import annotations
@@ -19,22 +16,13 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from impress_sglang.loops.jit import compiled
-from impress_sglang.loops.packed import (
-    GROUP_TOKENS,
-    NUM_SECTIONS,
-    WORD,
-    add_bits,
-    add_upper,
-    find_pairs,
-    five_bits,
-    join_pairs,
-    to_columns,
-    to_rows,
-)
 from impress_sglang.loops.types import Float32s, Indices, Uint8s
 
+# As in `codes.groups.codec`, which this package may not import.
+GROUP_TOKENS = 64
+# Rows of bytes with 4 and with 2 bits of each token of a group.
+_HALF, _QUARTER = GROUP_TOKENS // 2, GROUP_TOKENS // 4
 _POOLS = ("float32[:, :, ::1]", "uint16[:, :, ::1]")
-_BYTES = "uint8[::1]"
 
 
 @intrinsic
@@ -47,35 +35,9 @@ def _bits_of(typing_context: Any, number: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-@intrinsic
-def _number_of(typing_context: Any, bits: Any) -> Any:
-    """The float32 number that has these bits, uint32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-def _get(pool: Any, slot: int, head: int, element: int) -> Any:
-    """A number of a pool, float32."""
-    raise NotImplementedError
-
-
 def _set(pool: Any, slot: int, head: int, element: int, number: Any) -> None:
     """Put a float32 number into a pool, rounded to nearest even."""
     raise NotImplementedError
-
-
-@overload(_get, inline="always")
-def _get_compiled(pool: Any, slot: Any, head: Any, element: Any) -> Any:
-    def same(pool: Any, slot: Any, head: Any, element: Any) -> Any:
-        return pool[slot, head, element]
-
-    def widened(pool: Any, slot: Any, head: Any, element: Any) -> Any:
-        return _number_of(np.uint32(np.uint32(pool[slot, head, element]) << np.uint32(16)))
-
-    return same if pool.dtype == types.float32 else widened
 
 
 @overload(_set, inline="always")
@@ -92,18 +54,28 @@ def _set_compiled(pool: Any, slot: Any, head: Any, element: Any, number: Any) ->
     return same if pool.dtype == types.float32 else rounded
 
 
+@compiled("(uint8[::1], uint64, uint8[::1])", makes_arrays=False)
+def _put_upper(group: Uint8s, begin: Any, rows: Uint8s) -> None:
+    """Begin rows of a head's codes, one per token, with the upper bits from `begin` on."""
+    size = np.uint64(len(rows)) >> np.uint64(1)
+    for byte in range(size):
+        both = group[begin + byte]
+        rows[byte] = both << np.uint8(4)
+        rows[size + byte] = both & np.uint8(240)
+
+
 @compiled(
     *(
-        f"({_BYTES}, int64, int64, int64, int64, float32[:, ::1], int64, int64[::1], {pool})"
+        f"(uint8[:, ::1], int64, int64, int64, int64, float32[:, ::1], int64, int64[::1], {pool})"
         for pool in _POOLS
     )
 )
 def restore_keys(
     groups: Uint8s,
-    group_bytes: int,
-    sections: int,
-    upper: int,
     pairs: int,
+    upper: int,
+    columns: int,
+    num_pairs: int,
     ranges: Float32s,
     first: int,
     slots: Indices,
@@ -112,71 +84,70 @@ def restore_keys(
     """Fill slots with the keys of the tokens from `first` on.
 
     Args:
-        groups: groups of `group_bytes` bytes.
-        group_bytes: see there.
-        sections: where in a group those of pairs begin, [G, Dk]; see `codes.planes.codec.Codes`.
-        upper: where upper bits begin, [tokens of a group, G, Dk / 2].
-        pairs: where the first section begins, [tokens of a group, G, Dk / 8].
+        groups: [groups, bytes].
+        pairs: where in a group the numbers of pairs begin, [G, Dk].
+        upper: where upper bits begin, [G, rows, Dk].
+        columns: where pairs begin, [rows, num_pairs].
+        num_pairs: see there.
         ranges: [groups, n], of each group [G, 2, Dk] first, low and step of each channel.
         first: counted from the first token of the groups.
         slots: [n], distinct.
         pool: [slots, G, Dk].
     """
     heads, dim = pool.shape[1:]
-    width, narrow = dim // 2, dim // 8
-    columns = np.zeros((NUM_SECTIONS * narrow + 1) * GROUP_TOKENS, np.uint8)
-    joined = np.empty(dim * GROUP_TOKENS, np.uint8)
-    rows = np.empty(dim * GROUP_TOKENS, np.uint8)
-    places, shifts = np.empty(2 * dim, np.int64), np.empty(2 * dim, np.int64)
-    means, halves = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    rows, half = np.empty(GROUP_TOKENS * dim, np.uint8), np.empty(dim, np.float32)
+    # Rows of bytes with the upper pair of each channel, then rows with the lower one.
+    size = np.uint64(_QUARTER * dim)
+    spread, targets = np.empty(2 * size, np.uint8), np.empty(2 * dim + 1, np.uint64)
     place = 0
     while place < len(slots):
         group, token = divmod(first + place, GROUP_TOKENS)
         count = min(GROUP_TOKENS - token, len(slots) - place)
-        skipped = token % WORD
-        whole = (skipped + count + WORD - 1) // WORD * WORD
-        begin = group * group_bytes
+        own, begin = groups[group], np.uint64(columns)
         for head in range(heads):
-            at = begin + pairs + ((token - skipped) * heads + head) * narrow
-            to_columns(groups, at, heads * narrow, narrow, whole, columns, 0)
-            find_pairs(groups, begin + sections + head * dim, dim, 1, places, shifts, means)
-            join_pairs(columns, places, shifts, dim, joined)
-            to_rows(joined, whole, dim, rows)
-            for channel in range(dim):
-                # From the lowest value of a cell to its middle; what is known is no longer in it.
-                halves[channel] = np.float32(7.5) - means[channel]
+            filled = np.uint64(0)
+            for channel in range(np.uint64(dim)):
+                kept = own[pairs + head * dim + channel]
+                # Without a branch, which would be unpredictable.
+                targets[filled] = channel
+                filled += np.uint64(kept > 0)
+                targets[filled] = size + channel
+                filled += np.uint64(kept > 1)
+                # From the lowest value of a cell to its middle.
+                half[channel] = np.float32(7.5 if kept == 0 else 1.5 if kept == 1 else 0.0)
+            spread[:] = 0
+            for line in range(np.uint64(_QUARTER)):
+                source, target = begin + line * np.uint64(num_pairs), line * np.uint64(dim)
+                for pair in range(filled):
+                    spread[target + targets[pair]] = own[source + pair]
+            begin += filled
+            _put_upper(own, np.uint64(upper + head * _HALF * dim), rows)
+            for part in range(np.uint64(4)):
+                shift, to = np.uint8(np.uint64(2) * part), part * size
+                for byte in range(size):
+                    both = (spread[byte] >> shift & np.uint8(3)) << np.uint8(2)
+                    rows[to + byte] |= both | (spread[size + byte] >> shift & np.uint8(3))
+            low, step = np.uint64(head * 2 * dim), np.uint64((head * 2 + 1) * dim)
             for inner in range(count):
-                at = begin + upper + ((token + inner) * heads + head) * width
-                if width % 64:
-                    add_upper(groups, at, width, rows, (skipped + inner) * dim)
-                    continue
-                # Slices, because LLVM makes vectors of 64 bytes of these and of nothing else.
-                both = groups[at : at + width]
-                own = rows[(skipped + inner) * dim : (skipped + inner + 1) * dim]
-                for byte in range(width):
-                    own[byte] |= (both[byte] & 15) << 4
-                    own[width + byte] |= both[byte] & 240
-            low, step = head * 2 * dim, (head * 2 + 1) * dim
-            for inner in range(count):
-                slot, own = slots[place + inner], (skipped + inner) * dim
-                for element in range(dim):
-                    middle = np.float32(rows[own + element]) + halves[element]
-                    number = ranges[group, low + element] + middle * ranges[group, step + element]
-                    _set(pool, slot, head, element, number)
+                slot, at = slots[place + inner], np.uint64((token + inner) * dim)
+                for channel in range(np.uint64(dim)):
+                    middle = np.float32(rows[at + channel]) + half[channel]
+                    number = ranges[group, low + channel] + middle * ranges[group, step + channel]
+                    _set(pool, slot, head, channel, number)
         place += count
 
 
 @compiled(
     *(
-        f"({_BYTES}, int64, int64, int64, float32[:, ::1], int64, int64, int64[::1], {pool})"
+        f"(uint8[:, ::1], int64, int64, int64, float32[:, ::1], int64, int64, int64[::1], {pool})"
         for pool in _POOLS
     )
 )
 def restore_values(
     groups: Uint8s,
-    group_bytes: int,
     upper: int,
-    bits: int,
+    more: int,
+    more_bits: int,
     ranges: Float32s,
     first_range: int,
     first: int,
@@ -186,10 +157,10 @@ def restore_values(
     """Fill slots with the values of the tokens from `first` on.
 
     Args:
-        groups: groups of `group_bytes` bytes.
-        group_bytes: see there.
-        upper: where in a group upper bits begin, [tokens of a group, G, Dv / 2].
-        bits: where the first section begins, [tokens of a group, G, Dv / 8].
+        groups: [groups, bytes].
+        upper: where in a group upper bits begin, [G, rows, Dv].
+        more: where the next bits begin, [G, rows, Dv].
+        more_bits: how many these are, of each value.
         ranges: [groups, n], of each group from `first_range` on [tokens of a group, G, 2], low and
             step of each vector.
         first_range: see there.
@@ -198,160 +169,27 @@ def restore_values(
         pool: [slots, G, Dv].
     """
     heads, dim = pool.shape[1:]
-    width, narrow = dim // 2, dim // 8
-    rows = np.empty(dim * GROUP_TOKENS, np.uint8)
+    rows = np.empty(GROUP_TOKENS * dim, np.uint8)
+    size, mask = np.uint64(GROUP_TOKENS // 8 * more_bits * dim), np.uint8((1 << more_bits) - 1)
+    left = np.uint8(4 - more_bits)
+    half = np.float32((1 << (4 - more_bits)) - 1) / np.float32(2)
     place = 0
     while place < len(slots):
         group, token = divmod(first + place, GROUP_TOKENS)
         count = min(GROUP_TOKENS - token, len(slots) - place)
+        own = groups[group]
         for head in range(heads):
+            _put_upper(own, np.uint64(upper + head * _HALF * dim), rows)
+            begin = np.uint64(more) + np.uint64(head) * size
+            for part in range(np.uint64(8 // more_bits)):
+                shift, to = np.uint8(part * np.uint64(more_bits)), part * size
+                for byte in range(size):
+                    rows[to + byte] |= (own[begin + byte] >> shift & mask) << left
             for inner in range(count):
-                vector = (token + inner) * heads + head
-                at = group * group_bytes + upper + vector * width
-                fifth = group * group_bytes + bits + vector * narrow
-                five_bits(groups, at, fifth, narrow, rows, inner * dim)
-            for inner in range(count):
-                slot, own = slots[place + inner], inner * dim
+                slot, at = slots[place + inner], np.uint64((token + inner) * dim)
                 own_range = first_range + ((token + inner) * heads + head) * 2
                 low, step = ranges[group, own_range], ranges[group, own_range + 1]
-                for element in range(dim):
-                    middle = np.float32(rows[own + element]) + np.float32(3.5)
+                for element in range(np.uint64(dim)):
+                    middle = np.float32(rows[at + element]) + half
                     _set(pool, slot, head, element, low + middle * step)
         place += count
-
-
-@compiled(
-    *(
-        f"({_BYTES}, int64, int64, int64[:, ::1], {_BYTES}, int64, int64, float32[:, ::1], int64, "
-        f"int64[::1], {pool})"
-        for pool in _POOLS
-    )
-)
-def raise_keys(
-    planes: Uint8s,
-    plane_bytes: int,
-    unit_tokens: int,
-    units: Indices,
-    groups: Uint8s,
-    group_bytes: int,
-    sections: int,
-    ranges: Float32s,
-    first: int,
-    slots: Indices,
-    pool: Any,
-) -> None:
-    """Add planes to the keys that slots hold.
-
-    Args:
-        planes: planes of units, each of `plane_bytes` bytes, which begin with keys.
-        plane_bytes: see there.
-        unit_tokens: number of tokens of a unit, a multiple of `WORD`.
-        units: [k, 5]: head, first token (counted from that of the first slot, may be below 0), and
-            which of `planes` are its planes, -1 for one that is not added.
-        groups: groups of `group_bytes` bytes.
-        group_bytes: see there.
-        sections: where in a group those of pairs begin, [G, Dk]; see `codes.planes.codec.Codes`.
-        ranges: as of `restore_keys`.
-        first: place of the first slot's token in the first group.
-        slots: [n], distinct.
-        pool: [slots, G, Dk].
-    """
-    dim = pool.shape[2]
-    narrow = dim // 8
-    columns = np.zeros((NUM_SECTIONS * narrow + 1) * GROUP_TOKENS, np.uint8)
-    joined = np.empty(dim * GROUP_TOKENS, np.uint8)
-    rows = np.empty(dim * GROUP_TOKENS, np.uint8)
-    places, shifts = np.empty(2 * dim, np.int64), np.empty(2 * dim, np.int64)
-    means, step = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    for number in range(len(units)):
-        head, start = units[number, 0], units[number, 1]
-        inner, stop = max(0, -start), min(unit_tokens, len(slots) - start)
-        while inner < stop:
-            group, token = divmod(first + start + inner, GROUP_TOKENS)
-            count = min(GROUP_TOKENS - token, stop - inner)
-            skipped = token % WORD
-            whole = (skipped + count + WORD - 1) // WORD * WORD
-            wanted = 0
-            for section in range(1, NUM_SECTIONS):
-                plane = units[number, 1 + section]
-                if plane >= 0:
-                    wanted |= 1 << section
-                    at = plane * plane_bytes + (inner - skipped) * narrow
-                    to = section * narrow * GROUP_TOKENS
-                    to_columns(planes, at, narrow, narrow, whole, columns, to)
-            at = group * group_bytes + sections + head * dim
-            find_pairs(groups, at, dim, wanted, places, shifts, means)
-            join_pairs(columns, places, shifts, dim, joined)
-            to_rows(joined, whole, dim, rows)
-            for channel in range(dim):
-                # A copy: Numba counts an index from the end where it may be negative.
-                step[channel] = ranges[group, (head * 2 + 1) * dim + channel]
-            for more in range(count):
-                slot, own = slots[start + inner + more], (skipped + more) * dim
-                for element in range(dim):
-                    gained = np.float32(rows[own + element]) - means[element]
-                    old = _get(pool, slot, head, element)
-                    better = old + gained * step[element]
-                    _set(pool, slot, head, element, better)
-            inner += count
-
-
-@compiled(
-    *(
-        f"({_BYTES}, int64, int64, int64, int64[:, ::1], float32[:, ::1], int64, int64, "
-        f"int64[::1], {pool})"
-        for pool in _POOLS
-    )
-)
-def raise_values(
-    planes: Uint8s,
-    plane_bytes: int,
-    begin: int,
-    unit_tokens: int,
-    units: Indices,
-    ranges: Float32s,
-    first_range: int,
-    first: int,
-    slots: Indices,
-    pool: Any,
-) -> None:
-    """Add planes to the values that slots hold.
-
-    Args:
-        planes: planes of units, each of `plane_bytes` bytes, of which values begin at `begin`.
-        plane_bytes: see there.
-        begin: see there.
-        unit_tokens: number of tokens of a unit.
-        units: as of `raise_keys`.
-        ranges: as of `restore_values`.
-        first_range: see there.
-        first: place of the first slot's token in the first group.
-        slots: [n], distinct.
-        pool: [slots, G, Dv].
-    """
-    heads, dim = pool.shape[1:]
-    narrow, rows = dim // 8, np.empty(dim * GROUP_TOKENS, np.uint8)
-    for number in range(len(units)):
-        head, start = units[number, 0], units[number, 1]
-        inner, stop = max(0, -start), min(unit_tokens, len(slots) - start)
-        while inner < stop:
-            group, token = divmod(first + start + inner, GROUP_TOKENS)
-            count = min(GROUP_TOKENS - token, stop - inner)
-            rows[: count * dim] = 0
-            middle = np.float32(0)
-            for section in range(1, NUM_SECTIONS):
-                plane = units[number, 1 + section]
-                if plane >= 0:
-                    shift = NUM_SECTIONS - 1 - section
-                    middle += np.float32(1 << shift) / np.float32(2)
-                    at = plane * plane_bytes + begin + inner * narrow
-                    for more in range(count):
-                        add_bits(planes, at + more * narrow, narrow, rows, more * dim, shift)
-            for more in range(count):
-                slot, own = slots[start + inner + more], more * dim
-                step = ranges[group, first_range + ((token + more) * heads + head) * 2 + 1]
-                for element in range(dim):
-                    gained = np.float32(rows[own + element]) - middle
-                    better = _get(pool, slot, head, element) + gained * step
-                    _set(pool, slot, head, element, better)
-            inner += count

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.floors import MEASURED_QUERIES, LayerQueries
+from impress_sglang.codes.groups.energy import MEASURED_QUERIES
 from impress_sglang.serving.pool_reader import PoolLayerReader
 from impress_sglang.storage.writer import WriteAbandoned
 
@@ -42,21 +42,21 @@ class Save:
         self._layers = layers
         self._abandoned = False
         self._events: list[Any] = []
-        self._queries: dict[int, LayerQueries] = {}
+        self._queries: dict[int, Tensor] = {}
         self._changed = threading.Condition()
 
-    def note_queries(self, layer: int, queries: Tensor, scaling: float) -> None:
+    def note_queries(self, layer: int, queries: Tensor) -> None:
         """Keep the last queries of [n, Hq, D] of a layer; called before `open` for that layer."""
         rows = queries[-MEASURED_QUERIES:].clone()
         with self._changed:
             if not self._abandoned:
-                self._queries[layer] = LayerQueries(rows, scaling)
+                self._queries[layer] = rows
 
-    def queries(self, layer: int) -> LayerQueries | None:
+    def queries(self, layer: int) -> Tensor | None:
         """Take the queries noted of a layer, on the CPU; call after `wait`; None the next time."""
         with self._changed:
             noted = self._queries.pop(layer, None)
-        return None if noted is None else LayerQueries(noted.rows.cpu(), noted.scaling)
+        return None if noted is None else noted.cpu()
 
     def open(self, layers: int) -> None:
         """Note that the first `layers` layers are computed."""

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from torch import Tensor
 
+from impress_sglang.config import ImpressConfig
 from impress_sglang.plugin.capabilities import attention_layers, identity_of_options
 from impress_sglang.plugin.pools import streams_of
 from impress_sglang.storage.layout import KVShape
@@ -64,7 +65,7 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *buffers]
 
 
-def kv_shape(runner: Any, policy: Policy, tp_size: int = 1) -> KVShape:
+def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 1) -> KVShape:
     """The shape of the KVs in the pool of a model runner, as a policy stores them.
 
     `tp_size`: how many ranks share the heads of the model. No heads of it are probe heads.
@@ -72,17 +73,17 @@ def kv_shape(runner: Any, policy: Policy, tp_size: int = 1) -> KVShape:
     Raises:
         UnsupportedError: it is not known how the pool keeps them.
     """
-    pool, config = runner.token_to_kv_pool, runner.model_config
-    streams = streams_of(pool, config.dtype)
+    pool, model = runner.token_to_kv_pool, runner.model_config
+    streams = streams_of(pool, model.dtype)
     return KVShape(
         num_layers=pool.layer_num,
-        num_query_heads=config.num_attention_heads // tp_size,
+        num_query_heads=model.num_attention_heads // tp_size,
         num_kv_heads=streams.heads,
         key_dim=streams.dims[0],
         value_dim=streams.dims[1],
         dtype=streams.dtype,
         probe_kv_heads=(),
-        coded=policy.codes and not streams.no_codes,
+        code_bits=config.code_bits if policy.codes and not streams.no_codes else 0.0,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.codec import DIM_GRAIN
+from impress_sglang.codes.groups.codec import DIM_GRAIN
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.packed import PackedLayers

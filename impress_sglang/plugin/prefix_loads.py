@@ -143,7 +143,7 @@ class PrefixLoads:
         known.report.update(estimate_fields(plan.estimate, loads=wish.loads))
         if not wish.loads:
             # Otherwise what is not loaded because reads were slow would never be loaded again.
-            self._loader.measure(self._service.store, plan.spans[:1], known.kv_class.planes)
+            self._loader.measure(self._service.store, plan.spans[:1], exact=known.kv_class.exact)
             return
         if isinstance(plan, LoadPlan) and wish.stop < plan.stop:
             plan = plan.until(wish.stop)

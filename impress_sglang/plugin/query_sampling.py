@@ -13,7 +13,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from impress_sglang.codes.planes.floors import MEASURED_QUERIES, LayerQueries
+from impress_sglang.codes.groups.energy import MEASURED_QUERIES
 
 
 class QuerySampler:
@@ -23,7 +23,7 @@ class QuerySampler:
         self._modules = [own for own in model.modules() if isinstance(own, RadixAttention)]
         self._hooks: list[RemovableHandle] = []
         self._wanted: set[str] = set()
-        self._sampled: dict[str, dict[int, LayerQueries]] = {}
+        self._sampled: dict[str, dict[int, Tensor]] = {}
 
     def want(self, rid: str) -> None:
         """Sample the prompt of the request with this id."""
@@ -33,7 +33,7 @@ class QuerySampler:
                 own.register_forward_pre_hook(self._look, with_kwargs=True) for own in self._modules
             ]
 
-    def take(self, rid: str) -> dict[int, LayerQueries]:
+    def take(self, rid: str) -> dict[int, Tensor]:
         """What was sampled of a request, by layer, which is then forgotten."""
         self._wanted.discard(rid)
         if not self._wanted:
@@ -59,4 +59,4 @@ class QuerySampler:
             first = stop - min(MEASURED_QUERIES, int(count))
             own = queries[first:stop].view(stop - first, module.tp_q_head_num, module.qk_head_dim)
             layers = self._sampled.setdefault(rid, {})
-            layers[module.layer_id] = LayerQueries(own.clone(), module.scaling)
+            layers[module.layer_id] = own.clone()

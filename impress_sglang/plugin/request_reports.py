@@ -73,7 +73,7 @@ class RequestReports:
             report[name] = report.get(name, 0) + count
         report.update(
             bits=known.kv_class.bits,
-            bits_mean=round(job.fills.mean_bits, 3),
+            bits_mean=job.fills.bits,
             load_ms=round(report["load_ms"] + job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
             layers_whole=self._service.shape.num_layers,
             prefetched=True,

@@ -151,7 +151,7 @@ class TreeSlots:
     def _note(self, job: LoadJob, path: Tensor, slots: Tensor) -> None:
         """Note on what the KVs of a job rest, behind those in the slots of `path`."""
         provenance, stored = self._provenance, job.match.quality
-        depth = stored.depth + (job.kv_class.planes is not None)
+        depth = stored.depth + (not job.kv_class.exact)
         kept, *_ = job.parts
         provenance.note_loaded(slots[:kept], depth, blended=stored.blended)
         if kept < len(slots):

@@ -64,8 +64,10 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         make_blends = Blends
     config = share_of_rank(config, ranks.size)
     policy = make_policy(config)
-    shape, codec = kv_shape(runner, policy, ranks.size), None
-    shape = replace(shape, coded=shape.coded and config.kept != EXACTLY, exact=config.kept != CODES)
+    shape, codec = kv_shape(runner, policy, config, ranks.size), None
+    shape = replace(shape, exact=config.kept != CODES)
+    if config.kept == EXACTLY:
+        shape = replace(shape, code_bits=0.0)
     if config.basis:
         basis = Basis.load(config.basis_path).keeping(config.code_bits)
         codec = KVCodec(basis, rotation_of(runner.model, "--impress-basis"))

@@ -306,7 +306,6 @@ class WriteBack:
             min_tokens=self._service.config.chunk_tokens,
             holder=save,
             queries=lambda layer: _on_cpu(queries.pop(layer, None)),
-            num_behind=max(len(req.origin_input_ids) - len(tokens), 0),
             ttl=ttl_of(req.sampling_params),
             priority=priority_of(req.sampling_params),
         )

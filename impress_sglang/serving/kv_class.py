@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from impress_sglang.codes.planes.codec import planes_of
 from impress_sglang.options import EXACT_BITS, OFF
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
@@ -19,7 +18,7 @@ _MARK = "impress-class:"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVClass:
-    """How exact the KVs of a prefix are: bits per element when they were loaded, at least.
+    """How exact the KVs of a prefix are: bits per element when they were loaded.
 
     `share`: the least share of text reused behind other text that was computed again; 1.0: nothing
     is reused there.
@@ -39,11 +38,6 @@ class KVClass:
     def exact(self) -> bool:
         """Whether its KVs are those that were computed, behind exact ones."""
         return self.bits == EXACT_BITS
-
-    @property
-    def planes(self) -> int | None:
-        """How many planes are loaded of codes; None: what is loaded is exact."""
-        return None if self.exact else planes_of(self.bits)
 
     @property
     def name(self) -> str:

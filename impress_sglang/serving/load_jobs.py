@@ -38,7 +38,7 @@ from impress_sglang.transfer.stored_source import ReadStats
 logger = logging.getLogger(__name__)
 
 
-_Measurement: TypeAlias = tuple[PrefixStore, Sequence[StoredSpan], int | None]
+_Measurement: TypeAlias = tuple[PrefixStore, Sequence[StoredSpan], bool]
 # A measurement looks so often, in seconds, whether its read has ended; the reader gives up in time.
 _LOOK_SECONDS = 1e-3
 
@@ -209,7 +209,7 @@ class LoadJob:
         Raises:
             PrefixUnreadable: it cannot be opened.
         """
-        return self.store.open_whole(self.spans, self.kv_class.planes)
+        return self.store.open_whole(self.spans, exact=self.kv_class.exact)
 
     def bring(self, source: AnySource, fill: FillLayer) -> None:
         """Bring all layers from the source that was opened, and close it.
@@ -271,11 +271,11 @@ class JobLoader:
         """Load a job, whose state is LOADING, after those that were begun before it."""
         self._asked.put(job)
 
-    def measure(self, store: PrefixStore, spans: Sequence[StoredSpan], planes: int | None) -> None:
+    def measure(self, store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
         """Read a little of some spans, unless there are jobs, to measure how fast reads are now."""
         if not self._measuring:
             self._measuring = True
-            self._asked.put((store, spans, planes))
+            self._asked.put((store, spans, exact))
 
     def take_ended(self) -> Iterator[LoadJob]:
         """The jobs that have ended since the last call."""
@@ -385,9 +385,9 @@ class JobLoader:
         self.wake.set()
 
 
-def _measure(store: PrefixStore, spans: Sequence[StoredSpan], planes: int | None) -> None:
+def _measure(store: PrefixStore, spans: Sequence[StoredSpan], exact: bool) -> None:
     try:
-        source = store.open_whole(spans, planes)
+        source = store.open_whole(spans, exact=exact)
     except PrefixUnreadable as error:
         logger.warning("a stored prefix cannot be opened: %s", error)
         return

@@ -118,10 +118,7 @@ class LoadPlanner:
         self, spans: tuple[StoredSpan, ...], start: int, total: int, own: KVClass
     ) -> Estimate:
         forecast, count = self._service.store.forecast, sum(map(len, spans))
-        if own.planes is None:
-            num_bytes = forecast.exact_bytes(spans)
-        else:
-            num_bytes = forecast.coded_bytes(spans).expected(own.planes)
+        num_bytes = forecast.exact_bytes(spans) if own.exact else forecast.coded_bytes(spans)
         work = RequestLengths(start, count, total - start - count)
         io = forecast.seconds_to_read(num_bytes)
         return self._service.estimator.estimate(work, 1.0, io, own.bits)

@@ -69,8 +69,6 @@ class Service:
         self.codec = codec
         """Codes KVs by a basis; None: there is none, and codes are those without one."""
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
-        self.code_bits = config.code_bits if codec is None else codec.bits
-        """Bits per element of codes, as classes name them."""
         self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.usual_blend))
         """The class of a request that asks for nothing else."""
         self.explainer = Explainer(config, self.served, self.least)
@@ -84,7 +82,7 @@ class Service:
     def class_of(self, wanted: LoadOptions) -> KVClass:
         """The class of the KVs that a request gets."""
         suffice = self.shape.coded and self.policy.bits(wanted) <= self.config.code_bits
-        bits = self.code_bits if suffice else EXACT_BITS
+        bits = self.shape.code_bits if suffice else EXACT_BITS
         return KVClass.of(dataclasses.replace(wanted, bits=bits))
 
     def least(self, wanted: LoadOptions) -> Quality | None:

@@ -9,10 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.floors import Coding
-from impress_sglang.codes.planes.layer import CodedLayer
-from impress_sglang.codes.planes.layer import encode_layer as encode_codes
-from impress_sglang.codes.rows.pages import RowPages
+from impress_sglang.codes.groups.energy import Coding
+from impress_sglang.codes.groups.layer import encode_layer as encode_groups
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 
@@ -45,15 +43,11 @@ def encode_layer(
         start += size
     if not layout.codes:
         return
-    codes, rest = layout.codes[layer], torch.frombuffer(memory[start:], dtype=torch.uint8)
-    if isinstance(codes, RowPages):
-        assert coding.rows is not None, "the basis has coded nothing"
-        rest.zero_()
-        codes.put_groups(coding.rows, rest)
-    else:
-        coded = CodedLayer.empty(codes)
-        encode_codes(codes, keys, values, coded, coding.energy)
-        coded.put(codes, rest)
+    groups = coding.rows
+    if not shape.basis:
+        groups = encode_groups(shape.group_layout, keys, values, coding.energy)
+    assert groups is not None, "the basis has coded nothing"
+    layout.codes[layer].put_groups(groups, torch.frombuffer(memory[start:], dtype=torch.uint8))
 
 
 def put_sinks(sinks: Uint8s, keys: Tensor, values: Tensor) -> None:

@@ -2,8 +2,7 @@
 
 Per layer a segment has columns, each cut into chunks of `chunk_tokens` rows (a row is a token): a
 probe column, and the keys and values of each head group. Behind these come all keys and values of
-the layer again in a few bits, laid out by `codes.planes.layout.CodeLayout`, or with a basis by
-`codes.rows.pages.RowPages`:
+the layer again in a few bits, in pages (`codes.pages.Pages`) of groups, or with a basis of rows:
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
@@ -24,12 +23,11 @@ from typing import Any
 
 import torch
 
-from impress_sglang.codes.planes.layout import CodeLayout
-from impress_sglang.codes.rows.pages import RowPages, page_tokens_for
+from impress_sglang.codes.groups.codec import GROUP_TOKENS
+from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.pages import Pages, page_groups_for
 
 BLOCK_BYTES = 4096
-
-AnyCodes = CodeLayout | RowPages
 
 # Number of a column within its layer, in the order on disk; see `KVShape.columns`.
 Column = int
@@ -45,10 +43,11 @@ def round_up(value: int, multiple: int) -> int:
 class KVShape:
     """Shape of a model's KV on this rank, and how a layer of it is cut into columns.
 
-    `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. If `coded`,
-    all keys and values follow behind the columns in codes: by the basis with the digest `basis`, of
-    which `row_bytes_of_layers` are the bytes of a token in each layer, or without a basis. If not
-    `exact`, there are only codes: the columns are empty.
+    `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. With
+    `code_bits` above 0, all keys and values follow behind the columns in codes of so many bits per
+    element: by the basis with the digest `basis`, of which `row_bytes_of_layers` are the bytes of a
+    token in each layer, or without a basis. If not `exact`, there are only codes: the columns are
+    empty.
     """
 
     num_layers: int
@@ -58,7 +57,7 @@ class KVShape:
     value_dim: int
     dtype: torch.dtype
     probe_kv_heads: tuple[int, ...]
-    coded: bool = False
+    code_bits: float = 0.0
     exact: bool = True
     basis: str = ""
     row_bytes_of_layers: tuple[int, ...] = ()
@@ -83,6 +82,17 @@ class KVShape:
     def to_fields(self) -> dict[str, Any]:
         """The shape as JSON-compatible values."""
         return dict(self._fields)
+
+    @property
+    def coded(self) -> bool:
+        """Whether there are codes."""
+        return self.code_bits > 0
+
+    @functools.cached_property
+    def group_layout(self) -> GroupLayout:
+        """The groups of codes without a basis."""
+        rate = int(self.code_bits)
+        return GroupLayout(self.num_kv_heads, self.key_dim, self.value_dim, rate)
 
     @property
     def group_size(self) -> int:
@@ -202,17 +212,19 @@ class SegmentLayout:
         return sum(self._column_sizes)
 
     @functools.cached_property
-    def codes(self) -> tuple[AnyCodes, ...]:
-        """Layout of the codes of each layer, with as many tokens in each page; () without codes."""
+    def codes(self) -> tuple[Pages, ...]:
+        """Pages of the codes of each layer, with as many tokens in each page; () without codes."""
         shape = self.shape
-        if shape.basis:
-            rows = shape.row_bytes_of_layers
-            page = page_tokens_for(rows, BLOCK_BYTES)
-            return tuple(RowPages(self.num_tokens, own, page, BLOCK_BYTES) for own in rows)
         if not shape.coded:
             return ()
-        dims = shape.num_kv_heads, shape.key_dim, shape.value_dim
-        return (CodeLayout(self.num_tokens, *dims, BLOCK_BYTES),) * shape.num_layers
+        if shape.basis:
+            tokens, sizes = 1, shape.row_bytes_of_layers
+            count = page_groups_for(sizes, BLOCK_BYTES, grain=64, most=1024, padding=1 / 64)
+        else:
+            tokens, sizes = GROUP_TOKENS, (shape.group_layout.group_bytes,) * shape.num_layers
+            count = page_groups_for(sizes[:1], BLOCK_BYTES, grain=1, most=8, padding=1 / 128)
+        pages = {own: Pages(self.num_tokens, tokens, own, count, BLOCK_BYTES) for own in set(sizes)}
+        return tuple(pages[own] for own in sizes)
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of a layer: its columns and its codes."""

@@ -41,7 +41,6 @@ class OpenSegment:
         self.info: SegmentInfo = header.info
         self.checksums: Checksums = header.checksums
         self.mapping: MappingLists | None = header.mapping
-        self.floors = header.floors
         self.sinks = header.sinks
         self.fits = header.fits
         self.layout: SegmentLayout = self.info.layout()

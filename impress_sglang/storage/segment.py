@@ -2,9 +2,9 @@
 
 The header holds what is needed to find the segment again without the index: the identity of the
 model, the namespace, the digest and length of the tokens before it, its own tokens, the mapping
-lists if the segment is reordered, how many planes belong to the base of each head, the KVs of
-attention sinks, and the checksum of every block. It is written last, so a file without a valid
-header was never finished. See docs/format.md for the bytes.
+lists if the segment is reordered, the KVs of attention sinks, and the checksum of every block. It
+is written last, so a file without a valid header was never finished. See docs/format.md for the
+bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from impress_sglang.codes.planes.floors import Floors
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Float32s, Uint8s
@@ -34,10 +33,10 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, r
 from impress_sglang.storage.quality import EXACT, Quality
 
 MAGIC = b"IMPRSEG\x0a"
-FORMAT_VERSION = 10
+FORMAT_VERSION = 12
 # The version of blended segments: software that does not know about blending takes them for
 # damaged, and not for better than they are.
-BLENDED_VERSION = 11
+BLENDED_VERSION = 13
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -121,8 +120,7 @@ class SegmentInfo:
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
         size = _PREAMBLE.size + len(self.description()) + self.tokens.nbytes
         size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
-        size += math.prod(self.floors_shape) + 4 * math.prod(self.fits_shape)
-        size += math.prod(self.sinks_shape)
+        size += 4 * math.prod(self.fits_shape) + math.prod(self.sinks_shape)
         header = round_up(size + draft.num_blocks * 8, BLOCK_BYTES)
         return dataclasses.replace(draft, header_bytes=header)
 
@@ -133,12 +131,6 @@ class SegmentInfo:
         return (
             (shape.num_layers, shape.num_head_groups, self.num_tokens) if self.reordered else (0,)
         )
-
-    @property
-    def floors_shape(self) -> tuple[int, int]:
-        """Shape of the floors: layers, KV heads; (0, 0) without codes, and with a basis."""
-        shape = self.shape
-        return (shape.num_layers, shape.num_kv_heads) if shape.coded and not shape.basis else (0, 0)
 
     @property
     def fits_shape(self) -> tuple[int]:
@@ -186,8 +178,7 @@ class SegmentInfo:
 class SegmentHeader:
     """The contents of a header.
 
-    `checksums` uint64 [blocks]; `floors` uint8 [L, G], how many planes belong to the base of each
-    KV head, [0, 0] if there are no codes; `sinks` uint8 [L, sinks, bytes], of each its keys and
+    `checksums` uint64 [blocks]; `sinks` uint8 [L, sinks, bytes], of each its keys and
     then its values, see `SegmentInfo.sinks_shape`; `mapping` unsigned [L, head groups, t], each row
     a permutation, or None when the tokens are in logical order; `fits` float32 [L], with a basis
     `codes.rows.coder.fit_of` each layer.
@@ -195,7 +186,6 @@ class SegmentHeader:
 
     info: SegmentInfo
     checksums: Checksums
-    floors: Floors
     sinks: Uint8s
     mapping: MappingLists | None = None
     fits: Float32s = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
@@ -203,7 +193,6 @@ class SegmentHeader:
     def __post_init__(self) -> None:
         info = self.info
         assert self.checksums.shape == (info.layout().num_blocks,)
-        assert self.floors.shape == info.floors_shape
         assert self.sinks.shape == info.sinks_shape
         assert self.fits.shape == info.fits_shape
         assert (self.mapping is not None) == info.reordered
@@ -228,7 +217,6 @@ def encode_header(header: SegmentHeader) -> bytes:
     parts = [description, info.tokens.astype("<i4", copy=False).tobytes()]
     if header.mapping is not None:
         parts.append(header.mapping.astype(info.mapping_dtype, copy=False).tobytes())
-    parts.append(header.floors.astype(np.uint8, copy=False).tobytes())
     parts.append(header.fits.astype("<f4", copy=False).tobytes())
     parts.append(header.sinks.tobytes())
     parts.append(header.checksums.astype("<u8", copy=False).tobytes())
@@ -347,12 +335,11 @@ def _decode_body(body: bytes, description_bytes: int) -> SegmentHeader:
     info = info_from(fields, tokens.astype(np.int32))
     offset = description_bytes + tokens.nbytes
     mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
-    floors, offset = _read_array(body, offset, np.dtype("u1"), info.floors_shape)
     fits, offset = _read_array(body, offset, np.dtype("<f4"), info.fits_shape)
     sinks, offset = _read_array(body, offset, np.dtype("u1"), info.sinks_shape)
     checksums, _ = _read_array(body, offset, np.dtype("<u8"), (info.layout().num_blocks,))
     mapping_or_none = mapping if info.reordered else None
-    return SegmentHeader(info, checksums, floors, sinks, mapping_or_none, fits)
+    return SegmentHeader(info, checksums, sinks, mapping_or_none, fits)
 
 
 def _read_array(

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from impress_sglang.codes.planes.floors import Coding, CodingRule
+from impress_sglang.codes.groups.energy import Coding, CodingRule
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import encode_layer, put_sinks
@@ -66,7 +66,7 @@ def write_segment(
 ) -> None:
     """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
-    `coding` says how layers are coded; None: without floors, and all channels count alike.
+    `coding` says how layers are coded; None: all channels count alike.
     `written_ns` is when these KVs were first written, so that the file has their age; None: now.
     `is_wanted` is called last: a segment purged meanwhile is not published, so that the next start
     does not find it.
@@ -111,16 +111,13 @@ def _write_contents(
 ) -> None:
     layout, shape = info.layout(), info.shape
     checksums = np.zeros(layout.num_blocks, np.uint64)
-    floors, sinks = np.zeros(info.floors_shape, np.uint8), np.zeros(info.sinks_shape, np.uint8)
-    fits = np.zeros(info.fits_shape, np.float32)
+    sinks, fits = np.zeros(info.sinks_shape, np.uint8), np.zeros(info.fits_shape, np.float32)
     memory, first = buffer.view(max(layout.most_layer_bytes, layout.header_bytes)), 0
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
         coding = Coding()
         if rule is not None and shape.coded:
             coding = rule(layer, keys, values)
-        if info.floors_shape[0] and len(coding.floors):
-            floors[layer] = coding.floors
         if len(fits):
             fits[layer] = coding.fit
         if shape.coded:
@@ -133,5 +130,5 @@ def _write_contents(
         first += blocks
         files.write(descriptor, layout.layer_offset(layer), body)
     header = memory[: layout.header_bytes]
-    header[:] = encode_header(SegmentHeader(info, checksums, floors, sinks, mapping, fits))
+    header[:] = encode_header(SegmentHeader(info, checksums, sinks, mapping, fits))
     files.write(descriptor, 0, header)

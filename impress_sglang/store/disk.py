@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-from impress_sglang.codes.planes.floors import CodingMeter
+from impress_sglang.codes.groups.energy import QueryMeter
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError
 from impress_sglang.options import OFF
@@ -65,7 +65,7 @@ class StoreDisk:
         self.files = files or installed()
         self._seconds = config.io_timeout
         self._note_at = time.monotonic() + NOTE_SECONDS
-        self.meter = CodingMeter(config.base_error)
+        self.meter = QueryMeter()
         self.directory = StoreDirectory(self.files, config.ssd_path, identity)
         self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
         with contextlib.ExitStack() as undo:

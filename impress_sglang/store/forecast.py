@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from impress_sglang.codes.planes.codec import NUM_PLANES
-from impress_sglang.codes.planes.floors import CodingMeter
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.store.memory import StoreMemory
@@ -23,18 +20,6 @@ from impress_sglang.transfer.columns import chunks_of_columns
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CodedBytes:
-    """Bytes of a prefix in codes that would have to come from SSD: of its base and each plane."""
-
-    base: float
-    planes: tuple[float, ...]
-
-    def expected(self, planes: int) -> float:
-        """Bytes that a request for so many planes is expected to read."""
-        return self.base + sum(self.planes[:planes])
-
-
 class ReadForecast:
     """Estimates reads before any are made; owned by one thread."""
 
@@ -44,14 +29,11 @@ class ReadForecast:
         reader: BlockReader,
         segments: OpenSegments,
         memory: StoreMemory,
-        meter: CodingMeter,
     ) -> None:
-        """`meter` knows how many planes belong to a base."""
         self._shape = shape
         self._reader = reader
         self._segments = segments
         self._memory = memory
-        self._meter = meter
         self._said_too_small = False
 
     def seconds_to_read(self, num_bytes: float) -> float:
@@ -78,27 +60,19 @@ class ReadForecast:
             )
         return False
 
-    def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
+    def coded_bytes(self, spans: Sequence[StoredSpan]) -> float:
         """Bytes of spans in codes that would have to come from SSD."""
-        base_bytes, plane_bytes = 0.0, np.zeros(NUM_PLANES)
-        # The share of planes that belongs to bases, because of the floors of heads.
-        certain = self._meter.mean_planes / NUM_PLANES
+        found = 0.0
         # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
         for span in spans:
             lengths[span.segment] += len(span)
         for segment, length in lengths.items():
-            own = self._segments.of(segment)
-            layout = own.layout.codes[0]
-            tiers = self._segments.tiers(own, codes=True)
-            on_ssd = np.where(tiers == Tier.SSD, cached_pages(own.layout.codes), 0)
-            on_ssd = on_ssd.reshape(self._shape.num_layers, -1).sum(0)
-            units = on_ssd[layout.num_pages :].reshape(NUM_PLANES, layout.total_units // NUM_PLANES)
-            units = units.sum(1)
-            share = length / own.layout.num_tokens * BLOCK_BYTES
-            base_bytes += share * float(on_ssd[: layout.num_pages].sum() + certain * units.sum())
-            plane_bytes += share * (1.0 - certain) * units
-        return CodedBytes(base_bytes, tuple(plane_bytes.tolist()))
+            version = self._segments.of(segment)
+            tiers = self._segments.tiers(version, codes=True)
+            on_ssd = np.where(tiers == Tier.SSD, cached_pages(version.layout.codes), 0)
+            found += length / version.layout.num_tokens * float(on_ssd.sum()) * BLOCK_BYTES
+        return found
 
     def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
         """Bytes of whole spans of exact KVs that would have to come from SSD."""

@@ -13,7 +13,6 @@ from impress_sglang.store.policies import LoadOptions, make_policy
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.coded_span import most_pages
 from impress_sglang.transfer.columns import most_column_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 
@@ -42,7 +41,7 @@ class StoreMemory:
         usual = policy.bits(LoadOptions(bits=config.usual_bits))
         in_codes = shape.coded and usual <= config.code_bits
         layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
-        most = max(map(most_pages, layout.codes), default=1)
+        most = max((own.page_bytes // BLOCK_BYTES for own in layout.codes), default=1)
 
         def make(max_pages: int, *, used: bool) -> ChunkCache:
             used = used and policy.stores

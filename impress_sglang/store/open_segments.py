@@ -205,8 +205,6 @@ class OpenSegments:
                     opened.close()
                 own.opened = opened = own.opened or opened
                 own.readers += 1
-            assert self._disk is not None
-            self._disk.meter.note(opened.floors)
         return opened
 
     @locked
@@ -307,8 +305,8 @@ class OpenSegments:
         """
         return self._opened(spans, lambda segments: make(self._columns_of(spans, segments)))
 
-    def open_coded(self, spans: Sequence[StoredSpan], planes: int) -> AnySource:
-        """Open a source for spans in codes, and so many planes of them.
+    def open_coded(self, spans: Sequence[StoredSpan]) -> AnySource:
+        """Open a source for spans in codes.
 
         Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
         of all spans are read.
@@ -316,7 +314,7 @@ class OpenSegments:
         Raises:
             PrefixUnreadable: a segment cannot be opened, or a layer of exact KVs fits no buffers.
         """
-        return self._opened(spans, lambda segments: self._coded(spans, segments, planes))
+        return self._opened(spans, lambda segments: self._coded(spans, segments))
 
     def _opened(
         self,
@@ -333,9 +331,7 @@ class OpenSegments:
                 self.release(done.segment_id)
             raise
 
-    def _coded(
-        self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], planes: int
-    ) -> AnySource:
+    def _coded(self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment]) -> AnySource:
         # Of codes that stand alone this was asked when they were written.
         if self._shape.exact and any(is_unlike(segment.fits) for segment in segments):
             source = self._exact(self._columns_of(spans, segments))
@@ -353,7 +349,7 @@ class OpenSegments:
         for span, segment in zip(spans, segments, strict=True):
             base = self.codes(self._known[segment.segment_id])
             opened.append(CodedSpan(segment, span.start, span.stop, base))
-        return CodedSource(opened, self._reader, self._memory.pool, self._codes, planes)
+        return CodedSource(opened, self._reader, self._memory.pool, self._codes)
 
     def _exact(self, spans: list[ColumnSpan]) -> ExactSource:
         for span in spans:

@@ -115,9 +115,7 @@ class PrefixStore:
         )
         self.ahead = ReadAhead(self._memory.pool, config.readahead)
         self.segments = OpenSegments(config, shape, self._memory, self._disk, self._reader)
-        self.forecast = ReadForecast(
-            shape, self._reader, self.segments, self._memory, self._disk.meter
-        )
+        self.forecast = ReadForecast(shape, self._reader, self.segments, self._memory)
         self._lookahead = lookahead or LookAhead()
         self._lookahead.tell_to(self.segments.expect)
         self._closed = False
@@ -142,19 +140,19 @@ class PrefixStore:
             return StoredMatch()
         return self.tree.match(self.namespace(namespace), tokens, least=least)
 
-    def open_whole(self, spans: Sequence[StoredSpan], planes: int | None) -> AnySource:
+    def open_whole(self, spans: Sequence[StoredSpan], *, exact: bool) -> AnySource:
         """Open a source for all of some spans, which `tree.touch` has counted as used.
 
-        `planes`: how many are wanted of codes, besides the floors of heads; None: exact KVs. May be
-        called on another thread, which then reads the source and gives it back with `close_source`.
+        `exact`: not from codes. May be called on another thread, which then reads the source and
+        gives it back with `close_source`.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
         """
         with self._opening(spans):
-            if planes is not None:
-                return self.segments.open_coded(spans, planes)
-            return self.segments.open_exact(spans)
+            if exact:
+                return self.segments.open_exact(spans)
+            return self.segments.open_coded(spans)
 
     @contextlib.contextmanager
     def _opening(self, spans: Sequence[StoredSpan]) -> Iterator[None]:
@@ -187,7 +185,7 @@ class PrefixStore:
         self._measuring = source
 
     def _open_to_measure(self, match: StoredMatch) -> StoredSource:
-        return self.open_whole(match.spans, None if self._shape.exact else 0)
+        return self.open_whole(match.spans, exact=self._shape.exact)
 
     def close_source(self, source: StoredSource) -> None:
         """Close a source: count what it has read, and allow its segments to be removed again."""

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from impress_sglang.codes.planes.floors import CodingRule, QuerySource, no_queries
+from impress_sglang.codes.groups.energy import CodingRule, QuerySource, no_queries
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import NotCodable
 from impress_sglang.storage.directory import CODING
@@ -103,7 +103,6 @@ class Offer:
         available_from: the reader has no KVs of earlier tokens; those must be stored already.
         holder: who holds the memory of the KVs, in the caller's terms.
         queries: gives the last queries of a layer; called after the KVs of the layer were read.
-        num_behind: tokens between the last of `tokens` and the last token of `queries`.
         ttl: seconds after which the new KVs are removed; 0: only when room is needed.
         priority: priority of the new KVs when room is needed.
         coding: how layers are coded, of tokens from a position on; None: as in any other offer.
@@ -118,7 +117,6 @@ class Offer:
     available_from: int = 0
     holder: object = None
     queries: QuerySource = no_queries
-    num_behind: int = 0
     ttl: float = 0.0
     priority: Priority = Priority.NORMAL
     coding: Callable[[int], CodingRule | None] | None = None
@@ -173,7 +171,7 @@ class SegmentWrites:
         return ((write.segment, write.segment.file_bytes) for write in self._writes)
 
     def want_queries(self) -> bool:
-        """Whether queries of another prompt are to be noted; see `CodingMeter.wants`."""
+        """Whether queries of another prompt are to be noted; see `QueryMeter.wants`."""
         return self._codec is None and self._disk.meter.wants()
 
     @property
@@ -339,13 +337,12 @@ class SegmentWrites:
         info = segment.info
         self._quota.begin(segment)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
-        behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
         if offer.coding is not None:
             coding = offer.coding(info.prefix_len)
         elif self._codec is not None:
             coding = self._codec.rule(info.prefix_len, alone=not self._shape.exact)
         else:
-            coding = self._disk.meter.rule(offer.queries, behind)
+            coding = self._disk.meter.rule(offer.queries)
         write = SegmentWrite(segment, offer)
         write.future = self._worker.submit(
             self._worker.write,

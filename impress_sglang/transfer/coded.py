@@ -1,4 +1,4 @@
-"""Reads a stored prefix in codes, its base and some planes, from caches and SSD.
+"""Reads a stored prefix in codes from caches and SSD.
 
 Stage: load. Bytes come as they stand on disk; `transfer.filling` puts them into slots. All of them
 are known before the request runs, so they are read ahead, in sequence.
@@ -35,14 +35,11 @@ _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 class LayerCodes:
     """What a span has in a layer, on the source's device.
 
-    `groups` uint8 [groups, group_bytes] is its base. `raised` int64 [n, 3] on the CPU are its units
-    (plane, head and unit), and `planes` uint8 [n, unit_stride] their bytes, None if there are none.
-    `sinks` are the exact keys [n, G, Dk] and values [n, G, Dv] of its first n tokens.
+    `groups` uint8 [groups, group_bytes]; `sinks` are the exact keys [n, G, Dk] and values
+    [n, G, Dv] of its first n tokens.
     """
 
     groups: Tensor
-    raised: Tensor
-    planes: Tensor | None
     sinks: tuple[Tensor, Tensor]
 
 
@@ -55,7 +52,6 @@ class CodedSource(StoredSource):
         reader: BlockReader,
         pool: BufferPool,
         cache: ChunkCache,
-        planes: int,
     ) -> None:
         """Begin with nothing read.
 
@@ -64,11 +60,9 @@ class CodedSource(StoredSource):
             reader: reads blocks.
             pool: gives the layer buffers that blocks are read into.
             cache: the cache of codes.
-            planes: how many are wanted of all units, besides the floors of heads.
         """
         assert spans
         self.spans = tuple(spans)
-        self.planes = planes
         self.below: Tensor | None = None
         """What the last layer was restored to, by a basis; see `transfer.kv_codec`."""
         self.turns: Turns | None = None
@@ -97,19 +91,12 @@ class CodedSource(StoredSource):
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
         """
         self._begin(layer)
-        units = [span.wanted_units(layer, self.planes) for span in self.spans]
-        wanted = []
-        for number, (span, own) in enumerate(zip(self.spans, units, strict=True)):
-            wanted.append((number, span.pages))
-            if len(own):
-                wanted.append((number, span.unit_chunks(own)))
-        blocks, found = iter(self._read(layer, wanted)), []
-        for span, own, (keys, values) in zip(self.spans, units, self._sinks, strict=True):
-            base = _groups(span, layer, next(blocks))
-            planes = next(blocks).view(len(own), -1) if len(own) else None
-            sinks = keys[layer], values[layer]
-            found.append(LayerCodes(base, torch.from_numpy(own), planes, sinks))
-            self.stats.selected_chunks += len(own)
+        found = []
+        for span, blocks, (keys, values) in zip(
+            self.spans, self._read(layer), self._sinks, strict=True
+        ):
+            groups = _groups(span, layer, blocks)
+            found.append(LayerCodes(groups, (keys[layer], values[layer])))
         return found
 
     def read_ahead(self, waste_budget: float) -> None:
@@ -123,7 +110,7 @@ class CodedSource(StoredSource):
             chunks, first = span.chunks(layer), self._first_id(layer, span)
             tiers = self._cache.placement.tiers(first, len(chunks.first))
             wanted = areas.uncached_blocks(
-                span.wanted_chunks(layer, self.planes),
+                span.pages,
                 chunks.first,
                 chunks.count,
                 tiers,
@@ -149,17 +136,17 @@ class CodedSource(StoredSource):
     def _first_id(self, layer: int, span: CodedSpan) -> int:
         return span.base + layer * len(span.chunks(layer).first)
 
-    def _read(self, layer: int, wanted: Sequence[tuple[int, Indices]]) -> list[Tensor]:
-        """Read the blocks of chunks of some spans, uint8 [blocks, BLOCK_BYTES] for each.
+    def _read(self, layer: int) -> list[Tensor]:
+        """Read the blocks of all pages of each span, uint8 [blocks, BLOCK_BYTES].
 
         Blocks are taken from where chunks stood before the read; then the chunks move.
         """
-        ids = [own + self._first_id(layer, self.spans[number]) for number, own in wanted]
+        ids = [span.pages + self._first_id(layer, span) for span in self.spans]
         access = self._cache.access(np.concatenate(ids), np.ones(sum(map(len, ids))))
         parts, start = [], 0
-        for (number, chunks), own in zip(wanted, ids, strict=True):
-            place = slice(start, start := start + len(chunks))
-            parts.append(_Part.of(layer, number, self.spans[number], chunks, own, place, access))
+        for number, own in enumerate(ids):
+            place = slice(start, start := start + len(own))
+            parts.append(_Part.of(layer, number, self.spans[number], own, place, access))
         try:
             self._fetch(layer, parts)
             found = [self._take(part) for part in parts]
@@ -174,16 +161,14 @@ class CodedSource(StoredSource):
     def _fetch(self, layer: int, parts: Sequence[_Part]) -> None:
         """Bring all blocks that must come from SSD into their buffers."""
         gap = self._reader.cost.gap_bytes
-        of_buffer: dict[LayerBuffer, dict[int, list[Indices]]] = {}
+        of_buffer: dict[LayerBuffer, list[Indices]] = {}
         for part in parts:
             if len(part.wanted):
                 part.buffer = self._buffer(layer, part.number)
-                of_span = of_buffer.setdefault(part.buffer, {})
-                of_span.setdefault(part.number, []).append(part.wanted)
+                of_buffer.setdefault(part.buffer, []).append(part.wanted)
         reading: list[tuple[LayerBuffer, Indices]] = []
-        for buffer, of_span in of_buffer.items():
-            # Those of a span are in order: units stand behind the base.
-            wanted = _joined([np.concatenate(own) for own in of_span.values()])
+        for buffer, of_spans in of_buffer.items():
+            wanted = _joined(of_spans)
             self.stats.ssd_needed_bytes += len(wanted) * BLOCK_BYTES
             self.stats.ssd_bytes += buffer.read(wanted, gap, self._reader)
             reading.append((buffer, wanted))
@@ -248,15 +233,14 @@ class _Part:
         layer: int,
         number: int,
         span: CodedSpan,
-        chunks: Indices,
         ids: Indices,
         place: slice,
         access: Access,
     ) -> _Part:
-        """The part of a layer's access at `place`, for chunks of the span with this number."""
+        """The part of a layer's access at `place`, for all pages of the span with this number."""
         own, kept = span.chunks(layer), access.kept[place]
         tiers, frames, wanted, sums = areas.find_blocks(
-            chunks,
+            span.pages,
             own.first,
             own.count,
             access.tiers[place],
@@ -265,7 +249,7 @@ class _Part:
             span.spared_blocks(layer),
         )
         on_ssd, on_host, _ = sums.tolist()
-        starts = own.first[chunks]
+        starts = own.first[span.pages]
         return cls(number, ids, starts, kept, tiers, frames, wanted, on_ssd + on_host)
 
 

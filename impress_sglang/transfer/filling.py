@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.codec import BASE_BITS, PLANE_BITS
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.coded import CodedSource
@@ -26,17 +25,11 @@ from impress_sglang.transfer.kv_codec import KVCodec, RowRestorer, layer_restore
 class FillStats:
     """What filling took: seconds, those of waiting for the drive among them, and bits.
 
-    `bits` is summed over `elements`, each of which stands for as many values as any other.
+    `bits` are those of an element of what was filled in.
     """
 
     seconds: float = 0.0
-    bits: float = 0.0
-    elements: int = 0
-
-    @property
-    def mean_bits(self) -> float:
-        """Bits per element of what was filled in; `EXACT_BITS` if nothing was in codes."""
-        return self.bits / self.elements if self.elements else EXACT_BITS
+    bits: float = EXACT_BITS
 
 
 class SlotFiller:
@@ -44,6 +37,7 @@ class SlotFiller:
 
     def __init__(self, shape: KVShape, device: torch.device, codec: KVCodec | None = None) -> None:
         """`device`: where the pools are; `codec`: of a store with a basis."""
+        self._shape = shape
         self._device = device
         self._rows: RowRestorer | None = None
         if codec is not None:
@@ -95,17 +89,12 @@ class SlotFiller:
         stats: FillStats,
     ) -> None:
         found = source.read(layer)
+        stats.bits = self._shape.code_bits
         if self._rows is not None:
             with source.writing():
                 self._rows.put(layer, source, found, keys, values, slots)
-            stats.bits += source.num_tokens * self._rows.codec.bits
-            stats.elements += source.num_tokens
             return
         if self._writer is None:
             self._writer = code_writer_for(self._device)
         with source.writing():
-            put_codes(self._writer, source, found, keys, values, slots)
-        for span in source.spans:
-            levels = span.levels(layer, source.planes)
-            stats.bits += len(span) * float((BASE_BITS + PLANE_BITS * levels).sum())
-            stats.elements += len(span) * len(levels)
+            put_codes(self._writer, self._shape, source, found, keys, values, slots)

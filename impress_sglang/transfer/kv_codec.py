@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.floors import Coding, CodingRule
+from impress_sglang.codes.groups.energy import Coding, CodingRule
 from impress_sglang.codes.rotation import KeyRotation, Turns
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
@@ -66,7 +66,9 @@ def shape_by(basis: Basis, shape: KVShape) -> KVShape:
             "model with `impress calibrate`"
         )
     rows = tuple(layout.row_bytes for layout in basis.layouts)
-    return dataclasses.replace(shape, coded=True, basis=basis.digest, row_bytes_of_layers=rows)
+    return dataclasses.replace(
+        shape, code_bits=round(basis.rate, 2), basis=basis.digest, row_bytes_of_layers=rows
+    )
 
 
 class KVCodec:
@@ -76,8 +78,6 @@ class KVCodec:
         """`basis` is on the CPU."""
         self.basis = basis
         self.rotation = rotation
-        self.bits = round(basis.rate, 2)
-        """Bits of an element, on average, as classes and reports name them."""
 
     def shape(self, shape: KVShape) -> KVShape:
         """See `shape_by`."""
@@ -108,7 +108,7 @@ class _SegmentCoder:
         self._turns: Turns | None = None
 
     def __call__(self, layer: int, keys: Tensor, values: Tensor) -> Coding:
-        """See `codes.planes.floors.CodingRule`."""
+        """See `codes.groups.energy.CodingRule`."""
         basis, rotation = self._codec.basis, self._codec.rotation
         if self._turns is None:
             # Of all layers.

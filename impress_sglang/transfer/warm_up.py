@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import Integers, OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
@@ -32,8 +31,8 @@ from impress_sglang.tiers.placement import Access, Moves, Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_slots import KernelCodeWriter, put_codes
-from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
+from impress_sglang.transfer.coded_slots import put_codes
+from impress_sglang.transfer.coded_span import CodedSpan, cached_pages
 from impress_sglang.transfer.columns import (
     ColumnSpan,
     ExactSource,
@@ -85,7 +84,7 @@ def run_stages(
     if shape.exact:
         with fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
             # Without a basis, of which all layers are needed.
-            plain = replace(shape, num_layers=1, basis="", row_bytes_of_layers=())
+            plain = replace(shape, num_layers=1, code_bits=0.0, basis="", row_bytes_of_layers=())
             _load_exact(plain, chunk_tokens, device)
     if codec is not None:
         with fitting(shape, "loading codes", "no --impress-basis"):
@@ -126,20 +125,23 @@ def _load_exact(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
 def _load_codes(
     shape: KVShape, chunk_tokens: int, device: torch.device, codec: KVCodec | None = None
 ) -> None:
-    """Move blocks, and load a layer in all bits that there are; with a basis, all layers."""
+    """Move blocks, and load a layer; with a basis, all layers."""
     with contextlib.ExitStack() as at_end:
         segment = _Zeros(shape, chunk_tokens)
         at_end.callback(segment.close)
         layouts = segment.layout.codes
-        cache = _cache(max(map(most_pages, layouts)), device, at_end)
+        most = max(own.page_bytes // BLOCK_BYTES for own in layouts)
+        cache = _cache(most, device, at_end)
         reader, pool = _reading(cache, at_end)
         base = cache.attach(cached_pages(layouts))
         span = CodedSpan(segment, 0, SEGMENT_TOKENS, base)
-        source = CodedSource([span], reader, pool, cache, NUM_PLANES)
+        source = CodedSource([span], reader, pool, cache)
         at_end.callback(source.close)
         keys, values, rows = _slots(shape, device)
         if codec is None:
-            put_codes(KernelCodeWriter(device), source, source.read(0), keys, values, rows)
+            from impress_sglang.triton.codes import restore
+
+            put_codes(restore, shape, source, source.read(0), keys, values, rows)
             return
         restorer = RowRestorer(codec, device, KernelRestorer(codec, device))
         for layer in range(shape.num_layers):
@@ -212,7 +214,6 @@ class _Zeros(OpenSegment):
         self.layout = self.info.layout()
         self.checksums = np.empty(0, np.uint64)
         self.mapping = None
-        self.floors = np.zeros(self.info.floors_shape, np.uint8)
         self.sinks = np.zeros(self.info.sinks_shape, np.uint8)
         self.fits = np.zeros(self.info.fits_shape, np.float32)
         self.files = FileSystem()

@@ -257,8 +257,10 @@ def test_pool_that_folds_pages() -> None:
 def test_kvs_that_are_not_coded(dtype: torch.dtype, dim: int, why: str) -> None:
     """By default they are exact; who names codes is told why there are none."""
     pool = MHATokenToKVPool(64, 1, dtype, 2, dim, 2, "cpu", enable_memory_saver=False)
-    own, policy = runner(Layers(), pool), make_policy(ImpressConfig())
-    assert kv_shape(runner(Layers()), policy).coded and not kv_shape(own, policy).coded
+    config = ImpressConfig()
+    policy, others = make_policy(config), runner(Layers())
+    assert kv_shape(others, policy, config).code_bits == config.code_bits
+    assert not kv_shape(runner(Layers(), pool), policy, config).coded
     no_codes = streams_of(pool, torch.float32).no_codes
     for bits in (USUAL, AUTO, EXACTLY):
         assert ImpressConfig(bits=bits).without_codes(no_codes).kept == EXACTLY

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
 
-from impress_sglang.codes.planes import slots
+from impress_sglang.codes.groups import slots
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import self_test
@@ -47,7 +47,7 @@ def run(
     if kind is MHATokenToKVPool:
         check_layers(runner)
     config = ImpressConfig(policy=policy)
-    shape = kv_shape(runner, make_policy(config))
+    shape = kv_shape(runner, make_policy(config), config)
     shape = dataclasses.replace(shape, exact=not shape.coded)
     layers, runners = PoolLayers(pool), [runner]
     if draft is not None:
@@ -131,7 +131,7 @@ def test_pools_that_keep_kvs_otherwise(kind: type[MHATokenToKVPool], words: str)
 @pytest.mark.parametrize(
     ("module", "name", "broken", "words"),
     [
-        (slots, "restore_base", lambda *_: None, "keys of layer 0 are off by"),
+        (slots, "restore", lambda *_: None, "keys of layer 0 are off by"),
         (filling, "put_codes", lambda *_: 1 / 0, "ZeroDivisionError"),
         (self_test.PoolLayerReader, "_read", lambda *_: 1 / 0, "only 0 of 72 tokens were stored"),
     ],

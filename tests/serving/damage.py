@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from impress_sglang.codes.planes.layout import CodeLayout
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.damage import flip_bit
@@ -36,10 +35,9 @@ def store_damaged(server: Server, length: int, seed: int) -> list[int]:
 
 
 def flip_code(path: Path) -> None:
-    """Flip a bit of the base of the last tokens, in the second layer; exact KVs stay."""
+    """Flip a bit of the codes of the last tokens, in the second layer; exact KVs stay."""
     layout = read_header(path, FileSystem()).info.layout()
     codes = layout.codes[1]
-    assert isinstance(codes, CodeLayout)
     last = codes.group_offset(codes.num_groups - 1)
     flip_bit(path, layout.codes_offset(1) + last + 5, bit=4)
 

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from demo.model import model_path
-from impress_sglang.codes.planes.codec import BASE_BITS, PLANE_BITS, planes_of
 from impress_sglang.paper.tokens import retained_tokens
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import SegmentHeader, read_header
-from impress_sglang.transfer.coded_span import levels_of
 from tests.serving.compare import report
 from tests.serving.harness import (
     ROOT,
@@ -121,11 +119,6 @@ def _header_of(store: Path, prefix: list[int]) -> SegmentHeader:
     return header
 
 
-def _bits_of(header: SegmentHeader, bits: float) -> float:
-    """Per element, with the planes that belong to the base of some heads."""
-    return BASE_BITS + PLANE_BITS * float(levels_of(header.floors, planes_of(bits)).mean())
-
-
 def test_answer_with_a_quarter_of_the_prefix_makes_sense(parts: Server) -> None:
     """A pattern that the whole prefix repeats is still continued when a part of it is loaded."""
     pattern = " ".join(_COLOURS)
@@ -170,8 +163,7 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
     from_device = _bytes_read_by(server) - before
     assert said["loaded_tokens"] == said["used_tokens"] == TOKENS
     header = _header_of(workdir / "store-smollm", prefix)
-    assert said["bits_mean"] == pytest.approx(_bits_of(header, 6.0), abs=0.001)
-    assert 6.0 <= said["bits_mean"] <= 6.2
+    assert said["bits_mean"] == 6.0
     half_precision = TOKENS * 30 * 3 * 2 * 64 * 2
     with_header = said["ssd_bytes"] + header.info.layout().header_bytes
     # Beside the bits there are ranges, checksums and the ends of blocks.

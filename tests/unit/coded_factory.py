@@ -5,21 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.codec import (
-    GROUP_TOKENS,
-    LEVELS,
-    NUM_PLANES,
-    Codes,
-    code_keys,
-    code_values,
-    restore,
-)
-from impress_sglang.codes.planes.floors import Floors
+from impress_sglang.codes.groups.codec import code_keys, code_values, restore
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -30,7 +20,7 @@ from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
-from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, most_pages
+from impress_sglang.transfer.coded_span import CodedSpan, cached_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 from tests.unit.reading import wait_for_reads
@@ -52,30 +42,10 @@ class CodedPart:
     stop: int | None = None
 
 
-def restored(codes: Codes, planes: Tensor, part: slice = slice(None)) -> Tensor:
-    """Rows of a part of the tokens, of which each has so many planes."""
-    rows = restore(codes, LEVELS[0])[part]
-    for count in range(1, NUM_PLANES + 1):
-        rows = torch.where(planes >= count, restore(codes, LEVELS[count])[part], rows)
-    return rows
-
-
 def with_sinks(rows: Tensor, exact: Tensor, span: CodedSpan) -> Tensor:
     """Rows of a span, [m, G, D], with the exact ones [t, G, D] of sinks among its tokens."""
     kept = exact[span.start : min(span.stop, SINK_TOKENS)]
     return torch.cat([kept.float(), rows[len(kept) :]])
-
-
-def gained_of(codes: Codes, plane: int) -> Tensor:
-    """What a plane adds to values that have all below it, float32 [t, G, D]: bit by bit."""
-    whole = codes.codes.int()
-    if codes.sections is None:
-        shift = NUM_PLANES - 1 - plane
-        return ((whole >> shift & 1) - 0.5) * 2**shift * codes.step.float()[..., None]
-    each = torch.arange(len(whole)) // GROUP_TOKENS
-    upper, lower = ((codes.sections >> shift & 15)[each] == 1 + plane for shift in (0, 4))
-    gained = ((whole >> 2 & 3) - 1.5) * 4 * upper + ((whole & 3) - 1.5) * lower
-    return gained * codes.step.float()[each]
 
 
 def check_pool(pool: Tensor, rows: Tensor, expected: Tensor, *, empty: float = EMPTY) -> None:
@@ -85,15 +55,6 @@ def check_pool(pool: Tensor, rows: Tensor, expected: Tensor, *, empty: float = E
     others = torch.ones(len(pool), dtype=torch.bool)
     others[rows] = False
     assert (pool[others] == empty).all()
-
-
-def levels_of_units(source: CodedSource, layer: int) -> Tensor:
-    """Planes that a source reads of all units, int64 [G, units]."""
-    own = [
-        torch.from_numpy(span.levels(layer, source.planes))[:, None].expand(-1, len(span.units))
-        for span in source.spans
-    ]
-    return torch.cat(own, 1).long()
 
 
 class CodedCase:
@@ -109,26 +70,26 @@ class CodedCase:
         device_pages: int = 0,
         host_pages: int = 0,
         rule: ReplacementRule | None = None,
-        floors: Floors | None = None,
     ) -> None:
         self.shape = shape
         self.reader = reader
         self.pool = BufferPool(64 << 20)
         self.paths, self.spans = [], []
-        keys, values, self._codes = [], [], []
+        keys, values = [], []
+        self._coded: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self.exact = []
         self.cache: ChunkCache | None = None
         for number, part in enumerate(parts):
             stop = part.num_tokens if part.stop is None else part.stop
             info = make_info(shape, range(part.num_tokens), segment_id=f"segment{number}")
             own = random_kvs(shape, part.num_tokens, seed=number)
-            self.paths.append(write_kvs(directory, info, *own, floors=floors))
+            self.paths.append(write_kvs(directory, info, *own))
             segment = OpenSegment(self.paths[-1], FileSystem(), direct=False)
             layouts = segment.layout.codes
             if self.cache is None:
                 self.cache = ChunkCache(
                     CODE_PAGE,
-                    most_pages(layouts[0]),
+                    layouts[0].page_bytes // BLOCK,
                     rule or LeastRecentlyUsed(),
                     device=torch.device("cpu"),
                     device_bytes=device_pages * BLOCK,
@@ -140,8 +101,11 @@ class CodedCase:
             keys.append(own[0][:, part.start : stop])
             values.append(own[1][:, part.start : stop])
             for layer in range(shape.num_layers):
-                codes = code_keys(own[0][layer]), code_values(own[1][layer])
-                self._codes.append((number, layer, codes, slice(part.start, stop)))
+                coded = (
+                    restore(code(whole[layer], int(shape.code_bits)))
+                    for code, whole in zip((code_keys, code_values), own, strict=True)
+                )
+                self._coded[number, layer] = tuple(coded)
         self.keys, self.values = torch.cat(keys, 1), torch.cat(values, 1)
         self.num_tokens = self.keys.shape[1]
         self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
@@ -152,24 +116,24 @@ class CodedCase:
         ]
         self.request()
 
-    def request(self, planes: int = 0) -> None:
-        """A new request, for so many planes."""
+    def request(self) -> None:
+        """A new request."""
         if hasattr(self, "source"):
             self.source.close()
         assert self.cache is not None
         self.cache.placement.advance()
-        self.source = self.open(self.spans, planes)
+        self.source = self.open(self.spans)
 
-    def open(self, spans: Sequence[CodedSpan], planes: int = 0, **how: Any) -> CodedSource:
+    def open(self, spans: Sequence[CodedSpan]) -> CodedSource:
         """Another source over spans of the case."""
         assert self.cache is not None
-        return CodedSource(spans, self.reader, self.pool, self.cache, planes, **how)
+        return CodedSource(spans, self.reader, self.pool, self.cache)
 
     def load(self, layer: int, writer: CodeWriter | None = None) -> None:
         """The request under way loads a layer into its slots."""
         writer = writer or code_writer_for(torch.device("cpu"))
         pools, found = self.layer_pools(layer), self.source.read(layer)
-        put_codes(writer, self.source, found, *pools, self.slots)
+        put_codes(writer, self.shape, self.source, found, *pools, self.slots)
 
     def read_ahead(self, waste_budget: float) -> None:
         """All layers, to the end."""
@@ -181,28 +145,19 @@ class CodedCase:
         """The pools of keys and of values of a layer."""
         return self.pools[layer], self.pools[len(self.pools) // 2 + layer]
 
-    def levels(self, layer: int) -> Tensor:
-        """Planes of all units, int64 [G, units]."""
-        return levels_of_units(self.source, layer)
-
-    def expected(self, layer: int, planes: Tensor) -> list[Tensor]:
-        """Keys and values [m, G, D] where units, counted through all spans, have these planes."""
+    def expected(self, layer: int, spans: Sequence[CodedSpan]) -> list[Tensor]:
+        """Keys and values [m, G, D] of the tokens of some spans."""
         found: list[list[Tensor]] = [[], []]
-        first = 0
-        for number, own_layer, codes, part in self._codes:
-            if own_layer != layer:
-                continue
-            span = self.spans[number]
-            tokens = torch.arange(part.start, part.stop) // span.layout.unit_tokens
-            levels = planes[:, tokens - span.units[0] + first].T[..., None]
-            first += len(span.units)
-            for rows, own, exact in zip(found, codes, self.exact[number], strict=True):
-                rows.append(with_sinks(restored(own, levels, part), exact[layer], span))
+        for span in spans:
+            number = int(span.segment.segment_id.removeprefix("segment"))
+            coded, exact = self._coded[number, layer], self.exact[number]
+            for rows, own, whole in zip(found, coded, exact, strict=True):
+                rows.append(with_sinks(own[span.start : span.stop], whole[layer], span))
         return [torch.cat(rows) for rows in found]
 
     def check(self, layer: int) -> None:
-        """The slots hold what the levels say, and no others were touched."""
-        expected = self.expected(layer, self.levels(layer))
+        """The slots hold what codes say, and no others were touched."""
+        expected = self.expected(layer, self.spans)
         for pool, rows in zip(self.layer_pools(layer), expected, strict=True):
             check_pool(pool, self.slots, rows)
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.floors import Coding, Floors
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
@@ -46,7 +45,8 @@ def make_shape(
 ) -> KVShape:
     """A shape with probe heads; without any it has a head group per head."""
     heads = query_heads, kv_heads
-    return KVShape(layers, *heads, key_dim, value_dim, dtype, tuple(probe), coded)
+    bits = 6.0 if coded else 0.0
+    return KVShape(layers, *heads, key_dim, value_dim, dtype, tuple(probe), bits)
 
 
 def as_tokens(tokens: Sequence[int]) -> Tokens:
@@ -118,7 +118,6 @@ def write_kvs(
     *,
     direct: bool = False,
     mapping: MappingLists | None = None,
-    floors: Floors | None = None,
 ) -> Path:
     path = directory / f"{info.segment_id}.kv"
     write_segment(
@@ -129,7 +128,6 @@ def write_kvs(
         FileSystem(),
         direct=direct,
         mapping=mapping,
-        coding=None if floors is None else lambda layer, keys, values: Coding(floors[layer]),
     )
     return path
 

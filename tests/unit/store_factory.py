@@ -55,7 +55,6 @@ DEFAULTS = {
     "host_gb": 0.0,
     "reorder_interval": 0.0,
     "retention": 0.25,
-    "base_error": 0.0,
 }
 
 

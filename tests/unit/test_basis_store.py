@@ -38,7 +38,7 @@ SHAPE = CODEC.shape(PLAIN)
 # Of --impress-keep codes.
 ALONE = dataclasses.replace(SHAPE, exact=False)
 CPU = torch.device("cpu")
-FEW = KVClass(CODEC.bits)
+FEW = KVClass(SHAPE.code_bits)
 NUM_SLOTS, EMPTY = 4000, -77.0
 FIRST = prompt(1, 90)
 SECOND = (*FIRST, *prompt(2, 80))
@@ -141,7 +141,7 @@ def test_slots_get_what_the_basis_says(
         for tokens, start in ((FIRST, 0), (SECOND, 0), (SECOND, 3), (SECOND, 95), (LONG, 1201)):
             job = desk.load(tokens, start=start)
             check(desk.rows(job), expected(tokens), start)
-            assert job.fills.mean_bits == CODEC.bits == 4.0
+            assert job.fills.bits == 4.0
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_what_is_unlike_the_calibration_is_loaded_exactly(
     job = desk.load(FIRST)
     own, right = desk.rows(job)[layer], exact(FIRST)[layer]
     assert torch.equal(own[0], right[0] * 6.0) and torch.equal(own[1], right[1] * 6.0)
-    assert job.fills.mean_bits == 16.0
+    assert job.fills.bits == 16.0
 
 
 @pytest.mark.parametrize("layer", range(SHAPE.num_layers))
@@ -309,7 +309,7 @@ def test_sinks_do_not_count_as_unlike(make: Callable[..., Desk]) -> None:
     for path in desk.bench.root.rglob("*.kv"):
         assert (read_header(path, FileSystem()).fits < 1.5).all()
     job = desk.load(FIRST)
-    assert job.fills.mean_bits == CODEC.bits
+    assert job.fills.bits == 4.0
     right = [own * 50.0 for own in exact(FIRST)[1]]
     for rows, whole in zip(desk.rows(job)[1], right, strict=True):
         assert torch.equal(rows[:SINK_TOKENS], whole[:SINK_TOKENS])

@@ -30,12 +30,13 @@ def store(kind: str = "exact", **options: Any) -> Store:
 
 
 def test_shares_of_bytes_are_those_of_files() -> None:
-    shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True)
+    shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), 6.0, exact=False)
     assert shape.num_layers * shape.token_bytes == MODELS["llama-3-8b"].token_bytes
     layout = SegmentLayout(shape, 64, 8192, 0)
     exact = 8192 * MODELS["llama-3-8b"].token_bytes
-    read = sum(own.base_bytes + own.planes_bytes / 3 for own in layout.codes)
-    assert read / exact == pytest.approx(KINDS["6 bits"].read, abs=0.01)
+    share = layout.file_bytes / exact
+    assert share == pytest.approx(KINDS["6 bits alone"].read, abs=0.01)
+    assert share == pytest.approx(KINDS["6 bits alone"].file, abs=0.01)
 
 
 def test_a_stored_prompt_is_loaded_and_written_once() -> None:

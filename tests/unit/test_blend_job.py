@@ -13,8 +13,8 @@ from torch import Tensor
 
 from impress_sglang.blend.job import BlendJob
 from impress_sglang.blend.plan import BlendPlan, Kind, apart
-from impress_sglang.codes.planes.codec import GROUP_TOKENS, LEVELS, code_keys, code_values
-from impress_sglang.codes.planes.codec import restore as restore_codes
+from impress_sglang.codes.groups.codec import GROUP_TOKENS, code_keys, code_values
+from impress_sglang.codes.groups.codec import restore as restore_codes
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.serving.load_jobs import JobLoader, JobState
@@ -47,8 +47,8 @@ def carry_out(job: BlendJob, shape: KVShape = SHAPE) -> tuple[list[Tensor], list
 def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tensor, Tensor]:
     """Keys and values of some tokens of a segment in so many bits."""
     own = SequenceKVs(SHAPE, "", tuple(tokens))
-    codes = code_keys(own.keys(layer)), code_values(own.values(layer))
-    rows = restore_codes(codes[0], bits), restore_codes(codes[1], bits)
+    codes = code_keys(own.keys(layer), bits), code_values(own.values(layer), bits)
+    rows = restore_codes(codes[0]), restore_codes(codes[1])
     for found, exact in zip(rows, (own.keys(layer), own.values(layer)), strict=True):
         found[:SINK_TOKENS] = exact[:SINK_TOKENS]
     return rows[0][part], rows[1][part]
@@ -58,7 +58,7 @@ def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tens
 @pytest.mark.parametrize(("resident", "bits"), [(0, 6), (60, 6)])
 def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits: int) -> None:
     """Keys as they would have been at the new place, values as they were, whoever computed them."""
-    desk = Desk(bench, block=block, base_error=0.0)
+    desk = Desk(bench, block=block)
     first, second = texts(0, 1, 2), texts(3, 2)
     bench.put(desk.store, first)
     bench.put(desk.store, second)
@@ -70,7 +70,7 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
     keys, values = carry_out(job)
 
     assert job.state is JobState.LOADED and job.unread(SHAPE.num_layers) == 0.0
-    assert job.reads.chunks_accessed > 0 and job.fills.mean_bits == pytest.approx(bits)
+    assert job.reads.chunks_accessed > 0 and job.fills.bits == bits
 
     for layer in range(SHAPE.num_layers):
         stored: list[tuple[Tensor, Tensor]] = []
@@ -95,18 +95,6 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
         assert keys[layer].isnan().any(2).any(1).sum() == 3
 
 
-def test_all_planes_that_are_wanted_are_read_ahead(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2), base_error=0.0)
-    plan = desk.planned(texts(2, 1, 0), wanted=LoadOptions(bits=6, blend=0.0))
-    source = desk.job(plan).open()
-    assert isinstance(source, CodedSource)
-    span = source.spans[0]
-    units = span.wanted_units(0, source.planes)
-    assert set(units[:, 0]) == set(range(plan.planes)) and LEVELS[plan.planes] == 6
-    assert list(span.wanted_chunks(0, source.planes)) == [*span.pages, *span.unit_chunks(units)]
-    desk.store.close_source(source)
-
-
 def test_a_document_that_is_asked_for_twice(bench: Workbench) -> None:
     desk = Desk(bench, (0, 1))
     asked, wanted = [3, *texts(1), 4, *texts(1), 5, *texts(1)], LoadOptions(bits=6, blend=0.0)
@@ -124,9 +112,9 @@ def test_of_many_runs_of_a_segment_it_is_looked_at_once(
     desk = Desk(bench, (0, 1))
     plan = desk.planned([4, *texts(1), 5, *texts(0), 6, *texts(1)])
     assert len(plan.runs) == 3
-    expected = [desk.store.forecast.coded_bytes([span]).expected(1) for span in plan.spans]
+    expected = [desk.store.forecast.coded_bytes([span]) for span in plan.spans]
     looked = calls_of(monkeypatch, desk.store.segments, "tiers")
-    found = desk.store.forecast.coded_bytes(plan.spans).expected(1)
+    found = desk.store.forecast.coded_bytes(plan.spans)
     assert found == pytest.approx(sum(expected)) and len(looked) == 1
 
 
@@ -241,8 +229,8 @@ def test_all_that_is_opened_is_closed(bench: Workbench, monkeypatch: pytest.Monk
     closed = calls_of(monkeypatch, desk.store, "close_source")
     original, most = desk.store.open_whole, [0]
 
-    def open_whole(*arguments: Any) -> Any:
-        found = original(*arguments)
+    def open_whole(*arguments: Any, **options: Any) -> Any:
+        found = original(*arguments, **options)
         most[0] = max(most[0], len(opened) - len(closed))
         return found
 

@@ -319,6 +319,6 @@ def test_a_basis_has_no_other_bits(tmp_path: Path) -> None:
     codec = codec_for(blending_desk.SHAPE)
     bench = Workbench(tmp_path / "kv", codec.shape(blending_desk.SHAPE), codec)
     desk = Desk(bench, (0, 1), (2,))
-    plan = desk.planned([9, *texts(2, 0, 1)], wanted=LoadOptions(bits=codec.bits, blend=0.0))
-    assert plan.estimate.bits == plan.quality.bits == codec.bits == 4.0
+    plan = desk.planned([9, *texts(2, 0, 1)], wanted=LoadOptions(bits=4.0, blend=0.0))
+    assert plan.estimate.bits == plan.quality.bits == 4.0
     bench.close_all()

@@ -56,7 +56,7 @@ def catalog(files: FaultyFileSystem, tmp_path: Path) -> Iterator[Catalog]:
 
 
 def test_rows_are_read_back(catalog: Catalog, tmp_path: Path) -> None:
-    coded = make_info(dataclasses.replace(SHAPE, coded=True), range(8), segment_id="c")
+    coded = make_info(dataclasses.replace(SHAPE, code_bits=6.0), range(8), segment_id="c")
     below = segment("b", 300, last_access=7, hits=3, parent=segment("a"))
     wanted = [segment("a"), below, StoredSegment(coded, 1)]
     catalog.change(own.row for own in wanted)

@@ -299,9 +299,10 @@ def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
     assert 5 / 16 < few["read_share"] < 6 / 16 and 6 / 16 < many["read_share"] < 7 / 16
     assert few["ssd_gb"] == pytest.approx(0.1 * few["file_mb"], abs=0.1)
     exact_mb = 4096 * 131_072 / 1e6
+    assert few["file_mb"] == pytest.approx(exact_mb * few["read_share"], rel=2e-3)
     assert main([*asked, f"--model={tmp_path}", "--keep=both"]) == DONE
     both = json.loads(capsys.readouterr().out)["file_mb"]
-    assert both == pytest.approx(exact_mb + few["file_mb"], rel=1e-3)
+    assert both == pytest.approx(exact_mb + many["file_mb"], rel=1e-3)
     assert few["read_exact_ms"] == pytest.approx(exact_mb / 3, rel=1e-3)
     assert few["written_gb_per_day"] == pytest.approx(0.01 * few["file_mb"], abs=0.1)
 

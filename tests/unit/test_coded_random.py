@@ -1,7 +1,7 @@
 """Random requests for prefixes in codes: slots hold what was asked for, and nothing is left behind.
 
-Segments are cut into spans that share units, with caches, pools and floors of several sizes, and
-read by requests in turn, each in bits of its own.
+Segments are cut into spans that share groups, with caches and pools of several sizes, and read by
+requests in turn.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
 from impress_sglang.transfer.coded_span import CodedSpan
-from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart, restored, with_sinks
-from tests.unit.test_coded import FLOORS
+from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.waiting import wait_until
 
 CPU = torch.device("cpu")
@@ -36,22 +33,6 @@ def spans_of(case: CodedCase, chance: random.Random) -> list[CodedSpan]:
         for start, stop in itertools.pairwise(sorted({0, len(span), *inner})):
             found.append(dataclasses.replace(span, start=start, stop=stop))
     return found
-
-
-def check(case: CodedCase, source: CodedSource, layer: int, pools: Sequence[torch.Tensor]) -> None:
-    """The rows of all tokens hold what was asked for."""
-    first = 0
-    for span in source.spans:
-        number = int(span.segment.segment_id.removeprefix("segment"))
-        codes = next(own[2] for own in case._codes if own[:2] == (number, layer))
-        levels = torch.from_numpy(span.levels(layer, source.planes)).long()
-        wanted = levels[None, :, None].expand(len(span), -1, 1)
-        rows = slice(first, first := first + len(span))
-        exact = case.exact[number]
-        for pool, own, whole in zip(pools, codes, (own[layer] for own in exact), strict=True):
-            expected = with_sinks(restored(own, wanted, slice(span.start, span.stop)), whole, span)
-            assert (pool[rows] - expected).abs().max() <= 1e-4
-    assert first == source.num_tokens
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -70,7 +51,6 @@ def test_slots_hold_what_was_asked_for(
     lengths = [chance.choice([130, 300, 700, 1500]) for _ in range(chance.randint(1, 3))]
     case = coded(
         [CodedPart(own) for own in lengths],
-        floors=chance.choice([None, FLOORS]),
         device_pages=chance.choice([0, 0, 30]),
         host_pages=chance.choice([0, 0, 40, 200]),
     )
@@ -79,8 +59,7 @@ def test_slots_hold_what_was_asked_for(
     sources = []
     for _ in range(chance.randint(1, 4)):
         spans = spans_of(case, chance)
-        own = spans[: chance.randint(1, len(spans))]
-        sources.append(case.open(own, chance.randrange(NUM_PLANES + 1)))
+        sources.append(case.open(spans[: chance.randint(1, len(spans))]))
         ahead.join(sources[-1])
     writer = code_writer_for(CPU)
     for layer in range(SHAPE.num_layers):
@@ -92,9 +71,10 @@ def test_slots_hold_what_was_asked_for(
                 for dim in (SHAPE.key_dim, SHAPE.value_dim)
             ]
             rows = torch.arange(source.num_tokens)
-            put_codes(writer, source, source.read(layer), pools[0], pools[1], rows)
+            put_codes(writer, SHAPE, source, source.read(layer), pools[0], pools[1], rows)
             ahead.top_up()
-            check(case, source, layer, pools)
+            for pool, right in zip(pools, case.expected(layer, source.spans), strict=True):
+                assert (pool - right).abs().max() <= 1e-4
             source.end_layer(layer)
     for source in sources:
         source.close()

@@ -47,7 +47,6 @@ WRONG_VALUES: dict[str, Sequence[object]] = {
     "min_retention": (-0.001, 1.0001, NO_NUMBER),
     "bits": (0, 5.5, 7, 8.0, 16.0, -5.0, NO_NUMBER, float("inf"), "", "5", "Exact", "exact "),
     "keep": ("", "Codes", "none"),
-    "base_error": (-0.5, NO_NUMBER, float("inf")),
     "probe_heads": (0, -3),
     "alpha": (0.0, 1.5, NO_NUMBER),
     "chunk_tokens": (0, 7, 12, 4104),

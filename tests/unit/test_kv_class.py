@@ -6,7 +6,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from impress_sglang.codes.planes.codec import LEVELS
 from impress_sglang.options import AUTO, AUTO_SHARE, BITS, EXACT_BITS, OFF
 from impress_sglang.serving.kv_class import KVClass, marked, unmarked
 from impress_sglang.storage.quality import EXACT, Quality
@@ -74,12 +73,6 @@ def test_names(own: KVClass, name: str) -> None:
     assert own.name == name
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_planes_are_those_of_the_bits(bits: float) -> None:
-    assert LEVELS[KVClass(bits).planes or 0] == bits
-    assert not KVClass(bits).exact
-
-
 def test_the_class_of_a_request() -> None:
     assert KVClass.of(LoadOptions()) == KVClass()
     assert KVClass.of(LoadOptions(bits=6.0)) == KVClass(6.0)
@@ -96,7 +89,6 @@ def test_what_a_class_accepts(own: KVClass, depth: int) -> None:
     assert EXACT.suffices(worst)
     if own.exact or not depth:
         assert worst == EXACT
-        assert own.planes is None or not depth
     else:
         assert Quality(depth, 1.0, own.bits, own.share).suffices(worst)
         assert not Quality(depth + 1, 1.0, own.bits, own.share).suffices(worst)

@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.codes.planes.codec import NotCodable
-from impress_sglang.codes.planes.floors import Coding
-from impress_sglang.codes.planes.layer import CodedLayer
-from impress_sglang.codes.planes.layer import encode_layer as encode_codes
-from impress_sglang.codes.planes.layout import CodeLayout
+from impress_sglang.codes.groups.codec import NotCodable
+from impress_sglang.codes.groups.energy import Coding
+from impress_sglang.codes.groups.layer import encode_layer as encode_groups
 from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit import kv_factory as kv
@@ -114,10 +112,8 @@ def codes_in_logical_order(
     if not layout.codes:
         return b""
     (codes,) = layout.codes
-    assert isinstance(codes, CodeLayout)
-    coded, memory = CodedLayer.empty(codes), torch.empty(codes.layer_bytes).byte()
-    encode_codes(codes, keys, values, coded, energy)
-    coded.put(codes, memory)
+    memory = torch.empty(codes.layer_bytes).byte()
+    codes.put_groups(encode_groups(layout.shape.group_layout, keys, values, energy), memory)
     return memory.numpy().tobytes()
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.codes.planes.layout import CodeLayout
+from impress_sglang.codes.groups.codec import GROUP_TOKENS
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.transfer.columns import chunks_of_columns, column_pages
 from tests.unit import kv_factory as kv
@@ -31,9 +31,10 @@ def shapes(draw: st.DrawFn) -> KVShape:
         value_dim=value_dim,
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         probe_kv_heads=tuple(sorted(probe)),
-        # A byte has eight elements of a plane.
-        coded=(coded := key_dim > 1 and value_dim > 1 and draw(st.booleans())),
-        exact=not coded or bool(probe) or draw(st.booleans()),
+        code_bits=(
+            bits := draw(st.sampled_from([0.0, 5.0, 6.0])) if key_dim > 1 and value_dim > 1 else 0.0
+        ),
+        exact=not bits or bool(probe) or draw(st.booleans()),
     )
 
 
@@ -110,7 +111,7 @@ def test_chunks_are_numbered_by_layer_then_column_then_place(layout: SegmentLayo
 @given(layouts())
 def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout) -> None:
     shape, codes = layout.shape, layout.codes
-    plain = dataclasses.replace(layout, shape=dataclasses.replace(shape, coded=False, exact=True))
+    plain = dataclasses.replace(layout, shape=dataclasses.replace(shape, code_bits=0.0, exact=True))
 
     assert plain.codes == ()
     assert plain.layer_bytes(0) == plain.columns_bytes
@@ -122,9 +123,8 @@ def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout)
     for layer in range(shape.num_layers):
         assert layout.codes_offset(layer) == layout.layer_offset(layer) + layout.columns_bytes
     for own in codes:
-        assert isinstance(own, CodeLayout)
-        assert (own.num_tokens, own.num_heads) == (layout.num_tokens, shape.num_kv_heads)
-        assert (own.key_dim, own.value_dim) == (shape.key_dim, shape.value_dim)
+        assert own.group_bytes == shape.group_layout.group_bytes
+        assert (own.num_tokens, own.group_tokens) == (layout.num_tokens, GROUP_TOKENS)
         assert own.block_bytes == BLOCK
 
 
@@ -157,23 +157,20 @@ def test_the_probe_column_is_of_no_head_group() -> None:
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:
-    """The same model: 16 groups of tokens in the base, and a unit has 128 tokens of a head."""
-    shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True)
+    """The same model."""
+    shape = KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), 6.0)
     layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
     (codes, *_) = layout.codes
 
-    assert isinstance(codes, CodeLayout)
     # Two halves for each channel of keys and for each value, and a byte for each channel of keys;
-    # then 5 bits of each element.
-    assert codes.group_bytes == 2 * 2 * 8 * (128 + 64) + 8 * 128 + 64 * 8 * 256 * 5 // 8
-    assert codes.unit_tokens == 128 and codes.num_units == 8
-    assert codes.planes_bytes == 3 * 8 * 8 * BLOCK
-    # 16 groups of 89,088 bytes; a page has 4 of them, which are 87 blocks.
-    assert (codes.page_groups, codes.page_bytes) == (4, 87 * BLOCK)
-    assert codes.base_bytes == 4 * 87 * BLOCK
+    # then 6 bits of each element.
+    assert codes.group_bytes == 2 * 2 * 8 * (128 + 64) + 8 * 128 + 64 * 8 * 256 * 6 // 8
+    # 16 groups of 105,472 bytes; a page has 4 of them, which are 103 blocks.
+    assert (codes.num_groups, codes.page_groups, codes.page_bytes) == (16, 4, 103 * BLOCK)
+    assert codes.layer_bytes == 4 * 103 * BLOCK
     assert layout.columns_bytes == 1008 * BLOCK
-    assert layout.codes_offset(1) == BLOCK * (1 + 2 * 1008 + 348 + 192)
-    assert layout.num_blocks == 32 * (1008 + 348 + 192)
+    assert layout.codes_offset(1) == BLOCK * (1 + 2 * 1008 + 412)
+    assert layout.num_blocks == 32 * (1008 + 412)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +178,7 @@ def test_sizes_of_a_known_model_with_codes() -> None:
     [
         {"num_query_heads": 5},
         {"exact": False},
-        {"exact": False, "coded": True},
+        {"exact": False, "code_bits": 6.0},
         {"probe_kv_heads": (2,)},
         {"probe_kv_heads": (-1,)},
         {"probe_kv_heads": (1, 0)},

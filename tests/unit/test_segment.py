@@ -15,7 +15,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
 from impress_sglang.storage.files import FileSystem
@@ -43,9 +42,8 @@ def some_header(info: SegmentInfo) -> SegmentHeader:
     generator = np.random.default_rng(1)
     checksums = generator.integers(0, 2**63, info.layout().num_blocks, np.uint64)
     mapping = random_mapping(info, 2) if info.reordered else None
-    floors = generator.integers(0, NUM_PLANES + 1, info.floors_shape, np.uint8)
     sinks = generator.integers(0, 256, info.sinks_shape, np.uint8)
-    return SegmentHeader(info, checksums, floors, sinks, mapping)
+    return SegmentHeader(info, checksums, sinks, mapping)
 
 
 def header_file(directory: Path, info: SegmentInfo) -> Path:
@@ -100,7 +98,6 @@ def test_a_header_must_have_what_its_description_says() -> None:
     for change in (
         {"checksums": header.checksums[1:]},
         {"mapping": reordered.mapping},
-        {"floors": np.zeros((1, 1), np.uint8)},
         {"info": REORDERED},
     ):
         with pytest.raises(AssertionError):
@@ -186,7 +183,7 @@ def resealed(header: bytes, body: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("quality", "own", "other"),
-    [(EXACT, 10, 9), (EXACT, 10, 11), (Quality(1, 1.0, 6.0, 0.5), 11, 10)],
+    [(EXACT, 12, 11), (EXACT, 12, 13), (Quality(1, 1.0, 6.0, 0.5), 13, 12)],
 )
 def test_another_format_version_is_unreadable_and_says_so(
     tmp_path: Path, quality: Quality, own: int, other: int

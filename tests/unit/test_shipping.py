@@ -48,8 +48,8 @@ SHAPES["basis bfloat16"] = CODEC.shape(SHAPES["codes bfloat16"])
 LONG = prompt(1, 200)
 EARLY, APPROXIMATE = (*LONG[:150], 7, 8, 9), (*LONG, *prompt(3, 30))
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
-# So that files of both stores have one layout; floors are the meter's.
-OPTIONS = {"chunk_tokens": 64, "base_error": 0.33}
+# So that files of both stores have one layout.
+OPTIONS = {"chunk_tokens": 64}
 
 
 @pytest.fixture(params=SHAPES)
@@ -62,7 +62,6 @@ def source(tmp_path: Path, shape: KVShape) -> Workbench:
     """A conversation, a prompt that leaves it early, what approximates it, and another tenant's."""
     bench = Workbench(tmp_path / "source", shape, CODEC if shape.basis else None)
     store = bench.open(**OPTIONS)
-    store._disk.meter.note(np.array([[0, 1], [2, 1]], np.uint8))
     bench.put(store, LONG[:100], namespace=NONE)
     bench.put(store, LONG, namespace=NONE)
     bench.put(store, EARLY, namespace=NONE)
@@ -93,13 +92,13 @@ def run(said: Said, command: str, path: Path, bench: Workbench, *options: str) -
     return json.loads(out) if status == DONE else status
 
 
-def contents(bench: Workbench) -> collections.Counter[tuple[bytes, bytes, bytes]]:
-    """Of all files tokens, floors, and what stands behind the header."""
-    found: collections.Counter[tuple[bytes, bytes, bytes]] = collections.Counter()
+def contents(bench: Workbench) -> collections.Counter[tuple[bytes, bytes]]:
+    """Of all files tokens, and what stands behind the header."""
+    found: collections.Counter[tuple[bytes, bytes]] = collections.Counter()
     for path in bench.root.glob("*/segments/*/*"):
         header = read_header(path, FileSystem())
         body = path.read_bytes()[header.info.layout().header_bytes :]
-        found[header.info.tokens.tobytes(), header.floors.tobytes(), body] += 1
+        found[header.info.tokens.tobytes(), body] += 1
     return found
 
 

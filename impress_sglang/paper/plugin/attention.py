@@ -143,7 +143,7 @@ class PrefixAttention(AttentionBackend):
         for save, new in self._saves:
             if self._runtime is not None and self._runtime.shape.coded:
                 queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[new]
-                save.note_queries(layer.layer_id, queries, layer.scaling)
+                save.note_queries(layer.layer_id, queries)
             save.open(layer.layer_id + 1)
         return output
 

@@ -61,7 +61,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "use --impress-policy impress"
         )
     policy = make_policy(config)
-    plain = shape = kv_shape(runner, policy)
+    plain = shape = kv_shape(runner, policy, config)
     if policy.probes:
         heads = probe_kv_heads(shape.num_query_heads, shape.num_kv_heads, config.probe_heads)
         shape = dataclasses.replace(shape, probe_kv_heads=heads)

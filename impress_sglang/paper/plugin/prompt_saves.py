@@ -244,7 +244,6 @@ class PromptSaves:
             min_tokens=self._runtime.config.chunk_tokens,
             holder=save,
             queries=save.queries,
-            num_behind=max(len(req.origin_input_ids) - len(tokens), 0),
             ttl=ttl_of(req.sampling_params),
             priority=priority_of(req.sampling_params),
         )

@@ -18,14 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import page_copies
 from impress_sglang.tiers import staging as staging_module
 from impress_sglang.tiers.staging import Staging
 from impress_sglang.transfer import coded_slots
-from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import pages as page_kernels
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
@@ -127,8 +125,7 @@ def fake(kernels: None, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
     for module, name in (
         (page_kernels, "copy_pages"),
-        (code_kernels, "restore_base"),
-        (code_kernels, "raise_units"),
+        (code_kernels, "restore"),
         (coded_slots, "put_sinks"),
     ):
         monkeypatch.setattr(module, name, launched(getattr(module, name)))
@@ -151,23 +148,22 @@ def test_each_layer_has_its_codes(fake: Device, tmp_path: Path, reader: BlockRea
     """Blocks that are taken are in slots later; meanwhile they move, and buffers are used again."""
     parts = [CodedPart(100, 17), CodedPart(64)]
     # In its pages there is no padding, for the copy without it would be made at once.
-    shape = dataclasses.replace(SHAPE, num_layers=2, value_dim=24)
+    shape = dataclasses.replace(SHAPE, num_layers=2, value_dim=24, code_bits=5.0)
     case = CodedCase(tmp_path, parts, reader, shape=shape, device_pages=9, host_pages=13)
     layout = case.spans[0].layout
     assert layout.page_groups * layout.group_bytes == layout.page_bytes
-    writer = KernelCodeWriter(torch.device("cpu"))
     found = []
-    for planes in (1, NUM_PLANES):
-        case.request(planes)
+    for _ in range(2):
+        case.request()
         case.pools = [torch.full_like(pool, -77.0) for pool in case.pools]
-        found.append((case.pools, planes))
+        found.append(case.pools)
         for layer in range(case.shape.num_layers):
             overwrite_free_memory(case)
-            case.load(layer, writer)
+            case.load(layer, code_kernels.restore)
     case.source.close()
     overwrite_free_memory(case)
     fake.computing.run()
-    for case.pools, case.source.planes in found:
+    for case.pools in found:
         for layer in range(case.shape.num_layers):
             case.check(layer)
     assert fake.copies.launched

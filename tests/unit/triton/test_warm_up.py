@@ -20,13 +20,11 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 
-from impress_sglang.codes.planes.codec import NUM_PLANES
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.paper.loader import LayerInputs, LoadStats, PartLoader
 from impress_sglang.paper.warm_up import score_and_choose
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.kv_codec import KernelRestorer
 from impress_sglang.transfer.warm_up import run_stages, warm_up
 from impress_sglang.triton import codes as code_kernels
@@ -116,7 +114,7 @@ HEAD_GROUPS = make_shape(query_heads=6, key_dim=16, value_dim=32, probe=())
 MHA = make_shape(query_heads=5, kv_heads=5, key_dim=32, value_dim=32, probe=(0, 1, 2))
 GQA = make_shape(query_heads=8, kv_heads=4, key_dim=16, value_dim=16, probe=(0,))
 MQA = make_shape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32, probe=(0,))
-CODED = dataclasses.replace(HEAD_GROUPS, coded=True)
+CODED = dataclasses.replace(HEAD_GROUPS, code_bits=6.0)
 
 
 SERVERS = {
@@ -199,13 +197,11 @@ def make_requests(shape: KVShape, directory: Path, reader: BlockReader) -> None:
 def make_coded_requests(
     shape: KVShape, prefix: Prefix, directory: Path, reader: BlockReader
 ) -> None:
-    """For whole prefixes in all bits."""
+    """For whole prefixes."""
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
-    for planes in (0, 1, NUM_PLANES):
-        case.request(planes)
-        for layer in range(shape.num_layers):
-            case.load(layer, KernelCodeWriter(CPU))
+    for layer in range(shape.num_layers):
+        case.load(layer, code_kernels.restore)
     case.close()
 
 
@@ -278,7 +274,6 @@ def test_what_is_launched_can_be_carried_out(shape: KVShape, launches: Launches)
         ("top_kernel", "--impress-policy as,"),
         ("_copy_kernel", "--impress-policy recompute,"),
         ("_restore_kernel", "--impress-policy paper,"),
-        ("_raise_kernel", "--impress-policy paper,"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(

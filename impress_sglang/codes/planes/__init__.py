@@ -1,1 +1,0 @@
-"""KVs in a few bits: coded in planes, restored into slots, and raised there."""

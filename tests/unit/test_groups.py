@@ -1,0 +1,253 @@
+"""Codes of keys and values: how far off they are, who gets bits, and where they stand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.codes.groups.codec import (
+    CODE_BITS,
+    GROUP_TOKENS,
+    LEAST_BITS,
+    PAIR_BITS,
+    Codes,
+    code_keys,
+    code_values,
+    pack,
+    pairs_of,
+    restore,
+)
+from impress_sglang.codes.groups.layer import encode_layer
+from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.groups.slots import restore as restore_slots
+from impress_sglang.codes.pages import Pages, page_groups_for
+from impress_sglang.errors import NotCodable
+from impress_sglang.loops import codes as loops
+from impress_sglang.options import BITS
+from tests.unit.coded_factory import check_pool
+
+COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = {"keys": code_keys, "values": code_values}
+RATES = [5, 6]
+
+
+def random_kv(num_tokens: int, heads: int = 2, dim: int = 8, seed: int = 1) -> Tensor:
+    """Rows with an offset and a scale of their own in each channel, as keys have them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_tokens, heads, dim, generator=generator)
+    scale = 10 ** (2 * torch.rand(heads, dim, generator=generator) - 1)
+    return rows * scale + 100 * torch.randn(heads, dim, generator=generator)
+
+
+def of_elements(codes: Codes, own: Tensor) -> Tensor:
+    """A number of each channel or vector for each element, float32."""
+    if not own.ndim:
+        return own.float()
+    if codes.bits.ndim:
+        return own.float().repeat_interleave(GROUP_TOKENS, 0)[: len(codes.codes)]
+    return own.float()[..., None]
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_element_is_off_by_more_than_half_a_cell(
+    count: int, kind: str, dtype: torch.dtype, rate: int
+) -> None:
+    exact = random_kv(count).to(dtype)
+    codes = KINDS[kind](exact, rate)
+    found, bits, steps = restore(codes), of_elements(codes, codes.bits), codes.step
+    assert found.shape == exact.shape and found.dtype == torch.float32
+    assert bits.mean() == rate
+    # Rounding to the nearest of all codes may put an element half a step beyond its cell.
+    limit = (2 ** (CODE_BITS - bits) + (bits < CODE_BITS)) * of_elements(codes, steps) / 2
+    assert ((found - exact.float()).abs() <= limit + 1e-4).all()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_ranges_are_no_wider_than_half_precision_makes_them(count: int) -> None:
+    keys = random_kv(count)
+    codes = code_keys(keys, 6)
+    for group, rows in enumerate(keys.split(GROUP_TOKENS)):
+        low, step = codes.low[group].float(), codes.step[group].float()
+        high = low + (2**CODE_BITS - 1) * step
+        assert (low <= rows.amin(0)).all() and (high >= rows.amax(0)).all()
+        # Numbers of some hundred are a quarter apart in half precision.
+        assert (high - low <= (rows.amax(0) - rows.amin(0)) * 1.001 + 0.51).all()
+
+
+def test_packages_that_may_not_import_each_other_agree_on_numbers() -> None:
+    assert list(BITS) == RATES and loops.GROUP_TOKENS == GROUP_TOKENS
+
+
+def brute_pairs(weight: list[float], count: int) -> list[int]:
+    """How many pairs each channel gets, one pair after another."""
+    gains = [np.float32(weight), np.float32(weight) / np.float32(16)]
+    left = [(lower, channel) for lower in range(2) for channel in range(len(weight))]
+    found = [0] * len(weight)
+    for _ in range(count):
+        best = left[0]
+        for pair in left:
+            if gains[pair[0]][pair[1]] > gains[best[0]][best[1]]:
+                best = pair
+        left.remove(best)
+        found[best[1]] += 1
+    return found
+
+
+WEIGHTS = st.sampled_from([0.0, 1e-45, 1e-20, 0.25, 1.0, 4.0, 16.0, 20.0, 300.0, torch.inf])
+
+
+@given(st.lists(WEIGHTS, min_size=16, max_size=16), st.sampled_from(RATES))
+def test_pairs_are_those_that_gain_most(weight: list[float], rate: int) -> None:
+    """Of all heads; of equal gains (zeros too) upper pairs are first, and then lower channels."""
+    found = pairs_of(torch.tensor([weight]).view(1, 2, 8), rate)
+    assert found.flatten().tolist() == brute_pairs(weight, 8 * (rate - 4))
+
+
+def test_channels_that_count_alike_get_as_many_bits() -> None:
+    for weight in (torch.zeros(1, 2, 8), torch.ones(1, 2, 8), torch.full((1, 2, 8), torch.nan)):
+        assert (pairs_of(weight, 6) == 1).all()
+
+
+def test_a_channel_with_a_large_range_and_large_queries_gets_its_bits_first() -> None:
+    keys, energy = torch.randn(100, 2, 16), torch.ones(2, 16)
+    keys[:, :, 3] *= 30.0
+    codes = code_keys(keys, 5, energy)
+    assert (codes.bits[:, :, 3] == 8).all() and codes.bits.float().mean() == 5
+    # A head whose queries have nothing there does without.
+    energy[1, 3] = 0.0
+    other = code_keys(keys, 5, energy)
+    assert (other.bits[:, 1, 3] == 4).all() and (other.bits[:, 0, 3] == 8).all()
+    # Only what is kept of them differs.
+    assert torch.equal(other.codes, codes.codes) and torch.equal(other.step, codes.step)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_head_with_large_biases_gets_more_bits_than_others(rate: int) -> None:
+    """They turn with positions, and widen the ranges of all tokens."""
+    keys = torch.randn(1000, 4, 16)
+    keys[:, 2] += 300 * torch.cos(0.7 * torch.arange(1000))[:, None]
+    bits = code_keys(keys, rate).bits.float().mean((0, 2))
+    assert bits[2] == min(8, 4 + 4 * (rate - 4)) and bits.mean() == rate
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_logits_are_nearer_with_the_energy_of_their_queries(rate: int) -> None:
+    keys = random_kv(GROUP_TOKENS * 4, dim=32)
+    queries = torch.randn(16, 2, 32) * 10 ** (2 * torch.rand(2, 32) - 1)
+    found = [
+        torch.einsum("nhd,thd->hnt", queries, restore(own) - keys).square().mean()
+        for own in (code_keys(keys, rate, queries.square().mean(0)), code_keys(keys, rate))
+    ]
+    assert found[0] < 0.9 * found[1]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_packed_parts_are_where_the_format_says(width: int) -> None:
+    parts = torch.randint(0, 2**width, (3, GROUP_TOKENS, 5), dtype=torch.uint8)
+    packed, rows = pack(parts, width), GROUP_TOKENS * width // 8
+    assert packed.shape == (3, rows, 5)
+    for token in range(GROUP_TOKENS):
+        own = packed[:, token % rows] >> (token // rows * width) & (2**width - 1)
+        assert torch.equal(own, parts[:, token])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e9, -1e9])
+def test_what_no_range_holds_is_refused(bad: float, kind: str) -> None:
+    exact = random_kv(70)
+    exact[69, 1, 3] = bad
+    with pytest.raises(NotCodable):
+        KINDS[kind](exact, 6)
+
+
+@pytest.mark.parametrize(("rate", "share"), [(5, 0.34), (6, 0.402)])
+def test_codes_are_as_long_as_the_documentation_says(rate: int, share: float) -> None:
+    layout = GroupLayout(8, 128, 128, rate)
+    assert layout.group_bytes / (GROUP_TOKENS * 8 * 256 * 2) == pytest.approx(share, abs=1e-3)
+
+
+def test_parts_of_a_group_stand_one_behind_the_other() -> None:
+    layout = GroupLayout(3, 16, 24, 5)
+    sizes = (192, 768, 48, 1536, 3 * 16 // 2 * 16, 2304, 8 * 3 * 24)
+    assert layout.sizes == sizes and layout.group_bytes == sum(sizes)
+    assert layout.places == tuple(sum(sizes[:part]) for part in range(8))
+
+
+@pytest.mark.parametrize("dims", [(12, 16), (16, 4), (100, 100)])
+def test_dimensions_are_multiples_of_eight(dims: tuple[int, int]) -> None:
+    with pytest.raises(AssertionError):
+        GroupLayout(3, *dims, 6)
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("dims", [(8, 16), (64, 64), (80, 96), (128, 128), (72, 56)], ids=str)
+@pytest.mark.parametrize(("num_tokens", "start"), [(200, 0), (150, 37), (64, 3), (1, 0)])
+def test_slots_hold_what_codes_say_bit_by_bit(
+    num_tokens: int, start: int, dims: tuple[int, int], rate: int
+) -> None:
+    kvs = [random_kv(num_tokens, 3, dim, seed=dim) for dim in dims]
+    energy = random_kv(3, 1, dims[0], seed=3)[:, 0].square()
+    groups = encode_layer(layout := GroupLayout(3, *dims, rate), *kvs, energy)
+    slots = torch.randperm(num_tokens + 3)[start:num_tokens]
+    pools = [torch.zeros(num_tokens + 3, 3, dim) for dim in dims]
+    restore_slots(layout, groups, start, slots, *pools)
+    coded = code_keys(kvs[0], rate, energy), code_values(kvs[1], rate)
+    for pool, codes in zip(pools, coded, strict=True):
+        assert torch.equal(pool[slots], restore(codes)[start:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_no_other_slots_are_touched(dtype: torch.dtype, seed: int) -> None:
+    die = torch.Generator().manual_seed(seed)
+    start, stop = sorted(torch.randint(0, 201, (2,), generator=die).tolist())
+    kvs = [random_kv(200, 2, dim, seed=dim) for dim in (16, 8)]
+    groups = encode_layer(layout := GroupLayout(2, 16, 8, 6), *kvs)
+    slots = torch.randperm(203, generator=die)[start:stop]
+    pools = [torch.zeros(203, 2, dim, dtype=dtype) for dim in (16, 8)]
+    restore_slots(layout, groups[start // 64 :], start % 64, slots, *pools)
+    coded = code_keys(kvs[0], 6), code_values(kvs[1], 6)
+    for pool, codes in zip(pools, coded, strict=True):
+        if len(slots):
+            check_pool(pool, slots, restore(codes)[start:stop], empty=0.0)
+        else:
+            assert not pool.any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 600, 1100])
+def test_a_layer_stands_on_disk_where_its_pages_say(num_tokens: int) -> None:
+    kvs = [random_kv(num_tokens, 3, dim) for dim in (8, 8)]
+    groups = encode_layer(GroupLayout(3, 8, 8, 6), *kvs)
+    for count in (1, 3, 8):
+        pages = Pages(num_tokens, GROUP_TOKENS, groups.shape[1], count, 256)
+        memory = torch.full((pages.layer_bytes,), 255, dtype=torch.uint8)
+        pages.put_groups(groups, memory)
+        rest = torch.ones_like(memory, dtype=torch.bool)
+        for group, content in enumerate(groups):
+            at = pages.group_offset(group)
+            assert torch.equal(memory[at : at + pages.group_bytes], content)
+            rest[at : at + pages.group_bytes] = False
+        assert not memory[rest].any() and len(memory) - 256 < at + pages.group_bytes
+        assert torch.equal(pages.groups_in(memory)[: len(groups)], groups)
+
+
+def test_pages_have_little_padding() -> None:
+    def count(*sizes: int) -> int:
+        return page_groups_for(sizes, 4096, grain=1, most=8, padding=1 / 128)
+
+    assert (count(4096), count(1024), count(4097), count(105472)) == (1, 4, 8, 4)
+    # Of all layers together.
+    assert count(4096, 2048) == 2
+
+
+def test_bits_of_a_channel_come_in_pairs() -> None:
+    bits = code_keys(random_kv(200), 6).bits
+    assert set(bits.unique().tolist()) <= {LEAST_BITS, LEAST_BITS + PAIR_BITS, CODE_BITS}
