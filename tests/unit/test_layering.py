@@ -197,7 +197,7 @@ from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer import warm_up
 
-shape = KVShape(1, 2, 1, 16, 16, torch.float32, (), coded=True)
+shape = KVShape(1, 2, 1, 16, 16, torch.float32, (), 6.0)
 with tempfile.TemporaryDirectory() as folder:
     config = ImpressConfig(ssd_dir=folder, device_gb=0.0, host_gb=0.001, min_free_gb=0.0)
     service = Service(config, shape, "0" * 32, torch.device("cpu"), 16)
