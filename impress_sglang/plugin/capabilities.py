@@ -50,7 +50,6 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
         ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
     ),
     "does not support pipeline parallelism": ("pp_size", (1,)),
-    "does not support tensor parallelism yet": ("tp_size", (1,)),
     "does not support data parallelism, whose replicas would share one store (run one server per "
     "replica, each with its own --impress-ssd-dir)": ("dp_size", (1,)),
     "needs a model and its KVs in one place": (
@@ -137,10 +136,15 @@ def check_options(config: ImpressConfig, options: Any) -> None:
             "--impress-blend": config.blend != OFF,
             "--impress-basis": config.basis,
             "--impress-schedule": config.schedule != OFF,
+            "--enable-lora": options.enable_lora or options.lora_paths,
+            f"--speculative-algorithm {options.speculative_algorithm}": (
+                options.speculative_algorithm not in (None, "NGRAM")
+            ),
         }
         for flag in (flag for flag, own in used.items() if own):
             raise UnsupportedError(
-                f"{flag} decides by what one rank sees, so it needs --tp-size 1: drop one of them"
+                f"{flag} is not agreed on by several ranks, so it needs --tp-size 1: drop one of "
+                "them"
             )
     if (options.enable_lora or options.lora_paths) and (config.needs_parts or config.blend != OFF):
         raise UnsupportedError(

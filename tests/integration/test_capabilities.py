@@ -280,3 +280,25 @@ def test_dtype_and_scales_of_eight_bits_are_part_of_the_identity() -> None:
         told.append(_scaling(runner(model, pool)))
         assert (told[0] != told[1]) == (own in kinds)
         assert not told[0] or told[0]["kv_dtype"] == str(own)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("policy", "paper"), ("blend", 0.15), ("basis", "a.basis"), ("schedule", "classes")],
+)
+def test_several_ranks_are_refused_what_one_would_decide(name: str, value: object) -> None:
+    check_options(ImpressConfig(), options(tp_size=2))
+    config = ImpressConfig(**{name: value})
+    check_options(config, options(tp_size=1))
+    with pytest.raises(UnsupportedError, match="needs --tp-size 1"):
+        check_options(config, options(tp_size=2))
+
+
+@pytest.mark.parametrize(
+    "own", [{"enable_lora": True}, {"lora_paths": ["a"]}, {"speculative_algorithm": "EAGLE"}]
+)
+def test_several_ranks_are_refused_what_was_not_tried_on_them(own: dict[str, Any]) -> None:
+    check_options(ImpressConfig(), options(**own))
+    check_options(ImpressConfig(), options(tp_size=2, speculative_algorithm="NGRAM"))
+    with pytest.raises(UnsupportedError, match="needs --tp-size 1"):
+        check_options(ImpressConfig(), options(tp_size=2, **own))
