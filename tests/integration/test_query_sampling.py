@@ -32,7 +32,7 @@ class Model(torch.nn.Module):
     def extend(self, queries: torch.Tensor, lengths: dict[str, int]) -> None:
         """A pass over prompts of these lengths."""
         batch: Any = SimpleNamespace(
-            forward_mode=SimpleNamespace(is_extend=lambda: True),
+            forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: True),
             rids=list(lengths),
             extend_seq_lens_cpu=list(lengths.values()),
         )

@@ -95,7 +95,9 @@ class Workbench:
         **options: Any,
     ) -> PartStore:
         config = make_config(self.root, **options)
-        store = PartStore(
+        # Servers that load parts of prefixes have exact KVs.
+        kind: Any = PartStore if self.shape.exact else PrefixStore
+        store = kind(
             config, identity, self.shape, files=files, lookahead=lookahead, codec=self.codec
         )
         self._open.append(store)
@@ -312,10 +314,10 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
     store.check_integrity()
 
 
-def check_index(store: PartStore) -> None:
+def check_index(store: PrefixStore) -> None:
     """Its rows are those of the tree; waits for the disk, and for pending writes."""
     store.writes.drain()
-    if not store.reorders.pending:
+    if not (isinstance(store, PartStore) and store.reorders.pending):
         store.worker.submit(store.worker.catalog.flush).result()
         indexed = store.worker.submit(store.worker.catalog.segments).result()
         # An extra row is that of a file that could not be removed, which was logged.
