@@ -333,7 +333,5 @@ class WriteBack:
             self._cache.unlock(save.lock)
 
 
-def _on_cpu(queries: Any) -> Any:
-    if queries is None:
-        return None
-    return type(queries)(queries.rows.cpu(), queries.scaling)
+def _on_cpu(queries: Tensor | None) -> Tensor | None:
+    return None if queries is None else queries.cpu()
