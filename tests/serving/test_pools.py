@@ -6,8 +6,10 @@ KVs before they are rounded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.serving.compare import Answer, assert_same, report
@@ -35,7 +37,8 @@ def assert_comes_back(server: Server) -> None:
             assert report(answers[-1])["path"] == path
             assert not report(answers[-1])["approximate"]
             server.flush()
-        assert_same(answers[:1], answers[1:], 0.0)
+        # What was resident ends a token later than what was loaded, which rounds otherwise.
+        assert_same(answers[:1], answers[1:], 1e-5)
     prompt = [*store_damaged(server, 900, seed=81), *random_tokens(3, seed=82)]
     told = report(server.generate(prompt, 12))
     assert told["path"] == "computed" and told["why"]["reason"] == "damaged"
@@ -78,6 +81,20 @@ def speculating(algorithm: str, draft: Path) -> tuple[str, ...]:
     )
 
 
+def same_logprobs(left: Sequence[Answer], right: Sequence[Answer]) -> None:
+    """The same tokens, and about the same of each, also where SGLang's EAGLE has no number."""
+    for own, other in zip(left, right, strict=True):
+        assert own["output_ids"] == other["output_ids"]
+        both = (
+            [
+                np.nan if found is None else found
+                for found, *_ in told["meta_info"]["output_token_logprobs"]
+            ]
+            for told in (own, other)
+        )
+        np.testing.assert_allclose(*both, atol=1e-4)
+
+
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE"])
 def test_drafts(workdir: Path, serve: Serve, algorithm: str) -> None:
     """Behind what was loaded, as many are accepted as behind what was resident."""
@@ -97,7 +114,7 @@ def test_drafts(workdir: Path, serve: Serve, algorithm: str) -> None:
                 answers.append(server.generate(prompt, 16, return_logprob=True))
                 assert report(answers[-1])["path"] == path
                 server.flush()
-        assert_same(found["device"], found["ssd"], 1e-4)
+        same_logprobs(found["device"], found["ssd"])
         accepted = {path: acceptance(answers) for path, answers in found.items()}
         assert accepted["ssd"] > 0.98 * accepted["device"] > 2.0, accepted
         server.assert_whole()
