@@ -190,7 +190,13 @@ def test_a_purge_reaches_what_each_of_them_has(ranks: RankWorlds) -> None:
         ranks.check()
         assert steps < 100
     assert not any(world.cache.root_node.children for world in ranks.worlds)
-    wait_until(lambda: not any(files_of(world) for world in ranks.worlds))
+
+    def are_gone() -> bool:
+        # What was still being written is removed when its end is noticed.
+        ranks.all(TreeWorld.poll)
+        return not any(files_of(world) for world in ranks.worlds)
+
+    wait_until(are_gone)
 
 
 def files_of(world: TreeWorld) -> list[Path]:
