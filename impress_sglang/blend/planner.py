@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.content import FoundRuns, Run
-from impress_sglang.store.stored import StoredMatch
+from impress_sglang.store.stored import StoredMatch, StoredSpan
 
 # So many first tokens are computed unless they are resident or stored as a prefix: attention needs
 # a head that it knows (AttentionStore's truncation as printed fails without one).
@@ -57,8 +57,9 @@ class BlendPlanner:
         estimator: Estimator,
         page_size: int,
         read_tokens: int,
+        measure: Callable[[Sequence[StoredSpan]], None],
     ) -> None:
-        """At most `read_tokens` are read at once."""
+        """At most `read_tokens` are read at once; `measure` learns how fast reads are now."""
         self.refusal: str | None = None
         """Why this server turned out to be unable to blend."""
         self._measure_at = 0.0
@@ -69,6 +70,7 @@ class BlendPlanner:
         self._estimator = estimator
         self._page_size = page_size
         self._read_tokens = read_tokens
+        self._measure = measure
 
     def plan(
         self,
@@ -153,7 +155,7 @@ class BlendPlanner:
         if (refusal := self._too_slow(estimate, usual)) is not None:
             if notes.why is None:
                 # A drive that was slow may be faster again.
-                store.measure_reading(StoredMatch((runs[0].span,)))
+                self._measure((runs[0].span,))
             hopeful = self._estimate(work, kinds, io, share, measured=False)
             if self._too_slow(hopeful, usual) or not self._may_measure(estimate, notes):
                 return refusal

@@ -19,7 +19,7 @@ from impress_sglang.plugin.keys import as_tokens, namespace_of
 from impress_sglang.plugin.page import overview
 from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purging import Purge
+from impress_sglang.store.purging import Purge, Purged
 from impress_sglang.store.store import PrefixStore
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,10 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
     name, done = store.namespace(namespace_of(asked)), dict[str, Any]()
     if asked.verb == "unpin":
         done["unpinned"] = store.pins.unpin(name, tokens)
-    elif (refusal := store.pins.pin(name, tokens)) is not None:
-        raise Refused(refusal)
     else:
+        refusal = store.pins.pin(name, tokens)
+        if not cache.ranks.all(refusal is None):
+            raise Refused(refusal or "another rank cannot pin it, as its log says")
         done["tokens"] = len(tokens)
     return done | {"pins": store.pins.summary()}
 
@@ -116,11 +117,19 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
         key = RadixKey(array("q", ids), asked.extra_key, cache_salt=asked.cache_salt)
     text, name = repr(asked), None if space is None else store.namespace(space)
     purge = served.purges.go_on(text, lambda: Purge(name, tokens, asked.older_than))
-    purged, pool, more = purge.step(store), 0, False
+    failure: Exception | None = None
+    purged, pool, more = Purged(), 0, False
+    try:
+        purged = purge.step(store)
+    except Exception as error:
+        # Other ranks wait for this one below.
+        failure = error
     if asked.older_than is None:
         # The writes of what is purged have been given up, and lock nothing any more.
         pool, more = cache.sweeps.step(text, space, key)
     left = cache.ranks.any(purge.left) or more
+    if failure is not None:
+        raise failure
     if not left:
         served.purges.pop(text, None)
     names = ("tokens", "bytes", "writes", "unpinned")

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.plugin.capabilities import attention_layers, identity_of_options
+from impress_sglang.plugin.capabilities import identity_of_options
 from impress_sglang.plugin.pools import streams_of
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
@@ -44,14 +45,21 @@ def identity_of(context: Any, shape: KVShape, drafts: Sequence[Any] = ()) -> str
 
 def _scaling(runner: Any) -> dict[str, object]:
     """How KVs were turned into the dtype of a pool that does not have the model's."""
-    pool = runner.token_to_kv_pool
-    if pool.dtype == runner.model_config.dtype:
-        return {}
+    pool, found = runner.token_to_kv_pool, dict[str, object]()
     scales = [
         [None if own is None else float(own) for own in (layer.k_scale, layer.v_scale)]
-        for layer in attention_layers(runner.model)
+        for layer in runner.model.modules()
+        if isinstance(layer, RadixAttention)
     ]
-    return {"kv_dtype": str(pool.dtype), "kv_scales": scales}
+    if pool.dtype != runner.model_config.dtype:
+        found = {"kv_dtype": str(pool.dtype), "kv_scales": scales}
+    if any(own not in (None, 1.0) for both in scales for own in both):
+        # Backends differ in whether they divide by them, some also if the dtype is the model's.
+        found |= {
+            name: getattr(runner, name)
+            for name in ("prefill_attention_backend_str", "decode_attention_backend_str")
+        }
+    return found
 
 
 def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:

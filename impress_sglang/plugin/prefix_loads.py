@@ -101,7 +101,11 @@ class PrefixLoads:
             service.shape.num_layers if layers.packed is None else None,
         )
         make = service.make_blends
-        self._blends: Any = make and make(cache, scheduler, service, self.jobs, self._late.gate)
+        self._blends: Any = make and make(
+            *(cache, scheduler, service, self.jobs, self._late.gate),
+            # On the loader's thread, whose read buffers these are.
+            lambda spans: self._loader.measure(service.store, spans, exact=False),
+        )
         """Plans blends and computes them; None if this server does not blend."""
 
     def plan(self, known: Known) -> None:

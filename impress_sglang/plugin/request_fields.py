@@ -67,7 +67,8 @@ SAMPLING = _words("""
 """)
 
 # Messages to the scheduler after which weights are the same, and what the pool holds: of requests;
-# and those that concern groups, profiles, logs, corpora and other caches.
+# and those that concern groups, profiles, logs, corpora and other caches. Adapters are in
+# namespaces of their weights.
 MESSAGES = _words("""
     TokenizedGenerateReqInput TokenizedEmbeddingReqInput BatchTokenizedGenerateReqInput
     BatchTokenizedEmbeddingReqInput AbortReq OpenSessionReqInput CloseSessionReqInput
@@ -81,4 +82,6 @@ MESSAGES = _words("""
     ShutdownReq GetInternalStateReq SetInternalStateReq ExpertDistributionReq ConfigureLoggingReq
     DumperControlReqInput AddExternalCorpusReqInput RemoveExternalCorpusReqInput
     ListExternalCorporaReqInput
+
+    LoadLoRAAdapterReqInput LoadLoRAAdapterFromTensorsReqInput UnloadLoRAAdapterReqInput
 """)

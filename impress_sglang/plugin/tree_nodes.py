@@ -84,8 +84,10 @@ class TreeSweeps(Sweeps):
                 continue
             key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
             match = match_resident(self._cache, key)
-            # SGLang may have turned it into a key of pairs.
-            if match.device_prefix_len >= len(key):
+            # SGLang may have turned it into a key of pairs, whose last page reaches beyond it: what
+            # has the pages before goes, too.
+            whole = len(key) // self._cache.page_size * self._cache.page_size
+            if 0 < whole <= match.device_prefix_len:
                 found.append(self._cache.tree_core.node_by_id(match.last_device_node))
         return found
 

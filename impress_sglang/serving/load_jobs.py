@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _Measurement: TypeAlias = tuple[PrefixStore, Sequence[StoredSpan], bool]
 # A measurement looks so often, in seconds, whether its read has ended; the reader gives up in time.
-_LOOK_SECONDS = 1e-3
 
 
 class JobState(enum.Enum):
@@ -310,8 +309,11 @@ class JobLoader:
                 self._asking = False
                 return
             if not isinstance(job, LoadJob):
-                if not opened:
-                    _measure(*job)
+                try:
+                    if not opened:
+                        _measure(*job)
+                except Exception:
+                    logger.exception("reading could not be measured")
                 self._measuring = False
                 continue
             try:
@@ -391,7 +393,12 @@ def _measure(store: PrefixStore, spans: Sequence[StoredSpan], exact: bool) -> No
     except PrefixUnreadable as error:
         logger.warning("a stored prefix cannot be opened: %s", error)
         return
-    source.read_ahead(0.0)
-    while source.is_reading:
-        time.sleep(_LOOK_SECONDS)
-    store.close_source(source)
+    try:
+        source.read_ahead(0.0)
+        if not source.ended_in_time():
+            late = TimeoutError("the device does not answer")
+            store.health.failed("reading could not be measured", late, reading=True)
+    except PrefixUnreadable as error:
+        logger.warning("reading cannot be measured: %s", error)
+    finally:
+        store.close_source(source)

@@ -286,10 +286,14 @@ def _check_size(name: str, description: bytearray, header_bytes: int) -> None:
     try:
         fields = json.loads(description)
         version = fields["version"]
+        if version not in (FORMAT_VERSION, BLENDED_VERSION):
+            raise SegmentUnreadable(name, f"format version {version} is not supported")
         # Takes no memory, however many tokens there are.
         tokens = np.broadcast_to(np.int32(0), fields["num_tokens"])
         info = info_from(fields, tokens)
         expected = info.layout().header_bytes
+    except SegmentUnreadable:
+        raise
     except Exception as error:
         raise SegmentUnreadable(name, f"the header cannot be understood: {error}") from error
     if version != info.version:
@@ -310,7 +314,7 @@ def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
         tokens=tokens,
         shape=_shape(json.dumps(fields["shape"])),
         chunk_tokens=fields["chunk_tokens"],
-        quality=_quality(*quality),
+        quality=_quality(json.dumps(quality)),
         generation=fields["generation"],
         expires=fields.get("expires", 0),
         priority=Priority[fields.get("priority", "normal").upper()],
@@ -323,8 +327,9 @@ def _shape(text: str) -> KVShape:
 
 
 @functools.lru_cache(_SHARED)
-def _quality(*fields: Any) -> Quality:
-    quality = Quality(*fields)
+def _quality(text: str) -> Quality:
+    """By its text, for 0.0 equals -0.0 and 1, which are written otherwise."""
+    quality = Quality(*json.loads(text))
     # Most are exact: with one object for all of them, comparisons are fast.
     return EXACT if quality == EXACT else quality
 

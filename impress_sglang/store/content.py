@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
+import time
 
 import numpy as np
 
@@ -207,11 +208,11 @@ class ContentIndex:
         only_ready: bool,
     ) -> Run | None:
         """The longest run around a window that was found `count` times; not before `first`."""
-        best, longest = None, 0
+        best, longest, now = None, 0, time.time()
         for value in self._found[:count].tolist():
             segment = self._segments[value >> _WINDOW_BITS]
             # The seed keeps namespaces apart; this does so even where hashes are equal.
-            if segment.info.namespace != namespace or (only_ready and not segment.ready):
+            if segment.info.namespace != namespace or (only_ready and not segment.may_be_read(now)):
                 continue
             start = (value & _WINDOW_MASK) * WINDOW_TOKENS
             own = np.ascontiguousarray(segment.info.tokens)

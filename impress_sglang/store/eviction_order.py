@@ -66,6 +66,7 @@ class EvictionOrder:
         due: float = segment.info.expires or math.inf
         if self._ttl:
             due = min(due, segment.written + self._ttl)
+        segment.due = due
         if due < math.inf:
             self._note_due(segment, due)
         if segment.parent is not None and segment.parent.level < segment.level:

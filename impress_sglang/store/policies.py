@@ -53,7 +53,7 @@ class LoadOptions:
         """The least share of text reused behind other text that must have been computed again."""
         if self.blend == OFF:
             return 1.0
-        return AUTO_SHARE if self.blend == AUTO else float(self.blend)
+        return AUTO_SHARE if self.blend == AUTO else float(self.blend) + 0.0  # never -0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

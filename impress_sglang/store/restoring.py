@@ -88,8 +88,10 @@ def survey(
                     found.unread_bytes += files.stat(path).st_size
                 logger.warning("%s stays where it is, unused: %s", path, error)
                 continue
-            # A segment that the index knows is verified when it is opened.
+            # A segment that the index knows is verified when it is opened. Its age is not known, so
+            # that it may be too old.
             segment = row
+            segment.written = 0.0
         if row is None:
             found.adopted.append(segment)
         elif anew:

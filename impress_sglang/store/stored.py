@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import time
 from typing import Any, TypeAlias
 
@@ -34,7 +35,8 @@ class StoredSegment:
 
     `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
     time; `history` is what `paper/` learns of its tokens; `written` is when its file was, as of
-    `time.time`; `above` is a hint of an earlier process, what it was attached to.
+    `time.time`, and `due` when it expires; `above` is a hint of an earlier process, what it was
+    attached to.
 
     Segments of a lower `level` leave the SSD before it.
     """
@@ -48,11 +50,16 @@ class StoredSegment:
     parent: StoredSegment | None = None
     history: Any = None
     written: float = dataclasses.field(default_factory=time.time)
+    due: float = math.inf
     above: str = ""
     level: Priority = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.level = Priority.LOW if self.state is SegmentState.LOST else self.info.priority
+
+    def may_be_read(self, now: float) -> bool:
+        """Whether it is ready, and has not expired: of many that have, some are still there."""
+        return self.ready and now < self.due
 
     @property
     def own_level(self) -> Priority:

@@ -21,6 +21,7 @@ import bisect
 import dataclasses
 import itertools
 import operator
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -88,8 +89,9 @@ class StoredTree:
         `without` is ignored.
         """
         spans: list[StoredSpan] = []
+        now = time.time()
         for span in self._walk(namespace, tokens, least, without):
-            if only_ready and not span.segment.ready:
+            if only_ready and not span.segment.may_be_read(now):
                 break
             if spans and spans[-1].segment is span.segment:
                 spans[-1] = StoredSpan(span.segment, spans[-1].start, span.stop)

@@ -115,9 +115,15 @@ class StoredSource(abc.ABC):
     @property
     def is_reading(self) -> bool:
         """Whether any of its reads is still under way."""
+        return any(not read.done for read in self._reads())
+
+    def ended_in_time(self) -> bool:
+        """Wait for its reads; False if the device has stopped."""
+        return all(read.ended_in_time() for read in self._reads())
+
+    def _reads(self) -> list[PendingRead]:
         buffers = (buffer for own in self._buffers.values() for buffer in own.values())
-        reads = itertools.chain(self._ending, *(buffer.reads for buffer in buffers))
-        return any(not read.done for read in reads)
+        return [*self._ending, *itertools.chain.from_iterable(own.reads for own in buffers)]
 
     def end_layer(self, layer: int) -> None:
         """Drop the layers up to this one, of which nothing is wanted any more."""

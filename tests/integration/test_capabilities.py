@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,16 +271,21 @@ def test_kvs_that_are_not_coded(dtype: torch.dtype, dim: int, why: str) -> None:
             ImpressConfig(**names).without_codes(no_codes)
 
 
-def test_dtype_and_scales_of_eight_bits_are_part_of_the_identity() -> None:
-    kinds = (torch.float8_e4m3fn, torch.float8_e5m2)
-    for own in (*kinds, torch.float32):
+def test_dtypes_and_scales_of_kvs_are_part_of_the_identity() -> None:
+    """And where there are scales, the backends: they differ in whether they divide by them."""
+    for own in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32):
         pool = MHATokenToKVPool(64, 1, own, 2, 16, 2, "cpu", enable_memory_saver=False)
-        told = [_scaling(runner(Layers(), pool))]
+        usual = _scaling(runner(Layers(), pool))
+        assert usual.get("kv_dtype", "torch.float32") == str(own)
         model = Layers()
         model.layers[1].v_scale = 0.5
-        told.append(_scaling(runner(model, pool)))
-        assert (told[0] != told[1]) == (own in kinds)
-        assert not told[0] or told[0]["kv_dtype"] == str(own)
+        found = [usual]
+        for backend in ("triton", "torch_native"):
+            scaled = runner(model, pool)
+            scaled.prefill_attention_backend_str = backend
+            scaled.decode_attention_backend_str = "triton"
+            found.append(_scaling(scaled))
+        assert all(one != other for one, other in itertools.combinations(found, 2))
 
 
 @pytest.mark.parametrize(

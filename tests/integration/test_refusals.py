@@ -218,6 +218,7 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--dp-size=2"], "data parallelism"),
         (["--kv-cache-dtype=fp8_e4m3", "--impress-bits=6"], "drop --impress-bits 6"),
         ([PARTS, "--attention-backend=wave"], "and this server has wave"),
+        ([PARTS, "--speculative-algorithm=NGRAM"], "passes without drafts"),
         (
             [PARTS, "--attention-backend=triton", "--prefill-attention-backend=aiter"],
             "has aiter for prefill and triton for decode",

@@ -133,8 +133,7 @@ def test_somebody_knows_every_message() -> None:
         *("UpdateWeightFromDiskReqInput", "UpdateWeightsFromDistributedReqInput"),
         *("UpdateWeightsFromTensorReqInput", "UpdateWeightsFromIPCReqInput"),
         *("BeginWeightUpdateReqInput", "EndWeightUpdateReqInput", "CheckWeightsReqInput"),
-        *("LoadLoRAAdapterReqInput", "LoadLoRAAdapterFromTensorsReqInput"),
-        *("UnloadLoRAAdapterReqInput", "ReleaseMemoryOccupationReqInput"),
+        "ReleaseMemoryOccupationReqInput",
         *("ResumeMemoryOccupationReqInput", "ScaleElasticEPReqInput", "PdRoleSwitchReqInput"),
         "RpcReqInput",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from impress_sglang.plugin.keys import namespace_of
+from impress_sglang.plugin.tree_nodes import TreeSweeps
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.integration.tiny_model import WORDS
 from tests.integration.tree_world import TreeWorld, told_of
@@ -108,6 +112,22 @@ def test_slots_whose_drafts_depend_on_the_next_token(tmp_path: Path, page_size: 
         world.check_slots()
         assert world.run(f"{name} again", asked)["path"] == "device"
         world.flush()
+    world.close()
+
+
+@pytest.mark.parametrize("eagle", [False, True])
+def test_a_purge_reaches_the_tree(tmp_path: Path, page_size: int, eagle: bool) -> None:
+    """Also one of pairs, whose last page reaches beyond what is purged."""
+    how = {"write_after": 1, "load": "always", "blend": "off", "bits": "exact"}
+    world = TreeWorld(tmp_path, page_size, eagle=eagle, **how)
+    prompt = draw(3, 10 * 16)
+    world.run("computed", prompt)
+    before = world.cache.evictable_size()
+    key = RadixKey(array("q", prompt[: 8 * 16]))
+    freed, left = TreeSweeps(world.cache).step("purge", namespace_of(key), key)
+    assert not left and freed == before > 0
+    assert world.run("again", prompt[: 8 * 16 + 4])["path"] != "device"
+    world.check_slots()
     world.close()
 
 

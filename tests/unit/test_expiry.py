@@ -13,6 +13,7 @@ from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.purging import MOST_JOBS, MultiStepJobs, Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, length, lengths, look_up, lose, path_of, prompt
@@ -50,6 +51,27 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     assert (store.stats.segments_expired, store.stats.segments_evicted) == (3, 0)
     long = as_tokens([*prompt(1), *range(60)])
     assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
+
+
+def test_of_more_than_are_removed_at_once_none_is_found(bench: Workbench) -> None:
+    store = bench.open(ttl=HOUR)
+    bench.put_all(store, 1, 2)
+    for number in (1, 2):
+        segment = look_up(store, prompt(number)).spans[-1].segment
+        segment.due = time.time() - 1
+        assert segment.ready and length(store, prompt(number)) == 0
+
+
+def test_what_cannot_be_asked_for_its_age_is_too_old(bench: Workbench) -> None:
+    store = bench.open(ttl=HOUR)
+    bench.put_all(store, 1, 2)
+    path = path_of(bench, look_up(store, prompt(1)))
+    bench.close(store)
+    files = FaultyFileSystem()
+    with files.faults.injected(Rule("EIO", "stat", f"*/{path.name}")):
+        store = bench.open(ttl=HOUR, files=files)
+    store.poll()
+    assert (length(store, prompt(1)), length(store, prompt(2))) == (0, 8)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.serving import load_jobs
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobRevoked, JobState, LoadJob
 from impress_sglang.storage.open_segment import OpenSegment
@@ -457,6 +458,26 @@ class TestClosing:
             assert time.monotonic() - began < 2.0
         assert desk.loader.close(20.0)
         assert job.state is JobState.DROPPED
+
+    def test_a_drive_that_hangs_ends_a_measurement(self, make: Callable[..., Desk]) -> None:
+        """And what comes after it is loaded."""
+        desk = make(io_timeout=0.5)
+        desk.put(FIRST)
+        hang = Rule("hang", "block")
+        with desk.faults.injected(hang):
+            desk.loader.measure(desk.store, look_up(desk.store, FIRST).spans, exact=False)
+            wait_until(lambda: not desk.store.health.readable)
+        wait_until(lambda: not desk.store.poll() and desk.store.health.readable)
+        desk.check(desk.load(FIRST))
+
+    def test_a_bug_of_a_measurement_ends_no_other_job(
+        self, make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        desk = make()
+        desk.put(FIRST)
+        monkeypatch.setattr(load_jobs, "_measure", lambda *asked: 1 / 0)
+        desk.loader.measure(desk.store, look_up(desk.store, FIRST).spans, exact=False)
+        desk.check(desk.load(FIRST))
 
     def test_a_bug_ends_its_job_alone(
         self, make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch

@@ -201,6 +201,14 @@ def test_another_format_version_is_unreadable_and_says_so(
         read_header(path, FILES)
 
 
+def test_qualities_that_are_equal_are_not_mixed_up(tmp_path: Path) -> None:
+    """0.0 equals -0.0, which is written otherwise: what is read is what was written."""
+    for share in (-0.0, 0.0):
+        info = dataclasses.replace(SMALL, quality=Quality(1, 1.0, 6.0, share))
+        read = read_header(header_file(tmp_path, info), FILES).info
+        assert read.description() == info.description()
+
+
 @pytest.mark.parametrize("kind", ["directory", "symbolic link"])
 def test_what_is_no_file_of_ours_is_not_condemned(tmp_path: Path, kind: str) -> None:
     """The file system refuses, which says nothing about what is stored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.stored import StoredSpan
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,9 @@ class Blends:
         service: Service,
         jobs: JobQueue,
         gate: LayerGate,
+        measure: Callable[[Sequence[StoredSpan]], None],
     ) -> None:
-        """Begin with no blends, for a scheduler that is complete.
+        """Begin with no blends, for a scheduler that is complete; `measure`: see `BlendPlanner`.
 
         Raises:
             UnsupportedError: the model cannot be blended.
@@ -56,6 +59,7 @@ class Blends:
             service.estimator,
             cache.page_size,
             BLOCK_TOKENS,
+            measure,
         )
         pool = cache.token_to_kv_pool_allocator.get_kvcache()
         most = scheduler.chunked_prefill_size

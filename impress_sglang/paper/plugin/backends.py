@@ -87,7 +87,9 @@ def check_parts(config: ImpressConfig, options: Any) -> None:
     refusal, usual = None, options.attention_backend
     prefill = options.prefill_attention_backend or usual
     decode = options.decode_attention_backend or usual
-    if options.page_size not in (None, 1):
+    if options.speculative_algorithm is not None:
+        refusal = f"passes without drafts, and this server has {options.speculative_algorithm}"
+    elif options.page_size not in (None, 1):
         refusal = f"--page-size 1, and this server has {options.page_size}"
     elif prefill != decode or prefill not in BACKENDS:
         both = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
