@@ -1,6 +1,7 @@
 """A directory of stores that no server uses; each store is locked while it is used here.
 
-This part of the command line needs the package's dependencies, torch among them.
+What changes a store opens it as a server does, and the same code changes it. Limits that are set by
+a server's flags do not apply here: the next server removes what exceeds its quota.
 """
 
 from __future__ import annotations
@@ -8,194 +9,292 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from impress_sglang.cli.orders import PATIENCE_S, carry_out, check_done, in_use, opened
+import numpy as np
+import torch
+
 from impress_sglang.cli.outcome import Refused, Unreachable
-from impress_sglang.cli.prefix_file import PrefixFile
-from impress_sglang.cli.shipping import export_file, import_file
-from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreError
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import (
+    ConfigError,
+    PrefixUnreadable,
+    SegmentUnreadable,
+    StoreError,
+    StoreUnavailable,
+)
 from impress_sglang.storage.directory import (
     StoreDirectory,
     format_of,
-    is_identity,
     is_store,
     quarantined_files,
     remove_store,
     segment_files,
 )
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import FORMAT_VERSION
+from impress_sglang.storage.segment import FORMAT_VERSION, Tokens, read_header
 from impress_sglang.store.catalog import Catalog
-from impress_sglang.store.disk_worker import DiskWorker
-from impress_sglang.store.health import Health
-from impress_sglang.store.restoring import recover, restore_segments, survey
+from impress_sglang.store.losses import prompt_of
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
-from impress_sglang.store.tree import StoredTree
+
+# So long, because no request waits for the disk.
+PATIENCE_S = 3600.0
+_UNBOUNDED_GB = 1e9
+# The shape for a store without segments, in which nothing is read or written.
+_NO_SHAPE = KVShape(1, 1, 1, 4, 4, torch.float16, ())
+
+Row: TypeAlias = dict[str, Any]
+Which: TypeAlias = Mapping[str, Any]
+"""The body of an order to a server, or `segment`, the last segment of a prefix."""
 
 
 class Directory:
     """The stores below one `--impress-ssd-dir`, one for each model."""
 
     def __init__(self, root: Path) -> None:
-        self._files = FileSystem()
-        self._root = root.expanduser()
+        self.files = FileSystem()
+        self.root = root.expanduser()
 
-    def stat(self) -> list[dict[str, Any]]:
+    def stat(self) -> list[Row]:
         """How much each store has."""
-        return [self._stat(path) for path in self._stores()]
-
-    def ls(self) -> list[dict[str, Any]]:
-        """All segments, store by store, the last used first."""
         found = []
-        for path in self._stores():
+        for path in self.stores():
             with self._locked(path):
-                entries = self._entries(path)
-            found += [_described(path.name, own) for own in sorted(entries, key=_latest_first)]
+                sizes = self._sizes(path)
+                row: Row = {"store": path.name, "segments": len(sizes), "bytes": sum(sizes)}
+                row["quarantined"] = len(quarantined_files(self.files, path))
+                row["tokens"] = sum(own.info.num_tokens for own in self._entries(path))
+                found.append(row)
         return found
 
-    def verify(self) -> list[dict[str, Any]]:
+    def ls(self) -> list[Row]:
+        """All segments, store by store, the last used first."""
+        found = []
+        for path in self.stores():
+            with self._locked(path):
+                entries = self._entries(path)
+            entries.sort(key=lambda own: (-own.last_access, own.segment_id))
+            found += [_described(path.name, own) for own in entries]
+        return found
+
+    def verify(self) -> list[Row]:
         """Find damaged files: each is read as a whole, and nothing is changed."""
         wrong = []
-        for path in self._stores():
+        for path in self.stores():
             with self._locked(path):
-                for segment_id, own, finished in segment_files(self._files, path):
-                    error = self._error_in(Path(own)) if finished else None
-                    if error is not None:
-                        wrong.append({"store": path.name, "segment": segment_id, "error": error})
+                for name, own, finished in segment_files(self.files, path):
+                    try:
+                        if finished:
+                            check_file(self.files, Path(own))
+                    except PrefixUnreadable as error:
+                        wrong.append({"store": path.name, "segment": name, "error": str(error)})
         return wrong
 
-    def clear(self) -> list[dict[str, Any]]:
+    def clear(self) -> list[Row]:
         """Remove all stores; returns what was in them."""
         removed = self.stat()
-        self._remove(self._stores())
+        self._remove(self.stores())
         return removed
 
-    def rebuild(self) -> list[dict[str, Any]]:
-        """Rebuild all indexes; stores of other formats are left alone."""
-        with self._all_locked() as (stores, _):
-            return [_rebuilt(own) for own in stores]
+    def gc(self) -> list[Row]:
+        """Remove what cannot be used: as each start of a server does, and what it leaves.
 
-    def gc(self, *, dry_run: bool) -> list[dict[str, Any]]:
-        """Remove what cannot be used; stores of older formats are removed as a whole."""
-        with self._all_locked() as (stores, old):
-            rows = [_removal(path.name, "older format", self._sizes(path)) for path in old]
-            self._remove(() if dry_run else old)
-            return rows + [row for own in stores for row in _collected(own, dry_run=dry_run)]
-
-    def order(self, verb: str, which: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """See `orders.carry_out`."""
+        That is what is in quarantine, and stores of older formats as a whole.
+        """
+        paths = self.stores()
         with contextlib.ExitStack() as stack:
-            paths = self._stores()
-            stores = {own.name: stack.enter_context(opened(self._files, own)) for own in paths}
-            return carry_out(verb, which, stores)
+            for path in paths:
+                stack.enter_context(self._locked(path))
+        rows = []
+        for path in paths:
+            is_old, before = format_of(self.files, path) < FORMAT_VERSION, self._all_sizes(path)
+            if is_old:
+                self._remove([path])
+            elif format_of(self.files, path) == FORMAT_VERSION:
+                with opened(self.files, path) as store:
+                    store.expire(store.tree.order.take_due(time.time(), len(store.tree)))
+                for own in quarantined_files(self.files, path):
+                    self.files.unlink(own)
+            after = [] if is_old else self._all_sizes(path)
+            gone = {"files": len(before) - len(after), "bytes": sum(before) - sum(after)}
+            rows.append({"store": path.name, **gone})
+        return rows
 
-    def export(self, which: Mapping[str, Any], path: Path, name: str | None) -> dict[str, Any]:
-        """See `shipping.export_file`; `name` names the store, if there are several."""
-        found = {own.name: own for own in self._stores()}
-        if name is None and len(found) == 1:
-            (name,) = found
-        if name not in found:
-            raise Refused(f"which store? give --store, one of {', '.join(found)}")
-        with opened(self._files, found[name]) as store:
-            return export_file(self._files, store, found[name], which, path)
+    def order(self, verb: str, which: Which) -> list[Row]:
+        """`pin`, `unpin` or `purge` prefixes in all stores that have them.
 
-    def import_(self, which: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """See `shipping.import_file`. If there is no store at all, one is made."""
-        found = PrefixFile(path)
-        identity = found.contents.identity
-        if not is_identity(identity):
-            raise Refused(f"{path} is not named by a model identity")
-        with contextlib.suppress(Unreachable):
-            names = [own.name for own in self._stores()]
-            if identity not in names:
-                raise Refused(
-                    f"{path} is of the model identity {identity}, and here are stores of "
-                    f"{', '.join(names)} only: start its server here once"
-                )
-        with opened(self._files, self._root / identity, found.contents.shape) as store:
-            return import_file(store, found, which, self._files.free_bytes(self._root))
+        Raises:
+            Refused: it names no prefix, or none that can be pinned.
+        """
+        with contextlib.ExitStack() as stack:
+            found = dict[str, tuple[PrefixStore, Any]]()
+            for path in self.stores():
+                store = stack.enter_context(opened(self.files, path))
+                if (place := place_of(store, which)) is not None:
+                    found[path.name] = store, place
+            if not found:
+                raise Refused(f"there is no segment {which['segment']}")
+            if verb == "pin":
+                refusals = [store.pins.pin(*place) for store, place in found.values()]
+                if None not in refusals:
+                    raise Refused("; ".join(map(str, refusals)))
+                pairs = zip(found, refusals, strict=True)
+                pinned = [name for name, refusal in pairs if refusal is None]
+                return [{"store": own, **found[own][0].pins.summary()} for own in pinned]
+            if verb == "unpin":
+                counts = {own: store.pins.unpin(*place) for own, (store, place) in found.items()}
+                return [{"store": own, "unpinned": count} for own, count in counts.items()]
+            age = which.get("older_than")
+            return [{"store": own, **_purge(*found[own], age)} for own in found]
 
-    def _stores(self) -> list[Path]:
+    def stores(self) -> list[Path]:
+        """The folders of all stores.
+
+        Raises:
+            Unreachable: there is none, or they cannot be read.
+        """
         try:
-            paths = [self._root / name for name in self._files.list(self._root)]
-            found = [path for path in paths if is_store(self._files, path)]
+            paths = [self.root / name for name in self.files.list(self.root)]
+            found = [path for path in paths if is_store(self.files, path)]
         except OSError as error:
-            raise Unreachable(f"{self._root} cannot be read: {error}") from error
+            raise Unreachable(f"{self.root} cannot be read: {error}") from error
         if not found:
-            raise Unreachable(f"there is no store in {self._root}")
+            raise Unreachable(f"there is no store in {self.root}")
         return found
 
     def _remove(self, paths: Iterable[Path]) -> None:
         for path in paths:
-            if not remove_store(self._files, path):
-                raise in_use(path)
+            if not remove_store(self.files, path):
+                raise _in_use(path)
 
     @contextlib.contextmanager
-    def _all_locked(self) -> Iterator[tuple[list[StoreDirectory], list[Path]]]:
-        """Yield all stores of this version's format, locked, and the paths of older ones."""
-        with contextlib.ExitStack() as stack:
-            try:
-                formats = {path: format_of(self._files, path) for path in self._stores()}
-                own = [path for path in formats if formats[path] == FORMAT_VERSION]
-                old = [path for path in formats if formats[path] < FORMAT_VERSION]
-                yield [stack.enter_context(self._locked(path)) for path in own], old
-            except (OSError, sqlite3.Error) as error:
-                raise Unreachable(f"not everything was done in {self._root}: {error}") from error
-
-    @contextlib.contextmanager
-    def _locked(self, path: Path) -> Iterator[StoreDirectory]:
+    def _locked(self, path: Path) -> Iterator[None]:
         try:
-            directory = StoreDirectory(self._files, path.parent, path.name)
+            directory = StoreDirectory(self.files, path.parent, path.name)
         except StoreError as error:
-            raise in_use(path) from error
+            raise _in_use(path) from error
         except ConfigError as error:
             raise Unreachable(f"{path} cannot be opened: {error}") from error
         try:
-            yield directory
+            yield
         except (OSError, sqlite3.Error) as error:
             raise Unreachable(f"{path} cannot be read: {error}") from error
         finally:
             directory.close()
 
-    def _stat(self, path: Path) -> dict[str, Any]:
-        with self._locked(path):
-            sizes = self._sizes(path)
-            aside = quarantined_files(self._files, path)
-            return {
-                "store": path.name,
-                "segments": len(sizes),
-                "bytes": sum(sizes),
-                "quarantined": len(aside),
-                "tokens": sum(own.info.num_tokens for own in self._entries(path)),
-            }
-
     def _sizes(self, path: Path) -> list[int]:
-        return [self._files.stat(own).st_size for _, own, _ in segment_files(self._files, path)]
+        return [self.files.stat(own).st_size for _, own, _ in segment_files(self.files, path)]
+
+    def _all_sizes(self, path: Path) -> list[int]:
+        aside = quarantined_files(self.files, path)
+        return self._sizes(path) + [self.files.stat(own).st_size for own in aside]
 
     def _entries(self, path: Path) -> list[StoredSegment]:
-        catalog = Catalog(self._files, path, read_only=True)
-        try:
+        with contextlib.closing(Catalog(self.files, path, read_only=True)) as catalog:
             return list(catalog.segments().values())
-        finally:
-            catalog.close()
-
-    def _error_in(self, path: Path) -> str | None:
-        try:
-            segment = OpenSegment(path, self._files, direct=False)
-            try:
-                segment.check_all()
-            finally:
-                segment.close()
-        except PrefixUnreadable as error:
-            return str(error)
-        return None
 
 
-def _described(store: str, segment: StoredSegment) -> dict[str, Any]:
+@contextlib.contextmanager
+def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Iterator[PrefixStore]:
+    """Open the store in a folder, and close it in the end; `shape`: None for its segments' shape.
+
+    Raises:
+        Unreachable: a server uses it, it cannot be opened, or its disk failed an operation.
+    """
+    config = ImpressConfig(
+        ssd_dir=str(path.parent),
+        ssd_gb=_UNBOUNDED_GB,
+        policy="as",
+        device_gb=0.0,
+        host_gb=0.0,
+        io_timeout=PATIENCE_S,
+    )
+    try:
+        store = PrefixStore(config, path.name, shape or _shape_in(files, path), files=files)
+    except StoreError as error:
+        raise _in_use(path) from error
+    except (ConfigError, OSError) as error:
+        raise Unreachable(f"{path} cannot be opened: {error}") from error
+    try:
+        yield store
+    finally:
+        store.close()
+    if (found := store.health.summary())["state"] != "ok":
+        raise Unreachable(f"not everything was done, {found['last_failure']}")
+
+
+def check_file(files: FileSystem, path: Path) -> None:
+    """Read a segment file to its end.
+
+    Raises:
+        PrefixUnreadable: it is damaged, or cannot be read.
+    """
+    with contextlib.closing(OpenSegment(path, files, direct=False)) as segment:
+        segment.check_all()
+
+
+def place_of(store: PrefixStore, which: Which) -> tuple[str | None, Tokens | None] | None:
+    """The namespace's name and the tokens that are meant, each None for all; None: not stored here.
+
+    Raises:
+        Refused: `which` does not say what is meant.
+    """
+    if "segment" in which:
+        segment = store.tree.get(which["segment"])
+        return None if segment is None else (segment.info.namespace, prompt_of(segment))
+    if "text" in which:
+        raise Refused("a directory has no tokenizer: give --ids or --segment")
+    if "all" in which:
+        return None, None
+    name = store.namespace(namespace_in(which))
+    if "input_ids" in which:
+        ids = which["input_ids"]
+        whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
+        if not whole or not all(0 <= own < 2**31 for own in ids):
+            raise Refused(f"a prefix has at least {BLOCK_TOKENS} tokens, ids from 0 to 2^31")
+        return name, np.array(ids[:whole], np.int32)
+    if not {"extra_key", "cache_salt"} & which.keys():
+        raise Refused("which prefix? give --ids, --segment, --extra-key or --older-than")
+    return name, None
+
+
+def namespace_in(which: Which) -> str:
+    """The namespace that `which` names, as plain text."""
+    return namespace_text(*(which.get(name) or None for name in ("extra_key", "cache_salt")))
+
+
+def _purge(store: PrefixStore, place: Any, age: float | None) -> Row:
+    purge, counts = Purge(*place, age), Counter[str]()
+    while purge.left:
+        done = purge.step(store, len(store.tree))
+        counts["segments"] += len(done.segment_ids)
+        counts["tokens"] += done.tokens
+        counts["bytes"] += done.bytes
+        counts["unpinned"] += done.unpinned
+    return dict(counts)
+
+
+def _shape_in(files: FileSystem, path: Path) -> KVShape:
+    for _, own, finished in segment_files(files, path):
+        with contextlib.suppress(SegmentUnreadable, StoreUnavailable):
+            if finished:
+                return read_header(Path(own), files).info.shape
+    return _NO_SHAPE
+
+
+def _in_use(path: Path) -> Unreachable:
+    return Unreachable(f"{path} serves a running server: ask that, with --url")
+
+
+def _described(store: str, segment: StoredSegment) -> Row:
     info = segment.info
     return {
         "store": store,
@@ -208,74 +307,3 @@ def _described(store: str, segment: StoredSegment) -> dict[str, Any]:
         "priority": info.priority.name.lower(),
         "exact": not info.quality.depth,
     }
-
-
-def _latest_first(segment: StoredSegment) -> tuple[int, str]:
-    return -segment.last_access, segment.segment_id
-
-
-def _rebuilt(directory: StoreDirectory) -> dict[str, Any]:
-    """Rebuild the index of a store from the headers of all its files.
-
-    The times of use come from the old index, which stays until the new one is complete.
-
-    Raises:
-        Unreachable: the disk failed something.
-        OSError: the directory cannot be read.
-        sqlite3.Error: the index can neither be read nor rebuilt.
-    """
-    with _kept(directory) as worker:
-        found = survey(directory, worker.catalog, directory.path.name, anew=True)
-        recover(found, directory, worker)
-    return {
-        "store": directory.path.name,
-        "segments": len(found.segments),
-        "not_indexed": len(found.adopted),
-        "without_file": len(found.missing),
-        "quarantined": len(found.damaged),
-        "unreadable_now": found.unread,
-    }
-
-
-def _collected(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]:
-    """Remove what cannot be used of a store, or only say what that is; raises like `_rebuilt`."""
-    store, now = directory.path.name, time.time()
-    expired: list[StoredSegment] = []
-    current: list[StoredSegment] = []
-    with _kept(directory, read_only=dry_run) as worker:
-        there = survey(directory, worker.catalog, store)
-        for own in there.segments:
-            (expired if 0 < own.info.expires <= now else current).append(own)
-        placeless, orphans = restore_segments(StoredTree(), current)
-        # Those that may build on what cannot be read now are not useless.
-        placeless += [] if there.unread else orphans
-        damaged = [directory.segment_path(own.segment_id) for own in there.damaged]
-        damaged += quarantined_files(directory.files, directory.path)
-        found = {
-            "unfinished": [directory.files.stat(own).st_size for own in there.unfinished],
-            "damaged": [directory.files.stat(own).st_size for own in damaged],
-            "expired": [own.file_bytes for own in expired],
-            "without a place": [own.file_bytes for own in placeless],
-        }
-        if not dry_run:
-            recover(there, directory, worker)
-            worker.delete({own.segment_id: own.file_bytes for own in expired + placeless})
-            worker.submit(worker.tidy, False)
-    return [_removal(store, what, sizes) for what, sizes in found.items() if sizes]
-
-
-def _removal(store: str, what: str, sizes: list[int]) -> dict[str, Any]:
-    """A row for the files of one kind: how many, and their bytes."""
-    return {"store": store, "what": what, "files": len(sizes), "bytes": sum(sizes)}
-
-
-@contextlib.contextmanager
-def _kept(directory: StoreDirectory, *, read_only: bool = False) -> Iterator[DiskWorker]:
-    """A worker on a store, which has done all its work in the end; `read_only`: as there."""
-    health = Health()
-    worker = DiskWorker(directory, health, direct=False, read_only=read_only)
-    try:
-        yield worker
-    finally:
-        worker.close(PATIENCE_S)
-    check_done(health)

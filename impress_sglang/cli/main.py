@@ -63,8 +63,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
     "stat": (_BOTH, "say how much is stored", ()),
     "ls": (_BOTH, "list stored segments, the most recently used first", ()),
     "verify": (_BOTH, "check a server, or read all files in a directory", ()),
-    "rebuild": (_DIR, "rebuild indexes from all files", ()),
-    "gc": (_DIR, "remove files that nobody can use", (_flag("--dry-run", "only list them"),)),
+    "gc": (_DIR, "remove files that nobody can use", ()),
     "clear": (
         _BOTH,
         "remove everything that is stored",
@@ -121,9 +120,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
     ),
     "export": (
         _DIR,
-        "write a namespace to a new file",
+        "write a namespace to a new folder",
         (
-            ("path", {"type": Path, "metavar": "FILE", "help": "safetensors file"}),
+            ("path", {"type": Path, "metavar": "FOLDER", "help": "new folder"}),
             _may("--store", str, "its name as ls shows it, if there are several"),
             _may("--ids", str, f"a prefix instead of a namespace: {_IDS}"),
             _may("--segment", str, f"the same by {_SEGMENT}"),
@@ -134,7 +133,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
         _DIR,
         "store what was exported elsewhere",
         (
-            ("path", {"type": Path, "metavar": "FILE", "help": "written by impress export"}),
+            ("path", {"type": Path, "metavar": "FOLDER", "help": "written by impress export"}),
             *_NAMESPACE,
         ),
     ),
@@ -214,12 +213,12 @@ def _carry_out(args: argparse.Namespace) -> Any:
         directory = Directory(args.dir)
         if args.command in _ORDERS:
             return directory.order(args.command, _prefix_of(args))
-        if args.command == "export":
-            return directory.export(_prefix_of(args), args.path, args.store)
-        if args.command == "import":
-            return directory.import_(_prefix_of(args), args.path)
-        if args.command == "gc":
-            return directory.gc(dry_run=args.dry_run)
+        if args.command in ("export", "import"):
+            from impress_sglang.cli.shipping import export, import_
+
+            if args.command == "export":
+                return export(directory, _prefix_of(args), args.path, args.store)
+            return import_(directory, _prefix_of(args), args.path)
         return getattr(directory, args.command)()
     if getattr(args, "segment", None) is not None:
         raise Refused("--segment names a prefix in a directory: give --dir")

@@ -1,127 +1,276 @@
 """Moves prefixes from one store to others: `impress export` and `impress import`.
 
-Imported prefixes are offered to the store like those that a server has computed: the same writer
-writes them, and what is stored already is not written again.
+What is exported is a folder: segment files as they are in the store, and `CONTENTS`, written last,
+which says what each of them builds on. Imported prefixes are offered to the store like those that a
+server has computed: the same writer writes them, and what is stored already is not written again.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from impress_sglang.cli.orders import namespace_in, place_of
+import numpy as np
+import torch
+from torch import Tensor
+
+from impress_sglang.cli.directory import Directory, check_file, namespace_in, opened, place_of
 from impress_sglang.cli.outcome import Refused, Unreachable
-from impress_sglang.cli.prefix_file import Contents, Prefix, PrefixFile, write_file
+from impress_sglang.codes.groups.energy import Coding, CodingRule
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.storage.directory import segment_files
+from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.directory import is_identity, segment_files
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
+from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import ANYTHING
+from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo, Tokens, read_header
 from impress_sglang.storage.writer import LayerReader
+from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
 
+CONTENTS = "contents.json"
+KIND = "impress-sglang prefixes"
+# Exceptions that malformed contents raise.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, IndexError, PrefixUnreadable)
 
-def export_file(
-    files: FileSystem, store: PrefixStore, folder: Path, which: Mapping[str, Any], path: Path
+
+def export(
+    directory: Directory, which: Mapping[str, Any], path: Path, name: str | None
 ) -> dict[str, Any]:
-    """Write what `which` names into a new file; see `orders.place_of`.
+    """Write what `which` names into a new folder; see `directory.place_of`.
 
     Without a prefix that is the whole namespace; with one, what is stored of the prefix and what
-    that builds on.
+    that builds on. `name` names the store, if there are several.
 
     Raises:
-        Refused: it is not stored, or cannot be read; or the file exists already.
-        Unreachable: the file cannot be written.
+        Refused: it is not stored, or cannot be read; or the folder exists already.
+        Unreachable: the folder cannot be written.
     """
-    chosen = _with_bases(_chosen(store, which))
-    if not chosen:
-        raise Refused("nothing of it is stored")
-    numbers = {own: number for number, own in enumerate(chosen)}
-    prefixes = [_prefix(own, numbers) for own in chosen]
-    info = chosen[0].info
-    if not info.shape.exact:
-        raise Refused("exact KVs are exported, and a store of --impress-keep codes has none")
-    contents = Contents.of(info.identity, info.shape, prefixes, namespace_in(which))
-    paths = {name: Path(own) for name, own, _ in segment_files(files, folder)}
-    sources = [
-        functools.partial(OpenSegment, paths[own.segment_id], files, direct=False) for own in chosen
-    ]
-    try:
-        num_bytes = write_file(files, path, contents, sources)
-    except PrefixUnreadable as error:
-        raise Refused(f"{error}, so nothing is exported: see impress verify") from error
-    except OSError as error:
-        raise Unreachable(f"{path} cannot be written: {error}") from error
+    stores = {own.name: own for own in directory.stores()}
+    if name is None and len(stores) == 1:
+        (name,) = stores
+    if name not in stores:
+        raise Refused(f"which store? give --store, one of {', '.join(stores)}")
+    if os.path.lexists(path):
+        raise Refused(f"{path} already exists")
+    with opened(directory.files, stores[name]) as store:
+        chosen = _with_bases(_chosen(store, which))
+        if not chosen:
+            raise Refused("nothing of it is stored")
+        if not chosen[0].info.shape.exact:
+            raise Refused("exact KVs are exported, and a store of --impress-keep codes has none")
+        paths = {own: Path(file) for own, file, _ in segment_files(directory.files, stores[name])}
+        try:
+            num_bytes = _write(directory.files, path, namespace_in(which), chosen, paths)
+        except PrefixUnreadable as error:
+            raise Refused(f"{error}, so nothing is exported: see impress verify") from error
+        except OSError as error:
+            raise Unreachable(f"{path} cannot be written: {error}") from error
     tokens = sum(own.info.num_tokens for own in chosen)
-    return {"store": folder.name, "segments": len(chosen), "tokens": tokens, "bytes": num_bytes}
+    return {"store": name, "segments": len(chosen), "tokens": tokens, "bytes": num_bytes}
 
 
-def import_file(
-    store: PrefixStore, found: PrefixFile, which: Mapping[str, Any], free_bytes: int
-) -> dict[str, Any]:
-    """Store what is in a file but not in the store, without removing anything for it.
+def import_(directory: Directory, which: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Store what was exported but is not stored here, without removing anything for it.
 
-    `which` names the namespace; `free_bytes` are free on the file system.
+    `which` names the namespace. If there is no store at all, one is made.
 
     Raises:
-        Refused: the file is of another namespace, or there is no room.
+        Refused: it is damaged, of another model or namespace, or there is no room.
         Unreachable: the disk fails.
     """
-    namespace, contents = namespace_in(which), found.contents
-    if not contents.is_of(namespace):
+    namespace, files, folder = namespace_in(which), directory.files, Exported(directory.files, path)
+    identity, shape = folder.infos[0].identity, folder.infos[0].shape
+    if not folder.is_of(namespace):
         raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
-    now, name = time.time(), store.namespace(namespace)
-    new = [
-        (number, own)
-        for number, own in enumerate(contents.prefixes)
-        if not 0 < own.expires <= now
-        and store.tree.match(name, found.prompt(number), least=own.quality).num_tokens
-        < own.start + own.num_tokens
-    ]
-    needed = sum(_file_bytes(contents.shape, own) for _, own in new)
-    left = free_bytes - bytes_of(ImpressConfig().min_free_gb)
-    if new and needed > left:
-        raise Refused(f"it takes {needed / 1e9:.3f} GB, and {max(left, 0) / 1e9:.3f} GB are free")
-    for number, own in new:
-        _store(store, found, number, own, namespace)
-    written = store.stats
+    with contextlib.suppress(Unreachable):
+        names = [own.name for own in directory.stores()]
+        if identity not in names:
+            raise Refused(
+                f"{path} is of the model identity {identity}, and here are stores of "
+                f"{', '.join(names)} only: start its server here once"
+            )
+    with opened(files, directory.root / identity, shape) as store:
+        now, name = time.time(), store.namespace(namespace)
+        new = []
+        for number, own in enumerate(folder.infos):
+            prompt = folder.prompt(number)
+            match = store.tree.match(name, prompt, least=own.quality)
+            if not 0 < own.expires <= now and match.num_tokens < len(prompt):
+                new.append((own, prompt))
+        needed = sum(own.layout().file_bytes for own, _ in new)
+        left = files.free_bytes(directory.root) - bytes_of(ImpressConfig().min_free_gb)
+        if new and needed > left:
+            raise Refused(
+                f"it takes {needed / 1e9:.3f} GB, and {max(left, 0) / 1e9:.3f} GB are free"
+            )
+        for own, prompt in new:
+            source = OpenSegment(folder.file(own.segment_id), files, direct=False)
+            with contextlib.closing(source) as segment:
+                _store(store, segment, prompt, namespace)
+        written = store.stats
     if written.segments_failed:
         raise Unreachable(f"{written.segments_failed} segments could not be written")
     return {
-        "store": contents.identity,
+        "store": identity,
         "segments": written.segments_written,
-        "known": len(contents.prefixes) - len(new),
+        "known": len(folder.infos) - len(new),
         "bytes": written.bytes_written,
     }
 
 
-def _store(store: PrefixStore, found: PrefixFile, number: int, own: Prefix, namespace: str) -> None:
+class Exported:
+    """A folder that was exported, read to its end and intact."""
+
+    def __init__(self, files: FileSystem, path: Path) -> None:
+        """Read and check all of it.
+
+        Raises:
+            Refused: it cannot be read, was written by something else, or is damaged.
+        """
+        self._path = path
+        self.infos: list[SegmentInfo] = []
+        """Its segments, each after the one that it builds on."""
+        try:
+            told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
+            if told["kind"] != KIND:
+                raise ValueError("it was written by something else")
+            self._key, self._namespace = str(told["key"]), told["namespace"]
+            self._above: list[int | None] = [above for _, above in told["segments"]]
+            for number, (name, above) in enumerate(told["segments"]):
+                if not is_identity(name) or not (above is None or 0 <= above < number):
+                    raise ValueError("a segment has no place in it")
+                check_file(files, self.file(name))
+                self.infos.append(read_header(self.file(name), files).info)
+                self._check(number, name)
+            if not self.infos:
+                raise ValueError("there is nothing in it")
+        except _DAMAGE as error:
+            raise Refused(f"{path} is not a complete folder of prefixes: {error}") from error
+
+    def file(self, segment_id: str) -> Path:
+        """The file of a segment."""
+        return self._path / f"{segment_id}{SEGMENT_SUFFIX}"
+
+    def is_of(self, namespace: str) -> bool:
+        """Whether the prefixes belong to a namespace, which is given as plain text."""
+        return bool(self._namespace == _keyed(self._key, namespace))
+
+    def prompt(self, number: int) -> Tokens:
+        """All tokens from the start of a prompt to the end of a segment, int32 [n]."""
+        at: int | None = number
+        parts, stop = list[Tokens](), None
+        while at is not None:
+            own, above = self.infos[at], self._above[at]
+            parts.append(own.tokens[:stop])
+            stop = None if above is None else own.prefix_len - self.infos[above].prefix_len
+            at = above
+        return np.concatenate(parts[::-1])
+
+    def _check(self, number: int, name: str) -> None:
+        first, own, prompt = self.infos[0], self.infos[number], self.prompt(number)
+        alike = (first.identity, first.namespace, first.shape)
+        if own.segment_id != name or (own.identity, own.namespace, own.shape) != alike:
+            raise ValueError(f"segment {name} is not one of these")
+        if prefix_digest(own.namespace, prompt[: own.prefix_len]) != own.prefix_digest:
+            raise ValueError(f"segment {name} builds on something else")
+
+
+def _write(
+    files: FileSystem,
+    path: Path,
+    namespace: str,
+    chosen: list[StoredSegment],
+    paths: Mapping[str, Path],
+) -> int:
+    """Copy files of segments into a new folder, which is whole or not there; returns its bytes."""
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=path.name))
+    numbers = {own: number for number, own in enumerate(chosen)}
+    # Who knows the namespace can recognise it.
+    key = secrets.token_hex(16)
+    try:
+        for own in chosen:
+            source = paths[own.segment_id]
+            check_file(files, source)
+            shutil.copyfile(source, folder / source.name)
+        contents = {
+            "kind": KIND,
+            "key": key,
+            "namespace": _keyed(key, namespace),
+            "segments": [
+                (own.segment_id, None if own.parent is None else numbers[own.parent])
+                for own in chosen
+            ],
+        }
+        (folder / CONTENTS).write_text(json.dumps(contents), encoding="utf-8")
+        folder.rename(path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return sum(own.stat().st_size for own in path.iterdir())
+
+
+def _store(store: PrefixStore, segment: OpenSegment, prompt: Tokens, namespace: str) -> None:
+    info = segment.info
+
     def read_from(start: int) -> LayerReader:
-        return lambda layer: found.layer(number, layer, start - own.start)
+        def read(layer: int) -> tuple[Tensor, Tensor]:
+            keys, values, _ = _layer(segment, layer)
+            return keys[start - info.prefix_len :], values[start - info.prefix_len :]
+
+        return read
+
+    def coding(start: int) -> CodingRule | None:
+        """With a basis, the codes are those of the file; without, they are made anew."""
+
+        def rows(layer: int, keys: Tensor, values: Tensor) -> Coding:
+            _, _, own = _layer(segment, layer)
+            assert own is not None
+            return Coding(rows=own[start - info.prefix_len :], fit=float(segment.fits[layer]))
+
+        return rows if info.shape.basis else None
 
     offer = Offer(
-        found.prompt(number),
+        prompt,
         read_from,
         on_done=_nothing,
         abandon=_nothing,
         min_tokens=1,
-        quality=own.quality,
-        available_from=own.start,
-        coding=lambda start: found.coding(number, start - own.start),
-        ttl=max(own.expires - time.time(), 1.0) if own.expires else 0.0,
-        priority=own.priority,
+        quality=info.quality,
+        available_from=info.prefix_len,
+        coding=coding,
+        ttl=max(info.expires - time.time(), 1.0) if info.expires else 0.0,
+        priority=info.priority,
     )
     outcome = store.writes.offer(namespace, offer)
     store.writes.drain()
     if outcome in (StoreOutcome.NO_SPACE, StoreOutcome.UNAVAILABLE):
-        raise Unreachable(f"segment {number} of the file could not be stored: {outcome.value}")
+        raise Unreachable(f"segment {info.segment_id} could not be stored: {outcome.value}")
+
+
+def _layer(segment: OpenSegment, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values of a layer in logical order, and its rows if a basis has coded it."""
+    layout = segment.layout
+    pages = layout.codes[layer] if layout.shape.basis else None
+    memory = AlignedMemory(layout.columns_bytes if pages is None else layout.layer_bytes(layer))
+    segment.fill(memory, layout.layer_offset(layer))
+    mapping = None if segment.mapping is None else segment.mapping[layer]
+    keys, values = decode_layer(layout, memory.view, mapping)
+    rows = torch.frombuffer(memory.view, dtype=torch.uint8)[layout.columns_bytes :]
+    return keys, values, None if pages is None else pages.groups_in(rows)[: pages.num_tokens]
 
 
 def _nothing() -> None:
@@ -156,13 +305,5 @@ def _with_bases(segments: Iterable[StoredSegment]) -> list[StoredSegment]:
     return sorted(found, key=lambda own: own.info.prefix_len)
 
 
-def _prefix(segment: StoredSegment, numbers: Mapping[StoredSegment, int]) -> Prefix:
-    info = segment.info
-    above = -1 if segment.parent is None else numbers[segment.parent]
-    size = info.num_tokens, info.prefix_len
-    return Prefix(*size, above, info.quality, info.expires, info.priority)
-
-
-def _file_bytes(shape: KVShape, own: Prefix) -> int:
-    chunk_tokens = ImpressConfig().chunk_tokens
-    return SegmentLayout(shape, chunk_tokens, own.num_tokens, BLOCK_BYTES).file_bytes
+def _keyed(key: str, namespace: str) -> str:
+    return hashlib.blake2b(namespace.encode(), key=key.encode(), digest_size=16).hexdigest()

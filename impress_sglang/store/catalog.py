@@ -74,8 +74,7 @@ class Catalog:
         self._connection: sqlite3.Connection | None = None
         # What is still to be recorded of segments: a row, only its use, or that they are gone.
         self._waiting: dict[str, Row | SegmentUse | None] = {}
-        # Whether all rows go before that, and the numbers of unsound rows, whose names are unsound.
-        self._anew = False
+        # The numbers of unsound rows, whose names are unsound.
         self._unsound: list[int] = []
         # Whether changes were forgotten since the database last accepted all of them.
         self._forgetful = False
@@ -93,12 +92,6 @@ class Catalog:
         self._wait_for({row[0].segment_id: row for row in added})
         self.flush()
 
-    def begin_with(self, rows: Iterable[Row]) -> None:
-        """Replace all rows by these; until that is done, the old rows stay."""
-        self._waiting.clear()
-        self._anew = True
-        self.change(rows)
-
     def record_uses(self, uses: Iterable[SegmentUse]) -> None:
         """Record how segments were used, for the next start; unknown segments are ignored."""
         for use in uses:
@@ -115,7 +108,7 @@ class Catalog:
 
     def flush(self) -> None:
         """Make the waiting changes, all or none; raises like `change`."""
-        if not (self._waiting or self._anew or self._unsound):
+        if not (self._waiting or self._unsound):
             return
         try:
             with self._connected() as connection:
@@ -129,7 +122,7 @@ class Catalog:
             raise
         self._waiting.clear()
         self._unsound.clear()
-        self._anew = self._forgetful = False
+        self._forgetful = False
 
     def _write(self, connection: sqlite3.Connection) -> None:
         rows, uses, gone = list[Row](), list[SegmentUse](), list[tuple[str]]()
@@ -140,9 +133,6 @@ class Catalog:
                 rows.append(change)
             else:
                 uses.append(change)
-        if self._anew:
-            connection.execute("DELETE FROM segments")
-            connection.execute("DELETE FROM uses")
         unsound = ((row,) for row in self._unsound)
         connection.executemany("DELETE FROM segments WHERE rowid = ?", unsound)
         for table in ("segments", "uses"):

@@ -49,20 +49,13 @@ class DiskWorker:
     The store's thread submits calls of the methods that come after `close`, which may take long.
     """
 
-    def __init__(
-        self,
-        directory: StoreDirectory,
-        health: Health,
-        *,
-        direct: bool,
-        read_only: bool = False,
-    ) -> None:
-        """Work on a locked folder; `read_only`: it is only surveyed, and the index not changed."""
+    def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
+        """Work on a locked folder."""
         self._directory = directory
         self.files = directory.files
         self._health = health
         self._direct = direct
-        self.catalog = Catalog(self.files, directory.path, read_only=read_only)
+        self.catalog = Catalog(self.files, directory.path)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
         # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.

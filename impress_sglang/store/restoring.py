@@ -1,7 +1,7 @@
 """What an earlier process has left: the segments on the disk, and their places in the tree.
 
 The index is compared with the files. A file without a sound row is found by its header; so the
-index may be missing, and with `anew` all headers are read.
+index may be missing.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ _MANY = 10_000
 
 @dataclasses.dataclass(slots=True)
 class Survey:
-    """What is in the folder of a store; `anew`: rebuild the index from it."""
+    """What is in the folder of a store."""
 
-    anew: bool
     segments: list[StoredSegment] = dataclasses.field(default_factory=list)
     """Those whose files can be used."""
     adopted: list[StoredSegment] = dataclasses.field(default_factory=list)
@@ -54,26 +53,21 @@ class Survey:
     unread_bytes: int = 0
 
 
-def survey(
-    directory: StoreDirectory, catalog: Catalog, identity: str, *, anew: bool = False
-) -> Survey:
+def survey(directory: StoreDirectory, catalog: Catalog, identity: str) -> Survey:
     """Compare the files of an identity with their rows in the index; changes no file.
-
-    With `anew`, the headers of files that have rows are read as well; of these rows, only the
-    uses of segments are taken.
 
     Raises:
         OSError: the directory cannot be read.
         sqlite3.Error: the index can neither be read nor made anew.
     """
-    files, known, found = directory.files, catalog.segments(), Survey(anew)
+    files, known, found = directory.files, catalog.segments(), Survey()
     for segment_id, path, finished in segment_files(files, directory.path):
         if not finished:
             found.unfinished.append(Path(path))
             continue
         row = known.pop(segment_id, None)
         try:
-            segment = _segment(files, segment_id, path, None if anew else row)
+            segment = _segment(files, segment_id, path, row)
             if segment.info.identity != identity:
                 raise SegmentUnreadable(segment_id, "belongs to another model")
         except SegmentUnreadable as error:
@@ -94,8 +88,6 @@ def survey(
             segment.written = 0.0
         if row is None:
             found.adopted.append(segment)
-        elif anew:
-            segment.last_access, segment.hits, segment.above = row.last_access, row.hits, row.above
         found.segments.append(segment)
     found.missing.extend(known)
     return found
@@ -142,9 +134,7 @@ def recover(found: Survey, directory: StoreDirectory, worker: DiskWorker) -> Non
                 worker.unused_bytes += directory.files.stat(path).st_size
     for segment_id in found.missing:
         logger.warning("segment %s is in the index but has no file", segment_id)
-    if found.anew:
-        worker.index(worker.catalog.begin_with, [own.row for own in found.segments])
-    elif found.adopted or found.missing:
+    if found.adopted or found.missing:
         adopted = [own.row for own in found.adopted]
         worker.index(worker.catalog.change, adopted, found.missing)
     worker.tidy_quarantine()

@@ -40,7 +40,7 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
         assert said["ssd_bytes"] == 3 * kv_bytes, "an `as` hit reads each key and value once"
         assert paths([server.generate(question, 1)]) == ["device"]
         server.assert_quiet()
-    file, at = workdir / "prefixes.safetensors", ["--dir", str(store)]
+    file, at = workdir / "prefixes", ["--dir", str(store)]
     for command in (["export", str(file)], ["clear", "--yes"], ["import", str(file)]):
         assert main([*command, *at]) == DONE
     assert list(store.glob("*/segments/*/*.kv")) != [segment]

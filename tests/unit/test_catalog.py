@@ -138,22 +138,6 @@ def test_more_changes_than_may_wait_are_made_at_once(
     assert all(own.hits == 4 for own in index_in(tmp_path).values())
     catalog.change(removed=names[:9])
     assert list(index_in(tmp_path)) == ["9"]
-    catalog.begin_with(rows(*names))
-    assert len(index_in(tmp_path)) == 10
-
-
-def test_an_index_that_is_made_anew_is_the_old_one_until_it_is_whole(
-    catalog: Catalog, files: FaultyFileSystem, tmp_path: Path
-) -> None:
-    catalog.change(rows("old"))
-    with files.faults.injected(Rule("ENOSPC", "sql.insert", after=1)):
-        with pytest.raises(sqlite3.Error):
-            catalog.begin_with(rows(*map(str, range(10))))
-        assert list(index_in(tmp_path)) == ["old"]
-
-    catalog.flush()
-
-    assert len(index_in(tmp_path)) == 10
 
 
 def test_of_changes_that_are_refused_for_too_long_the_oldest_are_forgotten(

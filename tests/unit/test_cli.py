@@ -125,9 +125,7 @@ def test_a_directory_is_cleared(left: Path, capsys: Said) -> None:
         ["stat"],
         ["ls"],
         ["verify"],
-        ["rebuild"],
         ["gc"],
-        ["gc", "--dry-run"],
         ["clear", "--yes"],
         ["purge", "--older-than=0"],
     ],
@@ -244,7 +242,7 @@ def test_what_cannot_be_asked(capsys: Said, tmp_path: Path) -> None:
     assert main(["pin", "--file", str(tmp_path / "missing")]) == REFUSED
     assert main(["ls", "--url", "x"]) == UNREACHABLE
     assert main(["pin", "--segment", "abc"]) == REFUSED
-    for wrong in (["pin"], ["pin", "--text", "a", "--ids", "1"], ["rebuild", "--url", "x"], []):
+    for wrong in (["pin"], ["pin", "--text", "a", "--ids", "1"], ["gc", "--url", "x"], []):
         with pytest.raises(SystemExit) as refused:
             main(wrong)
         assert refused.value.code == REFUSED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -13,28 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, REFUSED, UNREACHABLE
-from impress_sglang.cli.prefix_file import Contents, Prefix, PrefixFile, _header, write_file
+from impress_sglang.cli.shipping import CONTENTS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import Priority, read_header
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit.basis_factory import codec_for
-from tests.unit.kv_factory import (
-    IDENTITY,
-    SequenceKVs,
-    flip_byte,
-    make_info,
-    make_shape,
-    random_kvs,
-    random_mapping,
-    write_kvs,
-)
+from tests.unit.kv_factory import IDENTITY, flip_byte, make_shape
 from tests.unit.store_factory import OTHER_IDENTITY, QUARTER, Workbench, check_rows, length, prompt
 
 Said = pytest.CaptureFixture[str]
@@ -80,7 +67,7 @@ def target(tmp_path: Path, shape: KVShape) -> Iterator[Workbench]:
 
 @pytest.fixture
 def file(source: Workbench, capsys: Said) -> Path:
-    path = source.root.parent / "prefixes.safetensors"
+    path = source.root.parent / "prefixes"
     assert run(capsys, "export", path, source)["segments"] == 4
     return path
 
@@ -149,50 +136,42 @@ def test_some_of_it(source: Workbench, target: Workbench, capsys: Said, tmp_path
     store = target.open(**OPTIONS)
     check_rows(store, prompt(2, 70), namespace=TENANT)
     check_rows(store, EARLY, namespace=NONE)
-    assert b"tenant" not in path.read_bytes()
+    assert not any(b"tenant" in own.read_bytes() for own in path.iterdir())
+    assert path.stat().st_mode & 0o777 == 0o700
 
 
 def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: Said) -> None:
-    size = file.stat().st_size
-    for offset in {*range(9), *range(9, size, size // 60), size - 1}:
-        flip_byte(file, offset)
-        assert run(capsys, "import", file, target) == REFUSED, offset
-        flip_byte(file, offset)
-    whole = file.read_bytes()
-    for cut in (b"", whole[:5], whole[: size // 2], whole[:-1], whole + b"\0"):
-        file.write_bytes(cut)
-        assert run(capsys, "import", file, target) == REFUSED
-    assert not target.root.exists()
-
-
-def test_what_is_no_export(file: Path, target: Workbench, capsys: Said, tmp_path: Path) -> None:
-    """Also one that somebody made up."""
-    tensors, other = load_file(file), tmp_path / "other"
-    save_file(tensors, other)
-    assert run(capsys, "import", other, target) == REFUSED
-    save_file(tensors, other, {"kind": "impress-sglang prefixes", "version": "1"})
-    assert run(capsys, "import", other, target) == REFUSED
-    assert run(capsys, "import", tmp_path / "missing", target) == REFUSED
-    assert run(capsys, "import", tmp_path, target) == REFUSED
-    whole = PrefixFile(file).contents
-    with safe_open(file, "pt") as opened:
-        digests = json.loads(opened.metadata()["digests"])
-    data = file.read_bytes()[len(_header(whole, digests)) :]
-    first, second, *rest = whole.prefixes
-    rows = whole.shape.row_bytes_of_layers[:1]
-    one_layer = dataclasses.replace(whole.shape, num_layers=1, row_bytes_of_layers=rows)
+    """Also what somebody made up."""
+    for own in file.glob("*.kv"):
+        size = own.stat().st_size
+        for offset in {0, 9, *range(40, size, size // 20), size - 1}:
+            flip_byte(own, offset)
+            assert run(capsys, "import", file, target) == REFUSED, offset
+            flip_byte(own, offset)
+        whole = own.read_bytes()
+        for cut in (b"", whole[:5], whole[: size // 2], whole[:-1]):
+            own.write_bytes(cut)
+            assert run(capsys, "import", file, target) == REFUSED
+        own.write_bytes(whole)
+    contents = json.loads((file / CONTENTS).read_text())
+    first, second, *rest = contents["segments"]
     for changes in (
-        {"identity": "../../elsewhere"},
-        {"prefixes": (first, dataclasses.replace(second, above=3), *rest)},
-        {"prefixes": (first, dataclasses.replace(second, start=101), *rest)},
-        {"shape": one_layer},
+        {"kind": "photos"},
+        {"key": "0"},
+        {"segments": []},
+        {"segments": [["../elsewhere", None]]},
+        {"segments": [first, [second[0], None], *rest]},
+        {"segments": [first, [second[0], 3], *rest]},
+        {"segments": [first, [second[0], -1], *rest]},
+        {"segments": "none"},
     ):
-        made_up: Any = dataclasses.replace(whole, **changes)
-        other.write_bytes(_header(made_up, digests) + data)
-        assert run(capsys, "import", other, target) == REFUSED
-    other.write_bytes(_header(whole, digests) + data)
-    assert not target.root.exists() and len(list(tmp_path.iterdir())) == 3
-    assert run(capsys, "import", other, target)["segments"] == 4
+        (file / CONTENTS).write_text(json.dumps(contents | changes))
+        assert run(capsys, "import", file, target) == REFUSED, changes
+    for path in (file / "missing", file / CONTENTS):
+        assert run(capsys, "import", path, target) == REFUSED
+    assert not target.root.exists()
+    (file / CONTENTS).write_text(json.dumps(contents))
+    assert run(capsys, "import", file, target)["segments"] == 4
 
 
 def test_other_models_are_refused(file: Path, target: Workbench, capsys: Said) -> None:
@@ -213,8 +192,8 @@ def test_beside_a_server(file: Path, source: Workbench, target: Workbench, capsy
 
 
 def test_what_is_not_exported(source: Workbench, file: Path, capsys: Said, tmp_path: Path) -> None:
-    before, new = file.read_bytes(), tmp_path / "new"
-    assert run(capsys, "export", file, source) == REFUSED and file.read_bytes() == before
+    new = tmp_path / "new"
+    assert run(capsys, "export", file, source) == REFUSED and len(list(file.iterdir())) == 5
     assert run(capsys, "export", new, source, "--extra-key", "nobody") == REFUSED
     assert run(capsys, "export", new, source, "--segment", "nothing") == REFUSED
     assert run(capsys, "export", new, source, "--ids", ",".join(["5"] * 64)) == REFUSED
@@ -244,7 +223,8 @@ def test_a_time_to_live_and_a_priority_travel_with_it(
     path = source.root.parent / "mortal"
     ids = ",".join(map(str, prompt(6, 64)))
     assert run(capsys, "export", path, source, "--ids", ids)["segments"] == 1
-    (own,) = PrefixFile(path).contents.prefixes
+    (kept,) = path.glob("*.kv")
+    own = read_header(kept, FileSystem()).info
     with monkeypatch.context() as later:
         later.setattr("impress_sglang.cli.shipping.time.time", lambda: own.expires + 1.0)
         assert run(capsys, "import", path, target)["segments"] == 0
@@ -252,17 +232,6 @@ def test_a_time_to_live_and_a_priority_travel_with_it(
     (segment,) = target.open(**OPTIONS).tree.segments()
     assert math.isclose(segment.info.expires, own.expires, abs_tol=1.0)
     assert segment.info.priority is Priority.HIGH
-
-
-def test_anybody_reads_it(file: Path, shape: KVShape) -> None:
-    """With what reads safetensors; nothing but the tensors is needed."""
-    tensors = load_file(file)
-    kvs = SequenceKVs(shape, NONE, LONG)
-    assert tensors["0.tokens"].tolist() == list(LONG[:100])
-    for layer in range(shape.num_layers):
-        assert torch.equal(tensors["0.keys"][layer], kvs.keys(layer)[:100])
-        assert torch.equal(tensors["0.values"][layer], kvs.values(layer)[:100])
-    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_end_of_what_a_basis_has_coded(tmp_path: Path, capsys: Said) -> None:
@@ -282,16 +251,3 @@ def test_the_end_of_what_a_basis_has_coded(tmp_path: Path, capsys: Said) -> None
     assert run(capsys, "import", tmp_path / "file", third)["segments"] == 1
     # The check at write time is that of the whole segment; all else is as if it was computed.
     assert contents(third) == contents(some)
-
-
-def test_an_order_that_was_learnt_stays_behind(tmp_path: Path) -> None:
-    """Of a file that was reordered rows are exported as the model has them."""
-    shape = SHAPES["probe heads float32"]
-    info = make_info(shape, LONG, generation=1)
-    keys, values = random_kvs(shape, len(LONG), 1)
-    written = write_kvs(tmp_path, info, keys, values, mapping=random_mapping(info, 2))
-    own = Contents.of(IDENTITY, shape, [Prefix(len(LONG), 0, -1, info.quality, 0)], NONE)
-    opened = [lambda: OpenSegment(written, FileSystem(), direct=False)]
-    write_file(FileSystem(), tmp_path / "file", own, opened)
-    tensors = load_file(tmp_path / "file")
-    assert torch.equal(tensors["0.keys"], keys) and torch.equal(tensors["0.values"], values)
