@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -51,7 +50,6 @@ USUAL_BITS = 6.0
 ON, OFF = "on", "off"
 CLASSES, SHORTEST = "classes", "shortest"
 SCHEDULES = (OFF, CLASSES, SHORTEST)
-# How a request chooses which tokens of reused text are computed again.
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -131,12 +129,11 @@ class Option:
         return f"{self.flag} must be {self.rule.expected}, got {value!r}"
 
 
-def _number_or(*words: str) -> Callable[[str], float | str]:
-    # argparse calls what it cannot read by this name.
-    def number(text: str) -> float | str:
-        return text if text in words else float(text)
-
-    return number
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _is_retention(value: object) -> bool:
@@ -153,10 +150,10 @@ _RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
     "write_after": (int, between(1, 255)),
     "write_gb_per_day": (float, at_least(0)),
     "ttl": (float, at_least(0)),
-    "retention": (_number_or(AUTO), Rule(f"0 < r <= 1, or {AUTO}", _is_retention)),
+    "retention": (_number_or_word, Rule(f"0 < r <= 1, or {AUTO}", _is_retention)),
     "min_retention": (float, between(0, 1)),
     "bits": (
-        _number_or(EXACTLY, AUTO, USUAL),
+        _number_or_word,
         Rule(
             f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
             lambda bits: is_bits(bits) or bits in (AUTO, USUAL),
@@ -180,10 +177,10 @@ _RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
     "schedule": (str, one_of(SCHEDULES)),
     "load": (str, one_of(LOADS)),
     "approximation_depth": (int, at_least(0)),
-    "blend": (_number_or(AUTO, OFF), Rule(f"0 to 1, {AUTO} or {OFF}", is_blend)),
+    "blend": (_number_or_word, Rule(f"0 to 1, {AUTO} or {OFF}", is_blend)),
     "blend_min_tokens": (int, at_least(1)),
     "blend_seconds": (float, Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60)),
-    "truncate": (_number_or(OFF), Rule(f"between 0 and 1, or {OFF}", is_truncation)),
+    "truncate": (_number_or_word, Rule(f"between 0 and 1, or {OFF}", is_truncation)),
     "device_gb": (float, at_least(0)),
     "host_gb": (float, at_least(0)),
     "buffer_gb": (float, above(0)),
@@ -192,72 +189,72 @@ _RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
     "reorder_key": (str, one_of(REORDER_KEYS)),
     "show_prompts": (str, one_of((ON, OFF))),
 }
-_MEANINGS = f"""
-ssd_dir: Directory of the SSD store.
-ssd_gb: Quota of the SSD store, in GB (10^9 bytes).
-min_free_gb: Free space to leave on its file system, in GB.
-namespace_gb: Quota of each namespace (cache_salt, extra_key), in GB. A full one evicts its own
-    prefixes. 0: no quota.
-write_after: A prefix is stored when it is requested for this many times, counted at every 64th
-    token. 1: every prompt is stored at once.
-write_gb_per_day: Daily write budget, in GB. Once it is spent, nothing is stored until it refills.
-    0: no limit.
-ttl: Seconds after which a stored prefix is removed, used or not. 0: no limit.
-retention: Policies paper* and as+h2o*: fraction of a stored prefix that each layer attends to.
-    auto: the largest whose I/O hides behind compute, at least {AUTO_FLOOR:g}.
-min_retention: Floor under the retention that a request asks for.
-bits: Bits per element of codes, for all requests that ask for no more. exact: KVs as they were
-    computed. usual: {USUAL_BITS:g}, or exact where codes would not save (KVs in fp8). auto: exact
-    KVs where they take hardly longer than {USUAL_BITS:g} bits.
-basis: File made by `impress calibrate` for this model. KVs are coded by it in fewer bytes, as
-    accurately as in 6 bits without it, or in 5 with --impress-bits 5.
-keep: What is written of a prefix. codes: KVs in few bits; requests for exact KVs compute them.
-    exact: KVs as they were computed. both: three to five times the bytes of codes. auto: what
-    --impress-bits may load.
-probe_heads: Policies paper*: probe heads N of a multi-head model. With G KV heads, max(1, round(N *
-    G / 32)) of them.
-alpha: Policies paper*: exponent of the similarity threshold t = j**alpha.
-chunk_tokens: Tokens per chunk, the unit of caching.
-min_prefix_tokens: Shortest prefix to store, and shortest part of one to load.
-policy: impress: prefixes in few bits. Baselines: impress+lfu, impress+lru (other caches), paper
-    (IMPRESS as published), paper+itf+reorder (LFU caches), paper+itf (nor reordering), as+h2o+lru,
-    as+h2o+lfu (all keys, important values), as (whole prefixes, like AttentionStore), recompute (no
-    store).
-io_engine: aio: Linux native AIO. threads: a pool of threads. auto: aio where the kernel has it.
-io_depth: Reads in flight.
-io_timeout: Seconds without progress after which a read or write is given up, and the store set
-    aside until the disk answers again.
-readahead: Bytes that prefetching may read in vain, as a fraction of the bytes wanted. 0: no
-    prefetching.
-lookahead: on: what queued requests will use is evicted last from SGLang's pool, the caches and the
-    SSD. off: only SGLang's pool protects it.
-schedule: How the first 16 queued requests of equal priority change places. classes: ready ones go
-    before those to compute, these before those to read. shortest: the shortest prefill, among those
-    that need not wait for the drive.
-load: faster: a stored prefix is loaded if that is estimated to be faster than computing it. always:
-    whenever it is stored.
-approximation_depth: How many approximations a stored KV may rest on. 0: only exact KVs are stored.
-    1: also what is computed behind exact KVs in few bits, and so on.
-blend: Reuse stored text where it is no prefix, which is approximate. A number: this share of its
-    tokens is computed again. auto: the largest share that hardly takes longer than {AUTO_SHARE:g}.
-blend_min_tokens: Fewest tokens of a prompt that are worth blending.
-blend_seconds: Most seconds of computing that a blend may take. A request that would need more is
-    computed instead.
-truncate: A prompt too long for the context is cut instead of refused: the system prompt stays, and
-    this share of the room for the conversation is left out at once, the oldest first
-    (AttentionStore: 0.5).
-device_gb: Chunk cache on the device, in GB, beside SGLang's pools. 0: none.
-host_gb: Chunk cache in CPU memory (pinned with CUDA), in GB. 0: none.
-buffer_gb: Read buffers in CPU memory (pinned with CUDA), in GB. A prefix of which no layer fits is
-    computed.
-half_life: Requests after which an access counts half in a chunk's score. 0: accesses do not age.
-reorder_interval: Policies that reorder: seconds between searches for prefixes worth reordering. 0:
-    only on POST /impress/reorder.
-reorder_key: Average by which tokens are reordered. selected: how often a token was. importance: its
-    attention column sum, as in the paper.
-show_prompts: on: GET /impress shows the first words of prompts instead of digests.
-"""
-OPTIONS = tuple(
-    Option(name, *_RULES[name], " ".join(told.split()))
-    for name, told in re.findall(r"^(\w+): (.*(?:\n    .*)*)", _MEANINGS, re.MULTILINE)
-)
+_MEANINGS = {
+    "ssd_dir": "Directory of the SSD store.",
+    "ssd_gb": "Quota of the SSD store, in GB (10^9 bytes).",
+    "min_free_gb": "Free space to leave on its file system, in GB.",
+    "namespace_gb": "Quota of each namespace (cache_salt, extra_key), in GB. A full one evicts "
+    "its own prefixes. 0: no quota.",
+    "write_after": "A prefix is stored when it is requested for this many times, counted at every "
+    "64th token. 1: every prompt is stored at once.",
+    "write_gb_per_day": "Daily write budget, in GB. Once it is spent, nothing is stored until it "
+    "refills. 0: no limit.",
+    "ttl": "Seconds after which a stored prefix is removed, used or not. 0: no limit.",
+    "retention": "Policies paper* and as+h2o*: fraction of a stored prefix that each layer "
+    f"attends to. auto: the largest whose I/O hides behind compute, at least {AUTO_FLOOR:g}.",
+    "min_retention": "Floor under the retention that a request asks for.",
+    "bits": "Bits per element of codes, for all requests that ask for no more. exact: KVs as they "
+    f"were computed. usual: {USUAL_BITS:g}, or exact where codes would not save (KVs in fp8). "
+    f"auto: exact KVs where they take hardly longer than {USUAL_BITS:g} bits.",
+    "basis": "File made by `impress calibrate` for this model. KVs are coded by it in fewer "
+    "bytes, as accurately as in 6 bits without it, or in 5 with --impress-bits 5.",
+    "keep": "What is written of a prefix. codes: KVs in few bits; requests for exact KVs compute "
+    "them. exact: KVs as they were computed. both: three to five times the bytes of codes. auto: "
+    "what --impress-bits may load.",
+    "probe_heads": "Policies paper*: probe heads N of a multi-head model. With G KV heads, max(1, "
+    "round(N * G / 32)) of them.",
+    "alpha": "Policies paper*: exponent of the similarity threshold t = j**alpha.",
+    "chunk_tokens": "Tokens per chunk, the unit of caching.",
+    "min_prefix_tokens": "Shortest prefix to store, and shortest part of one to load.",
+    "policy": "impress: prefixes in few bits. Baselines: impress+lfu, impress+lru (other caches), "
+    "paper (IMPRESS as published), paper+itf+reorder (LFU caches), paper+itf (nor reordering), "
+    "as+h2o+lru, as+h2o+lfu (all keys, important values), as (whole prefixes, like "
+    "AttentionStore), recompute (no store).",
+    "io_engine": "aio: Linux native AIO. threads: a pool of threads. auto: aio where the kernel "
+    "has it.",
+    "io_depth": "Reads in flight.",
+    "io_timeout": "Seconds without progress after which a read or write is given up, and the "
+    "store set aside until the disk answers again.",
+    "readahead": "Bytes that prefetching may read in vain, as a fraction of the bytes wanted. 0: "
+    "no prefetching.",
+    "lookahead": "on: what queued requests will use is evicted last from SGLang's pool, the "
+    "caches and the SSD. off: only SGLang's pool protects it.",
+    "schedule": "How the first 16 queued requests of equal priority change places. classes: ready "
+    "ones go before those to compute, these before those to read. shortest: the shortest prefill, "
+    "among those that need not wait for the drive.",
+    "load": "faster: a stored prefix is loaded if that is estimated to be faster than computing "
+    "it. always: whenever it is stored.",
+    "approximation_depth": "How many approximations a stored KV may rest on. 0: only exact KVs "
+    "are stored. 1: also what is computed behind exact KVs in few bits, and so on.",
+    "blend": "Reuse stored text where it is no prefix, which is approximate. A number: this share "
+    "of its tokens is computed again. auto: the largest share that hardly takes longer than "
+    f"{AUTO_SHARE:g}.",
+    "blend_min_tokens": "Fewest tokens of a prompt that are worth blending.",
+    "blend_seconds": "Most seconds of computing that a blend may take. A request that would need "
+    "more is computed instead.",
+    "truncate": "A prompt too long for the context is cut instead of refused: the system prompt "
+    "stays, and this share of the room for the conversation is left out at once, the oldest first "
+    "(AttentionStore: 0.5).",
+    "device_gb": "Chunk cache on the device, in GB, beside SGLang's pools. 0: none.",
+    "host_gb": "Chunk cache in CPU memory (pinned with CUDA), in GB. 0: none.",
+    "buffer_gb": "Read buffers in CPU memory (pinned with CUDA), in GB. A prefix of which no "
+    "layer fits is computed.",
+    "half_life": "Requests after which an access counts half in a chunk's score. 0: accesses do "
+    "not age.",
+    "reorder_interval": "Policies that reorder: seconds between searches for prefixes worth "
+    "reordering. 0: only on POST /impress/reorder.",
+    "reorder_key": "Average by which tokens are reordered. selected: how often a token was. "
+    "importance: its attention column sum, as in the paper.",
+    "show_prompts": "on: GET /impress shows the first words of prompts instead of digests.",
+}
+OPTIONS = tuple(Option(name, *how, _MEANINGS[name]) for name, how in _RULES.items())

@@ -272,7 +272,8 @@ def namespace_in(which: Which) -> str:
 
 
 def _purge(store: PrefixStore, place: Any, age: float | None) -> Row:
-    purge, counts = Purge(*place, age), Counter[str]()
+    namespace, tokens = place
+    purge, counts = Purge(namespace, tokens, age), Counter[str]()
     while purge.left:
         done = purge.step(store, len(store.tree))
         counts["segments"] += len(done.segment_ids)
