@@ -48,7 +48,7 @@ LONGEST = (
     "test_engine_bench",
     "test_refusals",
     *("test_real_model", "test_random", "test_jobs", "test_triton_backend", "test_blend"),
-    *("test_exact", "test_families", "test_unreadable_in_pass", "test_pages", "test_faults"),
+    *("test_exact", "test_families", "test_pages", "test_faults"),
     *("test_pipeline", "test_unreadable", "test_weights"),
     *("test_bits", "test_important_part", "test_reordering"),
 )

@@ -1,7 +1,6 @@
 """A server that benchmarks and tests can slow down and command, by routes beside SGLang's.
 
     POST /bench/ssd_mbps {"mbps": 30}     read from SSD no faster than that; 0: as fast as it goes
-    POST /bench/readahead {"share": 0.2}  change --impress-readahead
     POST /bench/reorder                   reorder every prefix that was selected from
 
 The module level code runs in the main process and again in each spawned child, before plugins are
@@ -29,11 +28,6 @@ def _set_ssd_mbps(cache: ServedCache, asked: Any) -> Any:
     return cache.summary()["store"]
 
 
-def _set_readahead(cache: ServedCache, asked: Any) -> Any:
-    cache.served.store.ahead.waste_budget = asked.value
-    return cache.summary()["store"]
-
-
 def _reorder_all(cache: ServedCache, _: Any) -> Any:
     store = cache.served.store
     assert isinstance(store, PartStore)
@@ -50,10 +44,6 @@ def _add_routes(*_: Any, **__: Any) -> None:
     async def ssd_mbps(mbps: float = Body(ge=0, embed=True)) -> dict[str, Any]:
         return await send("bench_ssd_mbps", value=mbps)
 
-    @app.post("/bench/readahead")
-    async def readahead(share: float = Body(ge=0, embed=True)) -> dict[str, Any]:
-        return await send("bench_readahead", value=share)
-
     @app.post("/bench/reorder")
     async def reorder() -> dict[str, Any]:
         return await send("bench_reorder")
@@ -61,7 +51,6 @@ def _add_routes(*_: Any, **__: Any) -> None:
 
 install(_FILES)
 VERBS["bench_ssd_mbps"] = _set_ssd_mbps
-VERBS["bench_readahead"] = _set_readahead
 VERBS["bench_reorder"] = _reorder_all
 HookRegistry.register(
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server", _add_routes, HookType.BEFORE

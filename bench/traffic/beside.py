@@ -6,8 +6,6 @@ The demo's model, caches of 0 GB, and a device pool with room for all. Cases, by
          random tokens, or for the same where it is in the pool and nothing is loaded: the stream's
          longest, second and median gap in ms and tokens that came meanwhile, TTFT of the other one
          and MB it read; medians of --repeats
-  ttft   TTFT in ms for a question about the stored handbook, alone, by MB/s of the drive; medians
-         of --ttft-repeats
 
 Many clients at once and chats, also on stock SGLang, are in `python -m bench trace`; requests that
 have no use for the store in `python -m bench overhead`.
@@ -30,9 +28,7 @@ from bench.core.report import Result, Row, Table, plain
 from bench.core.servers import Server, servers, store_flags
 from bench.core.session import step
 from bench.traffic.clients import (
-    QUESTIONS,
     Counts,
-    Handbook,
     Stream,
     draw,
     gaps_of,
@@ -75,15 +71,12 @@ SHOWN = {
         *("beside", "longest_ms", "second_ms", "median_ms", "tokens_meanwhile", "ttft_ms"),
         *("read_mb", "cached_tokens"),
     ),
-    "ttft": ("mbps", "ttft_ms", "from_ms", "to_ms", "read_mb"),
 }
 OPTIONS = (
     Option("cases", tuple(SHOWN), f"of {', '.join(SHOWN)}", parse=one_of(SHOWN)),
     Option("prefix-tokens", 3000, "of a random prefix", quick=1000),
     Option("answer-tokens", 150, "of a stream", quick=60),
     Option("repeats", 3, "of each gap", quick=1),
-    Option("ttft-repeats", 5, "of each TTFT alone", quick=2),
-    Option("ttft-mbps", (0.0, 130.0, 60.0, 30.0), "0: the drive as it is", quick=(0.0, 60.0)),
     SERVER_FLAG,
     MODEL,
     DTYPE,
@@ -99,7 +92,7 @@ def run(args: argparse.Namespace) -> Result:
     with servers(args) as pool:
         flags = [*SIZES, *store_flags(pool.folder / "kv"), *args.server_flag]
         with pool.running("beside", model, args.dtype, *flags) as server:
-            work = Work(args, server, Handbook(model))
+            work = Work(args, server)
             with step("storing and warming up"):
                 work.prepare()
             for case in args.cases:
@@ -111,23 +104,20 @@ def run(args: argparse.Namespace) -> Result:
 
 
 class Work:
-    """Prompts, and a server that has their prefixes in its store; a method for each case."""
+    """A server that has a prefix in its store; a method for each case."""
 
-    def __init__(self, args: argparse.Namespace, server: Server, handbook: Handbook) -> None:
-        self._args, self._server, self._handbook = args, server, handbook
+    def __init__(self, args: argparse.Namespace, server: Server) -> None:
+        self._args, self._server = args, server
         self._chance = random.Random(f"{args.seed} beside")
         self._prefix = self._fresh(args.prefix_tokens)
         self._short = self._fresh(SHORT_TOKENS)
 
     def prepare(self) -> None:
-        """Store both prefixes, and take each way once: first requests take longer."""
-        self._server.store(self._handbook.ask(QUESTIONS[0]))
+        """Store the prefix, and take each way once: first requests take longer."""
         self._server.store(self._question(self._prefix))
         for custom in (NOT_STORED, EXACT):
             self._server.generate(self._question(self._prefix), custom=custom)
             self._server.flush()
-        self._server.generate(self._handbook.ask(QUESTIONS[1]), 2, custom=NOT_STORED)
-        self._server.flush()
 
     def gaps(self) -> list[Row]:
         """Of a stream, beside each kind of request."""
@@ -136,22 +126,6 @@ class Work:
             for beside in GAPS:
                 found[beside.name].append(self._gap(beside))
         return [{"beside": own, **medians(rows), "repeats": rows} for own, rows in found.items()]
-
-    def ttft(self) -> list[Row]:
-        """Of a question about the handbook, by the drive."""
-        rows: list[Row] = []
-        for mbps in self._args.ttft_mbps:
-            times, reads = [], []
-            for number in range(self._args.ttft_repeats):
-                prompt = self._handbook.ask(QUESTIONS[1 + number % (len(QUESTIONS) - 1)])
-                with self._drive(mbps) as counts:
-                    ((seconds, _),) = self._server.generate_together([prompt], 1, NOT_STORED)
-                    reads.append(counts.since()["read_bytes"])
-                times.append(round(seconds * 1e3, 1))
-            own = {"mbps": mbps or "as it is", "ttft_ms": statistics.median(times)}
-            own |= {"from_ms": min(times), "to_ms": max(times), "all_ms": times}
-            rows.append({**own, "read_mb": round(statistics.median(reads) / 1e6, 1)})
-        return rows
 
     def _gap(self, beside: Beside) -> Row:
         """A stream with a request beside it."""

@@ -7,42 +7,17 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench.core.data import load_tokenize
 from bench.core.servers import Piece, Server
 from bench.core.session import BenchFailed
-from demo.handbook import prompt
-
-QUESTIONS = (
-    "When does the workshop open?",
-    "Where are wicks woven?",
-    "What is the company dog called?",
-    "How is silver polished?",
-    "Where are bicycles parked?",
-    "When does the doctor come?",
-    "Who carries the order books in case of fire?",
-    "How long does the winter model burn?",
-)
 
 
 def draw(chance: random.Random, count: int) -> list[int]:
     """So many ids of ordinary words of the demo's model."""
     return chance.choices(range(100, 40000), k=count)
-
-
-class Handbook:
-    """Prompts about the handbook, of about 3,000 tokens, in the chat form of the demo's model."""
-
-    def __init__(self, model: Path) -> None:
-        self._tokenize = load_tokenize(model)
-
-    def ask(self, question: str) -> list[int]:
-        """All tokens of a question."""
-        return self._tokenize(prompt(question))
 
 
 class Stream:

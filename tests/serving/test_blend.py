@@ -180,18 +180,6 @@ def test_a_text_that_is_half_known_is_warmed_for_others(stock: Server, blending:
 
 
 @cramped
-def test_a_damaged_document_is_computed(stock: Server, blending: Server) -> None:
-    own = documents(5, 300, 500)
-    prompt = joined(own, [0, 1], 1)
-    store(blending, prompt)
-    flip_code(segment_of(blending, prompt))
-    other = joined(own, [1, 0], 3)[:-20] + prompt[-60:]
-    expected = stock.generate(other, 8, return_logprob=True)
-    found = blending.generate(other, 8, **asking(0.0))
-    assert_same([expected], [found], TOLERANCE)
-
-
-@cramped
 def test_of_several_documents_only_the_damaged_one_is_computed(blending: Server) -> None:
     """From the block on where that is found; the next request does not find it."""
     own = documents(8, 540, 540)
@@ -210,17 +198,6 @@ def test_of_several_documents_only_the_damaged_one_is_computed(blending: Server)
     # No prompt began so before: the head is computed.
     assert 540 - 11 == second <= first < 1080 - 11
     assert told[0]["used_tokens"] == len(other) - 23
-
-
-@cramped
-def test_several_samples(stock: Server, blending: Server) -> None:
-    own = documents(6, 300, 300)
-    store(blending, joined(own, [0, 1], 1))
-    prompt = joined(own, [1, 0], 3)
-    asked = asking(ALL, impress_store=False)
-    found: Any = blending.generate(prompt, 8, sampling_params={"n": 2}, **asked)
-    expected = stock.generate(prompt, 8, return_logprob=True)
-    assert_same([expected, expected], found, TOLERANCE)
 
 
 @pytest.fixture(scope="module")

@@ -156,17 +156,6 @@ def test_logprobs_that_start_inside_the_prefix(stock: Server, exact: Server) -> 
     assert max(abs(a[0] - b[0]) for a, b in zip(left[1:], right[1:], strict=True)) <= TOLERANCE
 
 
-def test_output_tokens_are_stored_for_the_next_turn(stock: Server, exact: Server) -> None:
-    prompt = random_tokens(300, seed=71)
-    first = exact.generate(prompt, 150)
-    exact.flush()
-    turn = [*prompt, *first["output_ids"], *random_tokens(30, seed=72)]
-    expected = stock.generate(turn, 8, return_logprob=True)
-    actual = exact.generate(turn, 8, return_logprob=True)
-    assert_same([expected], [actual], TOLERANCE)
-    assert_from_ssd(exact, [actual], [300 + 150 - 1])
-
-
 def test_aborts_in_every_phase(exact: Server) -> None:
     stored = exact.store(1200, seed=81)
     exact.abort_in_every_phase([[*stored, *random_tokens(600, seed=82 + i)] for i in range(8)])

@@ -1,23 +1,32 @@
-"""A part of a prefix: what is read, what is reported, and that SGLang's accounting stays quiet."""
+"""A part of a prefix: what is read, what is reported, and that SGLang's accounting stays quiet.
+
+A prefix that turns out damaged within a forward pass, where these prefixes load, is computed: its
+request is queued again. `test_unreadable.py` has those that load beside the pass.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.serving.compare import paths, report
+from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
+from tests.serving.damage import store_damaged
 from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 STAYS_WHOLE = "paper"
+TOLERANCE = 1e-4
+CHUNK = 128
+WHOLE: dict[str, Any] = {"return_logprob": True, "impress_retention": 1.0}
 
 
 @pytest.fixture(scope="module")
 def paper(serve: Serve) -> Iterator[Server]:
-    flags = ("--max-total-tokens=9000", "--chunked-prefill-size=512")
+    flags = ("--max-total-tokens=9000", f"--chunked-prefill-size={CHUNK}")
     with serve("paper", "--impress-policy=paper", "--impress-retention=0.25", *flags) as server:
         yield server
 
@@ -36,32 +45,6 @@ def test_report_of_a_stored_prefix(paper: Server) -> None:
     assert said["probe_ms"] > 0 and said["load_ms"] > 0 and said["attention_ms"] > 0
     assert answer["meta_info"]["cached_tokens"] == 1001
     assert answer["meta_info"]["prompt_tokens"] == 1021
-
-
-def test_report_in_a_stream_and_totals(paper: Server) -> None:
-    prefix = paper.store(400, seed=5)
-    before = paper.stats()["totals"]
-    response = paper.ask([*prefix, 5, 6, 7], 5, stream=True)
-    events = [line for line in response.text.splitlines() if line.startswith("data: {")]
-    # A busy server sends several tokens at once.
-    assert 2 <= len(events) <= 5
-    assert all('"path": "ssd"' in event for event in events) or all(
-        '"path":"ssd"' in event for event in events
-    )
-    after = paper.stats()["totals"]
-    assert after["requests_ssd"] == before["requests_ssd"] + 1
-    assert after["used_tokens"] == before["used_tokens"] + 100
-    assert after["prefix_tokens"] == before["prefix_tokens"] + 400
-
-
-def test_each_sample_says_what_it_loaded_itself(paper: Server) -> None:
-    """A part of a prefix is nobody else's."""
-    prefix = paper.store(600, seed=11)
-    before = paper.stats()["totals"]
-    answers: Any = paper.generate([*prefix, 5, 6, 7], 2, sampling_params={"n": 2})
-    assert paths(answers) == ["ssd"] * 2
-    # With that of the request for the prompt alone.
-    assert paper.stats()["totals"]["requests_ssd"] == before["requests_ssd"] + 3
 
 
 def test_approximate_prefix_never_becomes_resident(paper: Server) -> None:
@@ -135,3 +118,43 @@ def test_a_request_takes_only_what_its_own_demand_allows(paper: Server) -> None:
     assert found == 500, "nor who asks for all"
     _, found = turn(paper, poor, 0.05, seed=45)
     assert found > 600
+
+
+@pytest.mark.parametrize("new", [20, 3 * CHUNK + 5])
+def test_a_prefix_damaged_in_the_pass_is_computed(stock: Server, paper: Server, new: int) -> None:
+    """`new` tokens in one chunk of prefill, and in several."""
+    prompt = [*store_damaged(paper, 11 * CHUNK + 17, seed=new), *random_tokens(new, seed=2)]
+    recomputed = paper.stats()["totals"]["requests_recomputed"]
+    expected = stock.generate(prompt, 16, return_logprob=True)
+    for path, reason in (("computed", "damaged"), ("device", "resident")):
+        answer = paper.generate(prompt, 16, **WHOLE)
+        assert_same([expected], [answer], TOLERANCE)
+        said = report(answer)
+        assert said["path"] == path and said["why"]["reason"] == reason
+        assert said["recomputed"] is (path == "computed")
+    assert paper.stats()["totals"]["requests_recomputed"] == recomputed + 1
+
+
+def test_others_go_on_beside_a_damaged_prefix(stock: Server, paper: Server) -> None:
+    prompts = [
+        [*store_damaged(paper, 1500, seed=50), *random_tokens(5 * CHUNK, seed=51)],
+        [*store_damaged(paper, 700, seed=52), *random_tokens(11, seed=53)],
+        [*paper.store(600, seed=54), *random_tokens(12, seed=55)],
+        random_tokens(60, seed=56),
+    ]
+    expected = stock.generate_together(prompts, 16, return_logprob=True)
+    for damaged in (True, False):
+        actual = paper.generate_together(prompts, 16, **WHOLE)
+        assert_same(expected, actual, TOLERANCE)
+        assert [report(own)["recomputed"] for own in actual] == [damaged, damaged, False, False]
+        assert not damaged or report(actual[2])["path"] == "ssd"
+        paper.flush()
+
+
+def test_a_stream_has_the_answer(stock: Server, paper: Server) -> None:
+    prompt = [*store_damaged(paper, 400, seed=91), *random_tokens(10, seed=92)]
+    response = paper.ask(prompt, 4, stream=True, impress_retention=1.0)
+    *_, last = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    answer = json.loads(last.removeprefix("data: "))
+    assert answer["output_ids"][-4:] == stock.generate(prompt, 4)["output_ids"]
+    assert answer["meta_info"]["impress"]["recomputed"] is True

@@ -16,13 +16,6 @@ from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 KEYS = {"user": "a-users-key", "admin": "the-admins-key"}
-OF_BENCHMARKS = (
-    "/impress/emulate_ssd",
-    "/impress/readahead",
-    "/bench/ssd_mbps",
-    "/bench/readahead",
-    "/bench/reorder",
-)
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +48,6 @@ def generate(server: Server, tokens: list[int], **fields: Any) -> dict[str, Any]
     ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
-
-
-@pytest.mark.parametrize("path", OF_BENCHMARKS)
-def test_there_are_no_routes_for_benchmarks(server: Server, path: str) -> None:
-    assert ask(server, "POST", path, "user", mbps=1e-6, share=0).status_code == 404
-
-
-@pytest.mark.parametrize(
-    "name", ["impress_ssd_mbps", "impress_readahead", "bench_ssd_mbps", "bench_reorder"]
-)
-def test_there_are_no_orders_for_benchmarks(server: Server, name: str) -> None:
-    """SGLang's own way to the scheduler's process is no way round."""
-    for orders in ({name: 1e-6}, {"impress": 1, name: 1e-6}):
-        response = ask(server, "POST", "/set_internal_state", "admin", server_args=orders)
-        response.raise_for_status()
-        assert response.json() == [False]
-    assert generate(server, random_tokens(100, seed=1))["meta_info"]["completion_tokens"] == 2
 
 
 def test_reordering_rewrites_what_pays(server: Server) -> None:

@@ -13,32 +13,26 @@ from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
-POOL = 9024
+PAGE, POOL = 64, 9024
 LOGPROBS: dict[str, Any] = {"return_logprob": True}
 STAYS_WHOLE = "paged"
 
 
-@pytest.fixture(scope="module", params=[16, 64], ids="pages-of-{}".format)
-def page(request: pytest.FixtureRequest) -> int:
-    size: int = request.param
-    return size
-
-
 @pytest.fixture(scope="module")
-def paged(page: int, serve: Serve) -> Iterator[Server]:
+def paged(serve: Serve) -> Iterator[Server]:
     """It evicts soon, and keeps nothing in memory beside the pool."""
     flags = (
-        f"--page-size={page}",
+        f"--page-size={PAGE}",
         f"--max-total-tokens={POOL}",
         "--chunked-prefill-size=1024",
         "--impress-host-gb=0",
         "--impress-device-gb=0",
     )
-    with serve(f"pages-{page}", *flags) as server:
+    with serve("pages", *flags) as server:
         yield server
 
 
-def branches(seed: int, page: int) -> list[list[int]]:
+def branches(seed: int, page: int = PAGE) -> list[list[int]]:
     """Prompts that leave a trunk inside of pages, and once at the end of one."""
     trunk = random_tokens(900, seed)
     cuts = (900, 650, 333, 5 * page, 81)
@@ -54,16 +48,8 @@ def questions() -> list[list[int]]:
     return [[*prompt, *random_tokens(37, seed=8)] for prompt in even_branches()]
 
 
-@pytest.fixture(scope="module")
-def without_pages(serve: Serve) -> list[Answer]:
-    """Answers in codes of a server with page size 1."""
-    with serve("no-pages") as server:
-        server.store_prompts(*even_branches())
-        return [server.generate(question, 8, **LOGPROBS) for question in questions()]
-
-
-def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: int) -> None:
-    prompts = branches(100, page)
+def test_exact_answers_are_those_of_stock(paged: Server, stock: Server) -> None:
+    prompts = branches(100)
     paged.store_prompts(*prompts)
     asked = [[*prompt, *random_tokens(37, seed=7)] for prompt in prompts]
     expected = stock.generate_together(asked, 24, return_logprob=True)
@@ -76,13 +62,17 @@ def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: in
     assert_same(from_ssd, resident, TOLERANCE)
     assert "ssd" in paths(from_ssd) and set(paths(resident)) == {"device"}
     for prompt, answer in zip(prompts, from_ssd, strict=True):
-        assert answer["meta_info"]["cached_tokens"] == len(prompt) // page * page
+        assert answer["meta_info"]["cached_tokens"] == len(prompt) // PAGE * PAGE
         assert report(answer)["approximate"] is False
 
 
-def test_codes_are_those_of_any_page_size(paged: Server, without_pages: list[Answer]) -> None:
+def test_codes_are_those_of_any_page_size(paged: Server, roomy: Server) -> None:
     """However they come into slots, by whom and in what order, the answers are the same."""
-    paged.store_prompts(*even_branches())
+    for server in (roomy, paged):
+        server.store_prompts(*even_branches())
+    without_pages = [
+        roomy.generate(question, 8, impress_bits=6, **LOGPROBS) for question in questions()
+    ]
     alone = [paged.generate(question, 8, **LOGPROBS) for question in questions()]
     together = paged.generate_together(questions(), 8, **LOGPROBS)
     for answers in (alone, together):
@@ -91,35 +81,29 @@ def test_codes_are_those_of_any_page_size(paged: Server, without_pages: list[Ans
     assert "ssd" in paths(alone) and set(paths(together)) == {"device"}
 
 
-def test_those_who_wait_share_whole_pages(paged: Server, page: int) -> None:
+def test_those_who_wait_share_whole_pages(paged: Server) -> None:
     """Also one in which two segments meet."""
     first = random_tokens(703, seed=1)
     second = [*first[:550], *random_tokens(500, seed=2)]
     paged.store_prompts(first, second)
     asked = [[*second, *random_tokens(20, seed=20 + number)] for number in range(8)]
     told = [report(answer) for answer in paged.generate_together(asked, 4)]
-    stored = len(second) // page * page
+    stored = len(second) // PAGE * PAGE
     assert {own["prefix_tokens"] for own in told} == {stored}
     assert sum(own["loaded_tokens"] for own in told) == stored
     # Of a shorter one only the pages are loaded that the longer ones do not have.
     other = report(paged.generate([*first, *random_tokens(20, seed=30)], 4))
-    assert other["resident_tokens"] == 550 // page * page
-    assert other["loaded_tokens"] == (703 - 550 // page * page) // page * page
+    assert other["resident_tokens"] == 550 // PAGE * PAGE
+    assert other["loaded_tokens"] == (703 - 550 // PAGE * PAGE) // PAGE * PAGE
 
 
-def test_what_is_resident_gives_way_in_whole_pages(paged: Server, page: int) -> None:
+def test_what_is_resident_gives_way_in_whole_pages(paged: Server) -> None:
     prefixes = [paged.store(2501, seed=30 + number) for number in range(5)]
     for number, prefix in enumerate(prefixes):
         said = report(paged.generate([*prefix, *random_tokens(20, seed=40 + number)], 4))
-        assert said["loaded_tokens"] == 2501 // page * page
+        assert said["loaded_tokens"] == 2501 // PAGE * PAGE
     last = report(paged.generate([*prefixes[-1], *random_tokens(20, seed=50)], 4))
-    assert last["loaded_tokens"] == 0 and last["resident_tokens"] == 2501 // page * page
+    assert last["loaded_tokens"] == 0 and last["resident_tokens"] == 2501 // PAGE * PAGE
     # A shorter prompt uses a part of it.
     short = report(paged.generate([*prefixes[-1][:1000], *random_tokens(20, seed=51)], 4))
-    assert (short["resident_tokens"], short["loaded_tokens"]) == (1000 // page * page, 0)
-
-
-def test_aborts_in_every_phase(paged: Server) -> None:
-    stored = paged.store(1207, seed=81)
-    paged.store_prompts([*stored[:700], *random_tokens(300, seed=80)])
-    paged.abort_in_every_phase([[*stored, *random_tokens(600, seed=82 + i)] for i in range(6)])
+    assert (short["resident_tokens"], short["loaded_tokens"]) == (1000 // PAGE * PAGE, 0)

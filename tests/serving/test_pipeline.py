@@ -153,18 +153,6 @@ def store_prefixes(server: Server, count: int, seed: int) -> list[list[int]]:
     return [server.store(1000, seed=seed + number) for number in range(count)]
 
 
-def test_how_much_is_read_ahead_can_be_set(narrow: Server) -> None:
-    """Whatever is read ahead, answers are stock's: all other tests do so."""
-    ahead = []
-    for share, prefix in zip((0.0, 0.2), store_prefixes(narrow, 2, seed=580), strict=True):
-        narrow.post("/bench/readahead", share=share).raise_for_status()
-        answers = [narrow.generate([*prefix, question], 1) for question in (5, 6)]
-        ahead.append(sum(report(answer)["ahead_bytes"] for answer in answers))
-        narrow.flush()
-    assert ahead[0] == 0 < ahead[1]
-    assert narrow.post("/bench/readahead", share=-1).status_code == 400
-
-
 def test_requests_that_wait_for_each_other_are_answered_alike(narrow: Server) -> None:
     prompts = [
         [*prefix, *random_tokens(10, seed=7)] for prefix in store_prefixes(narrow, 4, seed=600)

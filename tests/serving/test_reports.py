@@ -92,8 +92,7 @@ def test_an_answer_without_tokens(server: Server, stream: bool) -> None:
         assert (said["ssd_bytes"] > 0) == (path == "ssd") and said["why"] is not None
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("stream", "stored"), [(False, True), (True, False)])
 def test_an_answer_that_is_given_up_in_the_queue(
     server: Server, stream: bool, stored: bool
 ) -> None:
@@ -110,24 +109,6 @@ def test_an_answer_that_is_given_up_in_the_queue(
     assert said["path"] is None and said["why"]["reason"] == "not_admitted"
     assert not any(said["tokens"].values()) and said["ssd_bytes"] == said["prefix_tokens"] == 0
     assert server.stats()["totals"]["requests_ssd"] == before["requests_ssd"]
-
-
-def test_answers_that_are_given_up_at_any_time(server: Server) -> None:
-    """Also between two passes of a prompt, when a prefix has been loaded."""
-    prefix, seen = server.store(1000, seed=30), set()
-    for number in range(12):
-        prompt, name = [*prefix, *random_tokens(3000, seed=300 + number)], f"goes-{number}"
-        with ThreadPoolExecutor(1) as pool:
-            own = pool.submit(server.ask, prompt, 300, rid=name)
-            time.sleep(0.05 * number)
-            server.post("/abort_request", rid=name)
-            answer = own.result(60).json()
-        said, ended = report(answer), answer["meta_info"]["finish_reason"]["type"]
-        seen.add((said["path"], answer["meta_info"]["completion_tokens"] > 0, ended))
-        assert (said["path"] is None) == (said["why"]["reason"] == "not_admitted")
-        assert (sum(said["tokens"].values()) == 4000) == (said["path"] is not None)
-        server.flush()
-    assert ("ssd", False, "abort") in seen, seen
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -214,8 +195,7 @@ def give_up(server: Server, own: Future[Any]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("where", ["queue", "prefill"])
+@pytest.mark.parametrize(("count", "where"), [(1, "prefill"), (3, "queue")])
 def test_warming_that_is_given_up_is_no_success(server: Server, count: int, where: str) -> None:
     ids = [random_tokens(4000, seed=100 + count + own) for own in range(count)]
     body: Any = ids if count > 1 else ids[0]

@@ -19,12 +19,11 @@ CHUNK = 512
 STAYS_WHOLE = "server"
 
 
-@pytest.fixture(scope="module", params=["overlap", "cramped"])
-def server(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> Iterator[Server]:
     """Whatever is read comes from SSD, and is checked there."""
     memory = ("--impress-device-gb=0", "--impress-host-gb=0")
-    flags = {"overlap": (), "cramped": CRAMPED}[request.param]
-    with serve(f"unreadable-{request.param}", "--impress-bits=exact", *memory, *flags) as server:
+    with serve("unreadable", "--impress-bits=exact", *memory, *CRAMPED) as server:
         yield server
 
 
@@ -89,9 +88,3 @@ def test_what_is_stored_before_the_damage_is_still_loaded(stock: Server, server:
     assert said["path"] == "ssd" and said["loaded_tokens"] == 700
     assert said["why"]["reason"] == "loaded" and said["why"]["rest"] == "damaged"
     assert said["tokens"]["computed"] == 615
-
-
-def test_a_stream_knows_nothing_of_it(server: Server) -> None:
-    prompt = [*store_damaged(server, 900, seed=71), *random_tokens(10, seed=72)]
-    response = server.ask(prompt, 4, stream=True)
-    assert response.ok and "data: [DONE]" in response.text and "error" not in response.text

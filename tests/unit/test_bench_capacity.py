@@ -46,34 +46,11 @@ def test_a_stored_prompt_is_loaded_and_written_once() -> None:
     own.tree.check_integrity()
 
 
-def test_at_the_second_sight_it_is_stored_and_at_the_third_loaded() -> None:
-    row = replay([ask(1, 2)] * 3, store(write_after=2), MODEL, ARGS)
-    assert row["loaded"] == pytest.approx(100 / 3, abs=0.1)
-
-
 def test_what_does_not_fit_leaves_and_takes_its_places_in_the_cache_along() -> None:
     own = store(ssd_gb=0.005, host_gb=0.01)
     row = replay([ask(1, 2), ask(3, 4), ask(1, 2), ask(1, 2)], own, MODEL, ARGS)
     assert row["loaded"] == 25.0 and row["crowded"] == 2
     own.tree.check_integrity()
-
-
-def test_behind_too_many_loads_from_codes_nothing_is_stored() -> None:
-    turns = [ask(*range(1, count + 1)) for count in range(1, 5)]
-    coded = replay(turns, store("6 bits", approximation_depth=1), MODEL, ARGS)
-    assert coded["too_deep"] == pytest.approx(100 * 3 / 10, abs=0.1)
-    assert replay(turns, store(approximation_depth=1), MODEL, ARGS)["too_deep"] == 0
-
-
-def test_requests_wait_for_those_before_them() -> None:
-    row = replay([ask(1, 2), ask(3, 4)], store(), MODEL, ARGS)
-    assert row["idle"] == [102, 102] and row["queued"][1] == pytest.approx(204, abs=1)
-
-
-def test_the_oldest_leaves_and_a_prefix_last() -> None:
-    asks = [ask(1, 2, 3, size=64), ask(4, size=64), ask(1, 2, 3, size=64)]
-    assert lru(asks, 3) == (2 * 64, 5 * 64)
-    assert lru(asks, 4) == (3 * 64, 4 * 64)
 
 
 @pytest.mark.parametrize(("room", "found"), [(1, 64), (2, 128), (math.inf, 128)])

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.core import report
 from bench.core.cli import MODULES, ROOMS, main, overview
 from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
-from bench.core.report import Column, Result, Table, interval, plain, publish
-from bench.core.session import BenchFailed, ReservedPort
+from bench.core.report import Result, Table, interval, plain, publish
+from bench.core.session import ReservedPort
 
 OPTIONS = (
     Option("sizes", (1, 2), "some", quick=(3,)),
@@ -56,11 +55,6 @@ def test_wrong_values_are_refused(given: list[str]) -> None:
         read(*given)
 
 
-def test_a_recorded_command_has_no_places_of_this_machine() -> None:
-    given = ["--quick", "--json", "/a/b", "--data=/c", "--sizes", "7"]
-    assert read(*given).command == "python -m bench some --quick --sizes 7"
-
-
 def test_without_a_name_all_are_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -78,12 +72,6 @@ def test_each_is_a_module_with_options_and_a_run(name: str) -> None:
     assert callable(module.run) and args.command == f"python -m bench {name} --quick"
     names = [option.name for option in module.OPTIONS]
     assert len(set(names)) == len(names)
-
-
-def test_a_table_aligns_its_columns() -> None:
-    columns = [*plain("name"), Column("share", "share", "{:.0%}")]
-    table = str(Table(columns, [{"name": "a", "share": 0.5}, {"name": "bb", "share": None}]))
-    assert table.splitlines() == ["name  share", "----  -----", "a       50%", "bb        -"]
 
 
 def test_a_result_is_printed_and_written(
@@ -110,15 +98,6 @@ def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
     assert 180 <= covered <= 198
 
 
-def test_strata_weigh_the_same_and_resampling_is_blockwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    strata = [np.array([1.0] * 1000), np.array([0.0] * 10)]
-    assert interval(strata, 1) == (0.5, 0.5)
-    values = [np.arange(30.0)]
-    wide = interval(values, 1)
-    monkeypatch.setattr(report, "_BLOCK", 100)
-    assert interval(values, 1) == pytest.approx(wide, rel=0.02)
-
-
 @pytest.mark.parametrize("name", sorted(path.name for path in EXCERPTS.iterdir() if path.is_dir()))
 def test_excerpts_can_be_read_and_are_described(name: str) -> None:
     rows = read_rows(None, name)
@@ -128,35 +107,6 @@ def test_excerpts_can_be_read_and_are_described(name: str) -> None:
     assert len(rows) == int(cells[1]) and cells[-1]
     if name in READERS:
         assert all(READERS[name](own).answer for own in rows)
-
-
-def test_formats_and_gold_options() -> None:
-    rows = {
-        "piqa": {"goal": "g", "sol1": "x", "sol2": "y", "label": 1},
-        "rte": {"premise": "P.", "hypothesis": "H.", "label": "entailment"},
-        "openbookqa": {"question": "q", "choices": list("abcd"), "label": 2},
-        "copa": {
-            "premise": "It fell.",
-            "choice1": "A b.",
-            "choice2": "C d.",
-            "label": 1,
-            "question": "cause",
-        },
-    }
-    shots = {name: READERS[name](row).shot for name, row in rows.items()}
-    assert shots == {
-        "piqa": "Question: g\nAnswer: y",
-        "rte": "P.\nQuestion: H. True or False?\nAnswer: True",
-        "openbookqa": "Question: q\nAnswer: c",
-        "copa": "It fell because c d.",
-    }
-
-
-def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BenchFailed, match="no data set 'rte'"):
-        read_rows(tmp_path, "rte")
-    with pytest.raises(BenchFailed, match="--data DIR"):
-        read_rows(None, "rte")
 
 
 def test_a_reserved_port_is_its_servers_and_nobody_elses() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.core.emulation import SLOW_BYTES, Drive, SlowEngine
+from bench.core.emulation import Drive, SlowEngine
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import AioEngine, BlockEngine, ThreadEngine
 
@@ -45,30 +44,6 @@ def seconds_of(drive: Drive, sizes: list[int], threads: int = 1) -> float:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_bytes_take_their_time_over_all_threads(drive: Drive, threads: int) -> None:
     assert 0.29 <= seconds_of(drive, [10_000] * 30, threads) < 0.3 + SLACK_SECONDS
-
-
-def test_an_idle_drive_saves_hardly_anything(drive: Drive) -> None:
-    take(drive, 1)
-    time.sleep(0.2)
-
-    assert seconds_of(drive, [100_000]) >= 0.095
-
-
-@pytest.mark.parametrize(("rate", "least"), [(0.0, 0.0), (1e6, 0.09)])
-def test_a_new_rate_is_that_of_what_was_asked_for(drive: Drive, rate: float, least: float) -> None:
-    """At a byte a second nobody would live to see the end."""
-    drive.set_rate(1.0)
-    began = time.monotonic()
-    waiting = threading.Thread(target=take, args=(drive, 100_000), daemon=True)
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
-
-    drive.set_rate(rate)
-    waiting.join(10)
-
-    assert not waiting.is_alive()
-    assert 0.1 + least <= time.monotonic() - began < 0.3 + SLACK_SECONDS
 
 
 @pytest.fixture(params=[AioEngine, ThreadEngine])
@@ -121,23 +96,3 @@ def test_an_engine_reads_at_the_rate_of_its_drive(
     engine.close()
     rate = count * blocks * BLOCK / seconds / 1e6
     assert 14 <= rate <= 20.2
-
-
-def test_few_large_reads_are_begun_on_a_slow_drive(file: int) -> None:
-    """What a layer waits for is begun after them."""
-    drive = Drive()
-    engine = SlowEngine(ThreadEngine(8), drive)
-    assert engine.depth == 8
-    read_blocks(engine, file, 1, 64)
-    assert engine.depth == 8, "of a fast drive as many as it takes"
-
-    drive.set_rate(100e6)
-    assert engine.depth == 2 == max(2, SLOW_BYTES // (64 * BLOCK))
-    read_blocks(engine, file, 1, 16)
-    assert engine.depth == 4
-    read_blocks(engine, file, 1, 1)
-    assert engine.depth == 8
-    engine.close()
-    narrow = SlowEngine(ThreadEngine(1), drive)
-    assert narrow.depth == 1
-    narrow.close()

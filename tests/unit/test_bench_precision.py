@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.core.session import BenchFailed
-from bench.quality import precision
 from bench.quality.precision import Reader, Rule
 from impress_sglang.cli.calibrate import KVs, Prompts, calibrated
 from impress_sglang.codes.rows.basis import Basis
@@ -61,42 +58,3 @@ def test_behind_exact_kvs_it_reads_as_in_one_pass(reader: Reader) -> None:
 def test_more_bits_are_nearer(reader: Reader) -> None:
     found = {rule: divergence(reader, rule) for rule in RULES}
     assert 0 <= found["coded 6"] < found["coded 5"] and 0 < found["basis 4"] < found["coded 5"] * 9
-
-
-@pytest.mark.parametrize("text", ["coded 4", "uniform 5", "best", "coded x"])
-def test_rules_that_there_are_not(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        Rule.parse(text)
-
-
-def test_bytes_are_those_of_a_group(reader: Reader) -> None:
-    with torch.no_grad():
-        reader.prefix(PREFIX)
-    heads, key_dim, value_dim = reader._sizes
-    elements = heads * (key_dim + value_dim)
-    ranges = heads * 4 * (key_dim / 64 + 1) / elements / 2
-    sections = heads * key_dim / 64 / elements / 2
-    assert 4 / 16 < reader.bytes_of(Rule.parse("basis 4")) < 4.6 / 16
-    coded = reader.bytes_of(Rule.parse("coded 6"))
-    assert coded == pytest.approx(6 / 16 + ranges + sections, abs=1e-4)
-
-
-def test_each_kind_of_text_is_judged_by_itself(
-    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        precision, "load_tokenize", lambda folder: lambda text: list(map(ord, text))
-    )
-    paths = tmp_path / "letters.txt", tmp_path / "digits.txt"
-    for path, first in zip(paths, "a0", strict=True):
-        path.write_text("".join(chr(ord(first) + i * i % 10) for i in range(200)))
-    rules = [Rule.parse("coded 5"), Rule.parse("coded 6")]
-    sizes = {"prefix_tokens": 100, "follow_tokens": 30, "question_tokens": 8, "prefixes": 1}
-    args = argparse.Namespace(text=paths, rules=rules, seed=1, data=None, **sizes)
-    with torch.no_grad():
-        found = precision._text(args, tmp_path, reader)
-    assert list(found) == ["letters", "digits"] and found["letters"] != found["digits"]
-    assert all(0 < own[rules[1]] < own[rules[0]] for own in found.values())
-    paths[0].write_text("too short")
-    with pytest.raises(BenchFailed, match="letters has only 9 tokens"):
-        precision._text(args, tmp_path, reader)

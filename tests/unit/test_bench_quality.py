@@ -14,9 +14,7 @@ from bench.core.session import BenchFailed
 from bench.quality.accuracy import (
     COLUMNS,
     REFERENCE,
-    SYSTEMS,
     Measured,
-    System,
     Way,
     centred_shift,
     check_path,
@@ -24,8 +22,8 @@ from bench.quality.accuracy import (
     make_rows,
     option_loglik,
 )
-from bench.quality.blend import HEAD, divergence, draw, packs_of, score
-from bench.quality.tasks import SQUAD_OPTIONS, Item, Task, make_task
+from bench.quality.blend import divergence, draw, score
+from bench.quality.tasks import Item, Task, make_task
 
 OPTIONS = {"prefixes": 2, "shots": 8, "prefix_tokens": None, "passages": 6, "examples": 8}
 EXACT, QUARTER, FIVE = Way("as"), Way("paper", 0.25), Way("a@5", 1.0, 5.0)
@@ -75,43 +73,6 @@ def test_tasks_have_questions_that_no_prefix_shows(name: str) -> None:
         assert 0 <= item.gold < len(item.options)
     assert [item.prefix for item in task.items] == sorted(item.prefix for item in task.items)
     assert task_of(name) == task != task_of(name, seed=4)
-
-
-def test_a_prefix_has_as_many_shots_as_fit() -> None:
-    lengths = [len(prefix) for prefix in task_of("copa", prefix_tokens=2000).prefixes]
-    assert all(1700 < length <= 2000 for length in lengths)
-
-
-def test_squad_asks_for_answers_on_these_passages() -> None:
-    task = task_of("squad")
-    for item in task.items:
-        options = [text_of(option).strip() for option in item.options]
-        assert len(set(options)) == SQUAD_OPTIONS
-        passages = text_of(task.prefixes[item.prefix])
-        assert options[item.gold] in passages
-
-
-def test_too_little_data_is_refused() -> None:
-    for changed, message in (
-        ({"prefix_tokens": 10**6}, "too few rows"),
-        ({"shots": 0}, "more --shots"),
-        ({"examples": 10**4}, "are too few"),
-    ):
-        with pytest.raises(BenchFailed, match=message):
-            task_of("piqa", **changed)
-
-
-def test_systems_are_asked_from_few_tokens_to_all() -> None:
-    assert [own.retention for own in SYSTEMS["as"].ways([0.25, 1])] == [None]
-    coded, exact = System("impress", "impress", rate=5.0).ways([1, 0.25])
-    assert coded.system == "impress@5"
-    (parts,) = SYSTEMS["h2o"].ways([0.25])
-    assert parts.custom == {"impress_retention": 0.25}, "it has no codes"
-    assert coded.custom == {"impress_retention": 1.0, "impress_bits": 5.0}
-    assert exact.custom == {"impress_retention": 1.0, "impress_bits": "exact"}
-    (basis,) = System("basis", "impress", rate=4.0).ways([0.25])
-    assert (basis.system, basis.bits) == ("basis@4", 4.0)
-    assert basis.custom == {"impress_retention": 1.0}
 
 
 def test_an_options_loglik_is_that_of_its_own_tokens() -> None:
@@ -177,16 +138,6 @@ def test_rows_compare_with_the_reference() -> None:
     assert "75.0 [" in text
 
 
-def test_the_mean_over_tasks_gives_each_the_same_weight() -> None:
-    reference = Way(REFERENCE)
-    right, wrong = [[-1.0, -2.0]], [[-2.0, -1.0]]
-    found = [
-        measured(reference, own, name) for own, name in ((right * 2, "rte"), (wrong * 8, "copa"))
-    ]
-    *_, mean = make_rows(found, kv_bytes=100, seed=1)
-    assert (mean["task"], mean["n"], mean["accuracy"]) == ("mean", 10, 0.5)
-
-
 def arguments(**given: object) -> argparse.Namespace:
     usual = {"questions": 4, "documents": 3, "tokens": 20, "seed": 1, "set": "a set"}
     return argparse.Namespace(**(usual | given))
@@ -231,12 +182,3 @@ def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:
 )
 def test_answers_are_compared_by_their_words(text: str, f1: float, right: bool) -> None:
     assert score(text, ["Exeter College", "b"]) == (pytest.approx(f1), right)
-
-
-def test_documents_are_stored_once_and_several_in_a_prompt() -> None:
-    drawn = draw(ROWS, tokenize, arguments(tokens=1000, questions=8))
-    packs = list(packs_of(drawn, 3))
-    assert len(packs) == 3
-    for text in (f"passage {number} " * 9 for number in range(8)):
-        assert sum(bytes(own).decode().count(text) for own in packs) == 1
-    assert all(own[: len(tokenize(HEAD))] == tokenize(HEAD) for own in packs)

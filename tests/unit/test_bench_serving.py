@@ -15,7 +15,6 @@ import pytest
 
 from bench.core.data import Question
 from bench.core.report import Table
-from bench.core.servers import link_store
 from bench.core.session import BenchFailed
 from bench.policies import serving
 from bench.policies.serving import counted, warnings
@@ -61,26 +60,6 @@ def test_equal_options_give_equal_traces() -> None:
     assert trace_of().prefixes != trace_of(seed=4).prefixes
 
 
-def test_parts_have_the_lengths_that_were_asked_for() -> None:
-    trace = trace_of()
-    assert (len(trace.warmup), len(trace.settle), len(trace.measured)) == (5, 2, 20)
-    assert all(250 < len(prefix) <= 300 for prefix in trace.prefixes)
-    described = trace.describe()
-    assert sum(described["measured_requests_per_prefix"]) == 20
-    assert described["longest_prompt"] == max(map(len, trace.measured))
-
-
-def test_prefixes_share_no_first_token_and_take_turns_among_data_sets() -> None:
-    trace = trace_of(prefixes=60, prefix_tokens=100, sigma=15)
-    assert len({prefix[0] for prefix in trace.prefixes}) == 60
-    words = Words()
-    both = make_trace(
-        {"b": examples(400, "b"), "a": examples(400)}, words, argparse.Namespace(**OPTIONS)
-    )
-    of = [words("Examples of b")[-1] in prefix for prefix in both.prefixes]
-    assert of == [False, True] * 3
-
-
 def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
     trace = trace_of()
     asked = set()
@@ -104,18 +83,6 @@ def test_popularity_is_normal_and_no_prefix_comes_twice_in_a_row() -> None:
     assert set(draws) == set(range(16))
 
 
-def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
-    for options in ({"prefixes": 1}, {"sigma": 0.1}):
-        with pytest.raises(BenchFailed, match="two prefixes"):
-            trace_of(**options)
-    with pytest.raises(BenchFailed, match="too few rows"):
-        make_trace({"made": examples(4)}, Words(), argparse.Namespace(**OPTIONS))
-    with pytest.raises(BenchFailed, match="no question"):
-        make_trace(
-            {"long": [Question("a " * 100, ("b",), 0)] * 20}, Words(), argparse.Namespace(**OPTIONS)
-        )
-
-
 @pytest.mark.parametrize(
     "name", [*serving.POLICIES, "impress-off", "impress+lru", "impress+lfu-off"]
 )
@@ -132,12 +99,6 @@ def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
         assert float(given["device-gb"]) == 0.07 and given["load"] == "always"
     kinds = {"pap": "paper", "imp": "codes"}
     assert serving.store_kind(name) == kinds.get(name[:3], "exact")
-
-
-@pytest.mark.parametrize("name", ["lru", "impress@5", "lru-off"])
-def test_what_is_no_policy_is_refused(name: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is not one of"):
-        serving.policy(name)
 
 
 def stats(**totals: float) -> dict[str, Any]:
@@ -164,20 +125,3 @@ def test_a_row_has_what_was_counted_in_between() -> None:
 def test_requests_of_others_are_noticed() -> None:
     with pytest.raises(BenchFailed, match="counted 3 requests, not 2"):
         counted(stats(), stats(requests=3), 2)
-
-
-def test_a_linked_store_shares_segments_but_not_the_catalog_or_the_lock(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    segments = source / "model" / "segments" / "ab"
-    segments.mkdir(parents=True)
-    (segments / "ab1.kv").write_bytes(b"kv" * 100)
-    (source / "model" / "catalog.sqlite").write_bytes(b"rows")
-    (source / "model" / "lock").touch()
-
-    link_store(source, target)
-
-    copy = target / "model"
-    assert (copy / "segments/ab/ab1.kv").samefile(segments / "ab1.kv")
-    assert (copy / "catalog.sqlite").read_bytes() == b"rows"
-    assert not (copy / "catalog.sqlite").samefile(source / "model" / "catalog.sqlite")
-    assert not (copy / "lock").exists()

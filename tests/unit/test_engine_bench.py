@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from bench.core.options import parse
-from bench.core.session import BenchFailed
 from bench.engine.engine import IDENTITY, OPTIONS, Engine, run, save, tokens_of
 from bench.engine.model import MODELS, Model, ModelShape
 from impress_sglang.config import ImpressConfig
@@ -55,11 +54,6 @@ def test_a_pass_in_two_parts_is_the_same_pass() -> None:
     torch.testing.assert_close(parts.pools[1][0][:20], whole.pools[1][0][:20])
 
 
-def test_shapes_are_scaled_by_their_heads() -> None:
-    small = MODELS["llama-3-8b"].scaled(0.25, 3)
-    assert (small.query_heads, small.kv_heads, small.layers, small.ffn) == (8, 2, 3, 3584)
-
-
 @pytest.mark.parametrize(("policy", "error"), [("as", 0.0), ("impress", 0.1)])
 def test_a_stored_prefix_fills_the_pool(policy: str, error: float, store: PrefixStore) -> None:
     model = model_of()
@@ -77,11 +71,6 @@ def test_a_stored_prefix_fills_the_pool(policy: str, error: float, store: Prefix
         for found, exact, was in zip(pool, own, before, strict=True):
             assert float((found[:LENGTH] - exact).abs().mean()) <= error
             assert not torch.equal(found[:LENGTH], was[:LENGTH])
-
-
-def test_a_prefix_that_is_not_stored_is_noticed(store: PrefixStore) -> None:
-    with pytest.raises(BenchFailed, match="0 of 300 tokens"):
-        engine_of(store, model_of(), "as").load(tokens_of(0, LENGTH))
 
 
 def test_each_policy_has_a_row_and_caches_of_its_own() -> None:

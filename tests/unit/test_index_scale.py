@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -10,12 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from impress_sglang.errors import ConfigError
-from impress_sglang.store import disk, restoring
-from impress_sglang.store import tree as tree_module
-from impress_sglang.store.catalog import Catalog
-from impress_sglang.store.disk import NOTED_TOGETHER
-from impress_sglang.store.losses import Cause
+from impress_sglang.store import restoring
 from impress_sglang.store.nodes import Node
 from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.store import PrefixStore
@@ -31,7 +25,6 @@ from tests.unit.store_factory import (
     gb,
     index_of,
     lengths,
-    look_up,
     name_of,
     prompt,
     three_prefixes,
@@ -78,17 +71,6 @@ def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTr
         assert (segment.parent is None) == (not above)
         assert segment.parent is None or segment.parent.segment_id == above
     return tree
-
-
-def test_a_start_digests_the_tokens_of_each_parent_once(digests: list[Call]) -> None:
-    segments, parents = conversations(200)
-
-    restored(segments, parents)
-
-    last = f"-{TURNS - 1}"
-    assert num_digested(digests) == sum(
-        s.info.num_tokens for s in segments if not s.segment_id.endswith(last)
-    )
 
 
 def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[Call]) -> None:
@@ -169,51 +151,8 @@ def test_python_looks_for_no_garbage_in_a_large_index(bench: Workbench, large: N
     assert nodes() > 0, "then it is garbage"
 
 
-def test_a_start_with_few_segments_looks_for_no_garbage(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a server that takes half a second."""
-    store = three_prefixes(bench)
-    monkeypatch.setattr(gc, "collect", fail)
-
-    bench.reopen(store)
-
-    assert gc.get_freeze_count() == 0
-
-
-def test_a_start_that_fails_freezes_nothing(
-    bench: Workbench, large: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.close(three_prefixes(bench))
-    monkeypatch.setattr(disk, "other_stores", fail)
-    with pytest.raises(ConfigError):
-        bench.open()
-    assert gc.get_freeze_count() == 0
-
-
 def fail(*_: object) -> None:
     raise OSError("a test")
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_what_leaves_a_large_index_needs_no_look(
-    bench: Workbench, large: None, damaged: bool
-) -> None:
-    store = three_prefixes(bench)
-    count = len(store.tree)
-    path = next(
-        bench.file_of(own.segment_id) for own in store.tree.segments() if not own.num_dependents
-    )
-    bench.close(store)
-    if damaged:
-        path.write_bytes(path.read_bytes()[:100])
-    store = bench.open()
-    tokens = [weakref.ref(own.info.tokens) for own in store.tree.segments()]
-    assert len(tokens) == count - damaged
-    store.writes.discard(list(store.tree.below(None)), Cause.PURGED)
-    bench.close(store)
-    del store
-    assert not any(own() is not None for own in tokens)
 
 
 def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,20 +174,6 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
             ]
 
     assert len(steps) == 4 * (1 + 2 + 2)
-
-
-def test_an_offer_compares_the_tokens_before_it_once(
-    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a match has found need not be looked for again."""
-    bench.put(store, prompt(1))
-    bench.put(store, [*prompt(1), *prompt(2)])
-    compared = calls_of(monkeypatch, tree_module, "common_prefix_len")
-
-    bench.put(store, [*prompt(1), *prompt(2), *prompt(3)])
-
-    assert [len(own) for (own, _), _ in compared] == [len(prompt(1)), len(prompt(2))]
-    assert len(store.tree) == 3
 
 
 @pytest.fixture
@@ -275,41 +200,6 @@ def test_an_eviction_asks_once_for_what_is_needed(bench: Workbench, full: Prefix
     assert lengths(full, *range(1, 31)) == [8] * 30
 
 
-def test_several_evictions_are_one_change_of_the_index(
-    bench: Workbench, full: PrefixStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each would be a transaction, and wake the writing thread."""
-    removed = calls_of(monkeypatch, Catalog, "change")
-
-    bench.put(full, prompt(50, 100))
-
-    ((_, _, segment_ids),) = [args for args, _ in removed if len(args) == 3]
-    assert len(segment_ids) == full.stats.segments_evicted > 3
-    assert len(bench.files()) == len(full.tree)
-
-
-def test_what_is_only_considered_takes_no_ids(bench: Workbench, store: PrefixStore) -> None:
-    """Chunks that have ids take memory for as long as their segment is stored."""
-    bench.put(store, prompt(1))
-    spans = look_up(store, prompt(1)).spans
-
-    assert store.forecast.exact_bytes(spans) > 0
-
-    (version,) = store.segments._known.values()
-    assert version.columns is None and version.codes is None
-    use(store, prompt(1))
-    assert (version.columns, version.codes) == (0, None)
-
-
-def test_a_prompt_that_can_never_fit_looks_at_none_and_evicts_none(
-    full: PrefixStore, bench: Workbench
-) -> None:
-    full.writes.is_needed = lambda segment_id: pytest.fail(f"asked for {segment_id}")
-
-    assert bench.offer(full, prompt(60, 1000)) is StoreOutcome.NO_SPACE
-    assert full.stats.segments_evicted == 0 and full.stats.offers_without_space == 1
-
-
 def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
     """A prefix that never leaves SGLang's pool is offered with each prompt, and never read."""
     store = bench.open(ssd_gb=gb(3 * bench.one))
@@ -321,20 +211,6 @@ def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
     bench.put(store, prompt(5))
 
     assert lengths(store, 1, 2, 3, 4, 5) == [8, 0, 0, 8, 8]
-
-
-def test_who_looks_for_segments_to_reorder_looks_at_those_read(
-    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.put_all(store, 1, 2)
-    use(store, prompt(1))
-    looked = calls_of(monkeypatch, store.tree, "get")
-    monkeypatch.setattr(store.tree, "segments", lambda: pytest.fail("a look at all"))
-
-    for _ in range(2):
-        assert store.reorders.enqueue() == 0
-
-    assert [args for args, _ in looked] == [(name_of(store, prompt(1)),)]
 
 
 def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: PrefixStore) -> None:
@@ -350,47 +226,3 @@ def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: Prefix
     assert index_of(bench)[name].hits == 1
     assert max(index_of(bench).values(), key=lambda row: row.last_access).info.segment_id == name
     assert store._disk._note_at > 0.0
-
-
-def test_many_uses_are_told_in_several_steps(
-    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.put_all(store, *range(3))
-    told: list[int] = []
-    monkeypatch.setattr(store._disk, "_record", lambda uses: told.append(len(uses)))
-    store._disk._note_at = 0.0
-    many = [dataclasses.replace(s, last_access=0) for s in store.tree.segments()] * 200
-
-    class Many:
-        def take_changed(self, most: int) -> list[StoredSegment]:
-            taken, many[:] = many[:most], many[most:]
-            return taken
-
-    for _ in range(4):
-        store._disk.note_uses(Many())  # type: ignore[arg-type]
-
-    assert told == [NOTED_TOGETHER, 600 - NOTED_TOGETHER]
-
-
-def test_a_start_and_an_end_write_nothing_that_did_not_change(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = bench.reopen(three_prefixes(bench))
-    told: list[object] = []
-    monkeypatch.setattr(Catalog, "record_uses", lambda _, uses: told.extend(uses))
-
-    store = bench.reopen(store)
-
-    assert told == []
-    check_three_prefixes(store)
-
-
-def test_the_index_says_what_builds_on_what(bench: Workbench) -> None:
-    store = three_prefixes(bench)
-    whole = look_up(store, prompt(1, 40))
-    bench.close(store)
-
-    rows = index_of(bench)
-
-    first, second = (span.segment.segment_id for span in whole.spans)
-    assert (rows[first].above, rows[second].above) == ("", first)

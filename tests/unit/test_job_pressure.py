@@ -49,25 +49,6 @@ class TestPressure:
         assert [waiter.tries for waiter in waiters] == [0, 1, 1]
         assert desk.tree.written(prompt(0, 4)) and len(desk.tree.nodes) == 4
 
-    def test_nothing_is_lost_if_nothing_is_missing(self, desk: Desk) -> None:
-        job = new_job(prompt(1, 5))
-        desk.ask("a", prompt(1), job)
-        desk.poll()
-        desk.jobs.make_room(lambda: 0)
-        assert not job.revoked
-
-    def test_what_is_loaded_already_is_lost_as_well(self, desk: Desk) -> None:
-        """The loader is done, and nobody has taken that in."""
-        job = new_job(prompt(1, 5))
-        waiter = desk.ask("a", prompt(1), job)
-        desk.poll()
-        desk.loader.run()
-        assert job.state is JobState.LOADED
-        desk.jobs.make_room(lambda: 20 - len(desk.tree.free))
-        assert len(desk.tree.free) == 20
-        desk.poll()
-        assert not desk.tree.nodes and waiter.hold is None and waiter.tries == 1
-
 
 class TestGivingUp:
     @pytest.mark.parametrize("begun", [False, True])
@@ -113,14 +94,6 @@ class TestGivingUp:
         desk.load()
         desk.check_nothing_is_left()
 
-    def test_what_is_held_is_dropped_as_well(self, desk: Desk) -> None:
-        desk.ask("a", prompt(1), new_job(prompt(1, 5)))
-        desk.poll()
-        desk.load()
-        desk.jobs.drop_all()
-        assert not desk.tree.holds
-        desk.check_nothing_is_left()
-
 
 class TestEarly:
     """A job whose slots are in the tree before they are filled."""
@@ -142,18 +115,6 @@ class TestEarly:
         assert job.state is JobState.LOADED and desk.tree.written(prompt(1, 5))
         desk.check_nothing_is_left()
 
-    def test_others_who_waited_get_what_it_brings(self, desk: Desk) -> None:
-        job = new_job(prompt(1, 5))
-        desk.ask("a", prompt(1), job)
-        waiter = desk.ask("b", prompt(1), job)
-        desk.poll()
-        desk.jobs.start_early(job)
-        desk.leave("a")
-        assert desk.waiting == ["b"]
-        desk.load()
-        assert not desk.waiting and waiter.hold.path == prompt(1, 5)
-        assert len(desk.tree.holds) == 1
-
     def test_is_not_under_pressure(self, desk: Desk) -> None:
         """A pass uses its slots."""
         job = self.start(desk)
@@ -173,28 +134,4 @@ class TestEarly:
             job.revoke()
         desk.load()
         assert put_back == [job] and desk.ended == [job] and not desk.tree.nodes
-        desk.check_nothing_is_left()
-
-    def test_what_others_hold_below_one_that_fails_is_released(self, desk: Desk) -> None:
-        """A job for tokens behind it may have begun, or ended."""
-        self.start(desk)
-        desk.leave("a")
-        behind, loading = new_job(prompt(1, 7), 5), new_job((*prompt(1, 5), 77, 78, 79), 5)
-        desk.ask("b", prompt(1, 8), behind)
-        desk.ask("c", (*prompt(1, 5), 77, 78, 79, 80), loading)
-        desk.poll()
-        assert behind.start == loading.start == 5
-        # The drive brings what is behind first: only an order for this test.
-        desk.loader.begun.rotate(-1)
-        desk.loader.step()
-        desk.loader.step()
-        desk.loader.begun.rotate(1)
-        desk.poll()
-        assert behind.state is JobState.LOADED and desk.waiters["b"].hold is not None
-        desk.loader.corrupt.add(prompt(1, 4))
-        desk.load()
-        assert not desk.tree.nodes and loading.revoked and not desk.tree.holds
-        assert not desk.waiting and desk.waiters["c"].tries == 1
-        for name in "bc":
-            desk.leave(name)
         desk.check_nothing_is_left()

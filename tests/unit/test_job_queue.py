@@ -104,19 +104,6 @@ def test_who_waited_may_get_another_job(desk: Desk) -> None:
     assert not desk.waiting and desk.tree.written(prompt(1, 4))
 
 
-def test_what_comes_next_is_held_instead(desk: Desk) -> None:
-    """A job may end before what its request could use: the next one begins behind it."""
-    first, second = new_job(prompt(1, 3)), new_job(prompt(1, 8), 3)
-    desk.again["a"] = second
-    waiter = desk.ask("a", prompt(1, 9), first)
-    desk.poll()
-    desk.load()
-    assert waiter.hold.path == prompt(1, 3) and waiter.job is second
-    desk.load()
-    assert second.start == 3 and waiter.hold.path == prompt(1, 8)
-    assert len(desk.tree.holds) == 1
-
-
 def test_a_job_begins_behind_what_is_resident_now(desk: Desk) -> None:
     job = new_job(prompt(1, 8))
     desk.ask("a", prompt(1, 9), job)
@@ -126,14 +113,6 @@ def test_a_job_begins_behind_what_is_resident_now(desk: Desk) -> None:
     assert desk.tree.evict(20) == 0, "it needs what is before it"
     desk.load()
     assert desk.tree.written(prompt(1, 8))
-
-
-def test_what_became_resident_meanwhile_is_not_loaded(desk: Desk) -> None:
-    job = new_job(prompt(1, 8))
-    desk.ask("a", prompt(1, 9), job)
-    resident(desk, prompt(1, 7))
-    desk.poll()
-    assert job.state is JobState.DROPPED and not desk.jobs and not desk.waiting
 
 
 def test_who_needs_more_than_what_became_resident_gets_another_job(desk: Desk) -> None:
@@ -175,24 +154,6 @@ class TestOrder:
         desk.pool.new_tokens["a"] = 4
         desk.poll()
         assert small.state is JobState.LOADING
-
-    def test_a_job_does_not_overtake_one_that_waits(self, desk: Desk) -> None:
-        desk.pool.promised, desk.pool.idle = 12, False
-        large, small = new_job(prompt(1, 9)), new_job(prompt(2, 2))
-        desk.ask("a", prompt(1, 10), large)
-        desk.ask("b", prompt(2, 3), small)
-        desk.poll()
-        assert large.state is small.state is JobState.WAITING
-
-    def test_what_running_requests_need_is_not_given_away(self, desk: Desk) -> None:
-        job = new_job(prompt(1, 8))
-        desk.ask("a", prompt(1, 9), job)
-        desk.pool.promised, desk.pool.idle = 10, False
-        desk.poll()
-        assert job.state is JobState.WAITING
-        desk.pool.promised = 9
-        desk.poll()
-        assert job.state is JobState.LOADING
 
     def test_only_the_head_of_the_queue_is_looked_at(
         self, desk: Desk, monkeypatch: pytest.MonkeyPatch
@@ -239,23 +200,6 @@ class TestPassing:
         desk.poll()
         assert job.state is JobState.LOADING and desk.waiting == ["a"]
 
-    def test_what_is_held_for_those_who_may_not_pass_is_released(self, desk: Desk) -> None:
-        """Otherwise there might never be room."""
-        desk.ask("b", prompt(2, 7), held := new_job(prompt(2, 6)))
-        desk.poll()
-        desk.load()
-        assert held.state is JobState.LOADED and not desk.waiting
-        job = new_job(prompt(1, 13))
-        desk.ask("a", prompt(1, 14), job)
-        desk.queue.reverse()
-        desk.poll()
-        assert job.state is JobState.WAITING and desk.waiting == ["a"], "b may pass"
-        desk.clock.now += 2.0
-        desk.poll()
-        assert desk.waiting == ["a", "b"] and not desk.tree.holds
-        desk.poll()
-        assert job.state is JobState.LOADING
-
     def test_nothing_is_held_against_a_request_that_came_to_the_head(self, desk: Desk) -> None:
         """No job waits: SGLang would wait for room for ever."""
         desk.ask("b", prompt(2, 7), new_job(prompt(2, 6)))
@@ -279,26 +223,6 @@ class TestPassing:
         desk.clock.now += 5.0
         desk.pool.promised = 17
         return job
-
-    def test_patience_begins_again_when_something_was_brought(self, desk: Desk) -> None:
-        more = desk.again["a"] = new_job(prompt(1, 10), 6)
-        desk.pool.prompts["a"] = prompt(1, 11)
-        self.begun(desk)
-        desk.load()
-        assert more.state is JobState.WAITING and desk.waiting == ["a"], "b may pass"
-
-    def test_and_when_its_request_was_admitted(self, desk: Desk) -> None:
-        """Which may be before all was brought; later it is put back."""
-        job = self.begun(desk)
-        waiter = desk.waiters["a"]
-        desk.jobs.start_early(job)
-        desk.leave("a")
-        desk.load()
-        desk.tree.evict(20)
-        desk.queue.insert(0, "a")
-        desk.jobs.join(waiter, new_job(prompt(1, 6)))
-        desk.poll()
-        assert desk.waiting == ["a"], "b may pass"
 
     def test_but_not_when_slots_were_taken_away(self, desk: Desk) -> None:
         """Otherwise it might wait for its patience again and again."""
@@ -331,21 +255,6 @@ class TestAlone:
         desk.poll()
         assert job.state is JobState.LOADING
 
-    def test_nor_behind_a_request_that_can_be_admitted(self, desk: Desk) -> None:
-        """What a job holds could keep it from that, for ever."""
-        job = new_job(prompt(2, 2))
-        desk.ask("a", prompt(1, 10), new=8)
-        desk.ask("b", prompt(2, 3), job)
-        desk.poll()
-        assert job.state is JobState.WAITING
-
-    def test_nor_while_requests_run(self, desk: Desk) -> None:
-        job = new_job(prompt(1, 15))
-        desk.ask("a", prompt(1, 16), job, new=10)
-        desk.pool.idle = False
-        desk.poll()
-        assert job.state is JobState.WAITING
-
     def test_one_that_is_too_large_is_given_up(self, desk: Desk) -> None:
         job = new_job(prompt(1, 21))
         waiter = desk.ask("a", prompt(1, 22), job)
@@ -376,11 +285,6 @@ class TestOverlapping:
         """It will begin behind what is resident then."""
         own = new_job(prompt(1, 8), 4)
         assert overlapping([own], new_job(prompt(1, 8)), 2) is own
-
-    def test_a_job_that_begins_later_lacks_the_first(self) -> None:
-        own = new_job(prompt(1, 8), 3)
-        own.state = JobState.LOADING
-        assert overlapping([own], new_job(prompt(1, 8)), 2) is None
 
     def test_neither_does_one_of_others(self) -> None:
         new = new_job(prompt(1, 8))

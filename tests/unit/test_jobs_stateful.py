@@ -6,22 +6,17 @@ would be noticed is shown by mutants of the queue and the pool, each with a faul
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
-import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
-from impress_sglang.serving.job_queue import JobQueue, Waiter
-from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.unit.job_world import Path
 from tests.unit.sglang_model import NUM_SLOTS, ModelPool, SGLangModel
 
@@ -178,96 +173,8 @@ TestJobs = JobsMachine.TestCase
 TestJobs.settings = settings(max_examples=2 * settings.default.max_examples)
 
 
-class Anchored(JobQueue):
-    """The prototype's first fault: a job that waits has locked what it begins behind."""
-
-    def join(self, waiter: Waiter, job: LoadJob) -> None:
-        super().join(waiter, job)
-        pool: Any = self._pool
-        if job.hold is None and job.slots is None:
-            job.hold = pool.tree.lock(pool.tree.match(tuple(job.tokens.tolist())))
-
-    def _begin(self, job: LoadJob) -> bool:
-        anchor, job.hold = job.hold, None
-        if super()._begin(job):
-            self._pool.release(anchor)
-            return True
-        job.hold = anchor
-        return False
-
-    def _detach(self, waiter: Waiter) -> None:
-        job = waiter.job
-        super()._detach(waiter)
-        if job is not None and job.state is JobState.DROPPED and not job.revoked:
-            self._pool.release(job.hold)
-
-
 class Greedy(ModelPool):
     """The second one: jobs take what SGLang has promised."""
 
     def room(self) -> int:
         return self.model.available
-
-
-class Keeping(JobQueue):
-    """What is held stays, even if somebody before needs the room."""
-
-    def _release_behind(self, seen: set[str]) -> None:
-        pass
-
-
-class Deaf(JobQueue):
-    """Jobs go on though nobody waits for them."""
-
-    def _detach(self, waiter: Waiter) -> None:
-        job, waiter.job = waiter.job, None
-        if job is not None:
-            job.waiters.discard(waiter.rid)
-
-
-class Careless(JobQueue):
-    """A job that failed is taken for one that was loaded."""
-
-    def _finish(self, job: LoadJob) -> None:
-        if job.state is JobState.FAILED:
-            job.state = JobState.LOADED
-        super()._finish(job)
-
-
-class Unguarded(JobQueue):
-    """Slots are taken away from a job that is still writing to them."""
-
-    def _revoke(self, job: LoadJob) -> None:
-        self._pool.give_back(job)
-
-
-MUTANTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a job that waits holds its anchor": (
-        {"queue_class": Anchored, "lazy": True},
-        "waits for ever",
-    ),
-    "jobs take what was promised": ({"pool_class": Greedy}, "promised"),
-    "held for ever": ({"queue_class": Keeping}, "waits for ever"),
-    "nobody waits": ({"queue_class": Deaf}, "nobody waits"),
-    "failed": ({"queue_class": Careless}, ""),
-    "written after it was taken away": ({"queue_class": Unguarded}, ""),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_faults_are_noticed(name: str) -> None:
-    changes, message = MUTANTS[name]
-    model = type("Mutant", (SGLangModel,), changes)
-    machine = type("MutantMachine", (JobsMachine,), {"model_class": model})
-    examples = settings(
-        derandomize=True,
-        database=None,
-        deadline=None,
-        max_examples=300,
-        stateful_step_count=25,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises(AssertionError, match=message):
-        run_state_machine_as_test(machine, settings=examples)

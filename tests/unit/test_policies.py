@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.options import CODED_POLICIES, EXACT_BITS, POLICIES
-from impress_sglang.store.policies import LoadOptions, Policy, make_policy
+from impress_sglang.options import EXACT_BITS, POLICIES
+from impress_sglang.store.policies import Policy, make_policy
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
 CONFIGS = [ImpressConfig(policy=policy) for policy in POLICIES]
 RETENTIONS = [0.001, 0.05, 0.25, 0.5, 0.999, 1.0]
 BITS = [4.0, 5.0, 6.5, 8.0, EXACT_BITS]
-LENGTHS = [*range(1, 300), 1000, 1001, 4096, 100_000]
 
 
 @pytest.fixture(params=CONFIGS, ids=lambda config: config.policy)
@@ -31,26 +28,6 @@ def policy(config: ImpressConfig) -> Policy:
 @pytest.fixture(params=RETENTIONS)
 def retention(request: pytest.FixtureRequest) -> float:
     return request.param
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_fewer_bits_are_for_those_who_read_codes(
-    policy: Policy, retention: float, bits: float
-) -> None:
-    for chosen in (False, True):
-        found = policy.bits(LoadOptions(retention, bits, chosen))
-
-        assert found == (bits if policy.name in CODED_POLICIES else EXACT_BITS)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_exact_is_what_has_all_tokens_and_all_bits(
-    policy: Policy, retention: float, bits: float
-) -> None:
-    wanted = LoadOptions(retention, bits)
-
-    assert policy.exact(wanted) == (retention == 1.0 and policy.bits(wanted) == EXACT_BITS)
-    assert policy.exact(wanted) == policy.exact(dataclasses.replace(wanted, chosen=True))
 
 
 EXPECTED_RULES = {
@@ -88,17 +65,3 @@ def test_each_call_gives_a_replacement_rule_of_its_own(policy: Policy) -> None:
     ids = np.arange(2)
     assert first.priorities(ids)[1] > 0
     assert second.priorities(ids).tolist() == [0, 0]
-
-
-def test_the_options_reach_the_rules() -> None:
-    fast = make_policy(ImpressConfig(half_life=1.0)).replacement()
-    never = make_policy(ImpressConfig(half_life=0.0)).replacement()
-    for rule in (fast, never):
-        rule.resize(2)
-        for chunk in (0, 0, 1):
-            rule.advance()
-            rule.record(np.array([chunk]), np.ones(1))
-
-    ids = np.arange(2)
-    assert fast.priorities(ids)[1] > fast.priorities(ids)[0]
-    assert never.priorities(ids)[1] < never.priorities(ids)[0]

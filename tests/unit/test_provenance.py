@@ -16,51 +16,6 @@ def slots_of(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def test_before_codes_are_loaded_all_is_exact() -> None:
-    provenance = Provenance(SLOTS, CPU)
-    provenance.note_computed(slots_of(), slots_of(1, 2))
-    provenance.note_loaded(slots_of(3), 0)
-    assert not provenance.mixed
-    assert provenance.depth(slots_of(1, 2, 3)) == 0
-    assert provenance.loaded_before(slots_of(1, 2)) == 0
-    assert provenance.loaded_before(slots_of(3, 1, 2)) == 1
-
-
-def test_what_is_computed_rests_on_what_is_before_it() -> None:
-    provenance = Provenance(SLOTS, CPU)
-    provenance.note_computed(slots_of(), slots_of(0))
-    provenance.note_loaded(slots_of(1, 2), 2)
-    provenance.note_computed(slots_of(0, 1), slots_of(3))
-    provenance.note_computed(slots_of(0), slots_of(4))
-    assert provenance.mixed
-    assert provenance.depth(slots_of(0, 1, 3)) == 2
-    assert provenance.depth(slots_of(0, 4)) == 0
-    assert provenance.depth(slots_of()) == 0
-
-
-def test_what_was_loaded_is_told_from_what_was_computed_behind_it() -> None:
-    provenance = Provenance(SLOTS, CPU)
-    provenance.note_loaded(slots_of(5, 6), 1)
-    provenance.note_computed(slots_of(5, 6), slots_of(7, 8))
-    provenance.note_loaded(slots_of(9), 0)
-    assert provenance.loaded_before(slots_of(5, 6, 7, 8)) == 2
-    assert provenance.loaded_before(slots_of(5, 6, 7, 9, 8)) == 4
-    assert provenance.loaded_before(slots_of()) == 0
-
-
-def test_what_slots_held_before_does_not_matter() -> None:
-    """Marks are not looked after while nothing is loaded."""
-    provenance = Provenance(SLOTS, CPU)
-    provenance.note_loaded(slots_of(0, 1, 2), 3)
-    provenance.clear()
-    assert not provenance.mixed
-    assert provenance.depth(slots_of(0, 1)) == provenance.loaded_before(slots_of(0, 1)) == 0
-    provenance.note_computed(slots_of(), slots_of(0))
-    provenance.note_loaded(slots_of(5), 1)
-    assert provenance.depth(slots_of(0, 1)) == 0
-    assert provenance.loaded_before(slots_of(0, 1)) == 0
-
-
 def test_depths_have_an_end_and_stay_depths() -> None:
     provenance = Provenance(SLOTS, CPU)
     provenance.note_loaded(slots_of(0), 1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -29,12 +28,6 @@ QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), RETENTIONS, B
 def test_a_quality_that_cannot_be(bad: tuple[Any, ...]) -> None:
     with pytest.raises(AssertionError):
         Quality(*bad)
-
-
-def test_exact_kvs_rest_on_no_approximation() -> None:
-    assert Quality() == EXACT == Quality(0, 1.0) == Quality(0, 1.0, EXACT_BITS)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        EXACT.depth = 1  # type: ignore[misc]
 
 
 @given(QUALITIES)

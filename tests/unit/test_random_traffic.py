@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
 
-from tests.serving.clients import KINDS
-from tests.serving.traffic import TOLERANCE, Answer, Catalogue, make_catalogue
-from tests.serving.watch import Record, Watch
+from tests.serving.traffic import TOLERANCE, Answer, Catalogue
+from tests.serving.watch import Record
 from tests.serving.world import MIXED, World
 
 ONE, OTHER = Answer(tokens=((1, 2, 3),)), Answer(tokens=((1, 2, 4),))
@@ -71,41 +69,8 @@ def test_what_is_not_exact_has_the_right_form(world: World) -> None:
     assert not judge(world, OTHER, time.monotonic())
 
 
-def test_the_catalogue_has_all_kinds_and_is_of_its_seed() -> None:
-    catalogue = make_catalogue(3)
-    assert catalogue.kinds() == set(KINDS) - {"talk"}
-    assert len({ask.name for ask in catalogue.asks}) == len(catalogue.asks)
-    assert make_catalogue(3).asks == catalogue.asks != make_catalogue(4).asks
-
-
 def life(resident: list[float], seconds: float = 600) -> Record:
     """A life in which so many MB were resident, in equal parts of it."""
     steps = len(resident) * 10
     times = [seconds * (step + 1) / steps for step in range(steps)]
     return Record([(at, int(resident[step // 10] * 1e6)) for step, at in enumerate(times)])
-
-
-@pytest.mark.parametrize(
-    ("lives", "problem"),
-    [
-        ([life([500, *[1000] * 9])], ""),
-        ([life([500, *[1000] * 8, 1029])], ""),
-        ([life([1000] * 9 + [1031])], "memory grew by 3.1% in a life of 10 min"),
-        ([life([1000, 2000], seconds=30)], ""),
-        ([life([1000 + 10 * i], seconds=30) for i in range(18)], "over 18 lives"),
-    ],
-)
-def test_growth_is_found(lives: list[Record], problem: str) -> None:
-    watch = Watch()
-    watch.records = lives
-    found = watch.problems()
-    assert len(found) == bool(problem) and problem in "".join(found), found
-    assert watch.summary()
-
-
-def test_the_memory_of_a_life_is_seen() -> None:
-    watch = Watch()
-    with watch.life(os.getpid()):
-        time.sleep(1.2)
-    (record,) = watch.records
-    assert record.end > 10**6

@@ -62,48 +62,6 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
         stores.check_index(store)
 
 
-@pytest.mark.parametrize(
-    ("least", "expected"), [(12, StoreOutcome.ACCEPTED), (13, StoreOutcome.KNOWN)]
-)
-def test_a_short_part_of_a_hole_is_not_worth_a_file(
-    bench: Workbench, least: int, expected: StoreOutcome
-) -> None:
-    store = stores.three_prefixes(bench)
-    stores.lose(bench, store, stores.name_of(store, prompt(1, 40)))
-
-    assert bench.offer(store, prompt(1, 12), min_tokens=least) is expected
-
-
-def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> None:
-    store = bench.open()
-    for count in (13, 40, 60):
-        bench.put(store, prompt(1, count))
-    stores.lose(bench, store, stores.name_of(store, prompt(1, 60), 1))
-    assert length(store, prompt(1, 60)) == 13
-
-    assert bench.offer(store, prompt(1, 60), available_from=14) is StoreOutcome.UNREACHABLE
-    bench.put(store, prompt(1, 60), available_from=13)
-
-    check_rows(store, prompt(1, 60))
-
-
-def test_a_hole_is_filled_although_what_builds_on_it_goes_for_that(bench: Workbench) -> None:
-    """There is no other room for its file."""
-    store = bench.open(ssd_gb=stores.gb(2 * bench.one))
-    bench.put(store, prompt(1, 8))
-    bench.put(store, prompt(1, 16))
-    # The quarantine counts as well.
-    stores.lose(bench, store, stores.name_of(store, prompt(1, 16)), gone=True)
-    bench.put(store, prompt(2, 8))
-    source = stores.open_source(store, look_up(store, prompt(2, 8)))
-
-    bench.put(store, prompt(1, 8))
-
-    check_rows(store, prompt(1, 8))
-    store.close_source(source)
-    assert len(store.tree) == 2
-
-
 def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
     store = stores.three_prefixes(bench)
     name = stores.name_of(store, prompt(2, 8), namespace="salt")
@@ -120,21 +78,6 @@ def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
     stores.look_again(store)
     check_rows(store, prompt(3))
     check_rows(store, prompt(2, 8), namespace="salt")
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_file_that_is_gone_is_unreadable(bench: Workbench, number: int) -> None:
-    store = stores.three_prefixes(bench)
-    match = look_up(store, prompt(1, 40))
-    stores.path_of(bench, match, number).unlink()
-    descriptors = len(os.listdir("/proc/self/fd"))
-
-    with pytest.raises(SegmentUnreadable) as caught:
-        stores.open_source(store, match, 0, 40)
-
-    assert caught.value.segment_id == match.spans[number].segment.segment_id
-    assert len(os.listdir("/proc/self/fd")) == descriptors, "the other file is closed again"
-    store.check_integrity()
 
 
 def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
@@ -161,26 +104,6 @@ def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
     assert store.summary()["quarantined_bytes"] == 0
 
 
-def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) -> None:
-    """Another request has found that a segment is damaged, or only thinks so."""
-    bench.put(store, prompt(1))
-    match = look_up(store, prompt(1))
-    store.report(SegmentUnreadable(match.spans[0].segment.segment_id, "a test"))
-
-    with pytest.raises(SegmentUnreadable) as caught:
-        stores.open_source(store, match)
-    store.report(caught.value)
-
-    assert store.stats.segments_unreadable == 1
-    stores.look_again(store)
-    store.close_source(stores.open_source(store, match))
-    stores.lose(bench, store, match.spans[0].segment.segment_id)
-    with pytest.raises(SegmentUnreadable) as caught:
-        stores.open_source(store, match)
-    store.report(caught.value)
-    store.check_integrity()
-
-
 def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
     bench: Workbench, store: PrefixStore, faults: Faults
 ) -> None:
@@ -201,21 +124,6 @@ def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
     assert length(store, prompt(1, 40)) == 0
     faults.clear()
     stores.until(store, lambda: store.stats.segments_quarantined == 1)
-
-
-def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: Faults) -> None:
-    """As behind a bad sector, before looks have decided."""
-    store = bench.open(files=FaultyFileSystem(faults), ssd_gb=stores.gb(bench.one))
-    bench.put(store, prompt(1))
-    path = stores.path_of(bench, look_up(store, prompt(1)))
-    with faults.injected(Rule("EIO", "read|block", f"*{path.name}")):
-        with pytest.raises(StoreUnavailable):
-            read(store, prompt(1))
-        stores.until(store, lambda: store.health.state == "ok")
-        bench.put(store, prompt(2))
-        check_rows(store, prompt(2))
-    assert len(bench.files()) == 1
-    assert store.summary()["segments_suspect"] == 0
 
 
 @pytest.fixture

@@ -20,12 +20,11 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests import damage
-from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
+from tests.faults import SQL, Faults, FaultyFileSystem, Rule, read_only
 from tests.unit import failing_store
 from tests.unit import store_factory as stores
 from tests.unit.failing_store import read, until_well
 from tests.unit.kv_factory import as_tokens
-from tests.unit.reading import read_rows
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 from tests.unit.waiting import wait_until
 
@@ -135,25 +134,6 @@ def test_the_index_may_refuse(
     until_well(store)
     bench.close(store)
     assert length(bench.open(), prompt(1, 40)) in ((0, 40) if fault == "raise" else (40,))
-
-
-@pytest.mark.parametrize("fault", ["EIO", "locked"])
-def test_the_index_has_all_once_the_disk_is_well(
-    bench: Workbench, store: PrefixStore, faults: Faults, fault: str
-) -> None:
-    """Not only with the next change: until then a kill would cost a start that reads headers."""
-    bench.put(store, prompt(1))
-    (old,) = stores.index_of(bench)
-    with faults.injected(Rule(fault, SQL)):
-        bench.offer(store, prompt(2))
-        store.writes.drain()
-        store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
-        # Whatever the writing thread has to do, for it does it in order.
-        store.worker.submit(int).result()
-    assert not store.worker.undeleted and set(stores.index_of(bench)) == {old}
-    until_well(store)
-    store.worker.submit(int).result()
-    assert set(stores.index_of(bench)) == {own.segment_id for own in store.tree.segments()} != {old}
 
 
 def test_a_directory_that_goes_and_comes_back(
@@ -266,33 +246,6 @@ def test_nothing_is_made_in_the_place_of_a_disk_that_is_not_mounted(bench: Workb
     until_well(store)
 
 
-def test_a_dead_disk_raises_nothing(bench: Workbench, store: PrefixStore, faults: Faults) -> None:
-    bench.put(store, prompt(1, 40))
-    gate = bench.begin(store, prompt(2))
-    faults.add(*dead_disk())
-    gate.opened.set()
-    with pytest.raises(PrefixUnreadable):
-        read(store, prompt(1, 40))
-    for _ in range(100):
-        store.poll()
-        assert length(store, prompt(1, 40)) == 0
-        assert bench.offer(store, prompt(3)) is not StoreOutcome.ACCEPTED
-    store.writes.drain()
-    faults.clear()
-    until_well(store)
-    check_rows(store, prompt(1, 40))
-
-
-def test_the_free_space_may_not_be_known(
-    bench: Workbench, store: PrefixStore, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`statvfs` of a directory that is gone once killed the server."""
-    monkeypatch.setattr("impress_sglang.store.health.MEASURE_S", 0.0)
-    with faults.injected(Rule("EIO", "free_bytes")):
-        stores.until(store, lambda: store.health.state == "degraded")
-    until_well(store)
-
-
 @pytest.mark.parametrize("folder", ["segments", "quarantine"])
 def test_a_folder_of_the_store_that_was_removed_is_made_anew(
     bench: Workbench, store: PrefixStore, folder: str
@@ -333,18 +286,6 @@ def test_a_long_chain_of_segments_can_lose_its_head(
     assert length(store, tokens) == turns
 
 
-def test_descriptors_are_given_back(bench: Workbench, store: PrefixStore, faults: Faults) -> None:
-    bench.put(store, prompt(1, 40))
-    check_rows(store, prompt(1, 40))
-    before = len(os.listdir("/proc/self/fd"))
-    for rule in (Rule("EIO", "block"), Rule("flip", "block", count=1)):
-        with faults.injected(rule), pytest.raises(PrefixUnreadable):
-            read(store, prompt(1, 40))
-        until_well(store)
-        check_rows(store, prompt(1, 40))
-    assert len(os.listdir("/proc/self/fd")) <= before
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_published_outlives_a_power_loss(
     bench: Workbench, tmp_path: Path, seed: int
@@ -367,48 +308,3 @@ def test_what_was_published_outlives_a_power_loss(
         check_rows(again, tokens)
     assert length(again, prompt(9, 24)) == 0
     assert not [name for name in bench.files() if name.endswith(".tmp")]
-
-
-def test_what_is_written_while_a_failed_disk_is_asked_is_not_lost(
-    bench: Workbench, store: PrefixStore, faults: Faults
-) -> None:
-    bench.put(store, prompt(1))
-    gate = bench.begin(store, prompt(2))
-    name = stores.name_of(store, prompt(1))
-    hang = Rule("hang", "open-write", "*/probe")
-    faults.add(hang)
-    store.report(StoreUnavailable(name, "a test"))
-    stores.until(store, lambda: hang.hits)
-    gate.opened.set()
-    store.writes.drain()
-    faults.clear()
-    stores.recover(store)
-    stores.look_again(store)
-    store.check_integrity()
-    assert lengths(store, 1, 2) == [8, 8]
-    assert len(bench.files()) == 2
-
-
-def test_a_file_that_cannot_be_closed_hurts_nobody(
-    bench: Workbench, store: PrefixStore, faults: Faults
-) -> None:
-    bench.put(store, prompt(1))
-    source = stores.open_source(store, look_up(store, prompt(1)))
-    with faults.injected(Rule("EIO", "close", "*.kv")):
-        store.close_source(source)
-    store.check_integrity()
-
-
-def test_an_engine_that_cannot_be_made_again_is_asked_for_later(
-    bench: Workbench, store: PrefixStore, faults: Faults
-) -> None:
-    bench.put(store, prompt(1))
-    source = stores.open_source(store, look_up(store, prompt(1)))
-    faults.add(Rule("raise", "start", count=1), Rule("EMFILE", "engine", count=2))
-    with pytest.raises(StoreUnavailable) as caught:
-        read_rows(source, 0, None)
-    store.report(caught.value)
-    store.close_source(source)
-    stores.recover(store)
-    stores.look_again(store)
-    check_rows(store, prompt(1))

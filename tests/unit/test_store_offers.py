@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 from torch import Tensor
 
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
@@ -16,26 +15,6 @@ from impress_sglang.store.writing import StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit.store_factory import Workbench, check_rows, length, prompt
 from tests.unit.waiting import wait_until
-
-
-def test_finished_writes_are_taken_in_by_a_later_match(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    """Nobody calls `drain` while serving."""
-    bench.offer(store, prompt(1))
-    wait_until(lambda: length(store, prompt(1)))
-
-    check_rows(store, prompt(1))
-    assert bench.done == [prompt(1)]
-
-
-@pytest.mark.parametrize(("new", "expected"), [(4, StoreOutcome.KNOWN), (5, StoreOutcome.ACCEPTED)])
-def test_a_short_rest_is_not_worth_a_file(
-    bench: Workbench, store: PrefixStore, new: int, expected: StoreOutcome
-) -> None:
-    bench.put(store, prompt(1, 20))
-
-    assert bench.offer(store, prompt(1, 20 + new), min_tokens=5) is expected
 
 
 def test_kvs_that_the_reader_lacks_must_be_stored(bench: Workbench, store: PrefixStore) -> None:
@@ -123,14 +102,3 @@ def test_what_is_purged_after_it_was_read_gets_no_name(bench: Workbench) -> None
     assert loss is not None and loss.cause is Cause.PURGED
     spent = budget - store.summary()["write_budget_left_bytes"]
     assert spent > 0.9 * segment.file_bytes, "the drive took it; a little time has passed"
-
-
-def test_closing_waits_for_writes(bench: Workbench, store: PrefixStore) -> None:
-    for number in range(5):
-        bench.offer(store, prompt(number))
-
-    store = bench.reopen(store)
-
-    assert sorted(bench.done) == sorted(prompt(number) for number in range(5))
-    for number in range(5):
-        check_rows(store, prompt(number))

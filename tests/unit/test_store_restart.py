@@ -164,40 +164,6 @@ def test_a_file_of_a_wrong_size_is_set_aside(bench: Workbench, change: int, with
     check_rows(store, prompt(1, 40))
 
 
-def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1))
-    folder = stores.path_of(bench, look_up(store, prompt(1))).parent
-    place = {"segment_id": folder.name + "0" * 30, "identity": stores.OTHER_IDENTITY}
-    info = kv.make_info(bench.shape, prompt(5), **place)
-    bench.close(store)
-    kv.write_kvs(folder, info, *kv.random_kvs(bench.shape, 8, seed=1))
-
-    store = bench.open()
-
-    assert len(store.tree) == 1
-    assert f"{info.segment_id}.kv" not in bench.files()
-
-
-@pytest.mark.parametrize("with_rows", [True, False])
-def test_a_copy_of_a_segment_under_another_name_does_no_harm(
-    bench: Workbench, store: PrefixStore, with_rows: bool
-) -> None:
-    bench.put(store, prompt(1))
-    path = stores.path_of(bench, look_up(store, prompt(1)))
-    bench.close(store)
-    for digit in ("0", "f"):
-        path.with_name(f"{path.name[:2]}{digit * 30}.kv").write_bytes(path.read_bytes())
-    if not with_rows:
-        next(bench.root.glob("*/catalog.sqlite")).unlink()
-
-    store = bench.reopen(bench.open())
-
-    check_rows(store, prompt(1))
-    assert store.summary()["used_bytes"] == bench.one
-    assert len(bench.files()) == 1
-
-
 @pytest.mark.parametrize("digits", ["07", "70"])
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_of_two_files_in_one_place_the_newer_is_kept(
@@ -233,23 +199,6 @@ def test_of_two_files_in_one_place_the_newer_is_kept(
     check_rows(bench.open(), prompt(1, 40))
 
 
-def test_what_an_exact_sibling_hides_outlives_a_restart(bench: Workbench) -> None:
-    """An approximate chat; then an exact prompt that begins like it and goes on otherwise."""
-    store = bench.open()
-    chat, exact = prompt(1, 40), (*prompt(1, 13), *prompt(5, 9))
-    bench.put(store, prompt(1, 24), quality=stores.QUARTER)
-    bench.put(store, chat, quality=stores.QUARTER)
-    bench.put(store, exact)
-    hider = stores.path_of(bench, look_up(store, exact))
-
-    store = bench.reopen(store)
-
-    assert len(store.tree) == len(bench.files()) == 3
-    assert stores.length(store, chat, quality=stores.QUARTER) == 13
-    stores.lose(bench, store, hider.stem)
-    check_rows(store, chat, quality=stores.QUARTER, rows_of=stores.QUARTER)
-
-
 @pytest.mark.parametrize("caches", [{}, {"device_gb": 0.01}, {"host_gb": 0.01}])
 def test_another_chunk_size_after_a_restart(bench: Workbench, caches: dict[str, float]) -> None:
     """Each segment keeps the chunks that it was written with."""
@@ -261,13 +210,3 @@ def test_another_chunk_size_after_a_restart(bench: Workbench, caches: dict[str, 
         check_three_prefixes(store)
     bench.put(store, prompt(1, 100))
     check_rows(store, prompt(1, 100))
-
-
-def test_no_file_stays_open_after_closing(bench: Workbench) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    store = stores.three_prefixes(bench)
-    check_three_prefixes(store)
-
-    bench.close(store)
-
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -62,37 +62,6 @@ def spans_of(match: StoredMatch) -> list[tuple[str, int, int]]:
     return [(span.segment.segment_id, span.start, span.stop) for span in match.spans]
 
 
-def test_a_matched_part_can_be_cut_out(tree: StoredTree, put: Put) -> None:
-    put("a", P)
-    put("b", [40, 50], P[:3])
-    match = tree.match("", as_tokens([1, 2, 3, 40, 50]))
-
-    def cut(start: int, stop: int) -> list[tuple[str, int, int]]:
-        return spans_of(StoredMatch(match.slice(start, stop)))
-
-    assert match.num_tokens == 5
-    assert cut(0, 5) == [("a", 0, 3), ("b", 0, 2)]
-    assert cut(2, 4) == [("a", 2, 3), ("b", 0, 1)]
-    assert cut(3, 5) == [("b", 0, 2)]
-    assert cut(4, 5) == [("b", 1, 2)]
-    assert cut(0, 3) == [("a", 0, 3)]
-    assert cut(2, 2) == []
-
-
-def test_who_takes_the_first_of_many_looks_at_few(tree: StoredTree, put: Put) -> None:
-    for token in range(50, 90):
-        put(f"s{token}", [token, 1])
-    looked = []
-
-    class Counted(dict[int, Any]):
-        def values(self) -> Any:
-            return (looked.append(own) or own for own in super().values())
-
-    tree._roots[""].children = Counted(tree._roots[""].children)
-    first = list(itertools.islice(tree.below(""), 3))
-    assert len(first) == 3 and len(looked) <= 4
-
-
 def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
     new, old = stored_segment("a", P), stored_segment("b", [9], last_access=7)
 
@@ -101,14 +70,6 @@ def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
     assert new.last_access == 8, "of a file without a row"
     assert old.last_access == 7, "kept from before the restart"
     assert put("c", [10]).last_access > 8
-
-
-def test_a_second_segment_of_a_name_is_refused(tree: StoredTree, put: Put) -> None:
-    put("a", P)
-
-    assert not tree.insert(stored_segment("a", [9]), as_tokens([]))
-    tree.check_integrity()
-    assert len(tree) == 1
 
 
 def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> None:
@@ -128,20 +89,6 @@ def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> N
         assert found(tree, tokens, least=least)[1:] == [("exact", 0, 3)]
 
 
-def test_each_run_between_branches_is_a_hole_that_knows_its_place(
-    tree: StoredTree, put: Put
-) -> None:
-    first = put("a", P)
-    put("b", [40], P[:3])
-    put("c", [7], P)
-
-    tree.lose(first)
-
-    tree.check_integrity()
-    spans = tree.match("", as_tokens([*P, 7]), only_ready=False).spans
-    assert [span.segment.info.prefix_len for span in spans] == [0, 3, 6]
-
-
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
     prefixes = [(), (0,), (0, 0), (1,), (256,), (1, 2), (2, 1)]
     names = ["", "a", "a\0", "\0"]
@@ -149,16 +96,6 @@ def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
 
     assert len(digests) == len(names) * len(prefixes)
     assert prefix_digest("a", as_tokens([1, 2])) == prefix_digest("a", np.array([1, 2], np.int64))
-
-
-def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    put("b", [9])
-
-    with pytest.raises(AssertionError):
-        tree.replace(first, dataclasses.replace(first.info, segment_id="b"), 1)
-    with pytest.raises(AssertionError):
-        tree.replace(first, dataclasses.replace(first.info, tokens=as_tokens([1, 2])), 1)
 
 
 def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: StoredTree) -> None:
