@@ -20,7 +20,7 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests import damage
-from tests.faults import SQL, Faults, FaultyFileSystem, Rule, read_only
+from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
 from tests.unit import failing_store
 from tests.unit import store_factory as stores
 from tests.unit.failing_store import read, until_well
@@ -308,3 +308,42 @@ def test_what_was_published_outlives_a_power_loss(
         check_rows(again, tokens)
     assert length(again, prompt(9, 24)) == 0
     assert not [name for name in bench.files() if name.endswith(".tmp")]
+
+
+def test_the_free_space_may_not_be_known(
+    bench: Workbench, store: PrefixStore, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`statvfs` of a directory that is gone once killed the server."""
+    monkeypatch.setattr("impress_sglang.store.health.MEASURE_S", 0.0)
+    with faults.injected(Rule("EIO", "free_bytes")):
+        stores.until(store, lambda: store.health.state == "degraded")
+    until_well(store)
+
+
+def test_descriptors_are_given_back(bench: Workbench, store: PrefixStore, faults: Faults) -> None:
+    bench.put(store, prompt(1, 40))
+    check_rows(store, prompt(1, 40))
+    before = len(os.listdir("/proc/self/fd"))
+    for rule in (Rule("EIO", "block"), Rule("flip", "block", count=1)):
+        with faults.injected(rule), pytest.raises(PrefixUnreadable):
+            read(store, prompt(1, 40))
+        until_well(store)
+        check_rows(store, prompt(1, 40))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_dead_disk_raises_nothing(bench: Workbench, store: PrefixStore, faults: Faults) -> None:
+    bench.put(store, prompt(1, 40))
+    gate = bench.begin(store, prompt(2))
+    faults.add(*dead_disk())
+    gate.opened.set()
+    with pytest.raises(PrefixUnreadable):
+        read(store, prompt(1, 40))
+    for _ in range(100):
+        store.poll()
+        assert length(store, prompt(1, 40)) == 0
+        assert bench.offer(store, prompt(3)) is not StoreOutcome.ACCEPTED
+    store.writes.drain()
+    faults.clear()
+    until_well(store)
+    check_rows(store, prompt(1, 40))
