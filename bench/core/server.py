@@ -29,7 +29,7 @@ def _set_ssd_mbps(cache: ServedCache, asked: Any) -> Any:
 
 
 def _reorder_all(cache: ServedCache, _: Any) -> Any:
-    store = cache.served.store
+    store = cache.service.served.store
     assert isinstance(store, PartStore)
     store.reorders.enqueue(force=True)
     store.poll()

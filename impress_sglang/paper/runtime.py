@@ -130,6 +130,13 @@ class ServingRuntime(Service):
         if self._looks_ahead:
             self.lookahead.order(rids)
 
+    def reorder(self) -> dict[str, int]:
+        """Search for prefixes worth reordering."""
+        assert isinstance(self.store, PartStore)
+        self.store.reorders.enqueue()
+        self.store.poll()
+        return self.store.reorders.summary()
+
     def end_waiting(self, rid: str) -> None:
         """Note that a request has been admitted or is gone, and no longer waits.
 
@@ -162,4 +169,4 @@ class ServingRuntime(Service):
         """See `Service.summary`."""
         store = self.served.opened
         reorders = store.reorders.summary() if isinstance(store, PartStore) else None
-        return {**super().summary(), "requests_live": len(self.live), "reorder": reorders}
+        return {**super().summary(), "reorder": reorders}

@@ -60,11 +60,11 @@ def handle(cache: ServedCache, text: str | None) -> str:
 
 
 def _store(cache: ServedCache) -> PrefixStore:
-    mine = cache.served.in_use
+    mine = cache.service.served.in_use
     if not cache.ranks.all(mine):
-        why = "that of another rank is not open" if mine else cache.served.suspended
+        why = "that of another rank is not open" if mine else cache.service.served.suspended
         raise Refused(f"no store is in use: {why or 'by policy'}")
-    return cache.served.store
+    return cache.service.served.store
 
 
 def _check(cache: ServedCache, asked: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
 
 def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     """Take a step of a purge; its `name` tells it from another one that says the same."""
-    served, store, tokens, key = cache.served, _store(cache), None, None
+    served, store, tokens, key = cache.service.served, _store(cache), None, None
     space = None if asked.everything else namespace_of(asked)
     if asked.input_ids is not None:
         ids = _whole(cache, asked.input_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from impress_sglang.plugin.adapters import namespace_of_request
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
 from impress_sglang.plugin.keys import as_tokens
+from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.reports import attach
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.custom_params import load_options_of
@@ -113,40 +115,36 @@ class Known:
         return np.array_equal(tokens, job.tokens[:count])
 
 
-class KnownRequests:
-    """The known requests of one tree cache, by id; the scheduler's thread owns them.
+@dataclasses.dataclass(eq=False, slots=True)
+class Shared:
+    """What the parts of one tree cache have in common; the scheduler's thread owns it.
 
-    Args:
-        sight: counts a request that may be stored; returns whether it should be computed exactly.
+    Attributes:
+        layers: of SGLang's pool.
+        forward_stream: SGLang's, on which passes run.
         adapters: SGLang's `LoRAManager`, if it has one.
+        known: the requests that are not over, by id.
     """
 
-    def __init__(
-        self,
-        cache: UnifiedRadixCache,
-        service: Service,
-        planner: LoadPlanner,
-        sight: Callable[[Known], bool],
-        adapters: Any = None,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        self._alone = ranks.alone
-        self._cache = cache
-        self._service = service
-        self._planner = planner
-        self._sight = sight
-        self._adapters = adapters
-        self._known: dict[str, Known] = {}
+    cache: UnifiedRadixCache
+    service: Service
+    planner: LoadPlanner
+    provenance: Provenance
+    layers: PoolLayers
+    forward_stream: Any
+    ranks: Ranks = ALONE
+    adapters: Any = None
+    known: dict[str, Known] = dataclasses.field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[Known]:
-        return iter(self._known.values())
 
-    def __getitem__(self, rid: str) -> Known:
-        return self._known[rid]
+class KnownRequests:
+    """Notes requests, and chooses and changes the classes of their KVs."""
 
-    def get(self, rid: str) -> Known | None:
-        """The request of this id; None if it is not known."""
-        return self._known.get(rid)
+    def __init__(self, shared: Shared, sight: Callable[[Known], bool]) -> None:
+        """`sight` counts a request that may be stored; returns whether it is computed exactly."""
+        self._cache, self._service, self._planner = shared.cache, shared.service, shared.planner
+        self._alone, self._adapters = shared.ranks.alone, shared.adapters
+        self._known, self._sight = shared.known, sight
 
     def note(self, req: Any) -> Known:
         """Note a request; at its first match it gets its class, and its key the mark of that."""
@@ -173,13 +171,7 @@ class KnownRequests:
         req.extra_key = marked(extra_key, known.kv_class, service.usual)
         attach(req, report)
         self._known[req.rid] = known
-        service.num_live = len(self._known)
         return known
-
-    def forget(self, rid: str) -> None:
-        """Forget a request that is over."""
-        self._known.pop(rid, None)
-        self._service.num_live = len(self._known)
 
     def _choose(self, known: Known) -> KVClass:
         """The class of a request that leaves it to the server."""
@@ -190,10 +182,6 @@ class KnownRequests:
         tokens = as_tokens(key.raw_token_ids())
         resident = {own: self._resident(known, own) for own in (KVClass(), known.kv_class)}
         return self._planner.choose(known.namespace, tokens, resident, known.kv_class)
-
-    def in_use(self) -> list[Known]:
-        """Those for which a prefix is kept resident."""
-        return [own for own in self if own.admitted or own.waiter.hold is not None]
 
     def raise_bits(self, known: Known, users: Sequence[Known]) -> bool:
         """Let a queued request use a class with more bits, in which all is resident that is stored

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.cost import Estimator
-from impress_sglang.plugin.known import Known, KnownRequests
+from impress_sglang.plugin.known import Known, Shared
 from impress_sglang.plugin.slot_pool import TreeSlots
 from impress_sglang.serving.job_queue import WINDOW, JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
@@ -74,27 +72,16 @@ class LayerGate:
 class LateStart:
     """Starts passes early, and takes back those that should not have been."""
 
-    def __init__(
-        self,
-        cache: UnifiedRadixCache,
-        scheduler: Any,
-        known: KnownRequests,
-        estimator: Estimator,
-        jobs: JobQueue,
-        slots: TreeSlots,
-        num_layers: int | None,
-    ) -> None:
-        """`num_layers` of the model; None: no pass starts early."""
-        self._cache = cache
-        self._scheduler = scheduler
-        self._known = known
-        self._estimator = estimator
-        self._jobs = jobs
-        self._slots = slots
-        self._num_layers = num_layers
+    def __init__(self, shared: Shared, scheduler: Any, jobs: JobQueue, slots: TreeSlots) -> None:
+        self._cache, self._known = shared.cache, shared.known
+        self._estimator = shared.service.estimator
+        self._scheduler, self._jobs, self._slots = scheduler, jobs, slots
+        # A draft model's pass would have to wait as well, and cannot be put back.
+        self._possible = shared.layers.packed is None
+        self._num_layers = shared.service.shape.num_layers
         chunk = scheduler.chunked_prefill_size
         self._most_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize
-        pool = cache.token_to_kv_pool_allocator.get_kvcache()
+        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
         self.gate = LayerGate(pool, self._note_broken)
         self.polls = 0
 
@@ -111,7 +98,7 @@ class LateStart:
         """Whether a request may be admitted although its job is not done."""
         job, req = known.waiter.job, known.req
         if (
-            self._num_layers is None
+            not self._possible
             or job is None
             or job.done.is_set()
             or job.revoked
@@ -183,4 +170,4 @@ class LateStart:
     def _users_of(self, job: LoadJob) -> list[Known]:
         """The admitted requests that may attend to the slots of a job."""
         page = self._cache.page_size
-        return [own for own in self._known if own.admitted and own.begins_like(job, page)]
+        return [own for own in self._known.values() if own.admitted and own.begins_like(job, page)]

@@ -35,7 +35,7 @@ def overview(cache: ServedCache, after: int, below: str | None) -> dict[str, Any
     `after`: leave out requests up to this number. If there is a segment `below`: only the segments
     that build on it.
     """
-    recent, store = cache.service.recent, cache.served.opened
+    recent, store = cache.service.recent, cache.service.served.opened
     found: Iterable[StoredSegment] = ()
     if store is not None and below is None:
         found = store.tree.order.latest()

@@ -8,26 +8,20 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
 from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.plugin.keys import as_tokens
-from impress_sglang.plugin.known import Brought, Known, KnownRequests, key_of
+from impress_sglang.plugin.known import Brought, Known, KnownRequests, Shared, key_of
 from impress_sglang.plugin.late_start import LateStart
-from impress_sglang.plugin.pools import PoolLayers
-from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.plugin.slot_pool import TreeSlots
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
-from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
-from impress_sglang.serving.ranks import Agreement, Ranks, Wish
+from impress_sglang.serving.load_planner import LoadPlan
+from impress_sglang.serving.ranks import Agreement, Wish
 from impress_sglang.serving.report import estimate_fields
 from impress_sglang.serving.scheduling import CacheState, QueueOrder
-from impress_sglang.serving.service import Service
 from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
@@ -53,40 +47,20 @@ class PrefixLoads:
     """The load jobs of one tree cache, and the requests that wait for them."""
 
     def __init__(
-        self,
-        cache: UnifiedRadixCache,
-        scheduler: Any,
-        service: Service,
-        planner: LoadPlanner,
-        known: KnownRequests,
-        provenance: Provenance,
-        reports: RequestReports,
-        layers: PoolLayers,
-        device: torch.device,
-        ranks: Ranks,
+        self, shared: Shared, scheduler: Any, requests: KnownRequests, reports: RequestReports
     ) -> None:
-        """`device`: where the slots are."""
-        self._alone = ranks.alone
+        self._cache, self._planner = shared.cache, shared.planner
+        self._service = service = shared.service
+        self._known, self._alone = shared.known, shared.ranks.alone
+        self._scheduler, self._requests, self._reports = scheduler, requests, reports
         # What was planned and is not agreed on, by request.
         self._planned: dict[str, _Planned] = {}
-        self._cache = cache
-        self._scheduler = scheduler
-        self._service = service
-        self._planner = planner
-        self._known = known
-        self._reports = reports
-        self._loader = JobLoader(
-            service.shape,
-            device,
-            layers,
-            service.codec,
-            layers.packed,
-        )
-        slots = TreeSlots(
-            cache, scheduler, known, provenance, service.usual, lambda job: self._late.put_back(job)
-        )
+        layers = shared.layers
+        device = layers(0)[0].device
+        self._loader = JobLoader(service.shape, device, layers, service.codec, layers.packed)
+        slots = TreeSlots(shared, scheduler, lambda job: self._late.put_back(job))
         self._least = service.config.min_prefix_tokens
-        self._agreement = Agreement(ranks, self._loader)
+        self._agreement = Agreement(shared.ranks, self._loader)
         self.jobs = JobQueue(
             slots,
             self._loader if self._alone else self._agreement.jobs,
@@ -95,14 +69,10 @@ class PrefixLoads:
             self._least,
             time.monotonic if self._alone else self._agreement.now,
         )
-        self._late = LateStart(
-            *(cache, scheduler, known, service.estimator, self.jobs, slots),
-            # A draft model's pass would have to wait as well, and cannot be put back.
-            service.shape.num_layers if layers.packed is None else None,
-        )
+        self._late = LateStart(shared, scheduler, self.jobs, slots)
         make = service.make_blends
         self._blends: Any = make and make(
-            *(cache, scheduler, service, self.jobs, self._late.gate),
+            *(self._cache, scheduler, service, self.jobs, self._late.gate),
             # On the loader's thread, whose read buffers these are.
             lambda spans: self._loader.measure(service.store, spans, exact=False),
         )
@@ -112,7 +82,7 @@ class PrefixLoads:
         """Plan what is to be loaded for a queued request; join or begin a job for it."""
         known.planned = True
         # What it used instead may be gone.
-        self._known.lower_bits(known)
+        self._requests.lower_bits(known)
         waiter, req = known.waiter, known.req
         key, not_served = key_of(req), known.report["not_served"]
         if self._cache.disable or waiter.tries >= MOST_TRIES or not_served is not None:
@@ -226,7 +196,7 @@ class PrefixLoads:
             if self._alone:
                 self._give_up_slow()
         if self._blends is not None and self._blends.step():
-            for known in self._known:
+            for known in self._known.values():
                 # A block was computed between the chunks of its prompt, or before its first token.
                 if known.admitted and not known.req.time_stats.prefill_finished_time:
                     known.disturbed = True
@@ -240,7 +210,7 @@ class PrefixLoads:
 
     def drop_all(self) -> None:
         """Drop all jobs and plans."""
-        for known in self._known:
+        for known in self._known.values():
             known.planned = False
             # What was found in a store ends with it.
             known.blend = None
@@ -325,14 +295,15 @@ class PrefixLoads:
         What they ask for would be another copy of that, and wait for room.
         """
         blocked = [own for own in self.jobs.waiters.values() if own.is_blocked]
-        # Looked for once, however many wait: the queue may be long.
-        users = self._known.in_use() if blocked else []
+        # Those for which a prefix is kept resident, looked for once: the queue may be long.
+        others = self._known.values() if blocked else ()
+        users = [own for own in others if own.admitted or own.waiter.hold is not None]
         for waiter in blocked:
             known, job = self._known[waiter.rid], waiter.job
             blends = job is not None and job.computes
             if blends or known.kv_class.exact or known.req.session is not None:
                 continue
-            if self._known.raise_bits(known, users):
+            if self._requests.raise_bits(known, users):
                 self.jobs.leave(waiter.rid)
 
     def _slow(self) -> Iterator[tuple[LoadJob, float, float | None]]:

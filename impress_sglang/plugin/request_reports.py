@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
 from impress_sglang.plugin.keys import as_tokens
-from impress_sglang.plugin.known import Known, key_of
-from impress_sglang.plugin.provenance import Provenance
+from impress_sglang.plugin.known import Known, Shared, key_of
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.report import split_again
-from impress_sglang.serving.service import Service
 from impress_sglang.serving.why import Asked
 
 
 class RequestReports:
     """Keeps the reports of requests up to date; the scheduler's thread owns it."""
 
-    def __init__(
-        self, cache: UnifiedRadixCache, service: Service, provenance: Provenance, *, counts: bool
-    ) -> None:
+    def __init__(self, shared: Shared, *, counts: bool) -> None:
         """`counts`: whether prompts are counted to decide what is stored."""
-        self._cache = cache
-        self._service = service
-        self._provenance = provenance
-        self._counts = counts
+        self._cache, self._service = shared.cache, shared.service
+        self._provenance, self._counts = shared.provenance, counts
 
     def tell_resident(self, known: Known, length: int) -> None:
         """Note how much of a prompt is resident now, what was brought for it included."""

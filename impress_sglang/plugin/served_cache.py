@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,57 +21,48 @@ from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import StoredMatch
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class ServedCache:
-    """What one tree cache serves; owned by the scheduler's thread."""
+    """What one tree cache serves, and how; owned by the scheduler's thread.
 
-    def __init__(
-        self,
-        service: Service,
-        check: IntegrityCheck,
-        weights: WeightWatch,
-        sweeps: Sweeps,
-        sights: Sights | None,
-        page_size: int,
-        queue_order: QueueOrder | None,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        """`page_size`: of SGLang's pool; `queue_order` is None if the queue is not reordered.
+    Attributes:
+        page_size: of SGLang's pool.
+        sights: counts prompts; None unless that decides what is stored.
+        queue_order: None if the queue is not reordered.
+        attach: begins to serve, for a scheduler of SGLang's that is complete.
+        prefetch: notes what a waiting request will use; `again`: it is not new.
+        note_queue: notes the ids of the waiting queue in their final order.
+        rest: called when the scheduler has nothing to do; returns whether jobs are waited for.
+        find: what is stored of a prompt as is wanted, or if `exactly`, of what was computed so.
+        reorder: searches for prefixes worth reordering; None where nothing is ever reordered.
+        ranks: carry out each request of an administrator together.
+    """
 
-        `sights` counts prompts; None unless that decides what is stored. `ranks` carry out each
-        request of an administrator together.
-        """
-        self.ranks = ranks
-        self.service = service
-        self.served = service.served
-        self.check = check
-        self.weights = weights
-        self.sweeps = sweeps
-        self.page_size = page_size
-        self.queue_order = queue_order
-        self._sights = sights
-
-    def attach(self, scheduler: Any) -> None:
-        """Begin to serve, for a scheduler of SGLang's that is complete."""
-
-    def prefetch(self, req: Any, *, again: bool = False) -> None:
-        """Note what a waiting request will use, and begin to read it; `again`: it is not new."""
-
-    def note_queue(self, rids: Sequence[str]) -> None:
-        """Note the final order of the waiting queue."""
+    service: Service
+    check: IntegrityCheck
+    weights: WeightWatch
+    sweeps: Sweeps
+    page_size: int
+    sights: Sights | None
+    queue_order: QueueOrder | None
+    attach: Callable[[Any], None]
+    prefetch: Callable[..., None]
+    note_queue: Callable[[Sequence[str]], None]
+    rest: Callable[[], bool]
+    find: Callable[[str, Tokens, LoadOptions, bool], StoredMatch]
+    reorder: Callable[[], dict[str, int] | None] = lambda: None
+    ranks: Ranks = ALONE
 
     def tell_idle(self) -> None:
-        """Tell the metrics what has happened, before the scheduler has nothing to do."""
-        self.service.tell_metrics(idle=True)
+        """Wait a little for jobs, or tell the metrics what has happened."""
+        if not self.rest():
+            self.service.tell_metrics(idle=True)
 
-    def find(
-        self, namespace: str, tokens: Tokens, wanted: LoadOptions, *, exactly: bool
-    ) -> StoredMatch:
-        """What is stored of a prompt as `wanted`, or if `exactly`, of what was computed exactly."""
-        raise NotImplementedError
-
-    def reorder(self) -> dict[str, int] | None:
-        """Search for prefixes worth reordering; None where nothing is ever reordered."""
-        return None
+    def clear(self) -> None:
+        """Note that the tree is empty."""
+        self.sweeps.clear()
+        if self.queue_order is not None:
+            self.queue_order.forget_states()
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
@@ -78,9 +70,9 @@ class ServedCache:
 
     def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
         """What is stored of a prompt that is not being served, and why no more of it."""
-        service, sights = self.service, self._sights
+        service, sights = self.service, self.sights
         wanted = LoadOptions() if exactly else load_options_of(None, service.config)
-        stored = self.find(namespace, tokens, wanted, exactly=exactly).num_tokens
+        stored = self.find(namespace, tokens, wanted, exactly).num_tokens
         report = new_report(service.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)
         why = service.explainer.foretell(Asked(report, namespace, tokens, wanted, seen))

@@ -10,37 +10,24 @@ import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
-from impress_sglang.plugin.known import KnownRequests, key_of
-from impress_sglang.plugin.provenance import Provenance
+from impress_sglang.plugin.known import Shared, key_of
 from impress_sglang.plugin.tree_nodes import drop_below, match_resident
 from impress_sglang.serving.job_queue import Waiter
-from impress_sglang.serving.kv_class import KVClass, marked
+from impress_sglang.serving.kv_class import marked
 from impress_sglang.serving.load_jobs import LoadJob
 
 
 class TreeSlots:
     """Slots of SGLang's pool for jobs; the scheduler's thread owns them."""
 
-    def __init__(
-        self,
-        cache: UnifiedRadixCache,
-        scheduler: Any,
-        known: KnownRequests,
-        provenance: Provenance,
-        usual: KVClass,
-        put_back: Callable[[LoadJob], None],
-    ) -> None:
-        """`usual` class of the server; `put_back` puts the users of a job back into the queue."""
-        self._cache = cache
-        self._scheduler = scheduler
-        self._known = known
-        self._provenance = provenance
-        self._usual = usual
-        self._put_back = put_back
-        self._allocator = cache.token_to_kv_pool_allocator
+    def __init__(self, shared: Shared, scheduler: Any, put_back: Callable[[LoadJob], None]) -> None:
+        """`put_back` puts the users of a job back into the queue."""
+        self._cache, self._known = shared.cache, shared.known
+        self._provenance, self._usual = shared.provenance, shared.service.usual
+        self._scheduler, self._put_back = scheduler, put_back
+        self._allocator = self._cache.token_to_kv_pool_allocator
 
     def room(self) -> int:
         """See `SlotPool.room`."""

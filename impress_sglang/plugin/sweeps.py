@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin.keys import namespace_of
+from impress_sglang.plugin.tree_nodes import free_leaf, is_locked, match_resident
+from impress_sglang.serving.kv_class import unmarked
+from impress_sglang.store.prefix_hashes import namespace_text
 from impress_sglang.store.purging import MultiStepJobs
 
 # Most nodes that one step of a sweep frees, and that it looks at.
@@ -33,9 +38,9 @@ class Sweeps(ABC):
     evicted or added meanwhile. The scheduler's thread owns it.
     """
 
-    def __init__(self, cache: Any) -> None:
-        """`cache`: SGLang's tree cache."""
-        self._cache = cache
+    def __init__(self, cache: Any, let_go: Callable[[], None] | None = None) -> None:
+        """`cache`: SGLang's tree cache; `let_go`: unlocks what may be freed, before each step."""
+        self._cache, self._let_go = cache, let_go
         self._sweeps = MultiStepJobs[str, Sweep]()
 
     def step(self, name: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
@@ -45,6 +50,8 @@ class Sweeps(ABC):
         `namespace` (`namespace_of`); None: all. Returns how many slots came free, and whether there
         is more to do, by the same name.
         """
+        if self._let_go is not None:
+            self._let_go()
         sweep = self._sweeps.go_on(name, lambda: self._begin(namespace, prefix))
         freed = self._go_on(sweep)
         if not sweep.waiting:
@@ -103,3 +110,36 @@ class Sweeps(ABC):
     @abstractmethod
     def _free(self, node: Any) -> int:
         """Free a leaf as SGLang's `evict` does; returns its number of slots."""
+
+
+class TreeSweeps(Sweeps):
+    """Sweeps in all classes of a prefix."""
+
+    def _namespace_of(self, node: Any) -> str | None:
+        key = node.key
+        return None if key is None else namespace_text(unmarked(key.extra_key), key.cache_salt)
+
+    def _find(self, prefix: RadixKey) -> list[Any]:
+        found = []
+        # The classes of a prefix differ in their keys, and so does how they begin in the tree.
+        keys = {node.key.extra_key for node in self._cache.root_node.children.values()}
+        for own in keys:
+            if unmarked(own) != prefix.extra_key:
+                continue
+            key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
+            match = match_resident(self._cache, key)
+            # SGLang may have turned it into a key of pairs, whose last page reaches beyond it: what
+            # has the pages before goes, too.
+            whole = len(key) // self._cache.page_size * self._cache.page_size
+            if 0 < whole <= match.device_prefix_len:
+                found.append(self._cache.tree_core.node_by_id(match.last_device_node))
+        return found
+
+    def _is_there(self, node: Any) -> bool:
+        return node.parent is not None and node in node.parent.children.values()
+
+    def _is_locked(self, node: Any) -> bool:
+        return is_locked(node)
+
+    def _free(self, node: Any) -> int:
+        return free_leaf(self._cache, node)

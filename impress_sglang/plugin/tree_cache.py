@@ -19,7 +19,7 @@ does. Only the scheduler's thread calls this class.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -33,18 +33,21 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from impress_sglang.options import OFF
 from impress_sglang.plugin.checking import IntegrityCheck
-from impress_sglang.plugin.known import Brought, Known, KnownRequests
+from impress_sglang.plugin.known import Brought, Known, KnownRequests, Shared
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.request_reports import RequestReports
-from impress_sglang.plugin.served_tree import ServedTree
+from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.sweeps import TreeSweeps
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
+from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.service import Service
 
 
@@ -52,7 +55,7 @@ class ImpressTreeCache(UnifiedRadixCache):
     """SGLang's `UnifiedRadixCache`; what left it is brought back from the store by load jobs."""
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.impress: ServedTree | None = None
+        self.impress: ServedCache | None = None
         """What hooks, routes and orders need; None before it is connected."""
         self.loads: PrefixLoads | None = None
         """The load jobs; None before a scheduler is attached."""
@@ -80,44 +83,61 @@ class ImpressTreeCache(UnifiedRadixCache):
             ranks: with which this one agrees.
             adapters: SGLang's `LoRAManager`, if it has one.
         """
-        self._layers, keys = layers, layers(0)[0]
-        self._device = keys.device
-        self._service = service
+        self._service, keys = service, layers(0)[0]
         # Keys of pairs of tokens: drafts of EAGLE see the next one.
-        beyond = int(self.tree_core.is_eagle)
-        self._planner = planner = LoadPlanner(service, self.page_size, beyond)
+        self._planner = LoadPlanner(service, self.page_size, int(self.tree_core.is_eagle))
         self._provenance = Provenance(len(keys), keys.device)
-        sampler = QuerySampler(model)
-        self._ranks = ranks
-        self._saves = WriteBack(
-            self, service, planner, self._provenance, sampler, layers, forward_stream, ranks
+        self._shared = Shared(
+            *(self, service, self._planner, self._provenance, layers, forward_stream),
+            ranks=ranks,
+            adapters=adapters,
         )
-        self._known = KnownRequests(self, service, planner, self._saves.sight, adapters, ranks)
-        counts = self._saves.sights is not None
-        self._reports = RequestReports(self, service, self._provenance, counts=counts)
-        weights = WeightWatch(service.served, read_identity, self._set_aside, self._is_empty, ranks)
-        check = IntegrityCheck(service.served, self._check_requests)
-        self.impress = ServedTree(
-            self, service, planner, self._known, self._saves, check, weights, ranks
+        self._known = service.live = self._shared.known
+        self._saves = saves = WriteBack(self._shared, QuerySampler(model))
+        self._requests = KnownRequests(self._shared, saves.sight)
+        self._reports = RequestReports(self._shared, counts=saves.sights is not None)
+        order = None
+        if service.config.schedule != OFF:
+            order = QueueOrder(service.config.schedule, self._unread)
+        # What is locked is not freed, and a rank does not know which of all writes are purged.
+        sweeps = TreeSweeps(self, None if ranks.alone else saves.give_all_up)
+        self.impress = ServedCache(
+            service,
+            IntegrityCheck(service.served, self._check_requests),
+            WeightWatch(service.served, read_identity, self._set_aside, self._is_empty, ranks),
+            sweeps,
+            self.page_size,
+            saves.sights,
+            order,
+            attach=self.attach,
+            prefetch=self._look_again,
+            note_queue=self._note_queue,
+            rest=lambda: self.loads is not None and self.loads.rest(),
+            find=self._planner.find_wanted,
+            ranks=ranks,
         )
         service.describe_pool = self._describe_pool
 
     def attach(self, scheduler: Any) -> None:
         """Begin to serve, for a scheduler that is complete."""
-        self.loads = PrefixLoads(
-            self,
-            scheduler,
-            self._service,
-            self._planner,
-            self._known,
-            self._provenance,
-            self._reports,
-            self._layers,
-            self._device,
-            self._ranks,
-        )
+        self.loads = PrefixLoads(self._shared, scheduler, self._requests, self._reports)
         # SGLang's seams for caches that load while requests queue.
         scheduler.enable_lmcache = True
+
+    def _look_again(self, req: Any, *, again: bool = False) -> None:
+        """Note again what is cached of a waiting request; SGLang itself tells of new ones."""
+        known = self._known.get(req.rid)
+        order = None if self.impress is None else self.impress.queue_order
+        if known is not None and self.loads is not None and order is not None:
+            self.loads.note_state(known, order)
+
+    def _note_queue(self, rids: Sequence[str]) -> None:
+        """Note the order of the queue: what earlier requests use is evicted last."""
+        if self._service.lookahead.awaits:
+            self._service.lookahead.order(rids)
+
+    def _unread(self, rid: str) -> float:
+        return 0.0 if self.loads is None else self.loads.unread(rid)
 
     # A request's way: match, plan, wait, be admitted, end.
 
@@ -126,7 +146,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         req = params.req
         if req is None or self.loads is None or self.disable:
             return super().match_prefix(params)
-        known = self._known.note(req)
+        known = self._requests.note(req)
         key = params.key
         if key.extra_key != req.extra_key:
             # Its first match: SGLang made the key before the request had a class.
@@ -154,8 +174,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         known = self._known.get(handle.rid)
         if known is not None and self.loads is not None:
             self.loads.plan(known)
-            if self.impress is not None and self.impress.queue_order is not None:
-                self.loads.note_state(known, self.impress.queue_order)
+            self._look_again(known.req)
         return False
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
@@ -239,7 +258,7 @@ class ImpressTreeCache(UnifiedRadixCache):
     def _forget(self, known: Known) -> None:
         self._saves.end(known)
         self._reports.count(known)
-        self._known.forget(known.req.rid)
+        del self._known[known.req.rid]
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""
@@ -247,7 +266,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         known = None if self.loads is None else self._known.get(request.rid)
         if known is not None and not known.admitted:
             self._end_waiting(request.rid)
-            self._known.forget(request.rid)
+            del self._known[request.rid]
 
     def _end_waiting(self, rid: str) -> None:
         """Note that a request was admitted, or is gone."""

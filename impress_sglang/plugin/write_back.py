@@ -16,22 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.session.streaming_session import is_virtual_node
 from torch import Tensor
 
 from impress_sglang.options import OFF
 from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.keys import as_tokens
-from impress_sglang.plugin.known import Known
-from impress_sglang.plugin.pools import PoolLayers
-from impress_sglang.plugin.provenance import Provenance
+from impress_sglang.plugin.known import Known, Shared
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
-from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
-from impress_sglang.serving.ranks import ALONE, Ranks
-from impress_sglang.serving.service import Service
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
@@ -77,26 +71,11 @@ class _Save:
 class WriteBack:
     """The saves of one tree cache; the scheduler's thread owns them."""
 
-    def __init__(
-        self,
-        cache: UnifiedRadixCache,
-        service: Service,
-        planner: LoadPlanner,
-        provenance: Provenance,
-        sampler: QuerySampler,
-        layers: PoolLayers,
-        forward_stream: Any,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        """`forward_stream` is SGLang's, on which passes run."""
-        self._ranks = ranks
-        self._cache = cache
-        self._service = service
-        self._planner = planner
-        self._provenance = provenance
+    def __init__(self, shared: Shared, sampler: QuerySampler) -> None:
+        self._cache, self._service, self._planner = shared.cache, shared.service, shared.planner
+        self._provenance, self._layers = shared.provenance, shared.layers
+        self._forward_stream, self._ranks = shared.forward_stream, shared.ranks
         self._sampler = sampler
-        self._forward_stream = forward_stream
-        self._layers = layers
         self._access = PoolAccess()
         self._saves: dict[_Save, None] = {}
         config = self._service.config

@@ -7,8 +7,9 @@ import dataclasses
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.service import Service
-from impress_sglang.storage.quality import Quality
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 
 
@@ -61,6 +62,14 @@ class LoadPlanner:
     def whole_pages(self, num_tokens: int) -> int:
         """Round a number of tokens down to whole pages."""
         return num_tokens // self._page_size * self._page_size
+
+    def find_wanted(
+        self, namespace: str, tokens: Tokens, wanted: LoadOptions, exactly: bool
+    ) -> StoredMatch:
+        """The same of a prompt as is wanted, or if `exactly`, of what was computed exactly."""
+        if exactly:
+            return self.match(namespace, tokens, EXACT)
+        return self.find(namespace, tokens, self._service.class_of(wanted))
 
     def find(self, namespace: str, tokens: Tokens, own: KVClass) -> StoredMatch:
         """The longest stored prefix of `tokens` that a class accepts, in whole pages."""

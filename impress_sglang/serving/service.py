@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ class Service:
         self.config = config
         self.shape = shape
         self.policy = make_policy(config)
-        self.num_live = 0
-        """Requests that are known and not over."""
+        self.live: Mapping[str, Any] = {}
+        """Requests that are not over, by id."""
         self.self_test_seconds: float | None = None
         """What showing took that KVs come back as they were; None if nothing is stored."""
         self.totals = RequestTotals()
@@ -120,7 +120,7 @@ class Service:
             "self_test_seconds": self.self_test_seconds,
             "probe_kv_heads": list(self.shape.probe_kv_heads),
             "kv_heads": self.shape.num_kv_heads,
-            "requests_live": self.num_live,
+            "requests_live": len(self.live),
             "device_pool": self.describe_pool(),
             "totals": {k: round(v, 3) if isinstance(v, float) else v for k, v in totals},
             "store": None if store is None else store.summary(),

@@ -221,8 +221,8 @@ def test_times_of_a_request_add_up_where_its_prefix_is_loaded_while_it_waits(
     )
     report = new_report("impress", 0, 20) | {"load_ms": load_ms}
     known: Any = SimpleNamespace(req=req, report=report, namespace="", gated=gated, disturbed=False)
-    nothing: Any = None
-    RequestReports(nothing, service, nothing, counts=False).count(known)
+    shared: Any = SimpleNamespace(cache=None, service=service, provenance=None)
+    RequestReports(shared, counts=False).count(known)
     (row,) = service.recent.after(0)
     assert (row["waited_ms"], row["loading_ms"], row["computing_ms"]) == split
     assert learnt == [(0, 20, pytest.approx(0.1 - gated))]

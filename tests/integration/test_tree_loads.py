@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin.keys import namespace_of
-from impress_sglang.plugin.tree_nodes import TreeSweeps
+from impress_sglang.plugin.sweeps import TreeSweeps
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.integration.tiny_model import WORDS
 from tests.integration.tree_world import TreeWorld, told_of

@@ -34,7 +34,6 @@ from impress_sglang.paper.plugin.passes import KnownRequest, KnownRequests, Pass
 from impress_sglang.paper.plugin.pool_sweeps import PoolSweeps
 from impress_sglang.paper.plugin.prompt_saves import PromptSaves
 from impress_sglang.paper.plugin.retries import Retries
-from impress_sglang.paper.plugin.served import PaperServedCache
 from impress_sglang.paper.request import StoredRequest
 from impress_sglang.paper.runtime import ServingRuntime
 from impress_sglang.plugin.checking import IntegrityCheck
@@ -77,15 +76,20 @@ class ImpressRadixCache(RadixCache):
         """The integrity check that an operator may order, and its outcome."""
         self._started = False
         super().__init__(params)
-        self.impress: ServedCache = PaperServedCache(
+        self.impress: ServedCache = ServedCache(
             runtime,
             self.check,
             self.weights,
-            self.passes,
             self.sweeps,
-            self.retries,
-            self.prefetch,
             params.page_size,
+            self.passes.sights,
+            runtime.queue_order,
+            attach=self.retries.attach,
+            prefetch=self.prefetch,
+            note_queue=runtime.note_queue,
+            rest=self.retries.rest,
+            find=lambda *prompt: runtime.admission.find(*prompt[:-1]),
+            reorder=runtime.reorder,
         )
         """What hooks, routes and orders use."""
         runtime.describe_pool = self._describe_pool

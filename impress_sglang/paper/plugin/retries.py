@@ -28,6 +28,11 @@ class Retries:
         req.finished_output = True
         self._failed.append(req)
 
+    def rest(self) -> bool:
+        """See `ServedCache.rest`: no batch will come that would poll."""
+        self.poll()
+        return False
+
     def poll(self) -> None:
         """Queue what had failed before the last call; called after each batch, and when idle."""
         ready, self._ready, self._failed = self._ready, self._failed, []
