@@ -75,7 +75,8 @@ class ServedCache:
         stored = self.find(namespace, tokens, wanted, exactly).num_tokens
         report = new_report(service.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)
-        why = service.explainer.foretell(Asked(report, namespace, tokens, wanted, seen))
+        asked = Asked(report, namespace, tokens, wanted, seen)
+        why = service.explainer.explain(asked, admitted=False)
         return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
 

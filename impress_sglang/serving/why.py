@@ -42,10 +42,7 @@ class Reason(enum.StrEnum):
     RESIDENT = "resident", "its prefix was in SGLang's pool"
     STORED = "stored", "it is stored"
     NEVER_STORED = "never_stored", "nothing that begins like it is stored, or was recently"
-    SEEN_TOO_SELDOM = (
-        "seen_too_seldom",
-        "it was requested less often than --impress-write-after asks",
-    )
+    SEEN_TOO_SELDOM = "seen_too_seldom", "it was requested too seldom (--impress-write-after)"
     BEING_WRITTEN = "being_written", "it is being written"
     EVICTED = "evicted", "it was stored, and removed from SSD to make room"
     NO_ROOM = "no_room", "it was not stored: no room could be made"
@@ -59,17 +56,14 @@ class Reason(enum.StrEnum):
     COMPUTED_FASTER = "computed_faster", "loading it was estimated to be slower than computing it"
     COMPUTED_TO_LEARN = (
         "computed_to_learn",
-        "reading is slow here, so this server learns what computing takes",
+        "reading is slow, so the server learns what computing is",
     )
     BLEND_TOO_SHORT = (
         "blend_too_short",
-        "too little of it is stored elsewhere (--impress-blend-min-tokens)",
+        "too little is stored elsewhere (--impress-blend-min-tokens)",
     )
     BLEND_SLOWER = "blend_slower", "blending it was estimated to be slower than not blending"
-    BLEND_TOO_LONG = (
-        "blend_too_long",
-        "blending it would take too much computing (--impress-blend-seconds)",
-    )
+    BLEND_TOO_LONG = "blend_too_long", "blending takes too much computing (--impress-blend-seconds)"
     BLEND_UNSUPPORTED = "blend_unsupported", "this server cannot blend it"
     QUALITY = "quality", "it is stored, but less exactly than the request asks for"
     DAMAGED = "damaged", "it was stored, but could not be read as it was written"
@@ -77,10 +71,7 @@ class Reason(enum.StrEnum):
     NO_BUFFERS = "no_buffers", "it is stored, but none of its layers fits into --impress-buffer-gb"
     NOT_SERVED = "not_served", "the request has a feature that rules out the store"
     NOT_ADMITTED = "not_admitted", "it ended before it was admitted, and used nothing"
-    OTHER_WEIGHTS = (
-        "other_weights",
-        "the store is set aside: weights are changing, or it is being opened",
-    )
+    OTHER_WEIGHTS = "other_weights", "the store is aside: weights change, or it is being opened"
     DEGRADED = "degraded", "the disk does not answer, and the store is not used until it does"
     NO_STORE = "no_store", "--impress-policy stores nothing"
 
@@ -131,22 +122,16 @@ class Explainer:
         self._served = served
         self._least = least
 
-    def explain(self, asked: Asked) -> Why:
-        """Explain the prefix of a request that is admitted."""
-        hit, resident = _hit(asked.report), int(asked.report["resident_tokens"])
-        least = min(self._config.min_prefix_tokens, len(asked.tokens) / 2)
-        if hit is not None and hit[0] is Reason.RESIDENT and resident < least:
-            # So few tokens are only how other prompts happen to begin.
-            hit = None
-        return self._answer(hit, asked)
+    def explain(self, asked: Asked, *, admitted: bool = True) -> Why:
+        """Say what a prompt has, if anything, and why it lacks the rest, if that is long enough.
 
-    def foretell(self, asked: Asked) -> Why:
-        """Explain a prompt that is not being served; the report's prefix is what is stored."""
+        If it is not `admitted`, the report's prefix is what is stored of it.
+        """
         stored = int(asked.report["prefix_tokens"])
-        return self._answer((Reason.STORED, f"{stored:,} tokens") if stored else None, asked)
-
-    def _answer(self, hit: Detail | None, asked: Asked) -> Why:
-        """Say what a prompt has, if anything, and why it lacks the rest, if that is long enough."""
+        hit = (Reason.STORED, f"{stored:,} tokens") if stored else None
+        if admitted:
+            # So few tokens are only how other prompts happen to begin.
+            hit = _hit(asked.report, min(self._config.min_prefix_tokens, len(asked.tokens) / 2))
         rest = len(asked.tokens) - int(asked.report["prefix_tokens"])
         if hit is not None and rest < self._config.min_prefix_tokens:
             return say(*hit)
@@ -213,15 +198,11 @@ def say(reason: Reason, detail: str = "") -> Why:
     return {"reason": reason, "text": _sentence(reason, detail), "rest": None}
 
 
-def _hit(report: Mapping[str, Any]) -> Detail | None:
+def _hit(report: Mapping[str, Any], least_resident: float) -> Detail | None:
     """What the prefix of a request was, if it has one."""
-    for reason, source in (
-        (Reason.BLENDED, "blended"),
-        (Reason.LOADED, "loaded"),
-        (Reason.SHARED, "shared"),
-        (Reason.RESIDENT, "resident"),
-    ):
-        if tokens := report[f"{source}_tokens"]:
+    for reason in (Reason.BLENDED, Reason.LOADED, Reason.SHARED, Reason.RESIDENT):
+        tokens = report[f"{reason}_tokens"]
+        if tokens and (reason is not Reason.RESIDENT or tokens >= least_resident):
             bits = f" in {report['bits']:g} bits" if reason is Reason.LOADED else ""
             return reason, f"{tokens:,} tokens{bits}"
     return None
