@@ -16,7 +16,6 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.plugin import admin, routes, sweeps
 from impress_sglang.plugin.admin import handle
@@ -120,35 +119,6 @@ def test_a_purge_empties_the_pool_of_a_namespace_or_of_all(world: World, everyth
     world.check_slots()
 
 
-def test_a_purge_leaves_what_is_used(world: World) -> None:
-    """And goes on beside it."""
-    fill_pool(world, "a", 1000, 8, 16)
-    root = world.cache.root_node
-    (first,) = root.children.values()
-    used = max(first.children.values(), key=lambda node: len(node.key))
-    world.cache.inc_lock_ref(used)
-    assert told(world, "purge", extra_key="a")["pool_tokens"] == 8
-    assert resident(world) == {"a": 24}
-    world.cache.dec_lock_ref(used)
-    assert told(world, "purge", extra_key="a")["pool_tokens"] == 24
-    assert not resident(world)
-
-
-def test_a_purge_gives_up_writes_and_frees_what_they_read(world: World) -> None:
-    world.prefill("writes", 1000)
-    world.make_resident(STORED)
-    (save,) = world.cache._saves._begun.values()
-    node = next(iter(world.cache.root_node.children.values()))
-    world.cache._saves._lock_for(save, node)
-    answer = told(world, "purge", everything=True)
-    assert (answer["writes"], answer["pool_tokens"]) == (1, TOKENS)
-    assert told(world, "purge", everything=True)["writes"] == 0, "it is given up already"
-    assert not resident(world)
-    del world.cache._saves._begun["writes"]
-    world.runtime.store.writes.drain()
-    world.allocator.free(save.slots)
-
-
 def steps_of(world: World, between: Callable[[], None], **fields: Any) -> list[int]:
     """What each step of a purge has freed, with something between two of them."""
     freed = []
@@ -158,47 +128,6 @@ def steps_of(world: World, between: Callable[[], None], **fields: Any) -> list[i
         if not answer["left"]:
             return freed
         between()
-
-
-def test_a_large_pool_is_emptied_in_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile nodes are split, evicted and added."""
-    monkeypatch.setattr(sweeps, "MOST_FREED", 2)
-    fill_pool(world, "a", 1000, *[4] * 6)
-    fill_pool(world, "b", 1000, 4)
-    changes = iter(
-        [
-            lambda: world.make_resident([*range(1000, 1004), 7, 7], "a"),
-            lambda: world.cache.evict(EvictParams(num_tokens=4)),
-            lambda: world.make_resident([*range(1000, 1008), *[1104] * 2, 9], "a"),
-        ]
-    )
-
-    begun, pins = list[str](), world.runtime.store.pins
-    monkeypatch.setattr(pins, "unpin", lambda name, _: begun.append(name) or 0)
-
-    freed = steps_of(world, lambda: next(changes, lambda: None)(), extra_key="a")
-
-    assert len(begun) == 1 and not len(world.runtime.served.purges), "of the store it is done once"
-    assert len(freed) > 3 and all(own <= 8 + 8 for own in freed)
-    assert resident(world)["b"] == 12
-    # What came meanwhile may be left, with what it stands on, and nothing else.
-    assert resident(world).get("a", 0) <= 4 + 2 + 8 + 3
-    told(world, "purge", extra_key="a")
-    world.check_slots()
-
-
-def test_a_flush_ends_what_is_left_of_a_purge(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The nodes that it remembers have slots that are others' now."""
-    monkeypatch.setattr(sweeps, "MOST_FREED", 1)
-    fill_pool(world, "a", 1000, *[4] * 6)
-    assert told(world, "purge", extra_key="a")["left"]
-    assert world.flush()
-    fill_pool(world, "b", 1000, 4)
-    assert steps_of(world, lambda: None, extra_key="a") == [0]
-    assert resident(world) == {"b": 12}
-    world.check_slots()
 
 
 def purged_by_age(world: World, **fields: Any) -> list[Any]:
@@ -242,16 +171,6 @@ def test_a_request_that_waits_for_what_is_purged_is_computed(world: World) -> No
     assert told(world, "purge", STORED)["segments"] == 1
     assert world.admit(req) is None
     world.cache._forget("waits")
-
-
-def test_a_request_that_runs_keeps_what_it_has(world: World) -> None:
-    world.store_prompt(1000)
-    request = world.admit(world.ask("runs"))
-    assert request is not None
-    world.load(request, 0)
-    assert told(world, "purge", STORED)["pool_tokens"] == 0
-    world.load(request, 1, 2)
-    world.end(request)
 
 
 def test_pins(world: World) -> None:
@@ -433,34 +352,6 @@ def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
 
 
 @pytest.mark.parametrize(
-    ("body", "prompts"),
-    [
-        ({"texts": ["ab", "c"]}, [[97, 98], [99]]),
-        ({"text": ["ab", "c"]}, [[97, 98], [99]]),
-        ({"text": None, "input_ids": [[1, 2], [3]]}, [[1, 2], [3]]),
-        ({"texts": ["ab"]}, [[97, 98]]),
-        ({"text": "ab"}, [97, 98]),
-        ({"input_ids": [1, 2]}, [1, 2]),
-    ],
-)
-def test_several_prefixes_are_warmed_in_one_call(
-    warming: Warming, body: dict[str, Any], prompts: list[Any]
-) -> None:
-    answers = asyncio.run(carry_out("warm", {**body, "extra_key": "t"}))
-    several = isinstance(prompts[0], list)
-    asked = warming.asked
-    told = [own["tokens"] for own in (answers if isinstance(answers, list) else [answers])]
-    assert told == [len(own.input_ids) for own in asked]
-    assert isinstance(answers, list) == several
-    assert [own.input_ids for own in asked] == (prompts if several else [prompts])
-    for own in asked:
-        assert own.extra_key == "t"
-        custom = own.sampling_params["custom_params"]
-        assert custom["impress_store"] is True and custom["impress_retention"] == 1.0
-        assert custom["impress_blend"] == "off" and custom["impress_bits"] == "exact"
-
-
-@pytest.mark.parametrize(
     "body",
     [
         {"texts": []},
@@ -541,16 +432,6 @@ def test_warming_that_fails_is_no_success(
     assert len(warming.asked) == 1 + several
 
 
-def test_nothing_is_warmed_without_a_store(warming: Warming, client: TestClient) -> None:
-    """Nor is success claimed if the store is gone meanwhile."""
-    gone = {"error": "no store is in use: by policy"}
-    for whys, asked in (([gone], 0), ([why(Reason.NEVER_STORED), gone], 1)):
-        warming.whys = [*whys]
-        answer = client.post("/impress/warm", json={"input_ids": [1]})
-        assert (answer.status_code, answer.json()) == (400, gone)
-        assert len(warming.asked) == asked
-
-
 def test_a_fault_of_ours_is_none_of_the_caller(
     world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -568,19 +449,6 @@ def test_a_fault_of_ours_is_none_of_the_caller(
     world.runtime.served.aside = "a test"
     refused = client.post("/impress/reorder")
     assert refused.status_code == 400 and "no store is in use: a test" in refused.text
-
-
-def test_a_long_purge_tells_the_sums_over_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("segments", "tokens", "bytes", "writes", "unpinned", "pool_tokens")
-    one = dict.fromkeys(names, 1)
-    steps = iter([one | {"left": 1}, one | {"left": 0}])
-
-    async def send(*_: Any, **__: Any) -> dict[str, Any]:
-        return next(steps)
-
-    monkeypatch.setattr(routes, "tokenizer_manager", manager_of)
-    monkeypatch.setattr(routes, "send", send)
-    assert asyncio.run(carry_out("purge", {"all": True})) == dict.fromkeys(names, 2)
 
 
 def test_each_purge_is_seen_through_before_the_next_one_begins(

@@ -15,7 +15,6 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import WAITING_PREFIX_REFRESH_INTERVAL, SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, EvictParams
 
-from impress_sglang.store.lookahead import AwaitedRange
 from tests.integration.worlds import TOKENS, World
 
 WANTED, POPULAR = 1000, 2000
@@ -185,48 +184,3 @@ def test_the_tail_of_the_queue_gives_its_prefix_up_first(
 
     left = queue.left(WANTED), queue.left(POPULAR)
     assert left == ((0, TOKENS) if options["lookahead"] == "on" else (TOKENS, 0))
-
-
-def test_what_is_left_of_an_awaited_prefix_is_awaited(queue: Queue) -> None:
-    queue.resident(WANTED, length=40)
-    queue.resident(WANTED)
-    queue.add("waits", WANTED)
-    queue.schedule()
-    queue.evict(1)
-    assert queue.left(WANTED) == 40
-    queue.resident(POPULAR, times=3)
-    queue.evict(1)
-
-    assert queue.left(WANTED) == 40 and not queue.left(POPULAR)
-
-
-def test_no_more_of_a_prefix_is_awaited_than_a_request_has(queue: Queue) -> None:
-    """The rest goes as if nobody waited; SGLang refreshes that much, too."""
-    queue.resident(WANTED)
-    queue.resident(POPULAR, times=3)
-    queue.add("waits", WANTED, length=40)
-    queue.schedule()
-    queue.evict(1)
-
-    assert queue.left(WANTED) == 40 and queue.left(POPULAR) == TOKENS
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_when_caches_hear_who_is_admitted(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch, alone: bool
-) -> None:
-    """Before it reads, or what it reads would be kept for itself; but not while others wait.
-
-    What it is about to read would be the first to make room for them.
-    """
-    queue.world.store_prompt(WANTED)
-    req = queue.add("waits", WANTED)
-    if not alone:
-        queue.add("waits too", WANTED)
-    queue.schedule()
-    store = queue.world.runtime.store
-    store.poll()
-    told: list[tuple[str, list[AwaitedRange]]] = []
-    monkeypatch.setattr(store._lookahead, "_expect", told.extend)
-    queue.admit(req)
-    assert [ranges for _, ranges in told] == ([[]] if alone else [])

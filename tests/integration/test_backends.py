@@ -107,17 +107,6 @@ def test_a_start_is_void_once_its_row_is_allocated_again() -> None:
     assert not starts and not starts.on_device.any() and not starts.on_host.any()
 
 
-def test_a_start_is_that_of_the_last_allocation() -> None:
-    pool = ReqToTokenPool(1, 8, "cpu", enable_memory_saver=False)
-    starts, row = RowStarts(pool), torch.tensor([1])
-    for start in (6, 6, 4):
-        assert pool.alloc_rows(1) == [1]
-        starts.set(row, row, [start])
-        starts.void_reallocated()
-        assert starts.on_device[1] == starts.on_host[1] == start
-        pool.free_rows([1])
-
-
 def test_passes_that_load_are_no_graphs() -> None:
     """The runner of SGLang's graphs asks the backend, by this name, before each pass."""
     assert '.attn_backend, "can_run_prefill_cuda_graph"' in inspect.getsource(prefill_runner)

@@ -21,7 +21,6 @@ from torch import Tensor
 from impress_sglang.blend.plan import Kind, share_of_layer
 from impress_sglang.blend.plugin.steps import (
     BlendSteps,
-    BlockAttention,
     BlockSize,
     check_blended,
 )
@@ -29,7 +28,7 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import ROPE_TYPES
 from impress_sglang.plugin.rectangular import rectangular_attention
 from impress_sglang.plugin.rotation import rotation_of
-from tests.integration.tiny_model import SCALING, KVs, Model, Pool, layer_of, tokens_of
+from tests.integration.tiny_model import SCALING, KVs, Model, Pool, tokens_of
 from tests.unit.kv_factory import make_shape
 
 LAYERS = 6
@@ -138,18 +137,6 @@ def test_reuse_as_is_runs_no_model() -> None:
     assert error(found, stored, 0) == 0.0 and not model.computed and not job.spent
 
 
-def test_what_could_not_be_read_is_computed() -> None:
-    """As the loader's thread has said by then: with the rest, in order."""
-    tokens = tokens_of(1, 90)
-    expected = Model(SHAPE).kvs(tokens)
-    kinds = np.full(90, Kind.KEPT)
-    kinds[50:60], kinds[30:50] = Kind.REUSED, Kind.COMPUTED
-    found, model, job = blend(tokens, expected, kinds, 0.3, size=15)
-    assert error(found, expected, 0) < 1e-5
-    assert [count for layer, count in model.computed if not layer] == [15, 15]
-    assert job.token_layers == sum(own for _, own in model.computed)
-
-
 def test_blocks_take_no_longer_than_a_chunk() -> None:
     size = BlockSize(2048)
     assert size.tokens == 512
@@ -168,16 +155,6 @@ def test_blocks_take_no_longer_than_a_chunk() -> None:
         size.note(size.tokens, 1.0, 0.1)
     assert size.tokens == 32
     assert BlockSize(16).tokens == 16
-
-
-def test_a_model_without_keys_outside_the_pool_cannot_be_blended() -> None:
-    attention = BlockAttention(None)
-    block: Any = object()
-    attention.block = block
-    nothing: Any = None
-    query = torch.zeros(2, 8)
-    with pytest.raises(UnsupportedError, match="keeps no new keys"):
-        attention.forward(query, nothing, nothing, layer_of(SHAPE, 0), nothing)
 
 
 def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs:
@@ -218,15 +195,6 @@ def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
     counts = [count for _, count in model.computed]
     assert counts[:2] == [270, 270] and counts[2:] == sorted(counts[2:], reverse=True)
     assert np.mean(counts[2:]) == pytest.approx(30 + share * 240, rel=0.02)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.5, 0.7, 1.0])
-@pytest.mark.parametrize("layers", [3, 12, 80])
-def test_shares_of_layers(share: float, layers: int) -> None:
-    shares = [share_of_layer(share, layer, layers) for layer in range(2, layers)]
-    assert shares == sorted(shares, reverse=True) and 0.0 <= min(shares) <= max(shares) <= 1.0
-    if layers > 3:
-        assert np.mean(shares) == pytest.approx(share)
 
 
 class LlamaForCausalLM(torch.nn.Module):

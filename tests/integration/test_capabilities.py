@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,10 +61,6 @@ def test_options_that_are_known_not_to_work(name: str) -> None:
     assert hasattr(options(), name) or sglang_version() != NEWEST, "a name that SGLang has not"
     with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} "):
         check_options(config, options(**{name: 7 if name.endswith("size") else "on"}))
-
-
-def test_options_that_nobody_knows() -> None:
-    check_options(ImpressConfig(), options(teleport="far", stream_interval=7))
 
 
 def test_options_that_change_kvs_are_part_of_the_identity() -> None:
@@ -207,21 +202,6 @@ def test_changed_layer(changes: dict[str, Any], word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "word"),
-    [
-        (lambda: torch.nn.ModuleList([]), "the attention of ModuleList"),
-        (lambda: Layers((0,)), "one attention layer per layer"),
-        (lambda: Layers((1, 0)), "one attention layer per layer"),
-        (lambda: Layers((0, 0, 1)), "one attention layer per layer"),
-    ],
-    ids=["none", "missing", "order", "twice"],
-)
-def test_changed_model(model: Callable[[], torch.nn.Module], word: str) -> None:
-    with pytest.raises(UnsupportedError, match=word):
-        check_layers(runner(model()))
-
-
-@pytest.mark.parametrize(
     ("changed", "word"),
     [
         ({"head_num": 4}, "token by token"),
@@ -236,14 +216,6 @@ def test_changed_pool(changed: dict[str, Any], word: str) -> None:
     assert not streams_of(pool, torch.float32).no_codes
     with pytest.raises(UnsupportedError, match=word):
         streams_of(make_pool(**changed), torch.float32)
-
-
-def test_pool_that_folds_pages() -> None:
-    """A row of it is a page, not a token."""
-    pool = make_pool(kv_cache_layout="hnd")
-    pool.k_buffer = pool.v_buffer = [own.view(5, 2, 13, 16) for own in pool.k_buffer]
-    with pytest.raises(UnsupportedError, match="layout hnd"):
-        streams_of(pool, torch.float32)
 
 
 @pytest.mark.parametrize(

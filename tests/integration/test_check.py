@@ -85,17 +85,6 @@ def test_requests_are_served_while_a_check_goes_on(world: World) -> None:
     assert state == "ok"
 
 
-@pytest.mark.usefixtures("slow")
-def test_the_store_may_be_another_one_in_the_end(world: World) -> None:
-    for number in range(3):
-        world.compute(f"r{number}", 2000, prompt=[*range(9000 * number, 9000 * number + TOKENS)])
-    assert told(world) == told(world, begin=False) == "running"
-    world.call("update_weights_from_disk")
-    assert told(world, begin=False) in ("running", "ok")
-    assert world.used()
-    assert checked(world) == "ok"
-
-
 def test_the_route_goes_on_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, asked = iter(["running", "running", "failed"]), []
 

@@ -54,15 +54,6 @@ def stored(num_tokens: int, *selected: int) -> StoredMatch:
     return StoredMatch((StoredSpan(segment, 0, num_tokens),))
 
 
-def test_what_is_used_less_goes_first_and_what_never_was_before_it() -> None:
-    root, strategy = Node([], None), ScoreEviction(1000, RETENTION)
-    never, rare, often = root.add(1, 2), root.add(3, 4), root.add(5, 6)
-    use(strategy, often, 3)
-    use(strategy, rare)
-
-    assert order(strategy, often=often, rare=rare, never=never) == ["never", "rare", "often"]
-
-
 def test_of_two_that_are_used_alike_the_less_important_goes_first() -> None:
     root, strategy = Node([], None), ScoreEviction(1000, RETENTION)
     dense, thin, unknown = root.add(*range(10)), root.add(*range(10, 20)), root.add(*range(20, 30))
@@ -85,15 +76,6 @@ def test_importance_and_frequency_are_multiplied() -> None:
     assert order(strategy, dense=dense, thin=thin) == ["dense", "thin"]
 
 
-def test_each_node_has_the_share_of_its_own_tokens() -> None:
-    root, strategy = Node([], None), ScoreEviction(1000, RETENTION)
-    upper = root.add(0, 1, 2, 3)
-    lower = upper.add(4, 5, 6, 7)
-    use(strategy, lower, 2, stored(8, 4, 5, 6, 7))
-
-    assert order(strategy, upper=upper, lower=lower) == ["upper", "lower"]
-
-
 def test_old_popularity_fades_with_a_half_life_and_not_without() -> None:
     for half_life, first in ((5.0, "old"), (0.0, "new")):
         root, strategy = Node([], None), ScoreEviction(half_life, RETENTION)
@@ -102,16 +84,6 @@ def test_old_popularity_fades_with_a_half_life_and_not_without() -> None:
         use(strategy, new, 20)
 
         assert order(strategy, old=old, new=new)[0] == first
-
-
-def test_ties_are_broken_by_recency() -> None:
-    root, strategy = Node([], None), ScoreEviction(0, RETENTION)
-    early, late = root.add(1), root.add(2)
-    early.last_access_time, late.last_access_time = 1.0, 2.0
-    use(strategy, late)
-    use(strategy, early)
-
-    assert order(strategy, late=late, early=early) == ["early", "late"]
 
 
 def test_the_upper_half_of_a_split_node_keeps_the_uses() -> None:
@@ -125,16 +97,6 @@ def test_the_upper_half_of_a_split_node_keeps_the_uses() -> None:
     use(strategy, upper)
 
     assert order(strategy, upper=upper, other=other) == ["other", "upper"]
-
-
-def test_a_million_half_lives_do_not_overflow() -> None:
-    root, strategy = Node([], None), ScoreEviction(0.001, RETENTION)
-    node, other = root.add(1), root.add(2)
-    use(strategy, node, 1000)
-    use(strategy, other, 1)
-
-    assert order(strategy, node=node, other=other) == ["node", "other"]
-    assert np.isfinite(strategy.get_priority(other)[1])
 
 
 def test_what_is_awaited_goes_last_by_its_turn_and_then_by_its_refresh() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.store.writing import StoreOutcome
-from tests.integration.test_tree_loads import ASKED, EXACT, PREFIX, STORED, draw
+from tests.integration.test_tree_loads import ASKED, EXACT, PREFIX, STORED
 from tests.integration.tree_world import TreeWorld, told_of
 
 OWN = [*ASKED[:-1], 3]
@@ -89,24 +88,6 @@ def test_who_would_wait_for_room_uses_them(world: TreeWorld) -> None:
 
 
 @pytest.mark.usefixtures("stored")
-def test_they_must_not_lack_some_of_what_is_stored(world: TreeWorld) -> None:
-    longer = [*STORED[:PREFIX], *draw(5, 64)]
-    world.run("longer", [*longer, 1], **EXACT)
-    world.flush()
-    with running(world, ASKED, **EXACT):
-        req = world.request("own", [*longer, 2])
-        world.poll()
-        assert world.waits(req) and not is_exact(world, "own")
-        give_up(world, req)
-
-
-@pytest.mark.usefixtures("stored")
-def test_nobody_uses_them_who_has_room(world: TreeWorld) -> None:
-    world.run("exact", ASKED, **EXACT)
-    assert world.run("own", OWN)["approximate"]
-
-
-@pytest.mark.usefixtures("stored")
 def test_who_asks_for_exact_kvs_uses_no_others(world: TreeWorld) -> None:
     with running(world, ASKED):
         req = world.request("own", OWN, **EXACT)
@@ -129,52 +110,3 @@ def raised(world: TreeWorld) -> Any:
 def test_when_they_are_gone_it_loads_what_it_asked_for(world: TreeWorld) -> None:
     told = go_on(world, raised(world))
     assert told["path"] == "ssd" and told["bits"] == world.config.bits and told["approximate"]
-
-
-def test_when_they_are_gone_and_not_stored(
-    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own class has more than what is exact."""
-    world.run("first", STORED[:128])
-    world.flush()
-    world.run("approximate", STORED)
-    world.flush()
-    refused = StoreOutcome.NO_SPACE
-    monkeypatch.setattr(world.service.store.writes, "offer", lambda *_, **__: refused)
-    world.run("exact", ASKED, **EXACT)
-    told = go_on(world, raised(world))
-    assert told["prefix_tokens"] == PREFIX and told["why"]["reason"] == "loaded"
-
-
-@pytest.mark.usefixtures("stored")
-def test_who_was_put_back_is_told_of_what_it_has_now(world: TreeWorld) -> None:
-    req = world.request("own", OWN)
-    world.settle(req)
-    world.admit(req)
-    world.compute(req)
-    assert told_of(req)["approximate"]
-    world.release(req)
-    evict_all(world)
-    with running(world, ASKED, **EXACT):
-        world.match(req)
-        world.scheduler.waiting_queue.append(req)
-        world.cache.prefetch_from_storage(req.cache_request_handle)
-        world.poll()
-        assert is_exact(world, "own")
-        assert not go_on(world, req)["approximate"]
-
-
-@pytest.mark.usefixtures("stored")
-def test_looking_for_them_keeps_nothing_in_the_pool(world: TreeWorld) -> None:
-    """A part of the prefix that nobody uses is the first to be evicted all the same."""
-    world.run("part", STORED[:129], **EXACT)
-    other = draw(9, 160)
-    world.run("other", other)
-    assert world.run("other again", other)["path"] == "device"
-    with running(world, draw(11, 20), left=32):
-        req = world.request("own", OWN)
-        world.poll()
-        assert world.cache._known["own"].waiter.is_blocked
-        world.cache.evict(EvictParams(num_tokens=100))
-        give_up(world, req)
-    assert world.run("other once more", other)["path"] == "device"

@@ -16,16 +16,13 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from impress_sglang.paper.plugin.prompt_saves import as_tokens
 from impress_sglang.plugin import page
-from impress_sglang.plugin.admin import handle
 from impress_sglang.plugin.page import document, with_text
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
-from tests.integration.worlds import OTHER, STORED, World
+from tests.integration.worlds import STORED, World
 
 
 @pytest.fixture
@@ -47,32 +44,6 @@ def seen(world: World, **wanted: Any) -> Any:
 def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
     req = world.request(rid, tokens, namespace="tenant")
     world.cache.passes.note_end(req, new_report("impress", 0))
-
-
-def test_segments_are_where_they_are(world: World) -> None:
-    """Those used last, what others build on first, with what of them is in caches."""
-    world.store_prompt(1000)
-    world.compute("a", 2000, prompt=OTHER)
-    world.compute("b", 4000, prompt=OTHER, namespace="tenant")
-    world.end(world.loaded("first"))
-    store = world.runtime.store
-    assert store.pins.pin(store.namespace('["tenant", null]'), as_tokens(OTHER)) is None
-
-    found = seen(world, after=0)
-
-    rows = {row["segment"]: row for row in found["segments"]}
-    assert len(rows) == len(store.tree) == found["stats"]["store"]["segments"]
-    used = sum(row["ssd_bytes"] for row in rows.values())
-    assert used == found["stats"]["store"]["used_bytes"]
-    for tier in ("host", "device"):
-        cached = sum(row[f"{tier}_bytes"] for row in rows.values())
-        assert cached == found["stats"]["cache"][tier]["used_bytes"]
-    assert sum(row["host_bytes"] + row["device_bytes"] for row in rows.values()) > 0
-    first = found["segments"][0]
-    assert (first["hits"], first["uses_ago"]) == (1, 0)
-    pinned = [row for row in rows.values() if row["pinned"]]
-    assert [row["namespace"] for row in pinned] == [store.namespace('["tenant", null]')]
-    assert all(row["on"] in rows or row["on"] is None for row in rows.values())
 
 
 def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,25 +82,6 @@ def test_prompts_are_shown_to_who_wants_that(world: World) -> None:
     (row,) = with_text({"segments": found["segments"][:1]}, Tokenizer())["segments"]
     assert row["text"].startswith("<b>1000</b>x") and len(row["text"]) == 120
     assert with_text({"requests": found["requests"]}, None)["requests"][0]["text"] is None
-
-
-def test_requests_and_segments_that_begin_alike_have_one_name(world: World) -> None:
-    world.compute("r", 2000, namespace="tenant")
-    end(world)
-    found = seen(world, after=0)
-    assert found["requests"][0]["begins"] == found["segments"][0]["begins"]
-    end(world, rid=f"{HEALTH_CHECK_RID_PREFIX}_1")
-    assert seen(world, after=1)["requests"] == []
-    assert world.runtime.totals["requests"] == 2
-
-
-def test_nothing_that_is_asked_ends_the_scheduler(world: World) -> None:
-    end(world)
-    assert "error" in seen(world, after="x")
-    assert "error" in json.loads(handle(world.cache.impress, '{"verb": "overview"}'))
-    assert seen(world, below={}) == {"segments": []}
-    world.runtime.served.reopen("1" * 32)
-    assert seen(world, after=0)["segments"] == [] == seen(world, below="x")["segments"]
 
 
 def test_a_browser_runs_what_belongs_to_the_page() -> None:

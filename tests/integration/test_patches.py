@@ -23,7 +23,6 @@ PATCH = next(
 BACKEND = Path("sglang/srt/layers/attention/torch_native_backend.py")
 NUM_SLOTS = 2048
 Extend = Callable[..., Tensor]
-ENCODER_LEN = 23
 
 # (prefix length, new tokens) of each request of a batch.
 BATCHES = {
@@ -71,26 +70,24 @@ def make_batch(
     query_heads: int = 4,
     kv_heads: int = 4,
     head_dim: int = 16,
-    cache_dtype: torch.dtype = torch.float32,
-    encoder_len: int = 0,
 ) -> SimpleNamespace:
     """A batch whose KVs lie scattered in the pool, as the backend gets it."""
     generator = torch.Generator().manual_seed(len(lengths) + query_heads)
     seq_lens = torch.tensor([prefix + new for prefix, new in lengths])
-    row_len = int(seq_lens.max()) + encoder_len
+    row_len = int(seq_lens.max())
     num_slots = max(NUM_SLOTS, len(lengths) * row_len)
     rows = torch.randperm(num_slots, generator=generator)[: len(lengths) * row_len]
     new_tokens = sum(new for _, new in lengths)
     return SimpleNamespace(
         query=torch.randn(new_tokens, query_heads, head_dim, generator=generator),
-        k_cache=torch.randn(num_slots, kv_heads, head_dim, generator=generator).to(cache_dtype),
-        v_cache=torch.randn(num_slots, kv_heads, head_dim, generator=generator).to(cache_dtype),
+        k_cache=torch.randn(num_slots, kv_heads, head_dim, generator=generator),
+        v_cache=torch.randn(num_slots, kv_heads, head_dim, generator=generator),
         req_to_token=rows.view(len(lengths), row_len),
         req_pool_indices=torch.arange(len(lengths)).flip(0),
         seq_lens=seq_lens,
         extend_prefix_lens=torch.tensor([prefix for prefix, _ in lengths]),
         extend_seq_lens=torch.tensor([new for _, new in lengths]),
-        encoder_lens=torch.full((len(lengths),), encoder_len) if encoder_len else None,
+        encoder_lens=None,
         scaling=0.3,
         enable_gqa=query_heads != kv_heads,
     )
@@ -126,25 +123,6 @@ def test_causal_results_are_the_same(
 ) -> None:
     batch = make_batch(lengths, kv_heads=kv_heads)
     assert_same(extends, batch, causal=True, sliding_window_size=window)
-
-
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("encoder_len", [0, ENCODER_LEN])
-@pytest.mark.parametrize("causal", [False, True], ids=["non-causal", "causal"])
-@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
-def test_encoder_results_are_the_same(
-    extends: tuple[Extend, Extend],
-    lengths: list[tuple[int, int]],
-    encoder_len: int,
-    causal: bool,
-    cross: bool,
-) -> None:
-    batch = make_batch(lengths, kv_heads=2, encoder_len=encoder_len)
-    assert_same(extends, batch, causal=causal, is_cross_attn=cross)
-
-
-def test_cache_of_another_dtype(extends: tuple[Extend, Extend]) -> None:
-    assert_same(extends, make_batch(BATCHES["ragged"], cache_dtype=torch.bfloat16), causal=True)
 
 
 def test_few_new_tokens_after_many_cached_are_cheap(extends: tuple[Extend, Extend]) -> None:

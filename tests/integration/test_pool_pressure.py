@@ -9,10 +9,8 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.paper.saving import Save
-from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.writer import WriteAbandoned
 from tests.integration.worlds import SHAPE, TOKENS, World
-from tests.unit.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
@@ -48,37 +46,6 @@ def test_slots_that_are_written_count_as_room(world: World) -> None:
     assert world.allocator.available_size() == TOKENS * 4
 
 
-def test_what_a_request_has_locked_too_is_no_room(world: World) -> None:
-    world.pool.go_on.clear()
-    save, req = _computed(world, "first", 1000)
-    lock = world.cache.lock(req.last_node)
-
-    assert world.cache.evictable_size() == 0
-    world.check_slots()
-    assert world.cache.evict(EvictParams(num_tokens=TOKENS)).num_tokens_evicted == 0
-    assert not save.finished, "that would have freed nothing"
-    assert world.cache.protected_size() == TOKENS
-    world.cache.unlock(lock)
-    assert world.cache.evictable_size() == TOKENS
-
-
-def test_no_more_writes_are_given_up_than_are_in_the_way(world: World) -> None:
-    """The slots of an approximate prefix belong to its write alone."""
-    world.pool.go_on.clear()
-    first, _ = _computed(world, "first", 1000)
-    slots = world.allocator.alloc(TOKENS)
-    assert slots is not None
-    held = Save(slots, SHAPE.num_layers)
-    req = world.request("held", range(2000, 2000 + TOKENS))
-    assert world.cache._saves._offer(req, held, 0, EXACT)
-    held.held = slots
-    world.cache._saves.held_tokens += TOKENS
-    world.check_slots()
-
-    assert world.cache.evict(EvictParams(num_tokens=TOKENS)).num_tokens_evicted == TOKENS
-    assert held.finished and not first.finished
-
-
 def test_the_write_of_a_pass_under_way_is_not_given_up(world: World) -> None:
     """Its request has the slots, so that nobody could gain them, though it is the latest write."""
     world.pool.go_on.clear()
@@ -107,18 +74,3 @@ def test_a_prompt_whose_request_ends_before_it_is_computed_is_not_saved(world: W
         save.check()
     world.runtime.store.writes.drain()
     assert world.stored(3000) == 0
-
-
-def test_an_idle_server_takes_in_what_is_written(world: World) -> None:
-    """No batch comes that would do so."""
-    save = world.prefill("stored", 1000)
-    save.open(SHAPE.num_layers)
-
-    def is_taken_in() -> bool:
-        world.runtime.tell_metrics(idle=True)
-        return not len(world.runtime.store.writes)
-
-    wait_until(is_taken_in)
-    assert world.stored(1000) == TOKENS
-    del world.cache._saves._begun["stored"]
-    world.allocator.free(save.slots)

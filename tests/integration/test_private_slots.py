@@ -50,21 +50,6 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
     assert request.report["bits_mean"] == 16.0
 
 
-def test_all_of_a_prefix_is_no_offset_row(world: World) -> None:
-    """SGLang's tree takes it over."""
-    req = world.ask("whole", retention=1.0)
-    request = world.admit(req)
-    assert request is not None and req.host_hit_length == request.k == TOKENS
-    assert request.start == 0 and not request.approximate
-    assert world.cache._private_tokens == TOKENS
-    world.load(request)
-    assert request.stats.layers_whole == SHAPE.num_layers and not request.stats.layers_by_probe
-    req.kv = SimpleNamespace(cache_protected_len=0)
-    world.cache._adopt(req, request)
-    assert request.adopted and not world.cache._private_tokens
-    world.cache._private_tokens += TOKENS
-
-
 @pytest.mark.parametrize(("length", "saved"), [(15, 0), (16, 1)])
 def test_a_prompt_is_saved_from_the_shortest_length_on(
     world: World, length: int, saved: int

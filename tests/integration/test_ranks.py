@@ -203,35 +203,6 @@ def files_of(world: TreeWorld) -> list[Path]:
     return sorted(Path(world.config.ssd_dir).glob("*/segments/*/*.kv"))
 
 
-def test_an_order_needs_the_stores_of_all(ranks: RankWorlds) -> None:
-    ranks.worlds[1].service.served.aside = "weights"
-    first, second = [], []
-
-    def why(world: TreeWorld) -> bool:
-        told = order(world, "why", input_ids=draw(1, 50))
-        (second if world is ranks.worlds[1] else first).append(told["error"])
-        return True
-
-    ranks.all(why)
-    assert "that of another rank is not open" in first[0] and "weights" in second[0]
-
-
-def test_a_check_is_that_of_the_worst(ranks: RankWorlds) -> None:
-    states = []
-
-    def check(world: TreeWorld) -> str:
-        state: str = order(world, "check", begin=not states)["integrity"]
-        return state
-
-    while not states or states[-1] == "running":
-        # Each begins with the first one.
-        states.append(ranks.all(check))
-    assert states[-1] == "ok"
-    ranks.worlds[1].cache.impress.check.state = "failed"
-    assert ranks.all(check) == "failed"
-    assert ranks.worlds[0].cache.impress.check.state == "failed"
-
-
 def test_without_weights_that_all_can_read_nobody_has_an_identity() -> None:
     def fails() -> str:
         raise OSError("gone")

@@ -14,24 +14,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.arg_groups import model_override_base, overrides
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.paper.plugin import backends
 from impress_sglang.paper.plugin.factory import make_tree_cache
 from impress_sglang.paper.plugin.hooks import HOOKS as PAPER_HOOKS
 from impress_sglang.paper.plugin.hooks import add_hooks
 from impress_sglang.plugin import capabilities, compat, hooks
 from impress_sglang.plugin import entry as plugin
-from impress_sglang.plugin.flags import CONFIG_ATTRIBUTE, config_of
+from impress_sglang.plugin.flags import config_of
 from impress_sglang.plugin.hooks import Hook
 from tests.integration.tiny_model import LLAMA, write_config
 
@@ -112,51 +108,6 @@ def test_backends_of_accelerators(
     assert ("full CUDA graphs of prefill are switched off" in log) == (kept != usual)
 
 
-@pytest.mark.parametrize(
-    ("usual", "config", "taken"),
-    [
-        ("fa3", {}, "fa3"),
-        ("trtllm_mha", {}, "trtllm_mha"),
-        ("flashinfer", {"policy": "paper"}, "flashinfer"),
-        # It has no parts of prefixes, or nobody has judged it: ours is taken.
-        ("fa3", {"policy": "paper"}, "torch_native"),
-        ("aiter", {"policy": "as+h2o+lru"}, "torch_native"),
-        # Nothing of ours is in its passes.
-        ("aiter", {}, "aiter"),
-    ],
-)
-def test_backend_where_none_is_asked_for(
-    llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    usual: str,
-    config: dict[str, Any],
-    taken: str,
-) -> None:
-    """SGLang chooses by the GPU; what it has chosen stays where it does."""
-
-    def declared(*_: Any, attention_backend: str) -> None:
-        chosen.attention_backend = attention_backend
-
-    ours = ImpressConfig(ssd_dir=str(tmp_path), **config)
-    chosen = SimpleNamespace(attention_backend=None, device="cpu")
-    chosen.prefill_attention_backend = chosen.decode_attention_backend = None
-    monkeypatch.setattr(overrides, "get_default_attn_backend", lambda *_: usual)
-    monkeypatch.setattr(overrides, "use_mla_backend", lambda _: False)
-    monkeypatch.setattr(overrides, "resolved_view", lambda _: chosen)
-    monkeypatch.setattr(overrides, "declare_resolution", declared)
-    monkeypatch.setattr(model_override_base, "model_config_of", lambda _: None)
-    monkeypatch.setattr(backends, "refuse_whole_graphs", lambda _: None)
-    monkeypatch.setattr(plugin, "config_of", lambda _: ours)
-
-    def previous(_: Any) -> None:
-        chosen.attention_backend = chosen.attention_backend or usual
-
-    asked = SimpleNamespace(**vars(chosen))
-    plugin._resolve_attention(asked, previous)
-    assert chosen.attention_backend == taken
-
-
 WHOLE = "--impress-policy=as"
 PARTS = "--impress-policy=paper"
 
@@ -195,13 +146,6 @@ def test_prompts_are_not_cut_at_both_ends(llama: Path, refusal: Callable[..., st
     resolve(llama, truncate)
     resolve(llama, "--allow-auto-truncate")
     assert "drop one of them" in refusal(truncate, "--allow-auto-truncate")
-
-
-def test_captured_metadata_is_refused(
-    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
-    assert "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH" in refusal()
 
 
 def test_without_the_flag_nothing_changes(llama: Path) -> None:
@@ -315,10 +259,6 @@ def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
         capabilities.check_model(model_config, ImpressConfig())
 
 
-def test_model_on_the_command_line(refusal: Callable[..., str], tmp_path: Path) -> None:
-    assert "attn_logit_softcapping" in refusal(model=write_config(tmp_path, GEMMA))
-
-
 def test_latent_vectors(refusal: Callable[..., str], tmp_path: Path) -> None:
     """They are loaded exactly, and whole."""
     model = write_config(tmp_path, MLA)
@@ -371,20 +311,6 @@ def test_every_hook_is_looked_for(hook: Hook, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pkgutil.resolve_name(holder), name, lambda *_, **__: None)
     with pytest.raises(UnsupportedError, match=name):
         hooks.check_in_place(ALL_HOOKS)
-
-
-def test_hook_below_that_of_another_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = _wrap_fn(Scheduler.set_internal_state, lambda result, *_: None, HookType.AFTER)
-    monkeypatch.setattr(Scheduler, "set_internal_state", theirs)
-    hooks.check_in_place(ALL_HOOKS)
-
-
-def test_scheduler_looks_for_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The tree factory runs in the scheduler's process, whose hooks are its own."""
-    monkeypatch.setattr(Scheduler, "set_internal_state", lambda *_: None)
-    server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: ImpressConfig(ssd_dir=str(tmp_path))})
-    with pytest.raises(UnsupportedError, match="set_internal_state"):
-        plugin._make_tree_cache(SimpleNamespace(server_args=server_args))
 
 
 def test_attention_hook_not_in_place(tmp_path: Path) -> None:

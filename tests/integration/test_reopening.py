@@ -100,12 +100,6 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     assert world.stored(5) == TOKENS
 
 
-def test_a_disk_that_hangs_while_a_store_is_closed(world: World, faults: Faults) -> None:
-    begin_update(world, faults, hang(OLD, "close|sql.*"))
-    faults.clear()
-    assert world.used() and world.runtime.served.identity == NEW and opens(world, OLD)
-
-
 def test_weights_that_change_while_a_store_is_opened(world: World, faults: Faults) -> None:
     """What nobody wants any more is closed when it comes, and what has not begun never does."""
     begin_update(world, faults, hang(NEW))
@@ -118,36 +112,6 @@ def test_weights_that_change_while_a_store_is_opened(world: World, faults: Fault
     assert world.used() and world.stored(1000) == TOKENS
     assert opens(world, NEW)
     assert not (world.runtime.config.ssd_path / OTHER).exists()
-
-
-def test_weights_that_change_without_a_flush_while_a_store_is_opened(
-    world: World, faults: Faults
-) -> None:
-    """It comes, and is not used: KVs of its weights are in the pool, and weights are others."""
-    begin_update(world, faults, hang(NEW))
-    world.allocator.alloc(3)
-    assert world.call("update_weights_from_disk", model_path=OTHER, flush_cache=False).success
-    assert world.runtime.served.suspended == "update_weights_from_disk"
-    faults.clear()
-    wait_until(lambda: world.cache.impress.summary()["store"] is not None)
-    assert (
-        world.runtime.served.suspended == "update_weights_from_disk"
-        and not world.runtime.served.in_use
-    )
-    assert world.flush() and world.used() and world.runtime.served.identity == OTHER
-    assert opens(world, NEW)
-
-
-def test_an_update_that_changes_nothing_while_a_store_is_opened(
-    world: World, faults: Faults
-) -> None:
-    """What is resident is right, and the store that comes is, too."""
-    begin_update(world, faults, hang(NEW))
-    world.allocator.alloc(3)
-    assert not world.call("update_weights_from_disk", model_path="missing").success
-    assert world.runtime.served.suspended == "opening"
-    faults.clear()
-    assert world.used() and world.runtime.served.identity == NEW
 
 
 @pytest.mark.parametrize("fault", ["EIO", "raise"])

@@ -90,15 +90,6 @@ def test_who_was_never_admitted_used_nothing() -> None:
     assert_unused(sent(req))
 
 
-def test_who_was_put_back_and_given_up_says_what_it_had() -> None:
-    req = Request()
-    report = matched(req, "first")
-    for _ in range(2):
-        matched(req, admitted=False)
-    req.ended = True
-    assert sent(req) is report
-
-
 class Manager:
     """Stands in for SGLang's tokenizer manager, which ends a request as it is told."""
 
@@ -167,14 +158,6 @@ def test_samples_are_told_what_was_done_for_their_prompt() -> None:
     assert answered(manager.state(), own, 3) is own
     reports.share(manager.obj)
     assert answered(manager.state(), found, 3) is found, "another input"
-
-
-def test_samples_behind_a_prompt_that_was_given_up_speak_for_themselves() -> None:
-    manager = Manager()
-    reports.share(manager.obj)
-    computed, found = {"path": "computed"}, {"path": "device"}
-    assert answered(manager.state(), computed, 0, ABORT) is computed
-    assert answered(manager.state(), found, 3) is found
 
 
 def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

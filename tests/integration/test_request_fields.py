@@ -168,20 +168,6 @@ def test_made_so(field: str) -> None:
     assert serve_refusal(request(**{field: AGAINST[field]})) == field
 
 
-@pytest.mark.parametrize("width", [0, 2, 4, "1", True])
-def test_beams(width: Any) -> None:
-    req = request()
-    req.sampling_params.beam_width = width
-    assert refusals(req) == ("beam_width", "beam_width")
-
-
-def test_the_field_that_tells_most() -> None:
-    """SGLang sets the other one for the sake of it."""
-    req = request(positional_embed_overrides=OVERRIDES)
-    req.skip_radix_cache_insert = True
-    assert serve_refusal(req) == "positional_embed_overrides"
-
-
 def test_plain_requests(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A release that gives each of them an object of its own keeps all from the store."""
     eligibility.check_plain()

@@ -57,14 +57,6 @@ def test_a_higher_priority_goes_first_whatever_is_cached(queue: Queue) -> None:
     assert rids(queue) == ["stored", "resident", "unknown"]
 
 
-def test_a_new_request_is_behind_those_that_came_before(queue: Queue) -> None:
-    """However places were changed in between: SGLang finds its own order again."""
-    assert rids(queue)[-1] == "stored"
-    queue.add("stored too", STORED)
-    queue.add("unknown too", UNKNOWN + 500)
-    assert rids(queue) == ["resident", "unknown", "unknown too", "stored", "stored too"]
-
-
 def test_what_becomes_resident_meanwhile_is_seen(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,32 +67,6 @@ def test_what_becomes_resident_meanwhile_is_seen(
     for _ in range(4):
         queue.schedule()
     assert rids(queue) == ["unknown", "resident", "stored"]
-
-
-@pytest.mark.parametrize("end", [Queue.admit, Queue.abort, Queue.release])
-def test_who_leaves_is_forgotten(queue: Queue, end: object) -> None:
-    assert callable(end)
-    queue.schedule()
-    for req in queue.waiting:
-        end(queue, req)
-    assert queue.world.runtime.queue_order is not None
-    assert not queue.world.runtime.queue_order._known
-
-
-def test_a_request_that_is_not_served_changes_places_too(queue: Queue) -> None:
-    """With what is resident: of what is stored it gets nothing, and waits for nothing."""
-    req = queue.request("log", STORED)
-    req.return_logprob, req.logprob_start_len = True, 0
-    queue.enqueue(req)
-    assert rids(queue) == ["resident", "unknown", "log", "stored"]
-
-
-def test_of_whose_kvs_tokens_say_nothing_nothing_is_cached(queue: Queue) -> None:
-    """SGLang matches it with nothing, and computes all of it."""
-    req = queue.request("embeds", RESIDENT)
-    req.positional_embed_overrides = object()
-    queue.enqueue(req)
-    assert rids(queue) == ["resident", "unknown", "embeds", "stored"]
 
 
 @pytest.mark.parametrize("options", [{"schedule": "classes", "load": "faster"}])
@@ -114,10 +80,3 @@ def test_reading_is_measured_once(queue: Queue, monkeypatch: pytest.MonkeyPatch)
     queue.add("computed", STORED)
     queue.schedule(9)
     assert len(measured) == 1
-
-
-def test_a_flush_leaves_nothing_known(queue: Queue) -> None:
-    """Weights may change while requests wait."""
-    queue.world.flush()
-    order = queue.world.runtime.queue_order
-    assert order is not None and not any(own.state for own in order._known.values())

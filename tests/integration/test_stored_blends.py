@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import Kind
 from impress_sglang.blend.plugin.steps import BlendSteps
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
@@ -125,42 +124,6 @@ def test_a_block_is_computed_between_two_passes(
 
 
 @one_page_size
-@pytest.mark.parametrize("length, exact", [(90, False), (200, True)])
-def test_text_is_computed_exactly_for_others_if_it_is_long_enough(
-    world: TreeWorld, length: int, exact: bool
-) -> None:
-    """Text that others had, behind a stored prefix and stored nowhere."""
-    classes = []
-    for number in range(8):
-        text = document(60 + number)[:length]
-        go_away(world, world.request(f"once-{number}", text, bits=6.0))
-        req = world.request(f"again-{number}", [*shuffled(1, 2, 3), *text], bits=6.0)
-        classes.append(world.cache._known[req.rid].kv_class.exact)
-        go_away(world, req)
-    assert any(classes) == exact
-
-
-@one_page_size
-def test_nothing_is_learnt_of_passes_beside_a_blend(
-    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    req = world.request("r", PROMPT, **ASKED)
-    read(world, req, monkeypatch)
-    other = world.request("other", document(50)[:40], blend="off")
-    world.admit(other)
-    assert not world.cache._known["other"].disturbed
-    world.poll()
-    assert world.cache._known["other"].disturbed
-    world.compute(other)
-    world.end(other)
-    world.settle(req)
-    world.admit(req)
-    assert not world.cache._known["r"].disturbed
-    world.compute(req)
-    world.end(req)
-
-
-@one_page_size
 def test_nearly_all_computed_again_is_nearly_exact(world: TreeWorld) -> None:
     exact = world.model.kvs(torch.tensor(PROMPT))
     errors = []
@@ -225,40 +188,12 @@ def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
     assert not again["blended_tokens"]
 
 
-def test_behind_a_kept_prefix_only_the_rest_is_stored(world: TreeWorld) -> None:
-    """And a request that is not to be stored stores nothing of it."""
-    tree, prompt = world.service.store.tree, [*shuffled(1, 3, 2), *QUESTION]
-    before = set(tree.segments())
-    world.run("r", prompt, store=False, **ASKED)
-    assert set(tree.segments()) == before
-    world.flush()
-    told = world.run("s", prompt, **ASKED)
-    assert told["tokens"]["loaded"] in (288, 300)
-    (new,) = set(tree.segments()) - before
-    assert new.info.prefix_len == 300 and new.info.quality.blended
-
-
 @one_page_size
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_more_approximations_than_are_allowed(world: TreeWorld, depth: int) -> None:
     object.__setattr__(world.config, "approximation_depth", depth)
     world.run("r", PROMPT, **ASKED)
     assert any(own.info.approximate for own in world.service.store.tree.segments()) == bool(depth)
-
-
-@one_page_size
-def test_requests_of_a_class_wait_for_one_blend(world: TreeWorld) -> None:
-    asked = [world.request(rid, PROMPT, **ASKED) for rid in "abc"]
-    assert len({id(blending(world, req)) for req in asked}) == 1
-    for req in asked:
-        world.settle(req)
-    lengths = [world.admit(req) for req in asked]
-    assert len(set(lengths)) == 1 and lengths[0] > 880
-    reasons = [told_of(req)["why"]["reason"] for req in asked]
-    assert reasons == ["blended", "shared", "shared"]
-    for req in asked:
-        world.compute(req)
-        world.end(req)
 
 
 @pytest.mark.parametrize("phase", ["waiting", "reading", "read", "computing"])
@@ -287,24 +222,6 @@ def test_who_goes_away_leaves_nothing(
     assert world.run("s", PROMPT, **ASKED)["why"]["reason"] == "blended"
 
 
-@one_page_size
-def test_slots_are_given_up_for_what_must_run(
-    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the request blends again when there is room."""
-    req = world.request("r", PROMPT, **ASKED)
-    job = read(world, req, monkeypatch)
-    world.poll()
-    world.jobs.make_room(lambda: 10**6)
-    assert job.revoked
-    world.poll()
-    assert blending(world, req) is not job
-    world.settle(req)
-    assert world.admit(req) > 880
-    world.compute(req)
-    world.end(req)
-
-
 def damage(monkeypatch: pytest.MonkeyPatch, *segments: str, error: Any = SegmentUnreadable) -> None:
     """Reads of these segments fail, in the second layer; of all if none is named."""
     original = CodedSource.read
@@ -316,29 +233,6 @@ def damage(monkeypatch: pytest.MonkeyPatch, *segments: str, error: Any = Segment
         return original(source, layer)
 
     monkeypatch.setattr(CodedSource, "read", read)
-
-
-@one_page_size
-def test_a_run_that_cannot_be_read_is_computed(
-    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = set(world.service.store.tree.segments())
-    world.run("w", shuffled(4), blend="off")
-    (bad,) = set(world.service.store.tree.segments()) - before
-    world.flush()
-    damage(monkeypatch, bad.segment_id)
-    prompt = [*shuffled(3, 4, 2), *QUESTION]
-    req = world.request("r", prompt, **ASKED)
-    job = blending(world, req)
-    assert job.reused == 900 - 16
-    world.settle(req)
-    length = world.admit(req)
-    assert length == job.stop and (job.kinds[300:600] == Kind.COMPUTED).all()
-    told = told_of(req)
-    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == 600 - 16
-    assert not bad.ready, "a second look decides"
-    world.compute(req)
-    world.end(req)
 
 
 @pytest.mark.parametrize("error", [SegmentUnreadable, StoreUnavailable])
@@ -376,20 +270,6 @@ def test_a_model_that_fails_is_not_asked_again(
     world.flush()
     again = world.run("s", [*PROMPT, 3], store=False, **ASKED)
     assert again["why"]["reason"] == "blend_unsupported"
-
-
-@one_page_size
-def test_memory_may_be_there_for_the_next_one(
-    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("a test")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(BlendSteps, "_run", fail)
-        assert world.run("r", PROMPT, store=False, **ASKED)["path"] == "computed"
-    world.flush()
-    assert world.run("s", PROMPT, store=False, **ASKED)["why"]["reason"] == "blended"
 
 
 @one_page_size

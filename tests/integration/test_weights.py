@@ -13,8 +13,6 @@ from sglang.utils import TypeBasedDispatcher
 
 from impress_sglang.plugin.factory import kv_tensors
 from impress_sglang.plugin.weights import around_handler, watch_messages
-from impress_sglang.serving.pool_reader import PoolAccess
-from impress_sglang.storage.writer import WriteAbandoned
 from impress_sglang.store.store import PrefixStore
 from tests.integration.worlds import NEW, OLD, SHAPE, TOKENS, World
 
@@ -72,13 +70,6 @@ def test_update_that_leaves_kvs(world: World) -> None:
     assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
 
 
-def test_flush_that_is_refused(world: World) -> None:
-    world.prefill("running", 5)
-    world.idle = False
-    assert not world.call("update_weights_from_disk").success
-    assert world.runtime.served.suspended == "update_weights_from_disk"
-
-
 def test_update_that_changes_nothing(world: World) -> None:
     """What is resident is still right, so that the store goes on."""
     world.prefill("resident", 5)
@@ -106,13 +97,6 @@ def test_checks_that_only_look(world: World, action: str) -> None:
     save.open(SHAPE.num_layers)
     world.runtime.store.writes.drain()
     assert world.stored(5) == TOKENS
-
-
-def test_check_that_fills_weights_at_random(world: World) -> None:
-    world.prefill("resident", 5)
-    world.weights = NEW
-    assert world.call("check_weights", action="reset_tensors").success
-    assert world.runtime.served.suspended == "check_weights"
 
 
 def test_write_under_way_is_given_up(world: World) -> None:
@@ -145,18 +129,6 @@ def test_write_under_way_is_given_up(world: World) -> None:
     assert world.files() == 1
 
 
-def test_write_that_waits_for_its_layers_is_given_up(world: World) -> None:
-    save = world.prefill("written", 5)
-    world.call("release_memory_occupation")
-    with pytest.raises(WriteAbandoned):
-        save.check()
-    world.runtime.store.writes.drain()
-    assert world.cache._saves.writing_tokens == 0 and world.files() == 1
-    world.cache._saves._begun.clear()
-    world.call("resume_memory_occupation")
-    assert world.stored(5) == 0
-
-
 def test_released_weights_are_not_read(world: World) -> None:
     """As frameworks for reinforcement learning do: release, resume, load, and resume the pool."""
     world.call("release_memory_occupation")
@@ -169,15 +141,6 @@ def test_released_weights_are_not_read(world: World) -> None:
     assert world.asked == 0 and world.runtime.served.suspended == "release_memory_occupation"
     world.call("resume_memory_occupation", tags=["kv_cache"])
     assert world.asked == 1 and world.used() and world.runtime.served.identity == NEW
-
-
-def test_released_weights_under_a_pool_with_kvs(world: World) -> None:
-    world.prefill("resident", 5)
-    world.call("release_memory_occupation", tags=["weights"])
-    world.call("resume_memory_occupation", tags=["weights"])
-    assert world.runtime.served.suspended == "release_memory_occupation" and world.asked == 0
-    world.flush()
-    assert world.runtime.served.suspended is None
 
 
 def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -229,18 +192,6 @@ def test_what_names_a_model() -> None:
             self.inner.register_buffer("cos_sin_cache", torch.ones(4), persistent=False)
 
     assert [name for name, _ in kv_tensors(Model())] == ["embed.weight", "inner.scale"]
-
-
-def test_access_to_the_pool_is_of_one_term() -> None:
-    access = PoolAccess()
-    first = access.term
-    with access.reading(first):
-        pass
-    access.revoke()
-    with pytest.raises(WriteAbandoned), access.reading(first):
-        raise AssertionError("it reads")
-    with access.reading(access.term):
-        pass
 
 
 @pytest.mark.parametrize(("method", "cause"), [("save_sharded_model", None), ("own", "called")])

@@ -10,7 +10,6 @@ import pytest
 from impress_sglang.paper.plugin import radix_cache
 from impress_sglang.paper.plugin.passes import KnownRequest
 from impress_sglang.plugin.reports import report_of
-from impress_sglang.serving.report import RequestTotals, new_report
 from impress_sglang.serving.why import Reason
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import SegmentState, StoredSegment
@@ -56,13 +55,6 @@ def admitted(
 
 
 @pytest.mark.usefixtures("stored")
-def test_a_hit(world: World) -> None:
-    why = admitted(world)
-    assert why["reason"] == Reason.LOADED and why["rest"] is None
-    assert why["text"] == f"Its stored prefix was loaded: {TOKENS} tokens in 16 bits."
-
-
-@pytest.mark.usefixtures("stored")
 def test_a_hit_and_what_it_lacks(world: World) -> None:
     why = admitted(world, [*STORED, *range(3000, 3064)], new=1)
     assert (why["reason"], why["rest"]) == (Reason.LOADED, Reason.NEVER_STORED)
@@ -102,15 +94,6 @@ def test_what_was_not_taken_for_want_of_room(world: World) -> None:
     assert world.compute("r", 2000) == 0
     assert admitted(world)["reason"] == Reason.NO_ROOM
     world.runtime.store.quota.used_bytes = 0
-
-
-def test_what_was_not_taken_while_others_were_written(world: World) -> None:
-    saves = world.cache._saves
-    saves.writing_tokens = world.allocator.size // 2
-    assert world.compute("r", 2000) == 0
-    assert admitted(world)["reason"] == Reason.BUSY
-    saves.writing_tokens = 0
-    assert world.compute("r", 2000) > 0 and admitted(world)["reason"] == Reason.LOADED
 
 
 def test_what_was_not_taken_by_the_disk(world: World) -> None:
@@ -196,14 +179,3 @@ def test_what_is_computed_faster(
 def test_a_policy_without_a_store(world: World) -> None:
     why = admitted(world)
     assert why["reason"] == Reason.NO_STORE and why["text"].endswith(": recompute.")
-
-
-def test_reasons_are_counted_and_known_before_anybody_asks() -> None:
-    totals = RequestTotals()
-    assert totals["requests_why"] == dict.fromkeys(Reason, 0)
-    report = new_report("impress", 0)
-    totals.add(report)
-    report["why"] = {"reason": Reason.EVICTED}
-    totals.add(report)
-    counts = totals["requests_why"]
-    assert counts[Reason.EVICTED] == sum(counts.values()) == 1

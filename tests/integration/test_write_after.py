@@ -41,16 +41,3 @@ def test_a_conversation_is_stored_one_turn_later(world: worlds.World) -> None:
     assert world.compute("r", 2000, answer=answer) == 0
     talk = [*worlds.STORED, *range(2000, 2000 + worlds.TOKENS), *answer]
     assert world.compute("s", 3000, prompt=talk) == len(talk)
-
-
-def test_a_request_that_never_ran_leaves_nothing(world: worlds.World) -> None:
-    req = world.request("r", worlds.STORED)
-    world.match(req)
-    assert world.cache._saves._worth
-    world.cache.release_aborted_request(req.cache_request_handle)
-    assert not world.cache._saves._worth
-
-
-@pytest.mark.parametrize("options", [{"write_after": 1}])
-def test_without_counting_all_is_stored_at_once(world: worlds.World) -> None:
-    assert world.compute("r", 2000) == 2 * worlds.TOKENS

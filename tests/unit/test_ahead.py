@@ -109,21 +109,6 @@ def test_room_is_left_for_the_next_layer_of_a_request_that_has_nothing_of_it() -
     assert bench.take_log() == layers("b", 0) + layers("c", 0)
 
 
-def test_more_layers_are_read_as_far_as_there_is_room() -> None:
-    room = 5
-    bench = Bench(room)
-    source = bench.source(num_layers=12)
-
-    bench.ahead.join(source)
-    assert bench.take_log() == layers("a", *range(room))
-    bench.ahead.top_up()
-    assert bench.take_log() == [], "the room is taken"
-    source.ask_for(2)
-    bench.ahead.top_up()
-    assert bench.take_log() == layers("a", room, room + 1), "that of two layers is free again"
-    assert bench.pool.used_bytes == bench.pool.limit_bytes
-
-
 def test_the_request_that_is_nearest_to_what_it_has_goes_first() -> None:
     bench = Bench(room=3)
     first, second = bench.source("a", 20), bench.source("b", 20)
@@ -173,38 +158,6 @@ def test_who_waits_is_read_up_to_a_limit_but_one_layer_in_any_case(lead: int, co
     assert bench.log == layers("a", *range(count))
 
 
-def test_who_has_waited_goes_on_where_it_was() -> None:
-    bench = Bench(room=100)
-    source = bench.source()
-    bench.ahead.wait(source, 2)
-    assert bench.take_log() == layers("a", 0, 1)
-
-    bench.ahead.join(source)
-    assert bench.take_log() == layers("a", 2, 3, 4, 5)
-
-    bench.leave(source)
-    bench.ahead.top_up()
-    assert bench.log == []
-
-
-@pytest.mark.parametrize("under_way", [True, False])
-def test_nothing_is_read_for_who_has_left(under_way: bool) -> None:
-    bench = Bench(room=0)
-    gone, stays = bench.source("gone"), bench.source("stays", 6)
-    for source in (gone, stays):
-        if under_way:
-            bench.ahead.join(source)
-        else:
-            bench.ahead.wait(source, 100)
-    bench.take_log()
-    bench.leave(gone)
-    bench.pool.limit_bytes = 100 * MIB
-
-    bench.ahead.top_up()
-
-    assert {name for name, _ in bench.log} == {"stays"}
-
-
 def test_without_waste_nothing_is_ever_read_ahead() -> None:
     bench = Bench(room=100, waste_budget=0.0)
     bench.ahead.join(bench.source())
@@ -238,17 +191,6 @@ def test_after_too_much_in_vain_only_what_is_certain_is_read_until_it_is_a_small
     assert bench.waste_of_next() == WASTE
     gone(bench, ahead=5, used=3)
     assert bench.waste_of_next() == 0.0, "so near to the bound each byte counts"
-
-
-def test_the_bound_holds_for_all_kinds_of_sources() -> None:
-    bench = Bench(room=100)
-    live, waiting = bench.source("a"), bench.source("b")
-    gone(bench, ahead=FIRST_ALLOWANCE_BYTES + 1, used=0)
-
-    bench.ahead.join(live)
-    bench.ahead.wait(waiting, 100)
-
-    assert live.wastes == waiting.wastes == [0.0] * 6, "certain ones are still asked for"
 
 
 STEPS = st.tuples(

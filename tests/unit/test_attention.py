@@ -5,7 +5,6 @@ Keys that are moved are those that the model would have computed at their new pl
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.blend.tiled import KEY_TILE, QUERY_TILE, tiled_attention, tiles_of
+from impress_sglang.blend.tiled import tiled_attention
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.plugin.rectangular import rectangular_attention
 
@@ -71,41 +70,6 @@ def test_equals_the_dense_reference(
     check(found, dense_attention(*tensors, 0.3, causal, window))
 
 
-def test_scaling_defaults_to_one_over_the_root_of_the_dimension() -> None:
-    tensors = inputs(3, 10, 4, 2)
-
-    found = rectangular_attention(*tensors, scaling=None, causal=True)
-
-    check(found, dense_attention(*tensors, 0.25, True, None))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize(("n", "kv"), [(1, 9), (5, 5), (3, 40)])
-def test_half_precision_stays_within_its_rounding(
-    n: int, kv: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    tensors = inputs(n, kv, 6, 2, dtype)
-
-    found = rectangular_attention(*tensors, scaling=0.3, causal=True)
-
-    assert found.dtype == dtype
-    expected = dense_attention(*tensors, 0.3, True, None)
-    np.testing.assert_allclose(found.float().numpy(), expected, rtol=tolerance, atol=tolerance)
-
-
-def test_keys_of_another_dtype_are_taken_in_that_of_the_queries() -> None:
-    """A pool may hold KVs in another precision than the model computes in."""
-    queries, keys, values = inputs(3, 10, 4, 2)
-
-    found = rectangular_attention(
-        queries, keys.bfloat16(), values.bfloat16(), scaling=0.3, causal=True
-    )
-
-    assert found.dtype == torch.float32
-    expected = dense_attention(queries, keys.bfloat16(), values.bfloat16(), 0.3, True, None)
-    check(found, expected)
-
-
 def cut(keys: Tensor, values: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     assert sum(sizes) == len(keys)
     yield from zip(keys.split(list(sizes)), values.split(list(sizes)), strict=True)
@@ -140,12 +104,6 @@ def check_tiles(n: int, sizes: Sequence[int], heads: tuple[int, int] = (6, 2)) -
 )
 def test_tiles_of_any_size_and_place(n: int, sizes: list[int], heads: tuple[int, int]) -> None:
     check_tiles(n, sizes, heads)
-
-
-@pytest.mark.parametrize("n", [QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 2 * QUERY_TILE + 3])
-@pytest.mark.parametrize("kv", [600, KEY_TILE, KEY_TILE + 1, 5000])
-def test_boundaries_of_its_own_tiles(n: int, kv: int) -> None:
-    check_tiles(n, [tile.stop - tile.start for tile in tiles_of(max(n, kv))])
 
 
 @pytest.mark.parametrize("size", [1, 40, 256, 3000])
@@ -190,28 +148,6 @@ def test_logits_of_any_size(order: int) -> None:
 
     assert expected.isfinite().all()
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_tile_is_let_go_before_the_next_is_made() -> None:
-    queries, keys, values = inputs(3, 60, 2, 2)
-    alive: list[weakref.ref[Tensor]] = []
-
-    def tiles() -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, 60, 20):
-            assert not [ref for ref in alive if ref() is not None]
-            tile = keys[start : start + 20].clone(), values[start : start + 20].clone()
-            alive.extend(map(weakref.ref, tile))
-            yield tile
-            del tile
-
-    tiled_attention(queries, tiles(), positions=np.arange(57, 60), scaling=1.0)
-    assert len(alive) == 6
-
-
-def test_keys_that_are_missing_are_our_bug() -> None:
-    queries, keys, values = inputs(4, 10, 2, 2)
-    with pytest.raises(AssertionError):
-        tiled_attention(queries, [(keys, values)], positions=np.arange(7, 11), scaling=1.0)
 
 
 POSITIONS = 4096
@@ -259,27 +195,3 @@ def test_a_moved_key_is_the_computed_one(
     expected = rotated(plain, new, rows, halves=halves)
     assert torch.allclose(moved, expected, rtol=0, atol=2e-6 * 4)
     assert torch.equal(moved[..., dim:], plain[..., dim:])
-
-
-def test_moved_keys_in_half_precision_are_rounded_once() -> None:
-    generator = torch.Generator().manual_seed(2)
-    keys = torch.randn(20, 2, 16, generator=generator).bfloat16()
-    old, new = torch.randint(0, POSITIONS, (2, 20), generator=generator)
-    rotation = KeyRotation(lambda count: table(16), halves=True)
-    turns = rotation.turns(old, new)
-
-    moved = rotation.move(keys, turns)
-
-    assert moved.dtype == torch.bfloat16
-    assert torch.equal(moved, rotation.move(keys.float(), turns).bfloat16())
-
-
-def test_the_table_is_asked_for_all_positions() -> None:
-    asked: list[int] = []
-
-    def grow(count: int) -> Tensor:
-        asked.append(count)
-        return table(16)[:count]
-
-    KeyRotation(grow, halves=True).turns(torch.tensor([3, 99]), torch.tensor([70, 5]))
-    assert asked == [100]

@@ -25,7 +25,7 @@ from impress_sglang.store.writing import StoreOutcome
 from impress_sglang.transfer.kv_codec import WORST_FIT, KVCodec
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.basis_factory import codec_for, fitted
+from tests.unit.basis_factory import codec_for
 from tests.unit.made import made_in
 from tests.unit.store_factory import Workbench, look_up, prompt
 from tests.unit.waiting import wait_until
@@ -156,47 +156,11 @@ def test_caches_hold_what_usual_requests_read(
     assert not desk.load(SECOND, own).reads.ssd_bytes
 
 
-def test_first_tokens_are_exact(make: Callable[..., Desk]) -> None:
-    desk = make()
-    desk.put(FIRST)
-    for own, right in zip(desk.rows(desk.load(FIRST)), exact(FIRST), strict=True):
-        for rows, whole in zip(own, right, strict=True):
-            assert torch.equal(rows[:SINK_TOKENS], whole[:SINK_TOKENS])
-            assert not torch.equal(rows[SINK_TOKENS:], whole[SINK_TOKENS:])
-
-
-def test_exact_kvs_stand_beside_the_codes(make: Callable[..., Desk]) -> None:
-    desk = make()
-    desk.put(SECOND)
-    for own, right in zip(desk.rows(desk.load(SECOND, KVClass(), 5)), exact(SECOND), strict=True):
-        for rows, whole in zip(own, right, strict=True):
-            assert torch.equal(rows, whole[5:])
-
-
-def test_only_rows_are_read(make: Callable[..., Desk]) -> None:
-    """A quarter of 16 bits, and what rounds it up to blocks."""
-    desk = make()
-    desk.put(LONG)
-    job = desk.load(LONG)
-    rows = sum(SHAPE.row_bytes_of_layers) * len(LONG)
-    pages = -(-len(LONG) // 64)
-    assert rows <= job.reads.ssd_bytes <= rows + SHAPE.num_layers * pages * BLOCK_BYTES
-    assert job.reads.ssd_bytes < 0.33 * len(LONG) * SHAPE.num_layers * 2 * (16 + 8) * 2
-
-
 def test_neighbouring_pairs_may_be_rotated(make: Callable[..., Desk]) -> None:
     codec = codec_for(PLAIN, halves=False)
     desk = make(codec=codec, shape=codec.shape(PLAIN))
     desk.put(FIRST)
     check(desk.rows(desk.load(FIRST)), expected(FIRST, codec), 0)
-
-
-def test_a_store_is_opened_again(tmp_path: Path) -> None:
-    for _ in range(2):
-        desk = Desk(tmp_path / "kv")
-        desk.put(FIRST)
-        check(desk.rows(desk.load(FIRST)), expected(FIRST), 0)
-        desk.close()
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
@@ -273,22 +237,6 @@ def test_codes_alone_take_the_bytes_of_rows(make: Callable[..., Desk]) -> None:
     wait_until(lambda: not desk.store.poll() and desk.store.stats.bytes_read > 0)
 
 
-def test_exact_kvs_that_fit_no_buffers_are_no_failure_of_the_drive(
-    make: Callable[..., Desk],
-) -> None:
-    """Their codes would fit, so that the forecast has let them through."""
-    desk = make(buffer_gb=2.2e-3)
-    desk.put(LONG, read_layers=louder(6.0, 1, LONG))
-    desk.put(FIRST)
-    assert desk.store.forecast.can_read(look_up(desk.store, LONG).spans, in_codes=True)
-    job = desk.load(LONG)
-    assert job.state is JobState.FAILED and isinstance(job.error, PrefixUnreadable)
-    desk.store.report(job.error)
-    assert desk.store.health.readable and not desk.store.stats.segments_unreadable
-    check(desk.rows(desk.load(FIRST)), expected(FIRST), 0)
-    desk.store.check_integrity()
-
-
 def test_sinks_do_not_count_as_unlike(make: Callable[..., Desk]) -> None:
     """They are exact, whatever they are; a segment may have nothing else."""
 
@@ -329,11 +277,3 @@ def test_a_basis_for_another_shape_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="impress calibrate"):
             CODEC.shape(other)
-
-
-def test_bases_have_stores_of_their_own() -> None:
-    """What one has coded is nothing to another; the shape is a part of a store's identity."""
-    other = KVCodec(fitted(PLAIN, 4.0, CODEC.rotation, "another"), CODEC.rotation)
-    assert CODEC.shape(PLAIN).to_fields() != other.shape(PLAIN).to_fields() != PLAIN.to_fields()
-    assert KVShape.from_fields(SHAPE.to_fields()) == SHAPE
-    assert "basis" not in PLAIN.to_fields()

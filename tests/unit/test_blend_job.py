@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import BlendPlan, Kind, apart
-from impress_sglang.codes.groups.codec import GROUP_TOKENS, code_keys, code_values
+from impress_sglang.blend.plan import BlendPlan, Kind
+from impress_sglang.codes.groups.codec import code_keys, code_values
 from impress_sglang.codes.groups.codec import restore as restore_codes
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
@@ -24,7 +23,6 @@ from impress_sglang.transfer.coded import CodedSource
 from tests.unit import blending_desk
 from tests.unit.blending_desk import ROTATION, SHAPE, Desk, texts
 from tests.unit.kv_factory import SequenceKVs
-from tests.unit.spying import calls_of
 from tests.unit.store_factory import Workbench
 
 bench = blending_desk.bench
@@ -95,45 +93,6 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
         assert keys[layer].isnan().any(2).any(1).sum() == 3
 
 
-def test_a_document_that_is_asked_for_twice(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1))
-    asked, wanted = [3, *texts(1), 4, *texts(1), 5, *texts(1)], LoadOptions(bits=6, blend=0.0)
-    plan = desk.planned(asked, wanted=wanted)
-    assert [len(group) for group in plan.groups] == [1, 1, 1]
-    _, values = carry_out(desk.job(plan, wanted))
-    _, own = rounded(texts(0, 1), 1, slice(200, None), 6)
-    for start in (1, 203, 405):
-        assert torch.allclose(values[1][start : start + 201], own, atol=1e-4)
-
-
-def test_of_many_runs_of_a_segment_it_is_looked_at_once(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk = Desk(bench, (0, 1))
-    plan = desk.planned([4, *texts(1), 5, *texts(0), 6, *texts(1)])
-    assert len(plan.runs) == 3
-    expected = [desk.store.forecast.coded_bytes([span]) for span in plan.spans]
-    looked = calls_of(monkeypatch, desk.store.segments, "tiers")
-    found = desk.store.forecast.coded_bytes(plan.spans)
-    assert found == pytest.approx(sum(expected)) and len(looked) == 1
-
-
-def test_runs_of_a_group_have_no_page_in_common(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2, 3))
-    plan = desk.planned([4, *texts(3), 4, *texts(2), 4, *texts(1), 4, *texts(0)])
-    groups = apart(plan.runs)
-    assert sorted(run.start for group in groups for run in group) == [1, 205, 408, 610]
-    layout = plan.runs[0].span.segment.info.layout().codes[0]
-    assert layout is not None
-    size, meetings = layout.page_groups * GROUP_TOKENS, 0
-    for one, other in itertools.combinations(plan.runs, 2):
-        first, second = sorted((one.span, other.span), key=lambda span: span.start)
-        meet = (first.stop - 1) // size == second.start // size
-        meetings += meet
-        assert not meet or not any(one in group and other in group for group in groups)
-    assert meetings, "neighbours in the segment share the page in which they meet"
-
-
 def two_segments(bench: Workbench, **options: Any) -> tuple[Desk, BlendPlan]:
     """A prompt of documents 1 and 0, which stand in segments of their own."""
     desk = Desk(bench, (0,), (1,), **options)
@@ -195,17 +154,6 @@ def test_what_turns_out_to_be_damaged_is_computed(
     assert not any(own[1:202].isnan().any() for own in keys)
 
 
-def test_where_nothing_is_left_the_job_fails(bench: Workbench) -> None:
-    desk, plan = two_segments(bench)
-    remove(bench, plan, 0, 1)
-    job = desk.job(plan)
-    carry_out(job)
-    assert job.state is JobState.FAILED and isinstance(job.error, SegmentUnreadable)
-    assert {own.segment_id for own in job.unreadable} == {
-        run.span.segment.segment_id for run in plan.runs
-    }
-
-
 def test_where_the_drive_does_not_answer_the_job_fails(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,23 +168,6 @@ def test_where_the_drive_does_not_answer_the_job_fails(
     carry_out(job)
     assert job.state is JobState.FAILED and isinstance(job.error, StoreUnavailable)
     assert not job.unreadable
-
-
-def test_all_that_is_opened_is_closed(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only the next group is open meanwhile."""
-    desk, plan = two_segments(bench, block=50, readahead=1.0)
-    opened = calls_of(monkeypatch, desk.store, "open_whole")
-    closed = calls_of(monkeypatch, desk.store, "close_source")
-    original, most = desk.store.open_whole, [0]
-
-    def open_whole(*arguments: Any, **options: Any) -> Any:
-        found = original(*arguments, **options)
-        most[0] = max(most[0], len(opened) - len(closed))
-        return found
-
-    monkeypatch.setattr(desk.store, "open_whole", open_whole)
-    carry_out(desk.job(plan))
-    assert len(opened) == len(closed) == len(plan.groups) >= 9 and most[0] == 2
 
 
 def test_a_job_that_is_revoked_is_left(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,11 +204,3 @@ def test_it_begins_where_its_prefix_ends(bench: Workbench, start: int) -> None:
     assert all(start <= run.start < run.stop <= plan.stop for run in job.runs)
     covered = sum(map(len, job.runs))
     assert covered == np.count_nonzero(job.kinds != Kind.COMPUTED)
-
-
-def test_how_long_it_still_takes(bench: Workbench) -> None:
-    desk, plan = two_segments(bench, block=100)
-    job = desk.job(plan)
-    assert job.seconds_left(SHAPE.num_layers, 1.0) is None and job.unread(SHAPE.num_layers) == 1.0
-    carry_out(job)
-    assert job.seconds_left(SHAPE.num_layers, 1.0) == 0.0, "nothing is known of computing"

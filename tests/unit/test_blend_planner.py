@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from impress_sglang.blend.plan import BlendNotes, BlendPlan
-from impress_sglang.blend.planner import ANSWER_SECONDS, ANSWER_SHARE, MEASURE_SECONDS, SHARES
-from impress_sglang.cost import Estimate
+from impress_sglang.blend.planner import ANSWER_SECONDS, MEASURE_SECONDS, SHARES
 from impress_sglang.loops import windows
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
@@ -126,13 +124,6 @@ def test_the_index_is_there_after_a_restart_and_follows_evictions(bench: Workben
     assert kinds_of(desk.plan([1, *texts(2), 1, *texts(3)])).count("r") == 203
 
 
-@pytest.mark.parametrize("page_size", [4, 64])
-def test_whole_pages(bench: Workbench, page_size: int) -> None:
-    desk = Desk(bench, (0, 1, 2), page_size=page_size)
-    plan = desk.planned([*texts(2), 5, *texts(0)])
-    assert plan.stop == 403 // page_size * page_size == plan.runs[-1].stop
-
-
 def test_auto_computes_what_hardly_takes_longer_beside_reading(tmp_path: Path) -> None:
     """Of many layers: two compute all in any case."""
     bench = Workbench(tmp_path / "kv", make_shape(layers=20, probe=(), coded=True))
@@ -161,18 +152,6 @@ def test_computing_all_is_chosen_where_it_is_faster(bench: Workbench) -> None:
     assert desk.plan(texts(0, 2, 1)) is not None
 
 
-def test_what_would_be_used_else_may_be_faster(bench: Workbench) -> None:
-    desk = Desk(bench, (0, 1, 2), load="faster")
-    desk.reading_takes(0.1)
-    desk.passes_take(1.0)
-    blended = desk.planned(texts(0, 2, 1))
-    assert blended.estimate.load is not None
-    for factor, expected in ((0.9, False), (1.1, True)):
-        estimate = Estimate(1.0, 0.0, factor * blended.estimate.load, 10.0)
-        usual = SimpleNamespace(stop=0, estimate=estimate)
-        assert (desk.plan(texts(0, 2, 1), usual=usual) is not None) == expected
-
-
 def test_nobody_computes_for_longer_than_allowed(bench: Workbench) -> None:
     """However long reading takes, which keeps nobody waiting."""
     notes = BlendNotes()
@@ -185,18 +164,6 @@ def test_nobody_computes_for_longer_than_allowed(bench: Workbench) -> None:
     assert desk.plan(texts(0, 2, 1), notes=notes, wanted=wanted) is None
     assert notes.why is not None and notes.why[0] == Reason.BLEND_TOO_LONG
     assert notes.why[1].endswith(" of 7 s")
-
-
-def test_of_groups_the_largest_must_fit(bench: Workbench) -> None:
-    """They are read one after the other."""
-    notes = BlendNotes()
-    desk = Desk(bench, (0, 1))
-    forecast: Any = desk.store.forecast
-    forecast.can_read = lambda spans, in_codes: len(spans) == 1
-    assert desk.plan([3, *texts(1), 4, *texts(1), 5, *texts(1)]) is not None
-    bench.put(desk.store, texts(2))
-    assert desk.plan([3, *texts(1), 4, *texts(2)], notes=notes) is None
-    assert notes.why == (Reason.NO_BUFFERS, "")
 
 
 def test_a_prompt_is_scanned_once(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,40 +186,6 @@ def test_a_prompt_is_scanned_once(bench: Workbench, monkeypatch: pytest.MonkeyPa
     now[0] += ANSWER_SECONDS
     monkeypatch.setattr(windows, "find_window", lambda *_: (-1, -1))
     assert desk.plan(texts(1, 0), notes=notes) is None
-
-
-def test_where_many_wait_few_are_weighed_again(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk, waiting, now = Desk(bench), [BlendNotes() for _ in range(4)], [0.0]
-    bench.put(desk.store, texts(0, 1))
-    forecast: Any = desk.store.forecast
-
-    def slow(num_bytes: float) -> float:
-        now[0] += 5 * ANSWER_SECONDS * ANSWER_SHARE
-        return 0.0
-
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(forecast, "seconds_to_read", slow)
-    first = [desk.plan(texts(1, 0), notes=notes) for notes in waiting]
-    assert None not in first and now[0] == pytest.approx(0.2 * ANSWER_SECONDS)
-
-    def weighed() -> list[bool]:
-        found = [desk.plan(texts(1, 0), notes=notes) for notes in waiting]
-        return [own is not before for own, before in zip(found, first, strict=True)]
-
-    now[0] += 4 * ANSWER_SECONDS
-    assert weighed() == [False] * 4
-    now[0] += ANSWER_SECONDS
-    assert weighed() == [True, False, False, False]
-
-
-def test_who_could_not_open_a_blend_does_without(bench: Workbench) -> None:
-    notes = BlendNotes()
-    desk = Desk(bench, (0, 1))
-    notes.decline((Reason.NOT_OPENED, ""))
-    assert desk.plan(texts(1, 0), notes=notes) is None
-    assert notes.why == (Reason.NOT_OPENED, "")
 
 
 def test_why_nobody_blends(bench: Workbench) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import BLOCK
 from tests.unit.step_engine import Step, StepEngine, reading, stepping
-from tests.unit.waiting import TIMEOUT, wait_until
+from tests.unit.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -48,16 +46,6 @@ def test_a_layer_that_fits_gets_all_its_areas() -> None:
         pool.give(own, [])
     less = pool.take(2 * MIB, tenant._replace(needs=3 * MIB))
     assert less is not None and less.num_bytes == 3 * MIB, "here there is room to spare"
-
-
-def test_a_layer_that_fits_beside_others_takes_no_memory_away_for_a_larger_area() -> None:
-    pool = BufferPool(6 * MIB)
-    pool.give(take(pool, 2 * MIB), [])
-    running = pool.take(3 * MIB, Tenant("running", pytest.fail))
-    assert running is not None and pool.has_room(3 * MIB)
-    ahead = Tenant("ahead", lambda: None, needs=3 * MIB)
-    areas = [pool.take(size * MIB, ahead) for size in (1, 2)]
-    assert [own.num_bytes for own in areas if own is not None] == [MIB, 2 * MIB]
 
 
 def these(*blocks: int) -> Indices:
@@ -105,80 +93,6 @@ def stored(tmp_path: Path, single_blocks: None) -> Iterator[Stored]:
     assert stored.blocks >= 30
     yield stored
     stored.segment.close()
-
-
-def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> None:
-    """Of what was read ahead, the part that was wanted cannot be more than all of it."""
-    with reading() as reader:
-        buffer = stored.buffer()
-        buffer.read_ahead(these(1, 2), reader)
-        wait_until(lambda: is_quiet(buffer))
-        for _ in range(3):
-            buffer.read(these(1), 0, reader)
-        buffer.wait(these(1))
-        buffer.close(reader)
-
-    assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (2 * BLOCK, BLOCK)
-
-
-def test_what_was_not_begun_is_read_only_if_it_is_wanted(stored: Stored, step: Step) -> None:
-    """Blocks 1 and 2 are in flight when 2, 5 and 20 are wanted; 3, 4 and 6 never are."""
-    reader, engine = step
-    buffer, wanted = stored.buffer(), these(2, 5, 20)
-    buffer.read_ahead(these(*range(1, 7)), reader)
-    engine.wait_started(2)
-
-    assert buffer.read(wanted, 0, reader) == 2 * BLOCK, "block 2 is on its way"
-    engine.allow()
-    buffer.wait(wanted)
-
-    assert stored.started(engine) == [1, 2, 5, 20]
-    stored.check(buffer, 2, 5, 20)
-    buffer.close(reader)
-    assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (2 * BLOCK, BLOCK)
-
-
-def test_a_first_wish_ends_only_what_it_waits_for(stored: Stored, step: Step) -> None:
-    """As a probe, after which rows are asked for: it overtakes, and these go on being read."""
-    reader, engine = step
-    buffer, wanted = stored.buffer(), these(11, 12)
-    # Reads ahead take half of the queue, so only block 1 and 2 are begun.
-    buffer.read_ahead(these(1, 2, 3, 4), reader)
-    buffer.read_ahead(these(10, 11, 12), reader)
-    engine.wait_started(2)
-
-    assert buffer.read(wanted, 0, reader, last=False) == 2 * BLOCK
-    assert not all(read.done for read in buffer.reads)
-    engine.allow()
-    buffer.wait(wanted)
-    wait_until(lambda: is_quiet(buffer))
-
-    assert stored.started(engine) == [1, 2, 11, 12, 3, 4]
-    assert buffer.read(these(4), 0, reader) == 0
-    buffer.close(reader)
-    assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (4 * BLOCK, BLOCK)
-
-
-def test_waiting_is_for_what_is_wanted(stored: Stored, step: Step) -> None:
-    reader, engine = step
-    buffer, first, second = stored.buffer(), these(3), these(9)
-    buffer.read(first, 0, reader)
-    engine.wait_started(1)
-    buffer.read(second, 0, reader)
-    engine.allow(1)
-    buffer.wait(first)
-    stored.check(buffer, 3)
-
-    waiting = threading.Thread(target=buffer.wait, args=(second,))
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
-    engine.allow()
-    waiting.join(TIMEOUT)
-
-    assert not waiting.is_alive()
-    stored.check(buffer, 9)
-    buffer.close(reader)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -286,19 +200,6 @@ def test_memory_is_used_again() -> None:
     assert take(pool, MIB // 2) is not first, "a lot larger is not"
 
 
-def test_there_is_room_up_to_the_limit() -> None:
-    pool = BufferPool(3 * MIB)
-    assert pool.has_room(3 * MIB) and not pool.has_room(3 * MIB + 1)
-    size = pool.size_of(2 * MIB - 5)
-    assert size == 2 * MIB
-
-    memory = take(pool, 2 * MIB - 5)
-
-    assert pool.has_room(MIB) and not pool.has_room(MIB + 1)
-    pool.give(memory, [])
-    assert pool.has_room(3 * MIB)
-
-
 class Renter:
     """Has memory of a pool until that is taken away."""
 
@@ -397,20 +298,6 @@ def test_no_more_memory_is_held_than_the_limit(
         open_bytes = sum(len(own.memory) for own in renters if own.memory is not None)
         assert pool.used_bytes == open_bytes <= pool.held_bytes <= limit
     pool.close()
-
-
-def test_memory_of_sizes_that_nobody_wants_is_let_go() -> None:
-    pool, known = BufferPool(42 * MIB), weakref.WeakSet[PooledMemory]()
-    for round_number in range(3):
-        for size in (1, 3, 7, 15, 2, 39):
-            memory = take(pool, (size + round_number) * MIB)
-            known.add(memory)
-            pool.give(memory, [])
-            del memory
-            assert sum(map(len, known)) <= 42 * MIB
-    pool.close()
-    gc.collect()
-    assert not known
 
 
 @pytest.mark.parametrize(

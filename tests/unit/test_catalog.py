@@ -108,36 +108,10 @@ def test_changes_that_are_refused_are_made_later(
     assert sorted(catalog.segments()) == ["kept", "new", "newer"]
 
 
-def test_changes_that_wait_are_made_with_the_next_one_in_their_order(
-    catalog: Catalog, files: FaultyFileSystem, tmp_path: Path
-) -> None:
-    with files.faults.injected(REFUSALS["locked"]):
-        for added, removed in ((rows("a"), []), ([], ["a"]), (rows("a"), []), ([], ["a"])):
-            with pytest.raises(sqlite3.Error):
-                catalog.change(added, removed)
-
-    catalog.change(rows("b"))
-
-    assert list(index_in(tmp_path)) == ["b"]
-
-
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The changes of three segments may wait for a database that refuses."""
     monkeypatch.setattr(catalog_module, "_MOST_WAITING", 3)
-
-
-def test_more_changes_than_may_wait_are_made_at_once(
-    few: None, catalog: Catalog, tmp_path: Path
-) -> None:
-    """As at a start without an index."""
-    names = [str(number) for number in range(10)]
-    catalog.change(rows(*names))
-    assert len(index_in(tmp_path)) == 10
-    catalog.record_uses([(name, 9, 4, "") for name in names])
-    assert all(own.hits == 4 for own in index_in(tmp_path).values())
-    catalog.change(removed=names[:9])
-    assert list(index_in(tmp_path)) == ["9"]
 
 
 def test_of_changes_that_are_refused_for_too_long_the_oldest_are_forgotten(
@@ -222,18 +196,6 @@ def test_a_flipped_bit_of_the_tables_makes_the_index_anew(tmp_path: Path) -> Non
         catalog.change(rows("b"))
         assert "b" in catalog.segments()
         catalog.close()
-
-
-def test_a_row_that_is_unsound_leaves(catalog: Catalog, tmp_path: Path) -> None:
-    """It has tokens of a prompt, and nobody knows whose they are."""
-    catalog.change(rows("a", "b"))
-    catalog.close()
-    change_index(tmp_path, "UPDATE segments SET segment_id = 'A' WHERE segment_id = 'a'")
-    assert list(catalog.segments()) == ["b"]
-
-    catalog.flush()
-
-    assert list(catalog.segments()) == ["b"]
 
 
 @pytest.mark.parametrize(

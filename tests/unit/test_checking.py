@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from impress_sglang.storage.segment import Priority
-from impress_sglang.store import store as store_module
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredSegment
-from impress_sglang.tiers.placement import Tier
 from tests.unit import store_factory
-from tests.unit.store_factory import Workbench, check_rows, look_up, lose, name_of, prompt, use
+from tests.unit.store_factory import Workbench, check_rows, look_up, prompt
 from tests.unit.test_store_reordering import reorder, select
 
 bench = store_factory.bench_of_one_shape
@@ -52,22 +50,6 @@ def test_a_step_looks_at_few_and_all_have_their_turn(
     assert len(counts) == 3, "caches of a few chunks are one step"
 
 
-def test_the_store_may_change_between_steps(
-    bench: Workbench, used: PrefixStore, looked: list[StoredSegment]
-) -> None:
-    there = set(used.tree.segments())
-    for number, _ in enumerate(used.check_steps()):
-        if number == 0:
-            lose(bench, used, name_of(used, prompt(3)))
-            gate = bench.begin(used, prompt(40))
-        if number == 1:
-            gate.opened.set()
-            used.writes.drain()
-            use(used, prompt(7))
-    left = there & set(used.tree.segments())
-    assert len(left) == 19 and left <= set(looked)
-
-
 def test_what_is_reordered_between_steps_is_checked_all_the_same(
     used: PrefixStore, looked: list[StoredSegment]
 ) -> None:
@@ -78,15 +60,6 @@ def test_what_is_reordered_between_steps_is_checked_all_the_same(
             reorder(used)
     assert used.reorders.summary()["segments"] == 2
     assert set(looked) == set(used.tree.segments()) and len(looked) == len(used.tree)
-
-
-def test_chunks_of_caches_are_looked_at_in_parts(
-    used: PrefixStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "CHECKED_CHUNKS", 2)
-    chunks = sum(used.cache.placement.cached_chunks(tier) for tier in (Tier.DEVICE, Tier.HOST))
-    assert chunks > 10
-    assert chunks / 2 - 2 <= len(list(used.check_steps())) - 3 <= chunks / 2
 
 
 def _wrong_heap(store: PrefixStore, _: StoredSegment) -> None:

@@ -14,13 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from impress_sglang.tiers import slab as slab_module
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
-from impress_sglang.tiers.slab import PageShape, Slab
+from impress_sglang.tiers.slab import PageShape
 from tests.unit.kv_factory import make_shape, row_size
 from tests.unit.test_placement import GivenPriorities
 
@@ -210,31 +208,6 @@ def bench() -> Bench:
 PROBE, OTHER, VALUES = 0, 1, 2
 
 
-def test_copied_bytes_are_those_of_the_pages(bench: Bench) -> None:
-    chunk = 6 * bench.cache.page.page_bytes
-    bench.access({OTHER: 0.5})
-    assert (bench.cache.copies.promoted_bytes, bench.cache.copies.demoted_bytes) == (chunk, 0)
-    bench.access({VALUES: 0.4})
-    assert bench.cache.copies.promoted_bytes == chunk, "from SSD to the host is no promotion"
-    bench.access({VALUES: 0.6})
-
-    assert bench.cache.copies.promoted_bytes == 2 * chunk
-    assert bench.cache.copies.demoted_bytes == chunk
-
-
-def test_the_summary_has_sizes_and_counters(bench: Bench) -> None:
-    bench.access({OTHER: 0.5})
-    bench.access({PROBE: 0.1})
-    summary = bench.cache.summary()
-
-    sizes = {"capacity_bytes": 384, "chunks": 1, "evicted_score": None}
-    assert summary["device"] == {**sizes, "used_bytes": 384}
-    assert summary["host"] == {**sizes, "used_bytes": 192}
-    assert (summary["admitted_device"], summary["admitted_host"]) == (1, 1)
-    assert summary["promoted_bytes"] == 384
-    assert isinstance(summary["management_bytes"], int) and summary["management_bytes"] > 0
-
-
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_cache_that_does_not_fit_is_a_config_error_that_names_size_and_option(tier: str) -> None:
     sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}
@@ -268,42 +241,6 @@ def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
     assert bench.check_all(), "what is done to the old one does not matter"
 
 
-def test_memory_that_a_device_has_not_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "empty", refuse)
-
-    with pytest.raises(ConfigError, match=r"--impress-device-gb.*out of memory"):
-        Slab(PAGE, 10, torch.device("cuda"), option="--impress-device-gb", pin=False)
-
-
-def test_memory_is_there_before_the_first_request() -> None:
-    pages, before = (64 << 20) // PAGE.page_bytes, resident_bytes()
-    slab = Slab(PAGE, pages, CPU, option="--impress-host-gb", pin=False)
-    assert resident_bytes() - before > 60 << 20
-    assert len(slab.pages) == pages
-
-
 def resident_bytes() -> int:
     """Of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-@pytest.mark.parametrize(("unit", "pages"), [(5, 3), (64, 100), (8, 0)])
-def test_pinned_pages_take_no_more_memory_than_they_have(
-    unit: int, pages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole blocks of it, and not the next power of two; here nothing is locked."""
-    locked: list[AlignedMemory] = []
-    monkeypatch.setattr(slab_module, "pin_memory", locked.append)
-    page = PageShape(unit, 24, torch.float16)
-    slab = Slab(page, pages, torch.device("cpu"), option="--impress-host-gb", pin=True)
-
-    assert slab.pages.shape == (pages, page.elements) and slab.pages.dtype == torch.float16
-    assert sum(map(len, locked)) == -(-pages * page.page_bytes // 4096) * 4096
-    if pages:
-        assert slab.address == locked[0].address
-        contents = torch.arange(2 * page.elements, dtype=torch.float16).view(2, -1)
-        slab.pages[[2, 0]] = contents
-        assert torch.equal(slab.pages[[0, 2]], contents.flip(0))

@@ -15,7 +15,6 @@ import pytest
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
 from impress_sglang.serving.report import RequestTotals
-from impress_sglang.storage.files import FileSystem
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit import store_factory
 from tests.unit.basis_factory import codec_for
@@ -291,29 +290,6 @@ def test_what_prefixes_take_by_a_basis(tmp_path: Path, capsys: Said) -> None:
     assert "impress calibrate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        [],
-        {**LLAMA, "kv_lora_rank": 512},
-        {**LLAMA, "torch_dtype": "float17"},
-        {**LLAMA, "head_dim": 100},
-    ],
-)
-def test_a_model_that_says_nothing_of_its_kvs(tmp_path: Path, capsys: Said, config: Any) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    asked = ["plan", f"--model={path}", "--tokens=1"]
-    assert main([*asked, "--prefixes=1"]) == REFUSED
-    path.write_text(json.dumps(LLAMA))
-    for wrong in (["--prefixes=0"], ["--prefixes=1", "--bits=3"]):
-        assert main([*asked, *wrong]) == REFUSED
-    path.unlink()
-    assert main([*asked, "--prefixes=1"]) == REFUSED
-    assert "impress: " in capsys.readouterr().err
-
-
 @pytest.fixture
 def tenants(bench: Workbench) -> Workbench:
     """A conversation of each of two tenants, of whom one gives no name, and another model's."""
@@ -387,15 +363,3 @@ def test_wrong_orders_change_nothing(
     before = tenants.files()
     assert main([*arguments, "--dir", str(tenants.root)]) == REFUSED
     assert said in capsys.readouterr().err and tenants.files() == before
-
-
-def test_a_disk_that_refuses_is_told(
-    tenants: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unlink(self: FileSystem, path: Path) -> None:
-        if path.suffix == ".kv":
-            raise OSError("read-only")
-
-    monkeypatch.setattr(FileSystem, "unlink", unlink)
-    assert main(["purge", "--extra-key", "tenant", "--dir", str(tenants.root)]) == UNREACHABLE
-    assert "not everything was done" in capsys.readouterr().err

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import sqlite3
 import time
 
 import pytest
 
-from impress_sglang.cli import directory as cli_directory
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DONE, UNREACHABLE
-from impress_sglang.storage.directory import CATALOG, MARKER
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.cli.outcome import DONE
+from impress_sglang.storage.directory import MARKER
 from impress_sglang.storage.segment import FORMAT_VERSION
-from tests.faults import FaultyFileSystem, Rule
-from tests.faulty_database import cut_database
 from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY
 from tests.unit.store_factory import (
     OTHER_IDENTITY,
     Workbench,
     check_rows,
-    check_three_prefixes,
     index_in,
     prompt,
     three_prefixes,
@@ -84,38 +78,6 @@ def test_what_nobody_can_use_is_removed(
     check_rows(store, prompt(2, 8), namespace="salt")
 
 
-@pytest.mark.parametrize("index", ["missing", "garbage", "columns", "log"])
-def test_who_only_looks_changes_no_index(left: Workbench, capsys: Said, index: str) -> None:
-    def contents() -> dict[str, bytes]:
-        # SQLite has a file there for its own use while it reads a log.
-        return {
-            str(own): own.read_bytes()
-            for own in left.root.rglob("*")
-            if own.is_file() and not own.name.endswith("-shm")
-        }
-
-    path = left.root / IDENTITY / CATALOG
-    if index == "missing":
-        path.unlink()
-    elif index == "garbage":
-        path.write_bytes(b"no index" * 1000)
-    else:
-        connection = sqlite3.connect(path)
-        with connection:
-            connection.execute("ALTER TABLE segments ADD COLUMN more TEXT")
-            if index == "log":
-                connection.execute("ALTER TABLE segments DROP COLUMN more")
-        # As a server that is killed leaves it.
-        cut_database(path, [connection], keep_log=True)
-    before = contents()
-    for command in (["ls"], ["stat"], ["verify"]):
-        assert main([*command, "--dir", str(left.root)]) == DONE
-        assert contents() == before
-    capsys.readouterr()
-    assert removed(capsys, left) == [(0, 0)]
-    check_three_prefixes(left.open())
-
-
 def test_stores_of_other_formats(left: Workbench, capsys: Said) -> None:
     sizes = [path.stat().st_size for path in left.root.glob("*/segments/*/*")]
     for identity, own in ((OTHER_IDENTITY, FORMAT_VERSION - 1), ("e" * 32, FORMAT_VERSION + 1)):
@@ -125,17 +87,3 @@ def test_stores_of_other_formats(left: Workbench, capsys: Said) -> None:
         (folder / MARKER).write_text(json.dumps({**fields, "format": own}))
     assert sorted(removed(capsys, left)) == [(0, 0), (0, 0), (3, sum(sizes))]
     assert sorted(own.name for own in left.root.iterdir()) == [IDENTITY, "e" * 32]
-
-
-@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc"])
-def test_a_directory_that_cannot_be_locked_is_told_of(
-    left: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    def files() -> FileSystem:
-        found = FaultyFileSystem()
-        found.faults.add(Rule("EROFS", "open-write"))
-        return found
-
-    monkeypatch.setattr(cli_directory, "FileSystem", files)
-    assert main([command, "--dir", str(left.root)]) == UNREACHABLE
-    assert "cannot be opened" in capsys.readouterr().err

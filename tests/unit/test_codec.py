@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from impress_sglang.codes.rows.basis import Basis
@@ -17,7 +15,6 @@ from impress_sglang.codes.rows.coder import (
     decode_layer,
     encode_layer,
     fit_of,
-    group_bounds,
     kvs_of,
 )
 from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit
@@ -105,28 +102,6 @@ def test_moments_are_those_of_all_tokens_but_the_first() -> None:
             torch.testing.assert_close(found.with_below(layer), want, rtol=1e-4, atol=1e-4)
 
 
-def test_components_of_what_was_fitted_are_uncorrelated_and_sorted() -> None:
-    basis, prompts = fit(moments(), metric(), 7.5), [prompt(150, seed) for seed in range(3)]
-    for layer, own in enumerate(basis.layers):
-        x, y = (
-            torch.cat([joined(one[at])[SINK_TOKENS:] for one in prompts])
-            for at in (layer, layer - 1)
-        )
-        p = own.mean
-        if own.predict is not None:
-            p = p + (y - basis.layers[layer - 1].mean) @ own.predict.float()
-        z = (x - p) @ own.forward
-        assert (z.T.cov() - torch.eye(z.shape[1])).abs().max() < 0.15
-        weighed = torch.zeros(len(own.bits))
-        for unit, weights in zip(
-            own.inverse.float().split(FEATURES, 1), metric()[layer], strict=True
-        ):
-            heads = unit.unflatten(1, (HEADS, DIM))
-            weighed += torch.einsum("cgd,gde,cge->c", heads, weights, heads)
-        # The least are sorted by a metric with a floor.
-        assert (weighed.diff() <= 0.15 * weighed[:-1] + 2e-3 * weighed[0]).all()
-
-
 @pytest.mark.parametrize("weights", [None, metric()], ids=["rel", "metric"])
 def test_error_falls_by_four_with_each_bit(weights: list[list[Tensor]] | None) -> None:
     judged = [[torch.eye(DIM).expand(HEADS, -1, -1)] * 2] * LAYERS if weights is None else weights
@@ -139,13 +114,6 @@ def test_a_metric_makes_its_own_errors_smaller() -> None:
     weighed, plain = fit(moments(), metric(), 4.0), fit(moments(), None, 4.0)
     test = prompt(60, 9)
     assert error(weighed, test, metric()) < 0.8 * error(plain, test, metric())
-
-
-def test_layers_below_predict() -> None:
-    """Layers that depend on the one below get fewer bits than the first."""
-    basis = fit(moments(), None, 4.0)
-    first, *others = (sum(own.bits) for own in basis.layers)
-    assert max(others) < 0.9 * first
 
 
 @pytest.mark.parametrize("rate", [4.0, 6.0, 8.0])
@@ -213,32 +181,6 @@ def test_each_code_is_the_nearest_level(basis: Basis) -> None:
         assert (chosen <= far.min(1).values + 1e-5).all()
 
 
-@given(st.integers(0, 50))
-def test_groups_share_a_gain(components: int) -> None:
-    bounds = group_bounds(components)
-    groups = [group for group in range(GAINS) for _ in range(bounds[group], bounds[group + 1])]
-    assert groups == [i * GAINS // components for i in range(components)]
-
-
-def test_rows_do_not_depend_on_other_tokens(basis: Basis) -> None:
-    layers = prompt(30, 5)
-    whole, _ = coded(basis, layers)
-    part, _ = coded(basis, [[own[7:12] for own in layer] for layer in layers])
-    for one, other in zip(whole, part, strict=True):
-        # Products of other shapes may round differently, and a code then be the next one.
-        assert (one[7:12] != other).float().mean() < 0.01
-
-
-def test_a_layer_without_bits_is_its_prediction() -> None:
-    small = metric()
-    small[1] = [own * 1e-12 for own in small[1]]
-    basis = fit(moments(), small, 3.0)
-    assert basis.layers[1].bits == ()
-    rows, _ = coded(basis, prompt(5, 1))
-    assert rows[1].shape == (5, basis.layouts[1].row_bytes)
-    assert fit_of(basis, 1, rows[1]) == 0.0
-
-
 def test_fit_tells_what_is_unlike_the_calibration(basis: Basis) -> None:
     for factor, least, most in ((1.0, 0.7, 1.3), (10.0, 30.0, 300.0)):
         strange = [[own.mean(0) + factor * (own - own.mean(0)) for own in prompt(80, 5)[0]]]
@@ -296,18 +238,6 @@ def test_a_lower_rate_is_what_would_be_fitted_for_it(basis: Basis, tmp_path: Pat
         assert torch.equal(rows, own)
     with pytest.raises(KeyError):
         basis.keeping(7.0)
-
-
-def test_what_was_loaded_does_not_change_with_its_file(basis: Basis, tmp_path: Path) -> None:
-    """As with `cp`, which writes into the file that there is."""
-    path = tmp_path / "own.basis"
-    basis.save(path)
-    found = Basis.load(path)
-    with open(path, "r+b") as file:
-        file.write(bytes(path.stat().st_size))
-    for own, right in zip(found.layers, basis.layers, strict=True):
-        for name, array in right.arrays().items():
-            assert torch.equal(own.arrays()[name], array)
 
 
 def test_a_damaged_file_is_never_used(basis: Basis, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.codes.rows.levels import BOUNDS, LEVEL_TABLE, LEVELS
+from impress_sglang.codes.rows.levels import BOUNDS, LEVELS
 from impress_sglang.codes.rows.row import GAINS, RowLayout
 
 # Mean square errors of the best quantisers of 1 to 5 bits (Max 1960, table 1).
@@ -39,13 +39,6 @@ def test_errors_are_the_least_and_fall_by_four_with_each_bit() -> None:
         assert errors[bits] == pytest.approx(least, rel=0.01)
     ratios = [high / low for high, low in itertools.pairwise(errors[4:])]
     assert ratios == pytest.approx([4] * len(ratios), rel=0.07)
-
-
-def test_levels_are_symmetric_and_stand_in_one_table() -> None:
-    assert len(LEVEL_TABLE) == 511
-    for bits, levels in enumerate(LEVELS):
-        assert (np.diff(levels) > 0).all() and (levels == -levels[::-1]).all()
-        assert (LEVEL_TABLE[2**bits - 1 : 2 ** (bits + 1) - 1] == levels).all()
 
 
 def descending(most: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -90,21 +83,6 @@ def test_a_row_is_what_its_description_says(bits: tuple[int, ...], seed: int) ->
             area[e % len(area)] |= value << (e // len(area)) * width
         row += bytes(area)
     assert bytes(layout.pack(codes, gains)[0].numpy()) == bytes(row)
-
-
-def test_parts_find_each_code_in_a_row() -> None:
-    layout = RowLayout((8, 8, 7, 7, 6, 6, 5, 5, 4, 3, 3, 3, 2, 1, 1, 1))
-    codes, gains = drawn(layout, 3, 1)
-    rows, parts = layout.pack(codes, gains).int(), layout.parts()
-    assert parts.dtype == np.int32 and parts.shape == (16, 4, 2)
-    for component, bits in enumerate(layout.bits):
-        code = torch.zeros(3, dtype=torch.int32)
-        kinds = [kind for kind in range(4) if parts[component, kind, 0] >= 0]
-        assert kinds == [kind for kind, _ in PARTS[bits]]
-        for kind, width in PARTS[bits]:
-            at, shift = parts[component, kind].tolist()
-            code = code << width | rows[:, at] >> shift & (1 << width) - 1
-        assert torch.equal(code.byte(), codes[:, component])
 
 
 def test_bits_that_do_not_descend_are_refused() -> None:

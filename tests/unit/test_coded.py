@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.tiers.placement import Tier
-from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
+from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
 
 Coded = Callable[..., CodedCase]
@@ -68,61 +67,12 @@ def test_caches_give_what_the_drive_gave(device_pages: int, host_pages: int, cod
     assert stats.device_chunks + stats.host_chunks > 0
 
 
-def test_all_that_is_wanted_is_read_ahead(coded: Coded) -> None:
-    case = coded(PREFIXES["several"])
-    case.read_ahead(0.5)
-    load_all(case)
-    case.source.close()
-    stats = case.source.stats
-    wanted = sum(
-        span.layout.layer_bytes - int(span.spared_blocks(0).sum()) * BLOCK for span in case.spans
-    )
-    assert stats.ahead_used_bytes == stats.ahead_bytes == SHAPE.num_layers * wanted
-    assert stats.ahead_bytes == stats.ssd_bytes
-
-
-def test_what_enters_a_cache_is_read_ahead_as_a_whole(coded: Coded) -> None:
-    """Else each layer would wait for the rest of its pages."""
-    case = coded(PREFIXES["several"], host_pages=4000)
-    assert any(span.spared_blocks(0).any() for span in case.spans)
-    case.read_ahead(0.5)
-    load_all(case)
-    case.source.close()
-    stats = case.source.stats
-    assert stats.ahead_used_bytes == stats.ahead_bytes == stats.ssd_bytes
-    assert case.cache is not None
-    assert stats.ssd_bytes == case.cache.placement.used_pages(Tier.HOST) * BLOCK
-
-
 def test_a_damaged_block_is_found(coded: Coded) -> None:
     case = coded(PREFIXES["one"])
     flip_byte(case.paths[0], case.spans[0].segment.layout.codes_offset(1) + 5)
     case.load(0)
     with pytest.raises(PrefixUnreadable, match="checksum"):
         case.load(1)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_pieces_of_a_segment_are_read_into_one_image(ahead: bool, coded: Coded) -> None:
-    """Memory does not grow with their number, and what two of them need is read once."""
-    case = coded([CodedPart(1500)])
-    (whole,) = case.spans
-    places = [(0, 70), (70, 300), (310, 800), (800, 1500)]
-    pieces = [dataclasses.replace(whole, start=start, stop=stop) for start, stop in places]
-    source = case.open(pieces)
-    if ahead:
-        source.read_ahead(0.5)
-    found = source.read(0)
-    alone = case.open([whole])
-    (all_of_it,) = alone.read(0)
-    for (start, stop), own in zip(places, found, strict=True):
-        assert torch.equal(own.groups, all_of_it.groups[start // 64 : -(-stop // 64)])
-    assert source.layer_bytes == alone.layer_bytes
-    assert case.pool.used_bytes == 2 * alone.layer_bytes
-    source.close()
-    alone.close()
-    assert case.pool.used_bytes == 0
-    assert source.stats.ssd_bytes == alone.stats.ssd_bytes
 
 
 def test_requests_that_take_each_others_buffers_get_the_same_bits(coded: Coded) -> None:

@@ -17,7 +17,6 @@ from impress_sglang.options import (
     AUTO,
     AUTO_FLOOR,
     BITS,
-    CODED_POLICIES,
     EXACT_BITS,
     EXACTLY,
     IO_ENGINES,
@@ -140,18 +139,6 @@ def test_value_at_the_edge_of_its_range_is_taken(field: str, value: object) -> N
     assert ImpressConfig.from_environment({CONFIG_VARIABLE: config.to_json()}) == config
 
 
-def test_a_retention_below_the_floor_needs_a_lower_floor() -> None:
-    with pytest.raises(ConfigError, match=r"--impress-min-retention.*1e-06.*0\.05"):
-        ImpressConfig(policy="paper", retention=1e-6)
-
-    low = ImpressConfig(policy="paper", retention=1e-6, min_retention=1e-6)
-    assert low.retention == 1e-6
-    with pytest.raises(ConfigError, match=r"--impress-min-retention.*0\.25.*0\.2501"):
-        ImpressConfig(policy="paper", retention=0.25, min_retention=0.2501)
-    same = ImpressConfig(policy="paper", retention=0.25, min_retention=0.25)
-    assert same.min_retention == 0.25
-
-
 def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
     assert WRONG_VALUES.keys() == FIELDS - {"basis"}
 
@@ -207,13 +194,6 @@ def test_numbers_words_and_defaults_on_a_command_line(field: str, text: str, val
     parse = next(option.parse for option in OPTIONS if option.field == field)
     assert parse(text) == value
     assert type(parse(text)) is type(value)
-
-
-def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-
-    assert ImpressConfig(ssd_dir="~/kv").ssd_path == Path("/home/somebody/kv")
-    assert ImpressConfig(ssd_dir="/nvme/kv").ssd_path == Path("/nvme/kv")
 
 
 def test_from_options_names_unknown_fields_and_the_known_ones() -> None:
@@ -285,15 +265,6 @@ def test_reused_text_needs_as_many_bits_as_there_are() -> None:
     assert ImpressConfig(bits=EXACTLY, blend=0.15).code_bits == 6.0
     with pytest.raises(ConfigError, match="--impress-blend needs --impress-bits 6"):
         ImpressConfig(bits=5, blend=0.15)
-
-
-def test_only_policies_with_codes_blend() -> None:
-    """Files of some other policies are rewritten while requests wait for them."""
-    for policy in POLICIES:
-        if policy not in CODED_POLICIES:
-            assert ImpressConfig(policy=policy).usual_blend == OFF
-            with pytest.raises(ConfigError, match="needs --impress-policy impress"):
-                ImpressConfig(policy=policy, blend=0.15)
 
 
 def test_enable_for_engine_sets_the_variable_that_children_read(

@@ -14,8 +14,6 @@ from impress_sglang.cost import (
     LEAST,
     MAX_GAP_BYTES,
     MOST_LATE,
-    START_SECONDS_PER_BYTE,
-    START_SECONDS_PER_PIECE,
     Cost,
     Estimate,
     Estimator,
@@ -55,25 +53,6 @@ def test_latency_and_bandwidth_are_learnt_within_a_tenth(
     assert cost.gap_bytes == pytest.approx(min(latency * bandwidth, MAX_GAP_BYTES), rel=0.2)
 
 
-def test_first_guess_stands_without_observations() -> None:
-    cost = ReadCost()
-
-    assert cost.rates() == pytest.approx((START_SECONDS_PER_PIECE, START_SECONDS_PER_BYTE))
-    assert cost.gap_bytes == pytest.approx(START_SECONDS_PER_PIECE / START_SECONDS_PER_BYTE, abs=1)
-    assert cost.seconds_for(1e9) == pytest.approx(1e9 * START_SECONDS_PER_BYTE)
-
-
-def test_bytes_are_read_in_pieces_as_long_as_they_were_lately() -> None:
-    cost = ReadCost()
-    for length in (65_536, 4096):
-        for _ in range(300):
-            cost.observe(10, 10 * length, 10 * 100e-6 + 10 * length / 1e9)
-
-        expected = 1e3 * (100e-6 + length / 1e9)
-        assert cost.seconds_for(1e3 * length) == pytest.approx(expected, rel=0.05)
-    assert cost.seconds_for(0) == 0.0
-
-
 def teach(cost: Cost, per_x: float, per_y: float, noise: float = 0.0) -> None:
     """Both terms vary on their own, over two orders of magnitude."""
     pick = random.Random(1)
@@ -100,15 +79,6 @@ def test_both_terms_are_learnt_from_a_wrong_first_guess(
     assert cost.seconds(30, 2000) == pytest.approx(30 * per_x + 2000 * per_y, rel=0.05)
 
 
-def test_short_ones_count_as_much_as_long_ones() -> None:
-    """The cost of x shows in short ones only, of which there are few."""
-    cost = Cost(1.0, 1.0)
-    for number in range(200):
-        cost.observe(1, 1e-3, 0.5) if number % 10 == 0 else cost.observe(1, 1e6, 0.5 + 2e3)
-
-    assert cost.rates() == pytest.approx((0.5, 2e-3), rel=0.1)
-
-
 @pytest.mark.parametrize("floored", [True, False])
 @pytest.mark.parametrize(("count", "seconds"), [(300, 1e-3), (300, 20.0), (1, 0.7)])
 def test_identical_observations_are_explained(count: int, seconds: float, floored: bool) -> None:
@@ -132,26 +102,6 @@ def test_a_term_that_costs_nothing_is_bounded_and_the_other_is_right() -> None:
     per_x, per_y = cost.rates()
     assert 0 < per_x <= 10 * LEAST * 1e-3
     assert per_y == pytest.approx(1e-5, rel=0.02)
-
-
-@pytest.mark.parametrize("changed", [0.1, 10.0])
-def test_what_was_is_forgotten(changed: float) -> None:
-    """Whichever of the terms becomes longer, and which shorter."""
-    cost = Cost(1e-3, 1e-5)
-    for rates in ((1e-3, 1e-5), (1e-3 * changed, 1e-5 / changed)):
-        teach(cost, *rates)
-
-        assert cost.rates() == pytest.approx(rates, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "size", [(0.0, 5.0, 1.0), (5.0, 0.0, 1.0), (-1.0, 5.0, 1.0), (5.0, 5.0, 0.0), (5.0, 5.0, -1.0)]
-)
-def test_what_says_nothing_changes_nothing(size: tuple[float, float, float]) -> None:
-    """Nothing was done, or the clock did not move."""
-    cost = Cost(1.0, 1.0, floored=True)
-    cost.observe(*size)
-    assert cost.observations == 0 and cost.seconds(5, 5) == 0.0
 
 
 # Of a floor: seconds at least, per x and per y.
@@ -351,25 +301,6 @@ def test_questions_bound_what_computing_takes(machine: Machine) -> None:
 
 
 @each_machine
-@pytest.mark.parametrize("questions", [0, 1, 50])
-def test_where_most_passes_are_questions_prompts_are_estimated_as_well(
-    machine: Machine, questions: int
-) -> None:
-    pick, estimator = random.Random(3), Estimator(HIDDEN_SIZE)
-    works = [*[(20, 3000), (60, 5000)] * questions, (2000, 0), (3000, 0), (6000, 0)]
-    pick.shuffle(works)
-    for new, before in works * 3:
-        noise = pick.uniform(0.9, 1.1)
-        estimator.note_forward(new, pairs_of(before, new), machine.forward(before, new) * noise)
-
-    for work in (RequestLengths(0, 1900, 200), RequestLengths(0, 9000, 50)):
-        found, real = estimator.estimate(work, 1.0, 0.0), machine.forward(0, work.stored + work.new)
-        assert found.recompute is not None
-        assert found.recompute == pytest.approx(real, rel=0.25 if found.known else 1.0)
-        assert found.recompute > 0.75 * real
-
-
-@each_machine
 def test_a_few_tokens_behind_many_take_longer_than_their_size_says(machine: Machine) -> None:
     """On a CPU twice as long: attention has little to do for each token that it reads."""
     estimator, pick = Estimator(HIDDEN_SIZE), random.Random(7)
@@ -396,36 +327,6 @@ def test_one_disturbed_question_is_not_what_every_pass_takes() -> None:
     estimator.note_request(3000, 20, 5.0)
 
     assert estimator.estimate(QUESTION, 1.0, 0.1).loads_faster()
-
-
-def test_one_disturbed_load_is_not_what_every_load_takes() -> None:
-    """The first one may have waited for a compiler."""
-    estimator = after(MACHINES["two cores"], 3000, 20, 3020, 20)
-    for expected in (True, False):
-        estimator.note_load(QUESTION, 9.0, whole=True)
-        assert estimator.estimate(QUESTION, 1.0, 0.1).loads_faster() == expected
-
-
-def test_what_loads_are_known_to_take_counts_before_computing_is_known() -> None:
-    estimator, work = after(MACHINES["a large GPU"], 20, 40, 100), RequestLengths(0, 300, 20)
-    for _ in range(3):
-        estimator.note_load(work, 0.13, whole=True)
-    found = estimator.estimate(work, 1.0, 1e-3)
-
-    assert not found.known and found.recompute is not None
-    assert 1e-3 < found.recompute < found.compute and not found.loads_faster(0.0)
-
-
-@pytest.mark.parametrize("retention", [0.5, 1.0])
-def test_what_every_load_takes_is_not_given_to_each_token(retention: float) -> None:
-    estimator = Estimator(HIDDEN_SIZE)
-    estimator.note_forward(400, pairs_of(0, 400), 1e-3)
-    for stored, seconds in ((256, 0.03), (3000, 0.031), (300, 0.03)) * 3:
-        work = RequestLengths(0, stored, 20)
-        estimator.note_load(work, seconds, whole=retention == 1.0)
-
-    found = estimator.estimate(RequestLengths(0, 280, 20), retention, 0.0)
-    assert found.compute == pytest.approx(1e-3 + 0.03, rel=0.1) and not found.loads_faster(0.0)
 
 
 def test_blends_are_learnt_and_all_is_read_before() -> None:

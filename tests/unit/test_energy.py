@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.groups.energy import (
-    FIRST_PROMPTS,
-    ONE_OF_PROMPTS,
     QueryMeter,
     energy_of,
     no_queries,
@@ -56,16 +54,6 @@ def test_energy_is_the_mean_square_of_the_queries_of_a_kv_head() -> None:
     assert found.tolist() == [[2.5, 1.0, 0.0], [0.0, 0.0, 4.0]]
 
 
-def test_the_energy_of_a_layer_is_that_measured_last() -> None:
-    meter = QueryMeter()
-    assert known(meter) is None
-    for seed in range(3):
-        queries = some_queries(seed)
-        found = meter.rule(lambda layer, own=queries: own)(0, KEYS, VALUES).energy
-        assert same(found, energy_of(queries, HEADS)) and same(known(meter), found)
-        assert known(meter, 1) is None
-
-
 def test_what_was_measured_serves_the_next_process() -> None:
     assert not QueryMeter().has_news
     meter, later = measured(), QueryMeter()
@@ -95,15 +83,6 @@ def test_what_is_damaged_is_measured_anew(damage: str, caplog: pytest.LogCapture
     assert known(later) is None
     if damage != "not a number":
         assert "damaged" in caplog.text and later.wants()
-
-
-def test_the_first_prompts_are_measured_and_then_some() -> None:
-    meter, later = measured(), QueryMeter()
-    wanted = [meter.wants() for _ in range(100)]
-    assert all(wanted[:FIRST_PROMPTS])
-    assert sum(wanted[FIRST_PROMPTS:]) == 100 // ONE_OF_PROMPTS
-    later.restore(meter.dump())
-    assert sum(later.wants() for _ in range(ONE_OF_PROMPTS)) == 1
 
 
 def test_a_store_codes_by_what_it_knows_of_queries(

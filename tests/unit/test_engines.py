@@ -18,7 +18,6 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.storage import engines
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import (
-    MAX_THREADS,
     AioEngine,
     BlockEngine,
     ThreadEngine,
@@ -184,13 +183,6 @@ def test_a_read_beyond_the_end_gives_fewer_bytes(
     assert results[good] == 3 * BLOCK
     file.check(first, results[short] // BLOCK)
     file.check(0, 3)
-
-
-def test_there_are_no_more_threads_than_help() -> None:
-    engine = ThreadEngine(100)
-
-    assert engine.depth == MAX_THREADS
-    engine.close()
 
 
 def refused(*_: object) -> int:

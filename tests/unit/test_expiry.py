@@ -53,15 +53,6 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
 
 
-def test_of_more_than_are_removed_at_once_none_is_found(bench: Workbench) -> None:
-    store = bench.open(ttl=HOUR)
-    bench.put_all(store, 1, 2)
-    for number in (1, 2):
-        segment = look_up(store, prompt(number)).spans[-1].segment
-        segment.due = time.time() - 1
-        assert segment.ready and length(store, prompt(number)) == 0
-
-
 def test_what_cannot_be_asked_for_its_age_is_too_old(bench: Workbench) -> None:
     store = bench.open(ttl=HOUR)
     bench.put_all(store, 1, 2)
@@ -152,12 +143,6 @@ def test_what_is_due_while_it_is_written_does_not_stay(bench: Workbench) -> None
     assert length(store, prompt(1)) == 0 and not bench.files()
 
 
-def test_times_of_what_has_gone_are_forgotten(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=store_factory.gb(2 * bench.one))
-    bench.put_all(store, *range(20), ttl=HOUR)
-    assert len(store.tree.order._due) <= 5
-
-
 LENGTH = 4 * BLOCK_TOKENS
 
 
@@ -189,22 +174,6 @@ def test_a_loss_is_found_by_who_has_the_same_tokens(asked: str) -> None:
     clock.now += 5
     *question, count = ASKED[asked]
     assert losses.find(*question) == (Loss(Cause.EVICTED, count, 5.0) if count else None)
-
-
-def test_only_what_a_segment_had_is_lost_with_it() -> None:
-    losses = Losses()
-    losses.note_tokens("a", tokens(1), Cause.DAMAGED, start=100)
-    found = losses.find("a", tokens(1), 0)
-    assert found is not None and found.num_tokens == LENGTH
-    assert losses.find("a", tokens(1, BLOCK_TOKENS), 0) is None
-
-
-def test_memory_is_fixed_and_the_latest_are_kept() -> None:
-    losses = Losses(places=64)
-    for number in range(200):
-        losses.note_tokens("a", tokens(number), Cause.EVICTED)
-    found = [losses.find("a", tokens(number), 0) is not None for number in range(200)]
-    assert found[-1] and not any(found[:50])
 
 
 def test_what_the_store_removes_is_noted(bench: Workbench, store: PrefixStore) -> None:

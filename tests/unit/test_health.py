@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -137,22 +136,3 @@ def test_what_happens_decides_what_is_done(history: str, start: float) -> None:
     failures = history.count("fails") + (health.state == "degraded" and "hangs" in history)
     assert health.summary()["failures"] == failures
     assert ("Input/output error" in health.summary()["last_failure"]) == ("fails" in history)
-
-
-def test_the_free_space_is_as_last_measured() -> None:
-    world = World(0.0)
-    for step, expected in (("1.1", 7), ("measuring fails", 7), ("measured", 9)):
-        world.step(step)
-        assert world.health.free_bytes == expected
-
-
-def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(0.0)
-    with caplog.at_level(logging.WARNING):
-        for step in [*["write fails"] * 3, *["read fails"] * 3, "7", "well"]:
-            world.step(step)
-    assert [message.split(":")[0] for message in caplog.messages] == [
-        "the SSD store is read-only",
-        "the SSD store is degraded",
-        "the SSD store answers again after 7.0 s",
-    ]

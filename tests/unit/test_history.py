@@ -61,14 +61,6 @@ def test_an_average_follows_a_change_after_any_number_of_accesses() -> None:
     assert history.accesses.tolist() == [255]
 
 
-def test_importance_is_kept_of_each_head_group() -> None:
-    history = TokenHistory(1, 2, 2, by_importance=True)
-    scores = torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 3.0]])
-    note(history, 0, [0], [0], start=0, count=2, scores=scores)
-
-    np.testing.assert_allclose(history.order_key, [[[1.5, 0.5], [0, 2]]], **CLOSE)
-
-
 def test_without_scores_all_tokens_count_alike() -> None:
     """A layer that is used whole, or a rule that looks at nothing."""
     history = TokenHistory(1, 1, 3, by_importance=True)
@@ -114,28 +106,6 @@ def test_importance_is_the_column_sum_over_the_mean_of_all_tokens() -> None:
     note(history, 0, [0], start=1, count=4, scores=100 * scores.flip(1))
 
     np.testing.assert_allclose(history.order_key[0, 0], [0, 1, 1, 1, 1, 0], **CLOSE)
-
-
-def test_token_means_follow_each_access() -> None:
-    history = TokenHistory(2, 1, 2)
-    for expected, *by_layer in (([1.0, 0.5], [0], [0, 1]), ([0.75, 0.5], [1], [0])):
-        for layer, selected in enumerate(by_layer):
-            note(history, layer, selected, start=0, count=2)
-
-        np.testing.assert_allclose(history.token_means(), expected, rtol=0, atol=NEAR)
-
-
-def test_importance_of_scores_that_vanish_or_tower_stays_finite() -> None:
-    history = TokenHistory(1, 1, 200_000, by_importance=True)
-    peak = torch.zeros(1, 200_000)
-
-    note(history, 0, [0], start=0, count=200_000, scores=peak)
-    assert not history.order_key.any()
-    peak[0, 7] = 1e4
-    note(history, 0, [0], start=0, count=200_000, scores=peak)
-
-    assert np.isfinite(history.order_key).all()
-    assert history.order_key[0, 0].argmax() == 7
 
 
 def test_key_selected_pays_no_heed_to_the_scores() -> None:

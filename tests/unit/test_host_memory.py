@@ -31,10 +31,6 @@ def group(folder: Path, limit: object, usage: int, cache: int, version: int) -> 
     (folder / "memory.stat").write_text(f"anon 5\n{kinds}")
 
 
-def test_nothing_is_left_within_the_margin(tmp_path: Path) -> None:
-    assert available_bytes(machine(tmp_path, MARGIN_BYTES // 2, "")) == 0
-
-
 @pytest.mark.parametrize(
     ("version", "line", "mounted"),
     [(2, "0::/a/b\n", "sys/fs/cgroup"), (1, "4:cpu,memory:/a/b\n", "sys/fs/cgroup/memory")],
@@ -57,24 +53,3 @@ def test_in_a_container_the_limit_is_at_the_root(tmp_path: Path) -> None:
     root = machine(tmp_path, 50 * GIB, "4:memory:/docker/0123\n0::/\n")
     group(root / "sys/fs/cgroup/memory", 8 * GIB, 2 * GIB, 0, 1)
     assert available_bytes(root) == 6 * GIB - MARGIN_BYTES
-
-
-def test_no_limit(tmp_path: Path) -> None:
-    root = machine(tmp_path, 5 * GIB, "0::/a\n")
-    group(root / "sys/fs/cgroup/a", "max", 3 * GIB, 0, 2)
-    assert available_bytes(root) == 5 * GIB - MARGIN_BYTES
-
-
-def test_without_such_files_it_is_not_known(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
-        available_bytes(tmp_path)
-    root = machine(tmp_path, 5 * GIB, "")
-    (root / "proc/self/cgroup").unlink()
-    assert available_bytes(root) == 5 * GIB - MARGIN_BYTES, "a kernel without control groups"
-    (root / "proc/meminfo").write_text("MemTotal: 99 kB\n")
-    with pytest.raises(OSError, match="MemAvailable"):
-        available_bytes(root)
-
-
-def test_here_is_some() -> None:
-    assert available_bytes() > 0

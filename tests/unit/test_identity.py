@@ -56,30 +56,6 @@ def test_digest_is_stable(fingerprint: str, dtype: torch.dtype) -> None:
     assert digest(views) == digest(named)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_digest_changes_with_any_single_element(fingerprint: str, dtype: torch.dtype) -> None:
-    named = weights(dtype)
-    seen = {digest(named)}
-    count = 1
-    for name, tensor in named.items():
-        for position in range(tensor.numel()):
-            changed = tensor.clone()
-            changed.view(-1)[position] += 1
-            seen.add(digest({**named, name: changed}))
-            count += 1
-
-    assert len(seen) == count
-
-
-def test_digest_changes_with_the_last_bit_and_the_sign_of_zero(fingerprint: str) -> None:
-    tensor = torch.zeros(9)
-    last_bit, sign = tensor.clone(), tensor.clone()
-    last_bit[8] = torch.finfo(torch.float32).tiny
-    sign[8] = -0.0
-
-    assert len({digest({"w": t}) for t in (tensor, last_bit, sign)}) == 3
-
-
 @pytest.mark.parametrize(
     "change",
     [

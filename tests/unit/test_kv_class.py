@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -43,34 +42,6 @@ def test_different_arguments_have_different_keys(
 @example("a|b", KVClass(5.0), KVClass())
 def test_the_key_of_a_request_comes_back(key: str | None, own: KVClass, usual: KVClass) -> None:
     assert unmarked(marked(key, own, usual)) == key
-
-
-@given(KEYS, CLASSES)
-def test_the_usual_class_has_no_mark(key: str | None, usual: KVClass) -> None:
-    """So that its keys are those of stock SGLang, but for keys that look like ours."""
-    if key is None or not key.startswith(MARK):
-        assert marked(key, usual, usual) == key
-        assert unmarked(key) == key
-
-
-@given(CLASSES, CLASSES)
-def test_names_tell_classes_apart(own: KVClass, other: KVClass) -> None:
-    assert (own.name == other.name) == (own == other)
-
-
-@pytest.mark.parametrize(
-    ("own", "name"),
-    [
-        (KVClass(), "exact"),
-        (KVClass(5.0), "5"),
-        (KVClass(8), "8"),
-        (KVClass(6.0, 0.25), "6/0.25"),
-        (KVClass(6.0, 0), "6/0.0"),
-        (KVClass(6.0, -0.0), "6/0.0"),
-    ],
-)
-def test_names(own: KVClass, name: str) -> None:
-    assert own.name == name
 
 
 def test_the_class_of_a_request() -> None:

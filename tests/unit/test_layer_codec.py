@@ -7,11 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from impress_sglang.codes.groups.codec import NotCodable
 from impress_sglang.codes.groups.energy import Coding
-from impress_sglang.codes.groups.layer import encode_layer as encode_groups
 from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit import kv_factory as kv
@@ -75,46 +73,6 @@ def test_a_layer_is_read_back_in_logical_order(
     assert found_keys.dtype == found_values.dtype == layout.shape.dtype
     assert torch.equal(found_keys, keys)
     assert torch.equal(found_values, values)
-
-
-@given(layouts(), SEEDS)
-def test_bytes_of_a_layer_are_those_of_its_definition(
-    layout: SegmentLayout, seed: int | None
-) -> None:
-    """Chunk by chunk and row by row, zeros between them."""
-    shape, count = layout.shape, layout.num_tokens
-    keys, values = (kvs[0] for kvs in kv.random_kvs(shape, count, seed=1))
-    mapping = mapping_lists(layout, seed, "<u2")
-    expected = bytearray()
-    for column in shape.columns:
-        whole = values if kv.holds_values(shape, column) else keys
-        tokens = np.arange(count)
-        if mapping is not None and column != kv.PROBE:
-            tokens = np.argsort(mapping[kv.head_group_of(shape, column)])
-        data = whole[torch.from_numpy(tokens)][:, kv.heads_of(shape, column)].contiguous()
-        rows = [row.flatten().view(torch.uint8).numpy().tobytes() for row in data]
-        assert len(rows) == count
-        for start in range(0, len(rows) if kv.row_size(shape, column) else 0, layout.chunk_tokens):
-            expected += b"".join(rows[start : start + layout.chunk_tokens])
-            expected += bytes(-len(expected) % 4096)
-    energy = torch.rand(shape.num_kv_heads, shape.key_dim) ** 4
-    expected += codes_in_logical_order(layout, keys, values, energy)
-
-    memory = dirty(layout)
-    encode_layer(layout, 0, keys, values, mapping, memory, Coding(energy=energy))
-
-    assert bytes(memory) == bytes(expected)
-
-
-def codes_in_logical_order(
-    layout: SegmentLayout, keys: Tensor, values: Tensor, energy: Tensor
-) -> bytes:
-    if not layout.codes:
-        return b""
-    (codes,) = layout.codes
-    memory = torch.empty(codes.layer_bytes).byte()
-    codes.put_groups(encode_groups(layout.shape.group_layout, keys, values, energy), memory)
-    return memory.numpy().tobytes()
 
 
 def test_what_cannot_be_coded_is_not_encoded() -> None:

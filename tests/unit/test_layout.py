@@ -83,32 +83,6 @@ def test_chunks_tile_the_file_from_header_to_end(layout: SegmentLayout) -> None:
 
 
 @given(layouts())
-def test_chunk_sizes_are_those_of_their_rows(layout: SegmentLayout) -> None:
-    for column in layout.shape.columns:
-        total, chunks = layout.num_tokens, 0
-        for chunk in range(layout.num_chunks):
-            rows = min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
-            assert layout.chunk_rows(chunk) == rows > 0
-            assert layout.chunk_bytes(column, chunk) == rows * kv.row_size(layout.shape, column)
-            chunks += rows
-        assert chunks == total
-
-
-@given(layouts())
-def test_chunks_are_numbered_by_layer_then_column_then_place(layout: SegmentLayout) -> None:
-    numbers = [
-        layout.chunk_index(layer, column, chunk)
-        for layer in range(layout.shape.num_layers)
-        for column in layout.shape.columns
-        for chunk in range(layout.num_chunks)
-    ]
-
-    assert numbers == list(range(layout.total_chunks))
-    assert layout.total_chunks == layout.shape.num_layers * layout.layer_chunks
-    assert layout.layer_chunks == len(kv.columns_of(layout.shape)) * layout.num_chunks
-
-
-@given(layouts())
 def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout) -> None:
     shape, codes = layout.shape, layout.codes
     plain = dataclasses.replace(layout, shape=dataclasses.replace(shape, code_bits=0.0, exact=True))
@@ -126,34 +100,6 @@ def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout)
         assert own.group_bytes == shape.group_layout.group_bytes
         assert (own.num_tokens, own.group_tokens) == (layout.num_tokens, GROUP_TOKENS)
         assert own.block_bytes == BLOCK
-
-
-@given(shapes())
-def test_columns_are_the_probe_column_then_keys_then_values(shape: KVShape) -> None:
-    count = kv.head_groups_of(shape)
-
-    assert list(shape.columns) == kv.columns_of(shape)
-    assert list(shape.key_columns) == list(range(1, 1 + count))
-    assert list(shape.value_columns) == list(range(1 + count, 1 + 2 * count))
-    for column in shape.columns:
-        assert list(shape.heads(column)) == kv.heads_of(shape, column)
-        assert shape.row_bytes(column) == kv.row_size(shape, column)
-
-
-@given(shapes())
-def test_each_head_is_in_one_head_group_whose_columns_hold_its_heads(shape: KVShape) -> None:
-    assert shape.num_head_groups == len(shape.head_groups) == kv.head_groups_of(shape)
-    assert [head for heads in shape.head_groups for head in heads] == list(
-        range(shape.num_kv_heads)
-    )
-    for column in kv.kv_of(shape):
-        assert shape.head_group_of(column) == kv.head_group_of(shape, column)
-        assert set(shape.heads(column)) <= set(shape.head_groups[shape.head_group_of(column)])
-
-
-def test_the_probe_column_is_of_no_head_group() -> None:
-    with pytest.raises(AssertionError):
-        kv.make_shape(probe=()).head_group_of(kv.PROBE)
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:

@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
-from impress_sglang.serving import load_jobs
 from impress_sglang.serving.kv_class import KVClass
-from impress_sglang.serving.load_jobs import JobLoader, JobRevoked, JobState, LoadJob
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.store.losses import Cause
-from impress_sglang.store.open_segments import OpenSegments
+from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import StoredMatch, StoredSegment
+from impress_sglang.store.stored import StoredMatch
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
 from tests.faults import Faults, FaultyFileSystem, Rule
@@ -208,18 +204,6 @@ def test_slots_get_what_the_other_loader_would_put_there(
     desk.store.check_integrity()
 
 
-def test_jobs_are_carried_out_in_order(make: Callable[..., Desk]) -> None:
-    desk = make()
-    desk.put(FIRST, SECOND, OTHER)
-    jobs = [desk.begin(tokens, own) for own in CLASSES[:3] for tokens in (FIRST, SECOND)]
-    desk.wait(*jobs)
-    for job in jobs:
-        desk.check(job)
-    ends = [job.ended_at for job in jobs]
-    assert ends == sorted(ends)
-    assert desk.pools.empty(desk.free)
-
-
 @pytest.mark.parametrize("own", [KVClass(), KVClass(6.0)], ids=["exact", "codes"])
 def test_a_corrupt_block_fails_its_job_alone(make: Callable[..., Desk], own: KVClass) -> None:
     desk = make()
@@ -287,30 +271,6 @@ def test_a_segment_that_is_gone_fails_the_job(make: Callable[..., Desk]) -> None
     assert job.target is not None and desk.pools.empty(job.target)
 
 
-@pytest.mark.parametrize("own", [KVClass(), KVClass(6.0)], ids=str)
-def test_a_segment_that_goes_while_it_is_opened_in_vain(
-    make: Callable[..., Desk], own: KVClass, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing that was noted of it is left, as `Desk.close` checks."""
-    desk = make()
-    desk.put(FIRST)
-    job = desk.job(FIRST, own)
-    segment = job.match.spans[0].segment
-
-    acquire = OpenSegments.acquire
-
-    def acquire_late(readers: OpenSegments, stored: StoredSegment) -> OpenSegment:
-        desk.store.writes.evict([stored], Cause.EVICTED)
-        wait_until(lambda: not desk.store.worker.removing_bytes)
-        return acquire(readers, stored)
-
-    monkeypatch.setattr(OpenSegments, "acquire", acquire_late)
-    desk.loader.begin(job)
-    desk.wait(job)
-    assert job.state is JobState.FAILED
-    assert desk.store.segments.get(segment.segment_id) is None
-
-
 class TestRevoking:
     @pytest.mark.parametrize("own", [KVClass(), KVClass(6.0)], ids=["exact", "codes"])
     @pytest.mark.parametrize("after", [0, 1, 2])
@@ -335,17 +295,6 @@ class TestRevoking:
         assert all(bool((rows == 5.0).all()) for rows in desk.pools.rows(job.target))
         desk.check(desk.load(FIRST, own))
 
-    def test_before_it_begins(self, make: Callable[..., Desk]) -> None:
-        desk = make()
-        desk.put(FIRST)
-        job = desk.job(FIRST, KVClass())
-        job.revoke()
-        desk.loader.begin(job)
-        desk.wait(job)
-        assert job.state is JobState.DROPPED and job.target is not None
-        assert desk.pools.empty(job.target)
-        assert stores.length(desk.store, FIRST) == len(FIRST)
-
     def test_at_any_time(self, make: Callable[..., Desk]) -> None:
         """What is written after it returns was written by others."""
         desk = make(host_gb=SMALL, device_gb=SMALL)
@@ -365,15 +314,6 @@ class TestRevoking:
             assert job.state is expected
             assert all(bool((rows == number).all()) for rows in desk.pools.rows(job.target))
         desk.store.check_integrity()
-
-    def test_nobody_writes_any_more(self) -> None:
-        nothing: Any = None
-        job = LoadJob(nothing, KVClass(), (None, None), kv.as_tokens([1]), nothing, 0)
-        with job.writing():
-            pass
-        job.revoke()
-        with pytest.raises(JobRevoked), job.writing():
-            pytest.fail("it writes")
 
     def test_who_writes_ends_the_layer_first(self) -> None:
         nothing: Any = None
@@ -397,14 +337,6 @@ class TestLayers:
     def job(self) -> LoadJob:
         nothing: Any = None
         return LoadJob(nothing, KVClass(), (None, None), kv.as_tokens([1, 2, 3]), nothing, 1)
-
-    def test_a_pass_waits_for_a_layer(self) -> None:
-        job = self.job()
-        job.deadline = time.monotonic() + 20.0
-        timer = threading.Timer(0.02, job.note_layer)
-        timer.start()
-        assert job.wait_for_layer(0)
-        timer.join()
 
     def test_but_not_for_ever(self) -> None:
         job = self.job()
@@ -436,15 +368,6 @@ class TestLayers:
 
 
 class TestClosing:
-    def test_ends_what_was_begun(self, make: Callable[..., Desk]) -> None:
-        desk = make()
-        desk.put(FIRST, OTHER)
-        jobs = [desk.begin(FIRST), desk.begin(OTHER, KVClass(6.0))]
-        assert desk.loader.close(20.0)
-        for job in jobs:
-            desk.check(job)
-        assert set(map(id, desk.loader.take_ended())) == set(map(id, jobs))
-
     def test_does_not_wait_for_a_drive_that_hangs(self, make: Callable[..., Desk]) -> None:
         desk = make(readahead=0.0)
         desk.put(FIRST)
@@ -468,15 +391,6 @@ class TestClosing:
             desk.loader.measure(desk.store, look_up(desk.store, FIRST).spans, exact=False)
             wait_until(lambda: not desk.store.health.readable)
         wait_until(lambda: not desk.store.poll() and desk.store.health.readable)
-        desk.check(desk.load(FIRST))
-
-    def test_a_bug_of_a_measurement_ends_no_other_job(
-        self, make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        desk = make()
-        desk.put(FIRST)
-        monkeypatch.setattr(load_jobs, "_measure", lambda *asked: 1 / 0)
-        desk.loader.measure(desk.store, look_up(desk.store, FIRST).spans, exact=False)
         desk.check(desk.load(FIRST))
 
     def test_a_bug_ends_its_job_alone(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -160,21 +159,6 @@ def test_the_tokens_are_those_of_the_dense_reference(
     ((layer, noted, importance),) = source.noted
     assert (layer, noted) == (1, selected)
     np.testing.assert_allclose(importance, probe if agreed else scores, rtol=1e-4, atol=1e-7)
-
-
-def test_reading_for_a_choice_is_loading_and_not_probing() -> None:
-    setting = Setting(SHAPES["gqa"])
-    read = setting.source.read_probe
-
-    def slowly(layer: int) -> Tensor:
-        time.sleep(0.2)
-        return read(layer)
-
-    setting.source.read_probe = slowly  # type: ignore[method-assign]
-
-    setting.load(0, 5)
-
-    assert setting.stats.load_ms >= 200 > setting.stats.probe_ms > 0
 
 
 @pytest.mark.parametrize("broken", ["read_probe", "read"])

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.store.lookahead import _GAP, LookAhead, turns_of
-from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.stored import StoredSpan
 from impress_sglang.tiers.placement import Tier
@@ -68,19 +67,6 @@ def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     assert list(told()) == ["a"]
 
 
-def test_who_is_no_longer_in_the_queue_waits_for_nothing() -> None:
-    lookahead = LookAhead()
-    for rid in "ab":
-        lookahead.wait(rid, spans((0, (0, 4))))
-    lookahead.order(["a", "b"])
-    assert lookahead.ranges("a") == [(0, 4, lookahead.turn("a"))]
-    lookahead.order(["b"])
-    assert lookahead.ranges("a") == [(0, 4, lookahead.turn("b"))] and lookahead.awaits
-    lookahead.order([])
-    assert not lookahead.awaits and "a" not in lookahead
-    lookahead.check_integrity()
-
-
 @given(st.lists(st.lists(st.sampled_from("abcdefgh"), unique=True), max_size=20))
 def test_turns_are_in_the_order_of_the_queue(orders: list[list[str]]) -> None:
     lookahead = LookAhead()
@@ -96,39 +82,6 @@ def test_a_gap_between_turns_may_be_full() -> None:
         queue = ["a", str(number), str(number - 1), "z"]
         lookahead.order(queue)
         turns_in_order(lookahead, queue)
-
-
-def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:
-    """Nor does who is matched again; else each of many requests would cost what the first did."""
-    told = Told(lookahead := LookAhead())
-    lookahead.wait("a", spans((0, (0, 4))))
-    lookahead.order(["a"])
-    first = lookahead.turn("a")
-    assert told() == {"a": [(0, 4, first)]}
-    for rid in "bcb":
-        lookahead.wait(rid, spans((0, (0, 2)), (0, (2, 4))))
-    assert not told()
-    lookahead.order(["a", "b", "c"])
-
-    lookahead.stop_waiting("a")
-    second = lookahead.turn("b")
-    assert told() == {"a": [(0, 4, second)]} and second > first
-    lookahead.wait("d", spans((0, (2, 6))))
-    assert told() == {"a": [(2, 6, LAST_TURN), (0, 4, second)]}
-    lookahead.clear()
-    assert told() == {"a": []}
-
-
-def test_who_waits_for_a_segment_waits_for_the_one_in_its_place() -> None:
-    told = Told(lookahead := LookAhead())
-    lookahead.wait("a", spans((0, (0, 4)), (1, (0, 2))))
-    assert told()
-    lookahead.succeed("a", "new")
-    lookahead.succeed("nobody waits for this", "other")
-    lookahead.check_integrity()
-    assert told() == {"a": [], "new": [(0, 4, LAST_TURN)]}
-    lookahead.stop_waiting("a")
-    assert not any(own in lookahead for own in ("a", "b", "new"))
 
 
 @given(
@@ -175,29 +128,9 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
     assert sorted(queue, key=lookahead.turn) == queue
 
 
-def test_turns_of_chunks_are_those_of_their_first_reader() -> None:
-    """Chunks of 4 tokens; the earlier turn comes last."""
-    assert turns_of(4, 4, [(3, 9, 7), (0, 5, 2)]).tolist() == [2, 2, 7, NOBODY]
-
-
 def bench_of(tmp_path: Path, *, probe: tuple[int, ...] = (), coded: bool = False) -> Workbench:
     heads = {"layers": 2, "query_heads": 6, "kv_heads": 3, "key_dim": 64, "value_dim": 64}
     return Workbench(tmp_path, make_shape(**heads, probe=probe, coded=coded))
-
-
-def test_a_closed_store_is_told_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another one is being opened, requests begin and end to wait."""
-    told: list[object] = []
-    monkeypatch.setattr(OpenSegments, "expect", lambda _, awaited: told.extend(awaited))
-    bench, lookahead = bench_of(tmp_path), LookAhead()
-    store = bench.open(policy="as", lookahead=lookahead)
-    lookahead.wait("a", spans((0, (0, 4))))
-    lookahead.tell()
-    assert len(told) == 1
-    bench.close(store)
-    lookahead.stop_waiting("a")
-    lookahead.tell()
-    assert len(told) == 1
 
 
 @pytest.mark.parametrize(

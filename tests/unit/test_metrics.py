@@ -81,18 +81,6 @@ def test_counters_follow_the_totals_once_a_second() -> None:
     assert world.value("requests_total", path="ssd") == 5.0
 
 
-def test_news_may_be_told_at_once() -> None:
-    world = World()
-    world.tell()
-    assert not world.metrics.has_news
-    world.totals["requests_computed"] = 1
-    world.metrics.observe(new_report("impress", 0))
-    world.tell()
-    assert world.value("requests_total", path="computed") == 0.0 and world.metrics.has_news
-    world.tell(now=True)
-    assert world.value("requests_total", path="computed") == 1.0 and not world.metrics.has_news
-
-
 def test_a_label_of_ours_is_ours() -> None:
     """Whatever --extra-metric-labels says."""
     registry = CollectorRegistry()
@@ -102,16 +90,6 @@ def test_a_label_of_ours_is_ours() -> None:
     assert registry.get_sample_value(f"{PREFIX}cache_bytes", found) == 7.0
     found = LABELS | {"tier": "gold", "path": "ssd"}
     assert registry.get_sample_value(f"{PREFIX}requests_total", found) == 0.0
-
-
-def test_only_what_was_loaded_is_in_the_histograms() -> None:
-    world = World()
-    report = new_report("impress", 0)
-    world.metrics.observe(report)
-    report.update(path="ssd", wait_ms=20.0, load_ms=30.0, bits_mean=5.0)
-    world.metrics.observe(report)
-    assert world.value("wait_seconds_sum") == 0.02 and world.value("bits_sum") == 5.0
-    assert world.value("wait_seconds_bucket", le="0.025") == world.value("bits_count") == 1.0
 
 
 def test_another_store_counts_from_nothing() -> None:

@@ -11,7 +11,6 @@ from impress_sglang.store import pins as pins_module
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.purging import Purge, Purged
 from impress_sglang.store.store import PrefixStore
-from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, check_rows, gb, length, lose, name_of, prompt
@@ -89,18 +88,6 @@ def test_only_what_is_stored_can_be_pinned(bench: Workbench, store: PrefixStore)
     assert not len(store.pins)
 
 
-def test_pins_leave_room_for_others(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = bench.open(ssd_gb=gb(4 * bench.one))
-    bench.put_all(store, 1, 2, 3)
-    assert pin(store, prompt(1)) is None and pin(store, prompt(2)) is None
-    refusal = pin(store, prompt(3))
-    assert refusal is not None and "more than half of --impress-ssd-gb" in refusal
-    assert unpin(store, prompt(1)) == 1
-    monkeypatch.setattr(pins_module, "MOST_PINS", 1)
-    refusal = pin(store, prompt(3))
-    assert refusal is not None and "no more can be" in refusal
-
-
 def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,18 +113,6 @@ def test_damaged_pins_are_none(bench: Workbench, store: PrefixStore, content: by
     assert not len(store.pins)
     assert pin(store, prompt(1)) is None
     assert len(bench.reopen(store).pins) == 1
-
-
-def test_pins_that_cannot_be_written_stop_nothing(bench: Workbench) -> None:
-    files = FaultyFileSystem()
-    store = bench.open(files=files)
-    bench.put(store, prompt(1))
-    files.faults.add(Rule("EACCES", "open-write", f"*/{PINS}*"))
-    assert pin(store, prompt(1)) is None
-    wait_until(lambda: store.health.state == "read-only")
-    check_rows(store, prompt(1))
-    bench.forget(store)
-    store.close()
 
 
 def test_a_purge_takes_what_begins_with_a_prefix_and_nothing_else(bench: Workbench) -> None:
@@ -177,31 +152,6 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     wait_until(lambda: len(bench.files()) == 6 - gone)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "namespace", "gone"),
-    [
-        (None, None, 12),
-        (None, "a", 7),
-        (prompt(2), "a", 3),
-        (prompt(2, 17), "a", 0),
-        (None, "c", 0),
-    ],
-)
-def test_a_purge_by_age_takes_what_is_old_of_a_prefix(
-    bench: Workbench, tokens: Any, namespace: str | None, gone: int
-) -> None:
-    store = bench.open()
-    for number in range(6):
-        for count in (8, 16):
-            bench.put(store, prompt(number, count), namespace="ab"[number % 2])
-    bench.put(store, [*prompt(2), *prompt(7)], namespace="a")
-    name = store.namespace("b")
-    next(own for own in store.tree.below(name) if own.num_dependents).written += 60
-    steps = steps_of(purge_of(store, tokens, namespace, older_than=0.0), store, 2)
-    assert sum(len(step.segment_ids) for step in steps) == gone
-    assert all(len(step.segment_ids) <= 2 for step in steps)
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -> None:
     """Also where its last layer was read before anybody said so."""
@@ -218,25 +168,3 @@ def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -
     assert not len(store.tree)
     wait_until(lambda: not bench.files())
     assert bench.done == [prompt(1)]
-
-
-def test_steps_of_a_purge_do_not_come_by_what_is_being_written(bench: Workbench) -> None:
-    """The first one does, and the last one: what began meanwhile goes as well."""
-    store = bench.open()
-    bench.put_all(store, *range(6), namespace="salt")
-    gates = [
-        bench.begin(store, prompt(number), namespace=namespace)
-        for number, namespace in ((7, "salt"), (8, "other"))
-    ]
-    purge, writes = purge_of(store, None, "salt"), []
-    while purge.left:
-        writes.append(purge.step(store, 2).writes)
-        if len(writes) == 1:
-            gates.append(bench.begin(store, prompt(9), namespace="salt"))
-    assert writes == [1, 0, 1]
-    assert purge.step(store) == Purged()
-    for gate in gates:
-        gate.opened.set()
-    store.writes.drain()
-    store.check_integrity()
-    assert length(store, prompt(8), namespace="other") == 8 and len(store.tree) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,11 +12,9 @@ from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.placement import (
     Access,
     Placement,
-    PlacementStats,
     Tier,
-    touch_tables,
 )
-from impress_sglang.tiers.rules import NOBODY, Ids, ImportanceScore
+from impress_sglang.tiers.rules import NOBODY, Ids
 from impress_sglang.tiers.tables import IdRanges
 
 SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
@@ -160,29 +157,6 @@ def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
     assert bench.stand == ({1}, set()) and len(bench.placement._caches.tiers) == size
 
 
-def test_a_chunk_without_pages_is_in_no_cache() -> None:
-    """A segment without a probe has such chunks; a cache has no place for more than its pages."""
-    bench = Bench(1, 1, [0, 1, 1, 0])
-
-    found = bench.access({0: 9.0, 1: 8.0, 2: 7.0, 3: 6.0})
-
-    assert found.kept.tolist() == [False, True, True, False]
-    assert bench.stand == ({1}, {2})
-
-
-def test_moves_are_counted() -> None:
-    bench = equal_chunks(1, 1)
-
-    bench.fill(1, 2, 3)  # 0 to the device; 1 displaces it; 2 displaces 1, and 1 displaces 0
-    assert bench.placement.stats == PlacementStats(0, 2, 3, 0, 1)
-    bench.access({1: 4.0})
-    bench.access({0: 3.5})
-
-    assert bench.placement.stats == PlacementStats(
-        promoted=1, demoted=3, admitted_device=3, admitted_host=1, dropped=2
-    )
-
-
 def test_what_left_a_tier_last_had_this_score() -> None:
     bench = equal_chunks(1, 1)
     bench.fill(2, 1)
@@ -194,15 +168,6 @@ def test_what_left_a_tier_last_had_this_score() -> None:
     bench.access({4: 0.5})
     bench.placement.drop(np.arange(4))
     assert bench.placement.evicted_scores == {HOST: 1.5, DEVICE: 2.0}, "nobody made room"
-
-
-def test_what_is_awaited_and_leaves_nevertheless_has_its_own_score() -> None:
-    bench = equal_chunks(1, 0)
-    bench.fill(2)
-    bench.placement.expect(np.array([0, 1]), np.array([9, 3]))
-    bench.access({1: 0.5})
-    assert bench.stand == ({1}, set())
-    assert bench.placement.evicted_scores == {DEVICE: 2.0}
 
 
 def tables(placement: Placement) -> dict[str, np.ndarray]:
@@ -219,50 +184,6 @@ def tables(placement: Placement) -> dict[str, np.ndarray]:
         for name, own in held.items()
         if isinstance(own, np.ndarray) and len(own) == size
     }
-
-
-def test_more_chunks_copy_nothing() -> None:
-    """Else a request would wait for seconds where there are millions."""
-    placement = Placement(ImportanceScore(1.0), device_pages=2, host_pages=0, max_chunk_pages=1)
-    placement.attach(np.ones(1000, np.uint16))
-    placement.access(np.array([7]), np.ones(1))
-    before = tables(placement)
-
-    base = placement.attach(np.ones(100_000, np.uint16))
-    placement.access(np.array([base]), np.ones(1))
-
-    after = tables(placement)
-    assert len(after) == len(before) == 11
-    for name, own in after.items():
-        assert len(own) > len(before[name])
-        assert own.ctypes.data == before[name].ctypes.data, name
-    assert after["tiers"][[7, base]].tolist() == [DEVICE, DEVICE]
-    placement.check_integrity()
-
-
-def test_a_first_read_waits_for_no_memory_of_the_system() -> None:
-    """Tables of 50,000 chunks take 700 pages of memory, each of which would interrupt the read."""
-    ids = np.arange(50_000)
-    placement = Placement(
-        ImportanceScore(0), device_pages=len(ids), host_pages=0, max_chunk_pages=1
-    )
-    touch_tables(placement)
-    placement.attach(np.ones(len(ids), np.uint16))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for own in np.split(ids, 50):
-        assert placement.access(own, np.ones(len(own))).kept.all()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
-    placement.check_integrity()
-
-
-def test_without_caches_nothing_is_noted_of_chunks() -> None:
-    """It would take memory, and say nothing."""
-    bench = equal_chunks(0, 0)
-
-    found = bench.access({0: 5.0, 3: 2.0})
-
-    assert found.tiers.tolist() == [SSD, SSD] and not len(found.moves)
-    assert not bench.rule.worths.any()
 
 
 Damage = Callable[[Placement], object]

@@ -7,12 +7,9 @@ import time
 import pytest
 
 from impress_sglang.storage.segment import Priority, read_header
-from impress_sglang.store.quota import _Choice
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
-from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory
-from tests.unit.spying import calls_of
 from tests.unit.store_factory import (
     Workbench,
     change_index,
@@ -20,7 +17,6 @@ from tests.unit.store_factory import (
     length,
     lengths,
     look_up,
-    open_source,
     prompt,
     use,
 )
@@ -52,23 +48,6 @@ def test_low_goes_before_normal_and_high_after_it(bench: Workbench, full: Prefix
     assert lengths(full, 1, 4, 5) == [0, 0, 0], "if nothing else does, high goes as well"
 
 
-def test_of_one_priority_the_least_recently_used_goes_first(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(4 * bench.one))
-    bench.put_all(store, 1, 2, 3, priority=LOW)
-    bench.put(store, prompt(4))
-    use(store, prompt(1))
-    bench.put_all(store, 5, 6, 7)
-    assert lengths(store, 1, 2, 3, 4) == [0, 0, 0, 8]
-
-
-def test_a_prefix_of_a_low_priority_makes_room_for_the_next_one(
-    bench: Workbench, full: PrefixStore
-) -> None:
-    """Whatever its own priority, a new prefix is stored; it does not drive all others out."""
-    bench.put_all(full, *range(10, 20), priority=LOW)
-    assert lengths(full, 1, 2, 19) == [8, 8, 8]
-
-
 def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
     """1 is low, and so is 2, on which a high one builds for a while."""
     store = bench.open(ssd_gb=gb(5 * bench.one))
@@ -85,18 +64,6 @@ def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
     assert segment_of(store, 2).level is LOW, "nothing builds on it any more"
     bench.put_all(store, 7, 8)
     assert lengths(store, 2, 4) == [0, 8]
-
-
-def test_a_hole_has_the_level_of_what_builds_on_it(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1), priority=LOW)
-    bench.put(store, prompt(1, 16), priority=HIGH)
-    bench.put(store, prompt(1, 24), priority=NORMAL)
-    middle = segment_of(store, 1, 16)
-    store_factory.lose(bench, store, middle.segment_id, gone=True)
-    assert segment_of(store, 1).level is NORMAL
-    bench.put(store, prompt(1, 16), priority=HIGH)
-    levels = [own.segment.level for own in look_up(store, prompt(1, 24)).spans]
-    assert levels == [HIGH, HIGH, NORMAL]
 
 
 def test_a_namespace_gives_up_its_own_low_ones_first(bench: Workbench) -> None:
@@ -131,36 +98,3 @@ def test_files_without_a_priority_are_normal(bench: Workbench, store: PrefixStor
     path = store_factory.path_of(bench, look_up(store, prompt(1)))
     assert b"priority" not in path.read_bytes()
     assert read_header(path, store._disk.files).info.priority is NORMAL
-
-
-def test_asking_again_changes_nothing(bench: Workbench, full: PrefixStore) -> None:
-    """What is stored keeps its priority, and what is new on top has its own."""
-    assert bench.offer(full, prompt(3), priority=HIGH) is StoreOutcome.KNOWN
-    assert segment_of(full, 3).level is LOW
-    bench.put(full, prompt(3, 16), priority=HIGH)
-    assert segment_of(full, 3).level is HIGH and lengths(full, 1, 2) == [8, 0]
-
-
-def test_low_ones_that_others_build_on_are_not_in_the_way(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else each eviction would come by all of them."""
-    store = bench.open(ssd_gb=gb(80 * bench.one))
-    for number in range(20):
-        bench.put(store, prompt(number), priority=LOW)
-        bench.put(store, prompt(number, 16), priority=HIGH)
-    bench.put_all(store, *range(20, 60))
-    looked = calls_of(monkeypatch, _Choice, "_take")
-    bench.put_all(store, *range(60, 70))
-    assert len(looked) == 10 == store.stats.segments_evicted
-
-
-def test_an_offer_without_room_changes_nobody(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(4 * bench.one))
-    for number, priority in enumerate((LOW, NORMAL, NORMAL, HIGH), start=1):
-        bench.put(store, prompt(number), priority=priority)
-    sources = [open_source(store, look_up(store, prompt(number))) for number in (1, 4)]
-    assert bench.offer(store, prompt(9, 24)) is StoreOutcome.NO_SPACE
-    assert segment_of(store, 1).level is LOW
-    for source in sources:
-        store.close_source(source)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from impress_sglang.storage.directory import require_writable
 from impress_sglang.storage.files import FileSystem
 from tests.unit import store_factory
 from tests.unit.kv_factory import flip_byte
@@ -67,31 +66,6 @@ def test_nothing_that_a_store_makes_is_open_to_others(tmp_path: Path) -> None:
     gate.opened.set()
     bench.close_all()
     assert open_to_others(tmp_path / "a") == []
-
-
-@pytest.mark.usefixtures("no_umask")
-def test_the_probes_are_not_open_to_others_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FileSystem, "unlink", lambda self, path: None)
-
-    require_writable(tmp_path / "a" / "b")
-    FileSystem().supports_direct_io(tmp_path / "a")
-    store = Workbench(tmp_path / "a", store_factory.SHAPES["probe heads"]).open()
-    store._disk.directory.check_writable()
-
-    assert len(list((tmp_path / "a").rglob("*probe*"))) == 2
-    assert open_to_others(tmp_path / "a") == []
-    store.close()
-
-
-def test_the_modes_of_what_is_there_already_are_not_ours(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir(mode=0o755)
-
-    FileSystem().make_directory(tmp_path / "mine" / "a" / "kv", parents=True)
-
-    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("mine", "mine/a")]
-    assert modes == [0o755, 0o700]
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from impress_sglang.config import ImpressConfig, share_of_rank
-from impress_sglang.serving.ranks import ANY, MOST_JOBS, MOST_WISHES, Agreement, Ranks, Vote, Wish
+from impress_sglang.serving.ranks import Agreement, Ranks, Vote, Wish
 from impress_sglang.storage.directory import is_identity, same_model
 from impress_sglang.store.identity import rank_identity
 from tests.unit.job_world import StepLoader, Tree
@@ -174,29 +174,8 @@ class TestVote:
         assert second.now() == 5.0
         assert len(heard[0]) == len(heard[1])
 
-    def test_it_has_one_length_and_takes_the_first(self) -> None:
-        heard: list[list[int]] = []
-        many = vote(
-            wishes=[Wish(number) for number in range(MOST_WISHES + 5)],
-            ended=[True] * (MOST_JOBS + 5),
-            whole=[True] * (MOST_JOBS + 5),
-            worth=[True] * (MOST_JOBS + 5),
-        )
-        agreed = agreement(0, heard).vote(many)
-        assert len(agreed.wishes) == MOST_WISHES and len(agreed.ended) == MOST_JOBS
-        nothing: list[list[int]] = []
-        assert agreement(1, nothing).vote(vote()) == dataclasses.replace(vote())
-        assert len(nothing[0]) == len(heard[0]) and nothing[0][0] == ANY
-
 
 class TestRanks:
-    def test_one_alone_asks_nobody(self) -> None:
-        def ask(_: Sequence[int]) -> Sequence[int]:
-            raise AssertionError
-
-        alone = Ranks(least=ask)
-        assert alone.alone and alone.all(True) and not alone.any(False)
-
     @pytest.mark.parametrize("other", [False, True])
     def test_all_and_any(self, other: bool) -> None:
         ranks = Ranks(0, 2, lambda numbers: [min(numbers[0], other)])

@@ -98,13 +98,6 @@ def test_runs_are_filled_and_nothing_else(
     stored.close()
 
 
-def test_nothing_to_read_is_done_at_once(reader: BlockReader, stored: Stored) -> None:
-    read = reader.submit(stored.runs())
-    assert read.done and read.num_bytes == 0
-    read.wait()
-    assert reader.read(stored.runs()) == 0
-
-
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_runs_are_cut_into_pieces(
     step: Step, stored: Stored, blocks: int, monkeypatch: pytest.MonkeyPatch
@@ -123,23 +116,6 @@ def test_runs_are_cut_into_pieces(
     ]
     assert engine.started == pieces
     stored.check(*runs)
-
-
-@pytest.mark.usefixtures("single_blocks")
-def test_as_many_pieces_are_in_flight_as_told(step: Step, stored: Stored) -> None:
-    reader, engine = step
-    assert reader.depth == 4 and reader.summary()["io_engine"] == "step"
-    read = reader.submit(stored.runs((0, 20)))
-    engine.wait_started(4)
-    engine.allow(3)
-    engine.wait_started(7)
-    assert engine.in_flight == 4 and not read.done
-
-    engine.allow()
-    read.wait()
-
-    assert engine.most_in_flight == 4
-    assert engine.started == [stored.piece(block) for block in range(20)]
 
 
 @pytest.mark.usefixtures("single_blocks")
@@ -194,24 +170,6 @@ def test_a_cancelled_read_brings_what_was_begun(step: Step, stored: Stored) -> N
     assert reader.read(stored.runs((13, 16))) == 3 * BLOCK
     stored.check((0, 2), (7, 8), (13, 16))
     assert len(engine.started) == 6
-
-
-@pytest.mark.usefixtures("single_blocks")
-def test_a_read_that_was_not_begun_is_cancelled_at_once(step: Step, stored: Stored) -> None:
-    reader, engine = step
-    needs = reader.submit(stored.runs((0, 4)))
-    engine.wait_started(4)
-    reads = [reader.submit(stored.runs((n, n + 2)), ahead=True) for n in (10, 20, 30)]
-
-    rest = reader.cancel(reads[1])
-
-    assert listed(rest) == [20, 21]
-    assert reads[1].done and reads[1].num_bytes == 0
-    reads[1].wait()
-    engine.allow()
-    for read in (needs, reads[0], reads[2]):
-        read.wait()
-    stored.check((0, 4), (10, 12), (30, 32))
 
 
 @pytest.mark.usefixtures("single_blocks")

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from impress_sglang.serving.recent import (
-    MOST_PERIODS,
-    MOST_REQUESTS,
     MOST_WORDS,
-    PERIOD_SECONDS,
     RecentRequests,
 )
 from impress_sglang.serving.report import (
@@ -20,7 +17,6 @@ from impress_sglang.serving.report import (
     new_report,
     split_tokens,
 )
-from tests.unit.waiting import Clock
 
 
 def split(*numbers: int) -> dict[str, int]:
@@ -76,36 +72,6 @@ def note(
 ) -> None:
     report = new_report("impress", 0, len(prompt)) | report
     recent.note("r" * 500, namespace, prompt, report, waited=0.25, loading=0.04, computing=0.06)
-
-
-def test_it_is_split_where_the_tokens_of_a_prompt_came_from() -> None:
-    clock = Clock()
-    recent = RecentRequests(clock=clock)
-    tokens = split_tokens(300, resident=64, shared=32, loaded=60, blended=40, unused=7)
-    note(recent, tokens=tokens)
-    note(recent, PROMPT[:5])
-    note(recent, PROMPT[:5], tokens=split_tokens(5, resident=5))
-
-    resident, short, first = recent.after(0)
-    assert first["tokens"] == tokens
-    assert (first["waited_ms"], first["loading_ms"], first["computing_ms"]) == (250, 40, 60)
-    assert (short["tokens"]["computed"], resident["tokens"]["computed"]) == (5, 0)
-    assert recent.periods() == [[clock.now, 69, 32, 60, 40, 7, 102]]
-
-
-def test_memory_is_bounded() -> None:
-    clock = Clock()
-    recent = RecentRequests(clock=clock)
-    for _ in range(MOST_REQUESTS + MOST_PERIODS + 7):
-        clock.now += PERIOD_SECONDS
-        note(recent)
-    rows, last = recent.after(0), MOST_REQUESTS + MOST_PERIODS + 7
-    assert [row["number"] for row in rows] == [*range(last, last - MOST_REQUESTS, -1)]
-    assert len(recent.periods()) == MOST_PERIODS
-    assert recent.periods()[-1] == [clock.now, 0, 0, 0, 0, 0, 300]
-    assert len(rows[0]["rid"]) == 64
-    assert [row["number"] for row in recent.after(last - 2)] == [last, last - 1]
-    assert recent.after(last) == []
 
 
 def test_prompts_are_told_apart_and_not_shown() -> None:

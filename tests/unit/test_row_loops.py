@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.codes.rotation import Turns
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
@@ -20,7 +19,6 @@ from impress_sglang.codes.rows.coder import (
 )
 from impress_sglang.codes.rows.levels import CURVES, LEVEL_TABLE
 from impress_sglang.loops import rows as loops
-from impress_sglang.transfer import kv_codec
 from impress_sglang.transfer.kv_codec import KVCodec, LoopRestorer
 from tests.unit.row_factory import random_basis, random_rows, random_turns
 
@@ -51,14 +49,6 @@ def test_components_are_those_of_the_coder(bits: list[int], tokens: int) -> None
     torch.testing.assert_close(found, components(basis, rows), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("halves", [True, False])
-def test_pairs_of_a_rotation_are_known(halves: bool) -> None:
-    rotation = random_turns(ROTATED, 3, halves=halves).rotation
-    key, ones = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]]), torch.ones(1, 1, 2)
-    quarter = rotation.move(key, Turns(ones * 0, ones))
-    assert bool(quarter[0, 0, 2]) == rotation.halves == halves
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("rotated", [ROTATED, KEY_DIM])
@@ -67,12 +57,6 @@ def test_slots_hold_what_the_coder_restores(
     basis: Basis, dtype: torch.dtype, halves: bool, rotated: int, contiguous: bool
 ) -> None:
     check(basis, 21, dtype, rotated, halves=halves, contiguous=contiguous)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 200])
-def test_tiles_join(basis: Basis, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_codec, "TILE_TOKENS", 32)
-    check(basis, tokens, torch.bfloat16, ROTATED, halves=True, contiguous=True)
 
 
 def check(

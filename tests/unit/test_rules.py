@@ -81,23 +81,6 @@ def test_scores_have_the_order_of_priorities(name: str) -> None:
     assert order(own) == order(priorities(rule)[:5])
 
 
-def test_a_score_says_what_a_chunk_is_worth_now() -> None:
-    lru, lfu, halved = (sized(RULES[name]()) for name in ("lru", "lfu", "score with a half-life"))
-    for rule in (lru, lfu, halved):
-        for _ in range(4):
-            rule.advance()
-            record(rule, 0, share=0.5)
-        for _ in range(16):
-            rule.advance()
-    assert lru.score(0) == -16.0
-    assert lfu.score(0) == 4.0
-    # Four uses of a half, and two half-lives since.
-    assert halved.score(0) == 0.5
-    for _ in range(100_000):
-        halved.advance()
-    assert halved.score(0) == 0.0 == halved.score(1)
-
-
 REQUESTS = st.lists(
     st.dictionaries(st.integers(0, SIZE - 1), st.floats(0.01, 1.0), max_size=SIZE), max_size=12
 )
@@ -164,14 +147,6 @@ def test_a_successor_has_the_history_of_the_chunk_it_replaces(rule: ReplacementR
         assert priorities(rule)[3] == pytest.approx(priorities(rule)[0])
 
 
-def test_the_successor_of_an_unknown_chunk_is_unknown(rule: ReplacementRule) -> None:
-    inherit(rule, 3, 0, share=0.5)
-
-    assert priorities(rule)[3] == 0
-    record(rule, 3, 4, share=1.0)
-    assert priorities(rule)[3] == priorities(rule)[4], "and begins like one"
-
-
 def test_lru_orders_by_the_last_request() -> None:
     """All layers of a request are as recent as each other."""
     rule = sized(LeastRecentlyUsed())
@@ -210,19 +185,6 @@ def test_score_is_frequency_times_the_average_share() -> None:
     assert scores(rule)[1] == 0
 
 
-def test_a_successor_starts_with_its_expected_share() -> None:
-    rule = sized(ImportanceScore(0.0))
-    for _ in range(4):
-        record(rule, 0, share=0.5)
-
-    inherit(rule, 1, 0, share=0.75)
-    assert scores(rule)[1] == pytest.approx(4 * 0.75)
-    record(rule, 1, share=0.25)
-
-    assert scores(rule)[1] == pytest.approx(5 * (0.75 + (0.25 - 0.75) / 5)), "a fifth access"
-    assert scores(rule)[0] == pytest.approx(4 * 0.5)
-
-
 class HalvedCount:
     """What a half-life means: all counts are halved at every so many requests."""
 
@@ -253,20 +215,6 @@ def test_forward_decay_is_a_halved_count_up_to_one_factor(half_life: int) -> Non
             assert scores(rule) == pytest.approx(factor * naive.counts, rel=1e-9)
 
 
-def test_more_half_lives_than_a_float_has_exponents_keep_order_and_ratios() -> None:
-    rule, naive = sized(ImportanceScore(1.0)), HalvedCount(1)
-    for number in range(5000):
-        rule.advance()
-        chunks = [number % SIZE] if number % 5 else [number % SIZE, (number + 1) % SIZE]
-        record(rule, *chunks)
-        naive.request(chunks)
-        assert order(priorities(rule)) == order(naive.counts)
-
-    exponents, below = np.divmod(priorities(rule), 2**32)
-    ratios = np.ldexp(1 + below / 2**32, exponents - exponents[0])
-    assert ratios / ratios[0] == pytest.approx(naive.counts / naive.counts[0], rel=1e-9)
-
-
 @pytest.mark.parametrize("doublings", [0, 1, 500, 1100, 100_000, 2**29])
 @given(worths=st.lists(st.floats(1e-300, 1e300), min_size=SIZE, max_size=SIZE))
 def test_scores_have_the_order_of_their_numbers(doublings: int, worths: list[float]) -> None:
@@ -277,20 +225,6 @@ def test_scores_have_the_order_of_their_numbers(doublings: int, worths: list[flo
         assert found[one] <= found[other]
         assert found[one] < found[other] or worths[other] <= worths[one] * (1 + 2**-31)
     assert (found > 0).all() and (found < 2**62).all()
-
-
-def test_nobody_touches_the_chunks_that_are_not_accessed() -> None:
-    """However many half-lives pass: there may be millions of them."""
-    rule = sized(ImportanceScore(1.0))
-    record(rule, 0, 1, 2)
-    tables = [own for own in vars(rule).values() if isinstance(own, np.ndarray)]
-    for table in tables:
-        table.flags.writeable = False
-
-    for _ in range(5000):
-        rule.advance()
-
-    assert len(tables) == 4
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -76,12 +76,6 @@ def test_nobody_is_put_first_for_whom_the_engine_would_wait() -> None:
         assert arranged(order, "short", "unknown")[0] == "short"
 
 
-def test_before_any_pass_nothing_is_known_to_hide_a_read() -> None:
-    state = CacheState(True, Estimate(1.0, 0.1, 0.0, None))
-    assert state.estimate.unhidden(1.0) == state.estimate.seconds(1.0) == 0.1
-    assert dataclasses.replace(SLOW.estimate, overlapped=False).seconds(0.5) == 2.4
-
-
 @pytest.mark.parametrize(
     ("first", "seconds", "times"),
     [("slow", 0.0, WINDOW), ("slow", 0.25, WINDOW), ("unknown", 0.25, 4)],
@@ -130,12 +124,6 @@ def test_who_does_not_fit_holds_nobody_up_for_long() -> None:
         assert arranged(order, "slow", "ready") == ["slow", "ready"]
     # But whom it has not even tried, for its budget was spent, stays first.
     assert arranged(order, "slow", "ready") == arranged(order, "slow", "ready")
-
-
-def test_an_empty_tree_leaves_nothing_known() -> None:
-    order = make_order(CLASSES)
-    order.forget_states()
-    assert arranged(order, "slow", "ready") == ["slow", "ready"]
 
 
 class World:
@@ -255,12 +243,3 @@ def test_looking_takes_its_share_of_the_time_and_the_oldest_first() -> None:
     order.look(queue, look_at)
     # Nobody outside of the window, and those first who were never looked at.
     assert looked[: WINDOW + 1] == [*map(str, range(WINDOW)), "0"]
-
-
-def test_who_was_matched_in_this_pass_is_not_looked_at_again() -> None:
-    """As with SGLang's policies that match all requests."""
-    order, queue = make_order(CLASSES), [Waiting("ready"), Waiting("slow")]
-    order.restore(queue)
-    for own in queue:
-        order.note(own.rid, READY)
-    order.look(queue, lambda _: pytest.fail("looked"))

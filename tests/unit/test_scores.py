@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.paper import scores as scores_module
 from impress_sglang.paper.scores import column_sums
 from tests.unit import dense
-from tests.unit.spying import calls_of
 
 
 def inputs(
@@ -65,30 +61,6 @@ def test_blocks_and_tiles_do_not_change_the_sums(
     check(found, dense.column_sums(*tensors, 0.25))
 
 
-@pytest.mark.parametrize("most", [1, 200, 4000])
-@pytest.mark.parametrize("heads", [None, (0, 2, 3, 5)])
-@pytest.mark.parametrize("num_resident", [9, 40])
-def test_so_many_weights_are_there_at_once(
-    monkeypatch: pytest.MonkeyPatch, most: int, heads: tuple[int, ...] | None, num_resident: int
-) -> None:
-    """Fewer queries first, and then fewer heads, whichever text is the longest."""
-    kept = 4 if heads else 6
-    queries, prefix, resident, new = inputs(17, 21, num_resident, 2 * kept, 6, 16, torch.float32)
-    chosen = list(heads or range(6))
-    products = calls_of(monkeypatch, torch, "bmm")
-    monkeypatch.setattr(scores_module, "MOST_WEIGHTS", most)
-    monkeypatch.setattr(scores_module, "QUERY_BLOCKS", (2, 256))
-
-    found = column_sums(queries, prefix[:, :kept], resident, new, 0.25, heads=heads)
-
-    expected = dense.column_sums(
-        queries, prefix[:, :kept], resident[:, chosen], new[:, chosen], 0.25
-    )
-    check(found, expected)
-    largest = max(call.result.numel() for call in products)
-    assert largest <= max(most, 2 * 2 * max(21, num_resident))
-
-
 def test_resident_keys_are_taken_from_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, prefix, resident, new = inputs(17, 21, 9, 4, 2, 16, torch.float32)
     monkeypatch.setattr(scores_module, "TILE_BYTES", 8 * 2 * 16 * 4)
@@ -101,29 +73,6 @@ def test_resident_keys_are_taken_from_their_rows(monkeypatch: pytest.MonkeyPatch
     check(found, dense.column_sums(queries, prefix, resident, new, 0.25))
 
 
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that is made."""
-
-    found = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not func.is_view:
-            self.found = max(self.found, result.nbytes)
-        return result
-
-
-def test_no_copy_of_all_keys_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores_module, "TILE_BYTES", 1 << 20)
-    queries, _, _, new = inputs(2, 1, 1, 4, 4, 16, torch.bfloat16)
-    pool, rows = torch.zeros(100_000, 4, 16, dtype=torch.bfloat16), torch.arange(100_000)
-
-    with Largest() as largest:
-        sums = column_sums(queries, pool, pool, new, 0.25, resident_rows=rows.flip(0))
-
-    assert largest.found == sums.nbytes < pool.nbytes / 4
-
-
 def test_large_logits_do_not_overflow() -> None:
     large = [100 * own for own in inputs(4, 10, 2, 2, 2, 16, torch.float32)]
 
@@ -131,16 +80,6 @@ def test_large_logits_do_not_overflow() -> None:
 
     assert torch.isfinite(found).all()
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-2, atol=1e-6)
-
-
-def test_inputs_may_be_slices_of_a_pool() -> None:
-    """Rows and heads that are views with strides, as a device pool gives them."""
-    queries, prefix, resident, new = inputs(6, 20, 4, 8, 4, 16, torch.float32)
-    own = queries[:, [0, 1, 4, 5]], prefix[:, ::2], resident[:, ::2], new[:, [0, 2]]
-
-    found, expected = column_sums(*own, 0.25), dense.column_sums(*own, 0.25)
-
-    check(found, expected)
 
 
 def test_who_asks_nothing_weighs_nothing() -> None:

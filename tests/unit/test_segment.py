@@ -92,20 +92,6 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
     check_same(found, some_header(info))
 
 
-def test_a_header_must_have_what_its_description_says() -> None:
-    header, reordered = some_header(SMALL), some_header(REORDERED)
-    assert reordered.mapping is not None
-    for change in (
-        {"checksums": header.checksums[1:]},
-        {"mapping": reordered.mapping},
-        {"info": REORDERED},
-    ):
-        with pytest.raises(AssertionError):
-            dataclasses.replace(header, **change)
-    with pytest.raises(AssertionError):
-        dataclasses.replace(reordered, mapping=reordered.mapping[:, :, 1:])
-
-
 @pytest.mark.parametrize("generation", [0, 3])
 @pytest.mark.parametrize("shape", [make_shape(), HEAD_GROUPS, make_shape(key_dim=512, probe=())])
 def test_header_is_padded_to_its_size_in_the_layout(generation: int, shape: KVShape) -> None:
@@ -201,14 +187,6 @@ def test_another_format_version_is_unreadable_and_says_so(
         read_header(path, FILES)
 
 
-def test_qualities_that_are_equal_are_not_mixed_up(tmp_path: Path) -> None:
-    """0.0 equals -0.0, which is written otherwise: what is read is what was written."""
-    for share in (-0.0, 0.0):
-        info = dataclasses.replace(SMALL, quality=Quality(1, 1.0, 6.0, share))
-        read = read_header(header_file(tmp_path, info), FILES).info
-        assert read.description() == info.description()
-
-
 @pytest.mark.parametrize("kind", ["directory", "symbolic link"])
 def test_what_is_no_file_of_ours_is_not_condemned(tmp_path: Path, kind: str) -> None:
     """The file system refuses, which says nothing about what is stored."""
@@ -256,32 +234,6 @@ def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, kind: str
     assert path.read_bytes() == write_kvs(tmp_path / "clean", info, keys, values).read_bytes()
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_what_is_written_directly_takes_no_page_cache(tmp_path: Path, direct: bool) -> None:
-    found = list[int]()
-
-    class Files(FileSystem):
-        def open(self, path: Path, flags: int) -> int:
-            found.append(flags)
-            return super().open(path, flags & ~os.O_DIRECT)
-
-    keys, values = random_kvs(SMALL.shape, 20, seed=2)
-    path, read = tmp_path / "ab12.kv", lambda i: (keys[i], values[i])
-    write_segment(path, SMALL, read, AlignedBuffer(), Files(), direct=direct)
-    assert [bool(flags & os.O_DIRECT) for flags in found] == [direct]
-
-
-def test_aligned_buffer_grows_and_starts_at_a_page() -> None:
-    buffer = AlignedBuffer()
-    for size in (1, 4096, 5000, 3 << 20, 10):
-        view = buffer.view(size)
-        view[-1:] = b"x"
-
-        address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-        assert len(view) == size
-        assert address % 4096 == 0
-
-
 def test_read_and_write_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the system reads and writes only a part at a time, as it may."""
     read, write = os.preadv, os.pwritev
@@ -318,9 +270,3 @@ def test_sinks_are_the_first_tokens_of_a_prompt(
     header = read_header(write_kvs(tmp_path, info, keys, values), FILES)
     found = sinks_of(shape, header.sinks)
     assert torch.equal(found[0], keys[:, :count]) and torch.equal(found[1], values[:, :count])
-
-
-def test_without_codes_there_are_no_sinks(tmp_path: Path) -> None:
-    keys, values = random_kvs(HEAD_GROUPS, 20, seed=3)
-    path = write_kvs(tmp_path, make_info(HEAD_GROUPS, range(20)), keys, values)
-    assert read_header(path, FILES).sinks.size == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from impress_sglang.cli.outcome import DONE, REFUSED, UNREACHABLE
 from impress_sglang.cli.shipping import CONTENTS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.segment import Priority, read_header
+from impress_sglang.storage.segment import read_header
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit.basis_factory import codec_for
 from tests.unit.kv_factory import IDENTITY, flip_byte, make_shape
@@ -174,15 +173,6 @@ def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: S
     assert run(capsys, "import", file, target)["segments"] == 4
 
 
-def test_other_models_are_refused(file: Path, target: Workbench, capsys: Said) -> None:
-    store = target.open(OTHER_IDENTITY)
-    target.put(store, prompt(5))
-    target.close(store)
-    before = target.files()
-    assert run(capsys, "import", file, target) == REFUSED
-    assert target.files() == before and len(list(target.root.iterdir())) == 1
-
-
 def test_beside_a_server(file: Path, source: Workbench, target: Workbench, capsys: Said) -> None:
     source.open(), target.open()
     assert run(capsys, "export", file.with_name("new"), source) == UNREACHABLE
@@ -212,26 +202,6 @@ def test_no_more_than_there_is_room_for(
     assert run(capsys, "import", file, target) == REFUSED and not target.files()
     monkeypatch.setattr(FileSystem, "free_bytes", lambda *_: 2_100_000_000)
     assert run(capsys, "import", file, target)["segments"] == 4
-
-
-def test_a_time_to_live_and_a_priority_travel_with_it(
-    source: Workbench, target: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = source.open(**OPTIONS)
-    source.put(store, prompt(6, 64), namespace=NONE, ttl=1000.0, priority=Priority.HIGH)
-    source.close(store)
-    path = source.root.parent / "mortal"
-    ids = ",".join(map(str, prompt(6, 64)))
-    assert run(capsys, "export", path, source, "--ids", ids)["segments"] == 1
-    (kept,) = path.glob("*.kv")
-    own = read_header(kept, FileSystem()).info
-    with monkeypatch.context() as later:
-        later.setattr("impress_sglang.cli.shipping.time.time", lambda: own.expires + 1.0)
-        assert run(capsys, "import", path, target)["segments"] == 0
-    assert run(capsys, "import", path, target)["segments"] == 1
-    (segment,) = target.open(**OPTIONS).tree.segments()
-    assert math.isclose(segment.info.expires, own.expires, abs_tol=1.0)
-    assert segment.info.priority is Priority.HIGH
 
 
 def test_the_end_of_what_a_basis_has_coded(tmp_path: Path, capsys: Said) -> None:

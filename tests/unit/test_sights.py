@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.serving.sights import Sights
-from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, PrefixHashes
+from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from tests.unit.kv_factory import as_tokens
 
 COLUMNS = 1 << 16
@@ -36,13 +35,6 @@ def test_against_exact_counts(least: int, asked: list[tuple[str, list[int]]]) ->
         often = [own for own in prefixes if counts[namespace, own] >= least]
         found = sights.note(namespace, prompt(*blocks, rest=BLOCK_TOKENS - 1))
         assert found == BLOCK_TOKENS * len(often)
-
-
-@pytest.mark.parametrize("least", [2, 255])
-def test_counts_end_at_what_a_counter_holds(least: int) -> None:
-    sights = Sights(least, columns=COLUMNS)
-    found = [sights.note("", prompt(1)) for _ in range(300)]
-    assert found == [0] * (least - 1) + [BLOCK_TOKENS] * (301 - least)
 
 
 def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
@@ -74,13 +66,6 @@ def test_what_was_noted_before_is_not_counted_again() -> None:
     assert sights.note("", prompt(1, 2, 3)) == 2 * BLOCK_TOKENS
 
 
-def test_few_prefixes_are_taken_for_others() -> None:
-    """With as many as are remembered at most."""
-    sights = Sights(2, columns=1 << 12)
-    wrong = sum(sights.note("", prompt(10 + number)) > 0 for number in range(1 << 11))
-    assert wrong < (1 << 11) * 0.02
-
-
 def text(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 1000, length).tolist()
 
@@ -101,22 +86,3 @@ def test_text_is_seen_wherever_it_stands() -> None:
     crossing = [any(start < at < start + BLOCK_TOKENS - 1 for at in stood) for start in starts]
     assert often.tolist() == [not own for own in crossing]
     assert not sights.note_text("tenant", as_tokens(tokens))[1].any()
-
-
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128])
-def test_windows_of_short_texts(length: int) -> None:
-    sights = Sights(2, columns=COLUMNS)
-    tokens = as_tokens([7] * length)
-    starts, often = sights.note_text("", tokens)
-    assert len(starts) in (0, max(length - 63, 0)) and not often.any(), "all are equal"
-    assert sights.note_text("", tokens)[1].all()
-
-
-def test_windows_have_the_same_hash_at_each_place() -> None:
-    """Against hashes of each window alone."""
-    hashes, tokens = PrefixHashes(), as_tokens(text(1, 5000))
-    starts, found = hashes.windows("n", tokens)
-    for start, own in zip(starts, found, strict=True):
-        alone = hashes.windows("n", tokens[start : start + BLOCK_TOKENS])
-        assert alone[0].tolist() == [0] and alone[1].tolist() == [own]
-    assert 100 < len(starts) < 220

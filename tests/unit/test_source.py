@@ -30,7 +30,7 @@ from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
 from tests.unit.kv_factory import PROBE, head_groups_of, row_size
 from tests.unit.reading import read_rows
-from tests.unit.step_engine import counting, reading
+from tests.unit.step_engine import reading
 
 # "layout, options: shape"; each shape and each cache once, and each layout with and without head
 # groups.
@@ -84,13 +84,6 @@ def test_gives_all_tokens(case: sources.Case) -> None:
     sources.check_everything(case)
 
 
-def test_gives_the_same_tokens_of_all_head_groups(case: sources.Case) -> None:
-    """As a rule asks that has one set for all heads: one row of a tensor, repeated in place."""
-    tokens = sources.random_tokens(case, 4, 3)[:1].expand(head_groups_of(case.shape), -1)
-    assert head_groups_of(case.shape) == 1 or tokens.stride(0) == 0
-    case.check(0, sources.KVS, tokens)
-
-
 def test_rows_stay_valid_while_the_layer_is_read(case: sources.Case) -> None:
     """Probing reads keys first; the rest of the layer follows while they are in use."""
     case.request()
@@ -103,24 +96,6 @@ def test_rows_stay_valid_while_the_layer_is_read(case: sources.Case) -> None:
     if probe is not None:
         case.check_rows(probe, 0, "probe")
     case.check_rows(keys, 0, "keys")
-
-
-@pytest.mark.parametrize("name", ["full-stride-bfloat16", "gqa-float32"])
-def test_a_probe_column_without_padding_is_used_where_it_was_read(
-    name: str, tmp_path: Path, reader: BlockReader
-) -> None:
-    case = sources.opened(f"tail-of-a-segment, logical: {name}", tmp_path, reader)
-    rows, memory = case.source.read_probe(0), case.source._buffer(0, 0).memory
-    shared = memory.address <= rows.data_ptr() < memory.address + memory.num_bytes
-    assert shared == (name == "full-stride-bfloat16")
-    case.close()
-
-
-def test_layers_are_asked_for_in_ascending_order(several: sources.Case) -> None:
-    several.check(1)
-
-    with pytest.raises(AssertionError):
-        read_rows(several.source, 0, None)
 
 
 def read_costs(case: sources.Case) -> Iterator[tuple[str, Tensor, int]]:
@@ -181,20 +156,6 @@ def test_accesses_and_needed_bytes_are_counted(uncached: sources.Case) -> None:
         selected_chunks=sum(chunks.values()) - chunks[PROBE],
         important_bytes=needed - uncached.num_tokens * row_size(uncached.shape, PROBE),
     )
-
-
-@pytest.mark.parametrize("name", ["gqa-float32", "no-probe-float32"])
-def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
-    """Values of all head groups, too."""
-    with counting() as (reader, engine):
-        case = sources.open_case(tmp_path, sources.SHAPES[name], sources.SEVERAL[3:4], reader)
-
-        case.check(0, ["values"])
-        assert len(engine.started) == 1
-        case.check(1, sources.KVS)
-        assert len(engine.started) == 2, "keys and values are neighbours"
-        assert engine.started_bytes == case.stats.ssd_bytes
-        case.close()
 
 
 def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:

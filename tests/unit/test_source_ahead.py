@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from impress_sglang.cost import ReadCost
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage import reader as reader_module
-from tests.unit.kv_factory import make_cache, make_shape
 from tests.unit.reading import wait_for_reads
 from tests.unit.source_factory import (
     BLOCK,
@@ -142,26 +141,6 @@ def test_what_is_certain_to_be_wanted_is_read_ahead(
         case.close()
 
 
-@pytest.mark.usefixtures("single_blocks", "no_gaps")
-def test_chunks_that_were_cached_meanwhile_are_not_read_again(tmp_path: Path) -> None:
-    with counting() as (reader, engine):
-        shape = SHAPES["gqa-float32"]
-        cache = make_cache(shape, device_chunks=500)
-        case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader, cache=cache)
-        early = case.make_source(whole=True)
-        case.check(0)
-        begun = engine.started_bytes
-
-        early.read_ahead(0.0)
-        case.source = early
-        case.check_more(0)
-
-        assert engine.started_bytes == begun == case.block_bytes(0)
-        early.close()
-        assert early.stats.ssd_bytes == early.stats.ahead_bytes == 0
-        case.close()
-
-
 @pytest.mark.usefixtures("single_blocks")
 @pytest.mark.parametrize("asked", [False, True])
 def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: bool) -> None:
@@ -197,23 +176,3 @@ def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: 
         for descriptor in reused:
             os.close(descriptor)
     assert len(engine.started) == begun
-
-
-def test_layers_that_were_skipped_are_not_kept(tmp_path: Path) -> None:
-    """Their memory is free again as soon as a later layer is asked for."""
-    shape = make_shape(layers=6)
-    with reading() as reader:
-        case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader)
-        case.request(whole=True)
-        source = case.source
-        for expected in range(6):
-            assert source.next_ahead == expected
-            source.read_ahead(0.0)
-        full = case.pool.used_bytes
-
-        case.check_more(4)
-        assert case.pool.used_bytes == full // 3
-        assert (source.layer, source.next_ahead) == (4, 6)
-        source.close()
-        assert case.pool.used_bytes == 0
-        case.close()

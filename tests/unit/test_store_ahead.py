@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import pytest
@@ -48,26 +47,6 @@ def read_layers(store: PartStore, *, probe: bool = True, keys: bool = True) -> P
     return source
 
 
-def test_before_the_first_read_all_is_on_the_ssd(bench: Workbench, store: PartStore) -> None:
-    bench.put(store, TOKENS)
-
-    whole = disk_bytes(bench, *kv.columns_of(bench.shape))
-    certain = [kv.PROBE] if bench.shape.probe_kv_heads else list(bench.shape.key_columns)
-    found = [bytes_of(store, retention=own) for own in (1e-9, 0.25, 0.5, 1.0)]
-
-    assert found == sorted(found) and found[-1] == whole
-    assert found[0] == pytest.approx(disk_bytes(bench, *certain), abs=2)
-
-
-def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> None:
-    store = stores.three_prefixes(bench)
-    everything = kv.columns_of(bench.shape)
-    first, second = (disk_bytes(bench, *everything, num_tokens=n) for n in (13, 27))
-
-    for start, expected in ((0, first + second), (13, second), (22, second * 18 / 27)):
-        assert bytes_of(store, start=start) == pytest.approx(expected, abs=2)
-
-
 @pytest.mark.parametrize("cache", ["device_gb", "host_gb"])
 def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str) -> None:
     store = bench.open(**{cache: 0.001})
@@ -109,23 +88,6 @@ def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: Pa
     assert store._measuring is not None, "and again"
 
 
-def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
-    files = SlowFileSystem()
-    store = bench.open(files=files)
-    bench.put(store, prompt(1, 400))
-    files.set_rate(20.0)
-    before = store.forecast.seconds_to_read(1e6)
-
-    for _ in range(3):
-        store.measure_reading(look_up(store, prompt(1, 400)))
-        assert store._measuring is not None
-        wait_for_reads(store._measuring)
-        store.poll()
-
-    after = store.forecast.seconds_to_read(1e6)
-    assert 2 * before < after < 0.1
-
-
 @pytest.mark.parametrize("damage", ["lost", "gone", "damaged header", "damaged block"])
 def test_measuring_never_fails(bench: Workbench, store: PartStore, damage: str) -> None:
     bench.put(store, TOKENS)
@@ -155,18 +117,6 @@ def slow_store(bench: Workbench) -> PartStore:
     store = bench.open(files=SlowFileSystem(1.0), readahead=0.5)
     bench.put(store, prompt(1, 200))
     return store
-
-
-def test_a_store_that_measures_is_closed_cleanly(bench: Workbench) -> None:
-    store = slow_store(bench)
-    store.measure_reading(look_up(store, prompt(1, 200)))
-    measured = store._measuring
-    assert measured is not None and measured.is_reading
-
-    bench.close(store)
-
-    assert not measured.is_reading and store._measuring is None
-    assert store.summary()["buffer_used_bytes"] == 0
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -210,16 +160,6 @@ def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None
     assert stats.bytes_read == stats.bytes_read_ahead == stats.bytes_read_ahead_used == whole
 
 
-def test_memory_for_reads_is_apart_from_the_host_cache(bench: Workbench) -> None:
-    small = bench.open(host_gb=0.02, buffer_gb=0.005)
-    capacity = small.cache.placement.capacity
-    assert small.summary()["buffer_bytes"] == 5_000_000
-    bench.close(small)
-    large = bench.open(host_gb=0.02, buffer_gb=0.5)
-
-    assert large.cache.placement.capacity == capacity
-
-
 def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     bench: Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,12 +172,3 @@ def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     for _ in range(3):
         assert not store.forecast.can_read(spans, in_codes=False)
     assert caplog.text.count("raise --impress-buffer-gb") == 1
-
-
-def test_spans_of_a_segment_share_a_buffer(bench: Workbench) -> None:
-    store = bench.open(buffer_gb=0.0011)
-    bench.put(store, TOKENS)
-    (whole,) = look_up(store, TOKENS).slice(0, 40)
-    halves = [dataclasses.replace(whole, stop=20), dataclasses.replace(whole, start=20)]
-    assert store.forecast.can_read([whole], in_codes=False)
-    assert store.forecast.can_read(halves, in_codes=False)

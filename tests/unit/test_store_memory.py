@@ -36,11 +36,6 @@ def test_caches_that_the_host_cannot_hold_are_refused(gigabyte: None) -> None:
         allocate(host_gb=0.6, device_gb=0.5)
 
 
-def test_nothing_is_refused_that_takes_nothing(gigabyte: None) -> None:
-    allocate(host_gb=600, policy="recompute").close()
-    allocate(host_gb=0, device_gb=0).close()
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_caches_have_what_options_say(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def available() -> int:

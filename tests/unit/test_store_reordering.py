@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -19,16 +18,12 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
-from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.losses import Cause
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.writing import StoreOutcome
-from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import flip_byte, head_groups_of, kv_of, row_size
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
-from tests.unit.waiting import wait_until
 
 
 def select(store: PartStore, tokens: tuple[int, ...], *chosen: int) -> None:
@@ -127,28 +122,6 @@ def test_a_new_file_takes_the_place_of_the_old_one(
     check_rows(bench.reopen(store), tokens)
 
 
-def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PartStore) -> None:
-    put_selected(bench, store, prompt(1), 3)
-    os.utime(stores.path_of(bench, look_up(store, prompt(1))), (1.5, 1.5))
-    store = bench.reopen(store)
-    select(store, prompt(1), 3)
-    purge = Purge(older_than=3600.0)
-    reorder(store)
-    assert stores.path_of(bench, look_up(store, prompt(1))).stat().st_mtime == 1.5
-    assert len(purge.step(store).segment_ids) == 1 and not purge.left
-
-
-def test_where_no_age_can_be_set_it_begins_anew(
-    bench: Workbench,
-) -> None:
-    files = FaultyFileSystem()
-    store = bench.open(files=files)
-    put_selected(bench, store, prompt(1), 3)
-    with files.faults.injected(Rule("EPERM", "date")):
-        reorder(store)
-    assert store.reorders.summary()["segments"] == 1 and store.health.state == "ok"
-
-
 def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PartStore) -> None:
     tokens = prompt(1, 20)
     put_selected(bench, store, tokens, 3, 17)
@@ -184,26 +157,6 @@ def test_the_key_decides_what_the_order_is_by(
     assert mapping_of(bench, store, tokens)[0].tolist() == [expected] * head_groups
 
 
-def test_a_store_that_is_left_changes_nothing_that_is_awaited(bench: Workbench, held: Held) -> None:
-    """Its second half closes on another thread, and the next store has the queue by then."""
-    lookahead = LookAhead()
-    store = bench.open(lookahead=lookahead)
-    put_selected(bench, store, prompt(1, 40), 7, 3)
-    (segment,) = store.tree.segments()
-    old_id = segment.segment_id
-    held.begin(store)
-    lookahead.wait("waits", look_up(store, prompt(1, 40)).spans)
-    memory = store.retire()
-    held.go_on.set()
-    store.leave_disk()
-    memory.close()
-    bench.forget(store)
-    assert segment.segment_id != old_id
-    assert old_id in lookahead
-    lookahead.stop_waiting("waits")
-    lookahead.check_integrity()
-
-
 def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: PartStore) -> None:
     left, right = prompt(1, 40), (*prompt(1, 40)[:21], *prompt(7, 5))
     bench.put(store, left)
@@ -221,17 +174,6 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
     check_rows(store, right)
 
 
-def test_only_what_was_selected_from_is_reordered(bench: Workbench, store: PartStore) -> None:
-    bench.put_all(store, 1, 2, 3)
-    stores.use(store, prompt(1))
-    select(store, prompt(2), 4)
-
-    reorder(store)
-
-    generations = [look_up(store, prompt(n)).spans[0].segment.info.generation for n in (1, 2, 3)]
-    assert generations == [0, 1, 0]
-
-
 def test_other_policies_never_reorder(bench: Workbench) -> None:
     """`test_policies.py` has which."""
     store = bench.open(policy="impress", reorder_interval=1e-9)
@@ -244,23 +186,6 @@ def test_other_policies_never_reorder(bench: Workbench) -> None:
 
     assert store.reorders.summary() == dict.fromkeys(store.reorders.summary(), 0)
     assert [s.info.generation for s in store.tree.segments()] == [0]
-
-
-def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> None:
-    """There is room for the values of one layer, and the reordered ones were read more often."""
-    store = bench.open(device_gb=stores.gb(4096 * len(bench.shape.value_columns)))
-    bench.put_all(store, 1, 2)
-    for _ in range(5):
-        select(store, prompt(1), *range(8))
-    reorder(store)
-
-    for number in (2, 1, 1):
-        source = stores.open_source(store, look_up(store, prompt(number)))
-        read_rows(source, 0, None, keys=False)
-        store.close_source(source)
-
-    assert source.stats.device_chunks == head_groups_of(bench.shape)
-    assert source.stats.chunks_accessed == head_groups_of(bench.shape)
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -304,58 +229,6 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     assert store.reorders.summary() == nothing, "neither failed, nor would it not have paid"
 
 
-def test_a_new_file_that_nobody_has_seen_yet_is_purged(bench: Workbench, store: PartStore) -> None:
-    """As where no batch comes after it."""
-    put_selected(bench, store, prompt(1), 3)
-    store.reorders.enqueue(force=True)
-    store.poll()
-    assert store.reorders._job is not None
-    store.reorders._job[1].result()
-    bench.offer(store, prompt(2))
-    store.writes._writes[0].future.result()
-
-    assert Purge().step(store).tokens == 16
-    store.worker.submit(int).result()
-    assert bench.files() == set()
-
-
-def test_a_purged_file_that_cannot_be_removed_is_tried_again(bench: Workbench, held: Held) -> None:
-    """It had no name yet."""
-    files = FaultyFileSystem()
-    store = bench.open(files=files)
-    put_selected(bench, store, prompt(1, 1000), 3)
-    (segment,) = store.tree.segments()
-    held.begin(store)
-    (old,) = bench.files()
-    with files.faults.injected(Rule("EIO", "unlink", "*.tmp")):
-        Purge().step(store)
-        held.end(store)
-    assert len(bench.files()) == 1 and old not in bench.files()
-    assert max(store.worker.undeleted.values()) > segment.file_bytes, "it has mapping lists"
-    stores.recover(store)
-    wait_until(lambda: not bench.files())
-
-
-@pytest.mark.parametrize("room", [2, 4])
-def test_a_rewrite_waits_for_removals_that_make_room(bench: Workbench, room: int) -> None:
-    """The two are not in order."""
-    store = bench.open(ssd_gb=stores.gb(room * bench.one))
-    put_selected(bench, store, prompt(1), 3)
-    bench.put(store, prompt(2))
-    stuck = threading.Event()
-    store.worker.submit(stuck.wait, 30)
-    try:
-        (span,) = look_up(store, prompt(2)).spans
-        store.writes.discard([span.segment], Cause.PURGED)
-        assert store.reorders.enqueue(force=True) == 1
-        store.poll()
-        assert bool(store.reorders.reserved_bytes) == (room > 2)
-    finally:
-        stuck.set()
-    finish(store)
-    assert store.reorders.summary()["segments"] == 1
-
-
 def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
     bench: Workbench, held: Held
 ) -> None:
@@ -387,24 +260,6 @@ def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held, li
     held.end(store)
 
     assert store.summary()["used_bytes"] == bench.one
-    assert store.reorders.summary()["segments"] == 1
-
-
-def test_a_new_file_whose_folder_cannot_be_synced_is_not_left_behind(bench: Workbench) -> None:
-    """It has its name already."""
-    files = FaultyFileSystem()
-    store = bench.open(files=files)
-    put_selected(bench, store, prompt(1, 20), 3)
-    with files.faults.injected(Rule("EIO", "sync_directory", "*/segments/??")):
-        store.reorders.enqueue(force=True)
-        stores.until(store, lambda: store.reorders.summary()["failed"])
-    stores.recover(store)
-    store.writes.drain()
-
-    wait_until(lambda: len(bench.files()) == 1)
-    assert store.stats.segments_unreadable == 0
-    check_rows(store, prompt(1, 20))
-    reorder(store)
     assert store.reorders.summary()["segments"] == 1
 
 
@@ -510,26 +365,6 @@ def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_g
     finish(store)
     assert store.reorders.summary()["segments"] == 1, "there is nothing left to save"
     assert store.reorders.summary()["not_worth"] == 1
-
-
-def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
-    store = spread_store(bench, device_gb=0.001)
-    select_spread(store, times=20)
-
-    assert store.reorders.enqueue() == 0
-
-
-def test_a_segment_that_is_being_rewritten_is_not_queued_again(
-    bench: Workbench, held: Held
-) -> None:
-    store = spread_store(bench)
-    select_spread(store, times=2)
-    held.begin(store)
-
-    store.reorders.enqueue()
-    held.end(store)
-
-    assert store.reorders.summary()["segments"] == 1
 
 
 def test_reordering_begins_at_each_interval(

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.tiers import tables
 from impress_sglang.tiers.tables import IdRanges, grown
 
 
@@ -29,16 +28,6 @@ def test_a_table_grows_where_it_is(dtype: type[np.generic]) -> None:
     assert shorter[2] == 5, "they are the same entries"
 
 
-def test_what_nobody_has_written_takes_no_memory() -> None:
-    before, table = resident_bytes(), np.zeros(0)
-    for size in (1, 1 << 20, 1 << 29):
-        table = grown(table, size)
-        table[-1] = 1.0
-
-    assert table.nbytes == 1 << 32
-    assert resident_bytes() - before < 1 << 25
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -53,29 +42,6 @@ def refuse(least: int) -> Callable[..., mmap.mmap]:
         return real(descriptor, size, flags)
 
     return allocate
-
-
-def test_without_address_space_a_table_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables.mmap, "mmap", refuse(1 << 20))
-    table = grown(np.zeros(0, np.int32), 4)
-    table[:] = range(4)
-
-    longer = grown(table, 100)
-
-    assert longer[:4].tolist() == [0, 1, 2, 3] and not longer[4:].any() and len(longer) == 100
-    with pytest.raises(OSError, match="no memory"):
-        grown(longer, 1 << 20)
-    assert longer[:4].tolist() == [0, 1, 2, 3]
-
-
-def test_a_table_that_outgrows_its_address_space_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RESERVED_ENTRIES", 8)
-    table = grown(np.zeros(0), 8)
-    table[:] = 1.0
-
-    longer = grown(table, 9)
-
-    assert longer.tolist() == [1.0] * 8 + [0.0]
 
 
 class Numbers:

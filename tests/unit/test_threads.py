@@ -125,18 +125,6 @@ def test_results_and_errors_are_in_the_futures(thread: BackgroundThread) -> None
     assert after.result(10) == 2048, "no exception ends the thread"
 
 
-def test_a_function_that_was_cancelled_does_not_run(thread: BackgroundThread) -> None:
-    go_on, ran = threading.Event(), []
-    thread.submit(go_on.wait, 10)
-    cancelled = thread.submit(ran.append, 1)
-
-    assert cancelled.cancel()
-    go_on.set()
-    thread.submit(ran.append, 2).result(10)
-
-    assert ran == [2]
-
-
 def test_nobody_waits_longer_than_asked_for_a_thread_that_hangs() -> None:
     hangs = threading.Event()
     thread = BackgroundThread("hangs")
@@ -163,16 +151,6 @@ print("ends", flush=True)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert (found.returncode, found.stdout) == (0, b"ends\n")
-
-
-def test_the_initializer_runs_first_and_on_the_thread() -> None:
-    ran: list[str] = []
-    thread = BackgroundThread("named", lambda: ran.append(threading.current_thread().name))
-
-    thread.submit(ran.append, "work").result(10)
-
-    assert ran == ["named", "work"]
-    assert thread.close(10)
 
 
 def test_a_thread_that_waits_keeps_nothing_of_what_it_did(thread: BackgroundThread) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
@@ -15,9 +11,7 @@ from torch import Tensor
 
 from impress_sglang.paper.tokens import (
     agreed_tokens,
-    mean_jaccard,
     own_tokens,
-    probe_kv_heads,
     retained_tokens,
     similarity_threshold,
     top_tokens,
@@ -40,15 +34,6 @@ def test_retained_tokens(num_tokens: int, retention: float, k: int) -> None:
     assert retained_tokens(num_tokens, retention) == k
 
 
-@given(st.integers(1, 100_000), st.integers(1, 1000))
-def test_retained_tokens_is_the_exact_ceiling_of_a_decimal_share(
-    num_tokens: int, thousandths: int
-) -> None:
-    exact = math.ceil(num_tokens * Fraction(thousandths, 1000))
-
-    assert retained_tokens(num_tokens, thousandths / 1000) == exact
-
-
 @pytest.mark.parametrize(
     ("k", "num_tokens", "alpha", "threshold"),
     [
@@ -61,24 +46,6 @@ def test_retained_tokens_is_the_exact_ceiling_of_a_decimal_share(
 )
 def test_similarity_threshold(k: int, num_tokens: int, alpha: float, threshold: float) -> None:
     assert similarity_threshold(k, num_tokens, alpha) == pytest.approx(threshold, abs=1e-5)
-
-
-@st.composite
-def index_sets(draw: st.DrawFn) -> tuple[Tensor, int]:
-    num_tokens = draw(st.integers(1, 40))
-    k = draw(st.integers(1, num_tokens))
-    one = st.lists(st.integers(0, num_tokens - 1), min_size=k, max_size=k, unique=True)
-    return torch.tensor(draw(st.lists(one, min_size=1, max_size=6))), num_tokens
-
-
-@given(index_sets())
-def test_mean_jaccard_equals_that_of_python_sets(case: tuple[Tensor, int]) -> None:
-    token_sets, num_tokens = case
-    sets = [set(row) for row in token_sets.tolist()]
-    pairs = [len(a & b) / len(a | b) for a, b in itertools.combinations(sets, 2)]
-    expected = sum(pairs) / len(pairs) if pairs else 1.0
-
-    assert mean_jaccard(token_sets, num_tokens) == pytest.approx(expected, abs=1e-6)
 
 
 # Multiples of 1/8 below 2**20: sums are exact, and ties do occur.
@@ -123,15 +90,6 @@ def test_vote_prefers_votes_then_summed_score(case: tuple[Tensor, int]) -> None:
     assert all(rank[out] <= rank[kept] for out in outside for kept in found)
 
 
-def test_vote_breaks_small_ties_among_large_sums() -> None:
-    """Two tokens whose sums differ by one millionth of the total."""
-    scores = torch.full((1, 1000), 1000.0, dtype=torch.float64)
-    scores[0, 7] += 1.0
-    everyone = torch.arange(1000)[None]
-
-    assert vote(scores, everyone, 1).tolist() == [7]
-
-
 @given(score_tables(multiple_of=3))
 def test_per_head_tokens_are_the_best_by_the_sum_of_their_query_heads(
     case: tuple[Tensor, int],
@@ -145,28 +103,6 @@ def test_per_head_tokens_are_the_best_by_the_sum_of_their_query_heads(
         sums = scores[3 * head : 3 * head + 3].double().sum(0).numpy()
         assert picked == sorted(set(picked))
         assert np.array_equal(np.sort(sums[picked]), np.sort(sums)[-k:])
-
-
-@pytest.mark.parametrize(
-    ("query_heads", "kv_heads", "probe_heads", "expected"),
-    [
-        (32, 32, 3, (0, 1, 2)),  # multi-head: as in the paper
-        (2, 2, 3, (0, 1)),
-        (40, 40, 5, (0, 1, 2, 3, 4)),
-        (9, 3, 3, (0,)),  # SmolLM2-135M
-        (32, 8, 3, (0,)),  # Llama-3-8B
-        (64, 16, 3, (0, 1)),
-        (64, 32, 3, (0, 1, 2)),
-        (32, 8, 32, tuple(range(8))),
-        (32, 4, 1000, (0, 1, 2, 3)),
-        (8, 1, 3, (0,)),  # multi-query
-        (1, 1, 3, (0,)),
-    ],
-)
-def test_probe_kv_heads(
-    query_heads: int, kv_heads: int, probe_heads: int, expected: tuple[int, ...]
-) -> None:
-    assert probe_kv_heads(query_heads, kv_heads, probe_heads) == expected
 
 
 def heads_that_like(*sets: list[int]) -> Tensor:

@@ -10,8 +10,6 @@ from torch import Tensor
 from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopier
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.tiers.staging import Staging
-from impress_sglang.triton import pages
-from tests.unit.triton.conftest import compiled
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -68,18 +66,3 @@ def test_pages(
     )
     for own, wanted in zip(found, expected, strict=True):
         assert_same_bits(own, wanted)
-
-
-PAGE_WORDS = {8: "ld.global.v2.b64", 2: "ld.global.b16"}
-
-
-@pytest.mark.parametrize("grain", [16, 2])
-def test_pages_are_moved_in_words_of_16_bytes(grain: int) -> None:
-    """Compiled for compute capability 9.0, which needs no GPU."""
-    word = pages._WORDS[grain]
-    size = word.primitive_bitwidth // 8
-    constants = {"WORD": word, "WORDS": 4096 // size, "BLOCK": 4096 // size, "GRAIN": grain}
-    kinds = {"table": "*i64", "count": "i32"}
-    ptx = compiled(pages._copy_kernel, kinds, constants, []).asm["ptx"]
-    assert PAGE_WORDS[size] in ptx
-    assert PAGE_WORDS[size].replace("ld", "st") in ptx

@@ -79,17 +79,6 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
     torch.testing.assert_close(found[:, :count].cpu(), wanted, rtol=2**-7, atol=0)
 
 
-def test_nothing_to_do_is_done(device: str) -> None:
-    basis = random_basis((1, 4), (1, 4))
-    own = random_turns(4, 1, halves=True)
-    restorer = KernelRestorer(KVCodec(basis, own.rotation), torch.device(device))
-    pools = [torch.zeros(3, 1, 4, device=device) for _ in range(2)]
-    rows = random_rows(basis, 0, 0).to(device)
-    slots = torch.zeros(0, dtype=torch.int64, device=device)
-    assert restorer.put(0, rows, None, own.turns, slots, *pools).shape == (0, 8)
-    assert not any(pool.any() for pool in pools)
-
-
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 128)])
 @pytest.mark.parametrize("kernel", [kernels._unpack_kernel, kernels._restore_kernel])
 def test_kernels_compile_for_an_h100(

@@ -12,10 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from impress_sglang.errors import UnsupportedError
 from impress_sglang.paper.scores import column_sums as oracle
 from impress_sglang.triton import score_kernels, scores
-from impress_sglang.triton.scores import column_sums, split_rows, tile_shape
+from impress_sglang.triton.scores import column_sums
 from tests.unit.triton.conftest import compiled
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -94,14 +93,6 @@ def in_rows(keys: Tensor) -> tuple[Tensor, Tensor]:
     return pool, rows
 
 
-def in_pool(keys: Tensor, heads: tuple[int, ...], num_heads: int) -> Tensor:
-    """The same keys in heads of a pool that is NaN everywhere else."""
-    pool = keys.new_full((3, len(keys), num_heads, keys.shape[2] + 8), math.nan)
-    layer = pool[1, ..., : keys.shape[2]]
-    layer[:, list(heads)] = keys
-    return layer
-
-
 @pytest.mark.parametrize(
     ("n", "m", "c", "heads", "key_heads", "dim", "dtype"),
     [
@@ -134,24 +125,6 @@ def test_the_number_of_parts_does_not_change_the_sums(
     Request(device, n, m, c, 2, 2).check()
 
 
-def test_more_parts_than_are_added_up_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "_processors", lambda _: 100)
-    Request(device, 100, 33 * 64 - 7, 0, 1, 1).check()
-
-
-def test_keys_and_queries_may_be_views_of_larger_memory(device: str) -> None:
-    request = Request(device, 7, 70, 66, 6, 2, dtype=BRAIN)
-    heads = (1, 4)
-    wide = torch.full((7, 12, 100), math.nan, dtype=BRAIN, device=device)
-    queries = wide[:, ::2, 3:67].copy_(request.queries)
-    pools = {
-        "prefix_keys": in_pool(request.prefix, (0, 1), 3)[:, :2],
-        "resident_keys": in_pool(request.resident, heads, 5),
-        "new_keys": in_pool(request.new, heads, 5),
-    }
-    request.check(queries=queries, **pools, heads=heads)
-
-
 @pytest.mark.parametrize(
     ("m", "c", "dtype"), [(70, 66, BRAIN), (200, 3, HALF), (129, 130, SINGLE), (1, 0, HALF)]
 )
@@ -176,12 +149,6 @@ def test_very_large_logits_do_not_overflow(device: str, dtype: torch.dtype) -> N
     torch.testing.assert_close(found, request.expected(), rtol=1e-2, atol=1e-3)
 
 
-def test_nothing_to_score(device: str) -> None:
-    assert Request(device, 3, 0, 5, 2, 1).found().shape == (2, 0)
-    no_queries = Request(device, 0, 20, 5, 2, 1).found()
-    assert torch.equal(no_queries, torch.zeros(2, 20, device=device))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nothing_waits_for_the_device(device: str, no_synchronisation: Callable[[], None]) -> None:
     request = Request(device, 5, 100, 4, 4, 2)
@@ -190,44 +157,6 @@ def test_nothing_waits_for_the_device(device: str, no_synchronisation: Callable[
 
     no_synchronisation()
     request.found()
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys"), [(HALF, BRAIN), (torch.float64, torch.float64), (BRAIN, SINGLE)]
-)
-def test_dtypes_without_a_kernel_are_refused(queries: torch.dtype, keys: torch.dtype) -> None:
-    request = Request("cpu", 3, 20, 4, 2, 1, dtype=keys)
-
-    with pytest.raises(UnsupportedError, match="float"):
-        request.found(queries=request.queries.to(queries))
-
-
-@pytest.mark.parametrize("dtype", [HALF, SINGLE])
-@pytest.mark.parametrize("group", [1, 3, 32])
-@pytest.mark.parametrize("dim", [16, 80, 256])
-@pytest.mark.parametrize("n", [1, 5000])
-def test_tiles_hold_whole_tokens_and_fit_into_shared_memory(
-    n: int, dim: int, group: int, dtype: torch.dtype
-) -> None:
-    tile = tile_shape(n, 100_000, 8, group, dim, dtype, 132)
-
-    assert tile.tokens >= 1 and tile.group >= group and tile.dim >= dim
-    assert min(tile.rows, tile.keys, tile.dim) >= 16
-    # Queries, and two stages of keys.
-    vectors = tile.rows + tile.keys * tile.stages
-    assert vectors * tile.dim * dtype.itemsize <= 227 * 1024
-
-
-@pytest.mark.parametrize(("processors", "parts", "blocks"), [(1, 1, 14), (4, 3, 4), (100, 9, 1)])
-def test_parts_have_all_keys_between_them(processors: int, parts: int, blocks: int) -> None:
-    tile = tile_shape(300, 100, 1, 1, 64, HALF, processors)
-    assert (tile.tokens, tile.keys) == (128, 64)
-
-    split = split_rows(300, (70, 100, 300), tile, 1, processors)
-
-    # Two blocks of resident tokens, two of the prefix, five of new ones.
-    assert (split.tiles, split.parts, split.blocks) == (3, parts, blocks)
-    assert split.parts * split.blocks >= 9
 
 
 Launch = tuple[Any, tuple[int, int], tuple[Any, ...], scores.Tile, dict[str, int]]
@@ -309,7 +238,3 @@ def compiled_of(
     ]
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return compiled(kernel, kinds, constants, aligned, **options)
-
-
-def test_a_request_takes_two_launches(launched: Launcher) -> None:
-    assert len(launched(Request("cpu", 50, 100, 4, 4, 2))) == 2

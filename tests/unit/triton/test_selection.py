@@ -107,26 +107,6 @@ def test_order_of_special_numbers(device: str) -> None:
         assert sorted(order[tokens[0]].tolist()) == list(range(len(ascending) - k, len(ascending)))
 
 
-def test_signs_of_zero_and_of_nan_do_not_matter(device: str) -> None:
-    scores = torch.tensor([[-0.0, -NAN, 0.0, -1.0, NAN, -0.0]], device=device)
-    assert selection.top_tokens(scores, 2).tolist() == [[1, 4]]
-    zeros = selection.top_tokens(scores, 5).tolist()
-    assert zeros == [[0, 1, 2, 4, 5]]
-
-
-def test_importance_of_many_tokens(device: str) -> None:
-    m, k = 100_000, 25_000
-    scores = (4 * torch.randn(2, m)).softmax(1)
-    assert_best(selection.top_tokens(scores.to(device), k).cpu(), scores, k)
-
-
-def test_rows_may_be_apart(device: str) -> None:
-    whole = torch.full((4, 700), INF)
-    whole[:, :601] = distinct(4, 601)
-    tokens = selection.top_tokens(whole.to(device)[:, :601], 50)
-    assert torch.equal(tokens.cpu().long(), whole[:, :601].topk(50).indices.sort().values)
-
-
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_row(device: str, data: st.DataObject) -> None:

@@ -26,7 +26,7 @@ from impress_sglang.paper.warm_up import score_and_choose
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.kv_codec import KernelRestorer
-from impress_sglang.transfer.warm_up import run_stages, warm_up
+from impress_sglang.transfer.warm_up import run_stages
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import rows as row_kernels
@@ -245,27 +245,6 @@ def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
     assert len(seen) == 3 and sorted(seen - warm) == []
 
 
-def test_what_was_not_compiled_is_seen(
-    launches: Launches, tmp_path: Path, reader: BlockReader
-) -> None:
-    """Guards the test above: a server was started for whole prefixes."""
-    shape = SERVERS["paper-mha-bfloat16"]
-    run_stages(dataclasses.replace(shape, probe_kv_heads=()), CHUNK, CPU)
-    warm = launches.take()
-
-    make_requests(shape, tmp_path, reader)
-
-    missing = launches.take() - warm
-    assert {variant[0] for variant in missing} == {"row_sums", "weight_sums", "top_kernel"}
-
-
-@pytest.mark.parametrize("shape", [HEAD_GROUPS, GQA, CODED])
-def test_what_is_launched_can_be_carried_out(shape: KVShape, launches: Launches) -> None:
-    launches.everything = True
-    start(shape)
-    assert launches.take()
-
-
 @pytest.mark.parametrize(
     ("kernel", "instead"),
     [
@@ -297,11 +276,6 @@ def test_a_shape_that_does_not_fit_is_refused(
     assert text.partition("; use ")[2].startswith(instead)
     assert "3 query heads per KV head and 16 elements per key (torch.float32)" in text
     assert "147456 of shared memory" in text and "101376" in text
-
-
-def test_on_a_cpu_there_is_nothing_to_compile(launches: Launches) -> None:
-    assert warm_up(HEAD_GROUPS, CHUNK, CPU) == 0.0
-    assert not launches.take()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for a GPU")
