@@ -27,6 +27,13 @@ from impress_sglang.options import BOTH, CODES, USUAL_BITS
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
+# Which class SGLang's HiCache makes, and that it hands over where in its memory pages are.
+HICACHE = {
+    "backend_name": "impress",
+    "module_path": "impress_sglang.hicache.plugin.backend",
+    "class_name": "ImpressStorage",
+    "interface_v1": 1,
+}
 # The answer of a server that has found nothing wrong.
 _SOUND = {"integrity": "ok"}
 Option = tuple[str, dict[str, Any]]
@@ -103,6 +110,15 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
             _need("--out", Path, "to write the basis to", metavar="FILE"),
             _may("--text", Path, "one per kind; default: those of the package", [], nargs="+"),
             _may("--tokens", int, "per text", 1500),
+        ),
+    ),
+    "hicache-config": (
+        (),
+        "print what makes SGLang's HiCache store its pages here: the value of "
+        "--hicache-storage-backend-extra-config",
+        (
+            _need("--ssd-dir", Path, "directory of the pages"),
+            _need("--ssd-gb", float, "quota of all pages in it, in GB (10^9 bytes)"),
         ),
     ),
     "why": (
@@ -184,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     try:
-        print(json.dumps(found, indent=2) if args.json else _as_text(found))
+        as_json = args.json or args.command == "hicache-config"
+        print(json.dumps(found, indent=2) if as_json else _as_text(found))
     except BrokenPipeError:
         # As in `| head`, which stops reading.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -203,6 +220,8 @@ def _carry_out(args: argparse.Namespace) -> Any:
 
         sizes = args.prefixes, args.tokens, args.bits, args.drive_gbps, args.per_day
         return plan(args.model, *sizes, args.basis, args.keep)
+    if args.command == "hicache-config":
+        return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb}
     if args.command == "calibrate":
         from impress_sglang.cli.calibrate import calibrate
 

@@ -150,10 +150,18 @@ def _around_init(
         from impress_sglang.paper.plugin.hooks import add_hooks
 
         add_hooks()
+    weights = None
+    if server_args.hicache_storage_backend == "dynamic":
+        # Which may be ours: it asks for the weights while the scheduler is made.
+        from impress_sglang.hicache.plugin.weights import note
+
+        weights = note(scheduler)
     original(scheduler, server_args, *args, **kwargs)
     from impress_sglang.plugin.served_cache import connect
 
     connect(scheduler)
+    if weights is not None:
+        weights.watch()
 
 
 def _check_seams() -> None:

@@ -21,7 +21,7 @@ from impress_sglang.store.policies import Policy
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
 
 
-def identity_of(context: Any, shape: KVShape, drafts: Sequence[Any] = ()) -> str:
+def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
     """The model identity of the current weights, for SGLang's `TreeCacheBuildContext`.
 
     It is read anew each time: weights may change while a server runs. `drafts` are the runners of

@@ -14,12 +14,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.request_fields import MESSAGES
 from impress_sglang.serving.ranks import ALONE, Ranks
-from impress_sglang.serving.served_store import ServedStore
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +28,31 @@ _READING_CHECKS = ("snapshot", "compare", "checksum")
 _READING_METHODS = ("save_remote_model", "save_sharded_model")
 
 
+class Served(Protocol):
+    """What is set aside and follows the weights, as `ServedStore` does."""
+
+    identity: str
+    aside: str | None
+
+    def take_over(self) -> None:
+        """Put what was opened in the background into use, if it is ready."""
+        ...
+
+    def reopen(self, identity: str) -> None:
+        """Serve other weights."""
+        ...
+
+    def use_again(self) -> None:
+        """All KVs in the pool now belong to `identity`."""
+        ...
+
+
 class WeightWatch:
     """Decides when the store is set aside, and when it is used again."""
 
     def __init__(
         self,
-        served: ServedStore,
+        served: Served,
         read_identity: Callable[[], str],
         set_aside: Callable[[], None],
         is_empty: Callable[[], bool],

@@ -15,7 +15,6 @@ import xxhash
 from torch import Tensor
 
 from impress_sglang.storage.directory import MODEL_DIGITS
-from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import FORMAT_VERSION
 
 _BLOCK_ELEMENTS = 1 << 22
@@ -38,14 +37,14 @@ def model_identity(
     *,
     weights: str,
     architecture: Mapping[str, object],
-    shape: KVShape,
+    shape: object,
     tp_rank: int,
     tp_size: int,
 ) -> str:
     """Name of the store of a model, 32 hex digits.
 
     `architecture` holds the parameters that change KVs and are not in the weights (RoPE, norms,
-    positions), as in the model's configuration.
+    positions), as in the model's configuration; `shape` says what the KVs look like.
     """
     fields = {
         "format": FORMAT_VERSION,

@@ -1,0 +1,1 @@
+"""Pages of SGLang's HiCache on SSD: a storage backend for servers that keep HiCache."""

@@ -1,0 +1,360 @@
+"""The pages of one namespace: found in memory, read and written in packs, evicted by last use.
+
+    <ssd dir>/hicache/<identity>/<pack>.pages
+
+Any number of processes may share a directory: packs never change, have names of their own, and a
+process looks for those of others when it misses a page. The time of a file is that of its last use;
+over all namespaces those that were not used for longest go first, also what was never finished.
+
+Nothing here raises because of a disk: what cannot be read is a miss, what cannot be written is not
+stored. Reads and writes have a thread each, whose work is awaited for so many seconds only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from impress_sglang.errors import ConfigError
+from impress_sglang.hicache.packs import (
+    SUFFIX,
+    TEMPORARY_SUFFIX,
+    BadPack,
+    Page,
+    fill_pack,
+    pack_bytes,
+    read_pack,
+    write_pack,
+)
+from impress_sglang.storage.direct_io import AlignedBuffer
+from impress_sglang.storage.files import FileSystem, installed
+from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.store.health import Health, Work
+from impress_sglang.threads import BackgroundThread
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "hicache"
+# A pack is written and evicted as a whole; one read has neighbouring pages of it.
+PACK_BYTES, RUN_BYTES = 64 << 20, 32 << 20
+# Seconds between looks for packs of other processes, and between notes of a pack's use.
+LOOK_SECONDS, NOTE_SECONDS = 1.0, 60.0
+# For so many seconds other processes' bytes are not counted again; and the share of the quota that
+# is evicted at once, since that looks at all files.
+COUNT_SECONDS, SLACK = 60.0, 0.02
+_T = TypeVar("_T")
+_Run = list[tuple[int, Page]]
+"""Neighbouring pages of a pack, each with its place among those wanted."""
+
+
+class PageStore:
+    """Pages by keys of 16 bytes; may be used by several threads."""
+
+    def __init__(
+        self,
+        ssd_dir: Path,
+        identity: str,
+        *,
+        ssd_bytes: int,
+        min_free_bytes: int = 0,
+        patience: float = 30.0,
+        files: FileSystem | None = None,
+    ) -> None:
+        """Find what is stored for an identity, 32 hex digits for all that pages depend on.
+
+        Args:
+            ssd_dir: of all namespaces.
+            identity: see above.
+            ssd_bytes: of all namespaces; more is evicted.
+            min_free_bytes: of the file system that stay free.
+            patience: seconds after which a disk counts as stopped.
+            files: None for the installed file system.
+
+        Raises:
+            ConfigError: the directory cannot be used.
+        """
+        self._files = files or installed()
+        self._root, self._folder = ssd_dir / FOLDER, ssd_dir / FOLDER / identity
+        self._identity = bytes.fromhex(identity)
+        self._quota, self._min_free, self._patience = ssd_bytes, min_free_bytes, patience
+        self.health = Health()
+        self.counts = Counter[str]()
+        """Pages and bytes read and written, packs that were damaged and evicted."""
+        self._lock, self._reading, self._writing = (threading.RLock() for _ in range(3))
+        self._index: dict[bytes, Page] = {}
+        self._packs: dict[str, Sequence[bytes]] = {}
+        self._noted: dict[str, float] = {}
+        self._probes: list[Future[None]] = []
+        self._held, self._counted_at, self._looked_at = 0, -COUNT_SECONDS, -LOOK_SECONDS
+        self._in, self._out = (AlignedBuffer(), AlignedBuffer()), AlignedBuffer()
+        try:
+            self._files.make_directory(self._folder, parents=True)
+            self._direct = self._files.supports_direct_io(self._folder)
+            self._look()
+        except OSError as error:
+            raise ConfigError(f"{self._folder} cannot be used: {error}") from error
+        self._reader, self._writer = BackgroundThread("pages-read"), BackgroundThread("pages-write")
+        logger.info("pages of HiCache in %s: %d", self._folder, len(self._index))
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether pages are stored, as far as this process knows."""
+        with self._lock:
+            return [key in self._index for key in keys]
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the first pages are stored and can be read."""
+        if not self._usable(reading=True):
+            return 0
+        has = self.has(keys)
+        if not all(has) and time.monotonic() - self._looked_at > LOOK_SECONDS:
+            self._await(self._reader.submit(self._look), "packs cannot be listed", reading=True)
+            has = self.has(keys)
+        return [*has, False].index(False)
+
+    def get(self, keys: Sequence[bytes], put: Callable[[int, memoryview], None]) -> list[bool]:
+        """Read pages; `put` gets the places of those that are whole, and their bytes.
+
+        Returns:
+            For each page whether it was read.
+        """
+        found = [False] * len(keys)
+        with self._reading:
+            begun: tuple[_Run, AlignedBuffer, Future[memoryview | None]] | None = None
+            # Each run is read while the one before it is verified.
+            for number, run in enumerate([*self._runs(keys), None]):
+                earlier, begun = begun, None
+                if run is not None and self._usable(reading=True):
+                    buffer = self._in[number % 2]
+                    begun = run, buffer, self._reader.submit(self._read, run, buffer)
+                for place, content in self._verified(*earlier) if earlier is not None else ():
+                    put(place, content)
+                    found[place] = True
+                    self.counts.update(pages_read=1, bytes_read=len(content))
+        return found
+
+    def set(self, keys: Sequence[bytes], content: Callable[[int], memoryview]) -> list[bool]:
+        """Store pages that are not stored; `content` of a place is asked for only then.
+
+        Returns:
+            For each page whether it is stored now.
+        """
+        with self._writing:
+            contents: dict[bytes, memoryview] = {}
+            for place, has in enumerate(self.has(keys)):
+                if not has and self._usable(reading=False):
+                    contents[keys[place]] = content(place)
+                if contents and sum(map(len, contents.values())) >= PACK_BYTES:
+                    self._store(contents)
+                    contents = {}
+            if contents:
+                self._store(contents)
+        return self.has(keys)
+
+    def clear(self) -> None:
+        """Remove all pages of this namespace."""
+
+        def clear() -> None:
+            for name in self._files.list(self._folder):
+                self._remove(self._folder / name)
+
+        self._await(self._writer.submit(clear), "packs cannot be removed", reading=False)
+
+    def close(self) -> None:
+        """End the threads; work that does not end in time is left behind."""
+        for thread in (self._reader, self._writer):
+            thread.close(self._patience)
+
+    def _runs(self, keys: Sequence[bytes]) -> list[_Run]:
+        runs: list[_Run] = []
+        with self._lock:
+            wanted = [(place, self._index.get(key)) for place, key in enumerate(keys)]
+        for place, page in wanted:
+            if page is None:
+                continue
+            if runs:
+                first, last = runs[-1][0][1], runs[-1][-1][1]
+                follows = (last.pack, last.stop) == (page.pack, page.offset)
+                if follows and page.stop - first.offset <= RUN_BYTES:
+                    runs[-1].append((place, page))
+                    continue
+            runs.append([(place, page)])
+        return runs
+
+    def _verified(
+        self, run: _Run, buffer: AlignedBuffer, read: Future[memoryview | None]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """What is whole of a run that is being read."""
+        pack, start, whole = run[0][1].pack, run[0][1].offset, dict[int, memoryview]()
+        for _ in range(2):
+            content = self._await(read, f"pack {pack} cannot be read", reading=True)
+            if content is None:
+                # A thread may still write to them.
+                self._in = AlignedBuffer(), AlignedBuffer()
+                self._give_up(pack)
+                return
+            parts = (
+                (place, page, content[page.offset - start :][: page.size]) for place, page in run
+            )
+            whole = {place: part for place, page, part in parts if page.is_whole(part)}
+            if len(whole) == len(run):
+                break
+            # What was read wrong once may be right on the disk.
+            read = self._reader.submit(self._read, run, buffer)
+        yield from whole.items()
+        if len(whole) < len(run):
+            self.counts["packs_damaged"] += 1
+            logger.warning("pack %s fails a checksum and is removed; its pages are computed", pack)
+            self._give_up(pack)
+            self._writer.submit(self._remove, self._folder / pack)
+
+    def _store(self, contents: Mapping[bytes, memoryview]) -> None:
+        name = f"{secrets.token_hex(16)}{SUFFIX}"
+        view = self._out.view(pack_bytes([len(own) for own in contents.values()]))
+        found = fill_pack(view, name, self._identity, contents)
+        writing = self._writer.submit(self._write, name, view)
+        stored = self._await(writing, "pages cannot be written", reading=False)
+        if stored is None:
+            # The thread may still read it.
+            self._out = AlignedBuffer()
+        elif stored:
+            self._add(name, found)
+            self.counts.update(pages_written=len(found), bytes_written=len(view))
+
+    def _usable(self, *, reading: bool) -> bool:
+        """Whether the disk can be read, or written; begins and ends probes of one that failed."""
+        with self._lock:
+            if self._probes and all(probe.done() for probe in self._probes):
+                errors = [probe.exception() for probe in self._probes]
+                self._probes = []
+                self.health.probed(errors[0] or errors[1], readable=errors[0] is None)
+            if any(task.work is Work.PROBE for task in self.health.due()):
+                read, write = self._reader.submit(self._check), self._writer.submit(self._try_write)
+                self._probes = [read, write]
+            return self.health.readable if reading else self.health.writable
+
+    def _await(self, future: Future[_T], what: str, *, reading: bool) -> _T | None:
+        try:
+            return future.result(self._patience)
+        except Exception as error:
+            # Whatever the error is, answers are right without these pages.
+            self.health.failed(what, error, reading=reading)
+            return None
+
+    def _add(self, pack: str, pages: Mapping[bytes, Page]) -> None:
+        with self._lock:
+            self._packs[pack] = list(pages)
+            self._index.update(pages)
+
+    def _give_up(self, pack: str) -> None:
+        """Find the pages of a pack no more, although it may be there."""
+        self._forget(pack)
+        self._add(pack, {})
+
+    def _forget(self, pack: str) -> None:
+        with self._lock:
+            for key in self._packs.pop(pack, ()):
+                if self._index[key].pack == pack:
+                    del self._index[key]
+
+    # On the threads.
+
+    def _look(self) -> None:
+        """Take in packs of other processes, and forget those that are gone."""
+        self._looked_at = time.monotonic()
+        with self._lock:
+            known = set(self._packs)
+        names = {name for name in self._files.list(self._folder) if name.endswith(SUFFIX)}
+        for pack in known - names:
+            self._forget(pack)
+        for pack in sorted(names - known):
+            try:
+                self._add(pack, read_pack(self._files, self._folder / pack, self._identity))
+            except FileNotFoundError:
+                continue
+            except (BadPack, OSError) as error:
+                logger.warning("pack %s is not used: %s", pack, error)
+                self._give_up(pack)
+
+    def _read(self, run: _Run, buffer: AlignedBuffer) -> memoryview | None:
+        """The bytes of a run; None if another process has evicted it."""
+        first, last = run[0][1], run[-1][1]
+        view = buffer.view(last.stop - first.offset)
+        flags = os.O_RDONLY | (os.O_DIRECT if self._direct else 0)
+        try:
+            descriptor = self._files.open(self._folder / first.pack, flags)
+        except FileNotFoundError:
+            return None
+        try:
+            self._files.read(descriptor, first.offset, view)
+            now = time.monotonic()
+            if now - self._noted.get(first.pack, -NOTE_SECONDS) >= NOTE_SECONDS:
+                self._noted[first.pack] = now
+                with contextlib.suppress(OSError):
+                    self._files.date(descriptor, time.time_ns())
+        except EOFError:
+            # It fails its checksums.
+            view[:] = bytes(len(view))
+        finally:
+            self._files.close(descriptor)
+        return view
+
+    def _write(self, name: str, content: memoryview) -> bool:
+        if not self._make_room(len(content)):
+            return False
+        write_pack(self._files, self._folder / name, content, direct=self._direct)
+        self._held += len(content)
+        return True
+
+    def _make_room(self, needed: int) -> bool:
+        """Evict files of any namespace until so many bytes fit; False if they cannot."""
+        free = self._files.free_bytes(self._folder) - self._min_free
+        fresh = time.monotonic() - self._counted_at < COUNT_SECONDS
+        if fresh and self._held + needed <= self._quota and needed <= free:
+            return True
+        held = sorted(self._all_files())
+        self._held, self._counted_at = sum(size for _, size, _ in held), time.monotonic()
+        if needed > min(self._quota, free + self._held):
+            return False
+        most = self._quota if self._held + needed <= self._quota else self._quota * (1 - SLACK)
+        for _, size, path in held:
+            if self._held + needed <= most and needed <= free:
+                break
+            self._remove(path)
+            self._held, free = self._held - size, free + size
+            self.counts["packs_evicted"] += 1
+        return True
+
+    def _all_files(self) -> Iterator[tuple[int, int, Path]]:
+        """When it was used (ns), bytes, path."""
+        for folder in self._files.list(self._root):
+            for name in self._files.list(self._root / folder):
+                with contextlib.suppress(FileNotFoundError):
+                    if name.endswith((SUFFIX, TEMPORARY_SUFFIX)):
+                        path = self._root / folder / name
+                        found = self._files.stat(path)
+                        yield found.st_mtime_ns, found.st_size, path
+
+    def _remove(self, path: Path) -> None:
+        self._files.unlink(path)
+        if path.parent == self._folder:
+            self._forget(path.name)
+
+    def _check(self) -> None:
+        """Raise if the disk cannot be read."""
+        self._files.make_directory(self._folder, parents=True)
+        self._files.list(self._folder)
+
+    def _try_write(self) -> None:
+        """Raise if the disk cannot be written."""
+        path = self._folder / f"probe{SUFFIX}"
+        write_pack(self._files, path, AlignedBuffer().view(BLOCK_BYTES), direct=self._direct)
+        self._files.unlink(path)

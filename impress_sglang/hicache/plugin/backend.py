@@ -1,0 +1,251 @@
+"""The class that HiCache makes: pages of its host pools, by its hashes, in a `PageStore`."""
+
+# What methods do is said in SGLang's class.
+# ruff: noqa: D102
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from torch import Tensor
+
+from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.errors import ConfigError, UnsupportedError
+from impress_sglang.hicache.packs import KEY_BYTES
+from impress_sglang.hicache.pages import PageStore
+from impress_sglang.hicache.plugin.weights import weights_of_server
+
+_FORMAT = 1
+_SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1"}
+_OPTIONS = {"ssd_dir", "ssd_gb", "min_free_gb", "io_timeout"}
+
+
+class _Pool:
+    """A host pool of HiCache's, and what its pages are called."""
+
+    def __init__(self, pool: Any, name: str, rank: str) -> None:
+        self.pool = pool
+        page = pool.get_dummy_flat_data_page()
+        self.dtype, self.page_bytes = page.dtype, page.nbytes
+        form = (type(pool).__name__, pool.layout, page.dtype, page.nbytes, pool.page_size)
+        place = (pool.start_layer, pool.end_layer, pool.storage_format_tag, rank)
+        self._salt = repr((str(name), *map(str, form), *map(str, place))).encode()
+
+    def keys(self, hashes: Sequence[str]) -> list[bytes]:
+        """Of pages that have this form."""
+        return [
+            hashlib.blake2b(own.encode() + self._salt, digest_size=KEY_BYTES).digest()
+            for own in hashes
+        ]
+
+    def starts(self, hashes: Sequence[str], host_indices: Tensor | None) -> list[int] | None:
+        """Where each page begins; None if there are not as many."""
+        size = self.pool.page_size
+        if host_indices is None or host_indices.numel() != len(hashes) * size:
+            return None
+        starts: list[int] = host_indices[::size].tolist()
+        return starts
+
+
+class ImpressStorage(HiCacheStorage):
+    """A backend of SGLang's HiCache; see its class for the methods.
+
+    Disks raise nothing here: what cannot be read is a miss, and HiCache's prefix ends there.
+    """
+
+    def __init__(self, storage_config: Any, _: Any = None) -> None:
+        """Find the pages of the weights that this server has.
+
+        Raises:
+            ConfigError: an option is wrong, or the directory cannot be used.
+            UnsupportedError: it is not known whose pages these are.
+        """
+        extra = dict(storage_config.extra_config or {})
+        if unknown := sorted(extra.keys() - _SGLANGS - _OPTIONS):
+            raise ConfigError(f"unknown in the extra config of HiCache: {', '.join(unknown)}")
+        if not {"ssd_dir", "ssd_gb"} <= extra.keys():
+            raise ConfigError("the extra config of HiCache needs ssd_dir and ssd_gb")
+        own = {name: value for name, value in extra.items() if name in _OPTIONS}
+        self._options = ImpressConfig.from_options(own)
+        self._told = storage_config
+        self._pools: dict[str, _Pool] = {}
+        self._host_pools: list[Any] = []
+        self._stats = StorageMetrics()
+        self._weights = weights_of_server()
+        options = self._weights.context.server_args
+        for name in ("pp_size", "attn_cp_size", "dcp_size"):
+            if getattr(storage_config, name) > 1:
+                raise UnsupportedError(f"pages of HiCache are not stored with {name} > 1")
+        if options.enable_dp_attention or storage_config.should_split_heads:
+            raise UnsupportedError(
+                "pages of HiCache are not stored with --enable-dp-attention or a tp_lcm_size"
+            )
+        self._weights.attach(self._open, self._host_pools)
+
+    def _open(self, identity: str) -> PageStore:
+        # The ranks of a model with MLA have the same pages, which the first of them writes.
+        rank = 0 if self._told.is_mla_model else self._told.tp_rank
+        name = f"{_FORMAT} {identity[:-4]} {rank}"
+        return PageStore(
+            self._options.ssd_path,
+            hashlib.blake2b(name.encode(), digest_size=16).hexdigest(),
+            ssd_bytes=bytes_of(self._options.ssd_gb),
+            min_free_bytes=bytes_of(self._options.min_free_gb),
+            patience=self._options.io_timeout,
+        )
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        # States of Mamba differ between ranks whose latent KVs are the same.
+        alike = self._told.is_mla_model and host_pool_name != PoolName.MAMBA
+        rank = "" if alike else f"{self._told.tp_rank}/{self._told.tp_size}"
+        self._pools[host_pool_name] = _Pool(host_pool, host_pool_name, rank)
+        self._host_pools.append(host_pool)
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        pages = self._weights.pages
+        return 0 if pages is None else pages.leading(self._pools[PoolName.KV].keys(keys))
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        if (pages := self._weights.pages) is None:
+            return PoolTransferResult.empty()
+        count = pages.leading(self._pools[PoolName.KV].keys(keys))
+        hits, ends = {PoolName.KV: count} if count else {}, set(range(1, count + 1))
+        for transfer in pool_transfers or ():
+            has = pages.has(self._pools[transfer.name].keys(keys[:count]))
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                last = has.index(False) if False in has else count
+                good = set(range(1, last + 1))
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+                good = {end for end in ends if all(has[max(0, end - window) : end])}
+            else:
+                raise UnsupportedError(f"pages are not stored by {transfer.hit_policy}")
+            if good:
+                hits[transfer.name] = max(good)
+            ends &= good
+        return PoolTransferResult(max(ends, default=0), hits, sorted(ends))
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        return self._get(PoolName.KV, keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        return self._set(PoolName.KV, keys, host_indices)
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {t.name: self._get(t.name, t.keys or [], t.host_indices) for t in transfers}
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {t.name: self._set(t.name, t.keys or [], t.host_indices) for t in transfers}
+
+    # Without "interface_v1", HiCache copies pages of its KV pool itself.
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Tensor | None]:
+        def put(place: int, page: Tensor) -> None:
+            target_locations[place].copy_(page)
+
+        found = self._read(self._pools[PoolName.KV], keys, put)
+        return [own if has else None for own, has in zip(target_locations, found, strict=True)]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        return all(self._write(self._pools[PoolName.KV], keys, lambda place: values[place]))
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def clear(self) -> None:
+        if (pages := self._weights.pages) is not None:
+            pages.clear()
+
+    def get_stats(self) -> StorageMetrics:
+        stats, self._stats = self._stats, StorageMetrics()
+        return stats
+
+    def close(self) -> None:
+        self._weights.detach()
+
+    def _get(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
+        own = self._pools[name]
+        if (starts := own.starts(hashes, host_indices)) is None:
+            return [False] * len(hashes)
+        put = own.pool.set_from_flat_data_page
+        return self._read(own, hashes, lambda place, page: put(starts[place], page))
+
+    def _set(self, name: str, hashes: list[str], host_indices: Tensor | None) -> list[bool]:
+        own = self._pools[name]
+        if (starts := own.starts(hashes, host_indices)) is None:
+            return [False] * len(hashes)
+        return self._write(own, hashes, lambda place: own.pool.get_data_page(starts[place]))
+
+    def _read(
+        self, own: _Pool, hashes: Sequence[str], put: Callable[[int, Tensor], None]
+    ) -> list[bool]:
+        if (pages := self._weights.pages) is None:
+            return [False] * len(hashes)
+
+        def take(place: int, content: memoryview) -> None:
+            put(place, torch.frombuffer(content, dtype=own.dtype))
+
+        began = time.perf_counter()
+        found = pages.get(own.keys(hashes), take)
+        self._note(self._stats.prefetch_pgs, self._stats.prefetch_bandwidth, own, found, began)
+        return found
+
+    def _write(
+        self, own: _Pool, hashes: Sequence[str], page: Callable[[int], Tensor]
+    ) -> list[bool]:
+        if (pages := self._weights.pages) is None:
+            return [False] * len(hashes)
+
+        def content(place: int) -> memoryview:
+            return memoryview(page(place).contiguous().view(-1).view(torch.uint8).numpy())
+
+        began = time.perf_counter()
+        found = pages.set(own.keys(hashes), content)
+        self._note(self._stats.backup_pgs, self._stats.backup_bandwidth, own, found, began)
+        return found
+
+    def _note(
+        self, counts: list[int], rates: list[float], own: _Pool, found: list[bool], began: float
+    ) -> None:
+        """Note for SGLang's metrics how many pages went at how many GB/s."""
+        if self._told.enable_storage_metrics:
+            counts.append(sum(found))
+            seconds = time.perf_counter() - began
+            rates.append(sum(found) * own.page_bytes / seconds / 1e9)

@@ -1,0 +1,223 @@
+"""Our backend as SGLang's HiCache makes and calls it, with host pools of SGLang's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host import base
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+from impress_sglang.cli.main import HICACHE
+from impress_sglang.errors import ConfigError, UnsupportedError
+from impress_sglang.hicache import pages as pages_module
+from impress_sglang.hicache.plugin import weights as weights_module
+from impress_sglang.hicache.plugin.weights import Weights
+
+PAGE, LAYERS, TOKENS = 16, 3, 256
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+HASHES = [f"{number:064x}" for number in range(8)]
+ALONE = HiCacheStorageConfig(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    attn_cp_rank=0,
+    attn_cp_size=1,
+    is_mla_model=False,
+    enable_storage_metrics=True,
+    is_page_first_layout=False,
+    model_name="a name that says nothing",
+)
+Make = Callable[..., Any]
+
+
+def host_pool(layout: str, kind: str = "MHA", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """With KVs that are told apart."""
+    how = {"layout": layout, "pin_memory": False, "host_to_device_ratio": 2.0, "host_size": 0}
+    where = {"device_capacity_tokens": TOKENS, "start_layer": 0, "end_layer": LAYERS, **how}
+    pool: Any
+    if kind == "MHA":
+        device = MHATokenToKVPool(TOKENS, PAGE, dtype, 2, 16, LAYERS, "cpu", False)
+        (info,) = device.get_device_pool_infos()
+        pool = MHATokenToKVPoolHost(info.buffer_info, page_size=PAGE, **where)
+    else:
+        latent = MLATokenToKVPool(TOKENS, PAGE, dtype, 32, 8, LAYERS, "cpu", False)
+        (info,) = latent.get_device_pool_infos()
+        pool = MLATokenToKVPoolHost(
+            info.buffer_info, page_size=PAGE, target_layer_num=LAYERS, **where
+        )
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
+    return pool
+
+
+def slots(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def page_of(pool: Any, page: int) -> torch.Tensor:
+    return pool.get_data_page(page * PAGE).clone()
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
+    """Of a scheduler that is noted."""
+    own = weights_module.note(SimpleNamespace())
+    own.__dict__["context"] = SimpleNamespace(
+        server_args=SimpleNamespace(enable_dp_attention=False)
+    )
+    own.identity = "ab" * 16
+    monkeypatch.setattr(weights_module, "_ours", own)
+    return own
+
+
+@pytest.fixture
+def make(tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes backends as HiCache does."""
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
+    monkeypatch.setattr(pages_module, "LOOK_SECONDS", -1.0)
+    made = []
+
+    def make_backend(pool: Any, **how: Any) -> Any:
+        extra = HICACHE | {"ssd_dir": str(tmp_path), "ssd_gb": 1} | how.pop("extra", {})
+        config = dataclasses.replace(ALONE, extra_config=extra, **how)
+        backend = StorageBackendFactory.create_backend("dynamic", config, pool)
+        made.append(backend)
+        backend.register_mem_pool_host(pool)
+        backend.register_mem_host_pool_v2(pool, PoolName.KV)
+        backend.on_host_pools_registered()
+        return backend
+
+    yield make_backend
+    for backend in made:
+        backend.close()
+
+
+@pytest.mark.parametrize("kind", ["MHA", "MLA"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_all_layouts_come_back(make: Make, layout: str, kind: str) -> None:
+    pool = host_pool(layout, kind)
+    backend = make(pool)
+    wanted = [page_of(pool, page) for page in (2, 5, 3)]
+    assert backend.batch_set_v1(HASHES[:3], slots(2, 5, 3)) == [True] * 3
+    assert backend.batch_exists(HASHES) == 3 and backend.exists(HASHES[1])
+    untouched = page_of(pool, 7)
+    # To other pages, with one that is not there.
+    assert backend.batch_get_v1([*HASHES[:2], HASHES[6], HASHES[2]], slots(9, 1, 7, 4)) == [
+        *(True, True, False, True)
+    ]
+    for page, own in zip((9, 1, 4), wanted, strict=True):
+        assert torch.equal(page_of(pool, page), own)
+    assert torch.equal(page_of(pool, 7), untouched)
+    stats = backend.get_stats()
+    assert stats.backup_pgs == [3] and stats.prefetch_pgs == [3]
+    assert backend.get_stats().backup_pgs == []
+    backend.clear()
+    assert backend.batch_exists(HASHES) == 0
+
+
+def test_hicache_may_copy_pages_itself(make: Make) -> None:
+    """As its controller does without "interface_v1"."""
+    pool = host_pool("page_first")
+    backend = make(pool)
+    assert backend.batch_set(HASHES[:2], [pool.get_data_page(page * PAGE) for page in (2, 5)])
+    assert backend.set(HASHES[2], pool.get_data_page(3 * PAGE))
+    targets = [pool.get_dummy_flat_data_page() for _ in range(4)]
+    found = backend.batch_get(HASHES[:4], targets)
+    assert found[3] is None
+    for page, own in zip((2, 5, 3), found, strict=False):
+        assert torch.equal(own, page_of(pool, page))
+    assert torch.equal(backend.get(HASHES[1], targets[3]), page_of(pool, 5))
+
+
+def test_pages_of_another_form_are_others(make: Make) -> None:
+    """Of other layouts, dtypes and pools, under the same hashes."""
+    backend = make(pool := host_pool("layer_first"))
+    backend.batch_set_v1(HASHES, slots(*range(8)))
+    for other in (host_pool("page_first"), host_pool("layer_first", dtype=torch.float16)):
+        assert make(other).batch_exists(HASHES) == 0
+    assert make(pool).batch_exists(HASHES) == 8
+
+
+def test_other_pools_of_a_model(make: Make) -> None:
+    pool, draft = host_pool("layer_first"), host_pool("layer_first")
+    backend = make(pool)
+    backend.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+    backend.batch_set_v1(HASHES, slots(*range(8)))
+    wanted = page_of(draft, 2)
+
+    def transfer(hashes: list[str], pages: tuple[int, ...]) -> list[PoolTransfer]:
+        return [PoolTransfer(PoolName.DRAFT, host_indices=slots(*pages), keys=hashes)]
+
+    def hits(policy: PoolHitPolicy, count: int = 1) -> Any:
+        asked = PoolTransfer(PoolName.DRAFT, keys=HASHES[:count], hit_policy=policy)
+        return backend.batch_exists_v2(HASHES, [asked])
+
+    assert hits(PoolHitPolicy.ALL_PAGES).kv_hit_pages == 0
+    stored = transfer([HASHES[0], HASHES[1], HASHES[4], HASHES[5]], (2, 3, 4, 5))
+    assert backend.batch_set_v2(stored) == {PoolName.DRAFT: [True] * 4}
+    every = hits(PoolHitPolicy.ALL_PAGES)
+    assert every.kv_hit_pages == 2
+    assert every.extra_pool_hit_pages == {PoolName.KV: 8, PoolName.DRAFT: 2}
+    last = hits(PoolHitPolicy.TRAILING_PAGES, 2)
+    assert last.kv_hit_pages == 6 and last.restorable_prefix_pages == [1, 2, 6]
+    assert backend.batch_exists_v2(HASHES).kv_hit_pages == 8
+    found = backend.batch_get_v2(transfer([HASHES[0], HASHES[2]], (9, 10)))
+    assert found == {PoolName.DRAFT: [True, False]}
+    assert torch.equal(page_of(draft, 9), wanted)
+    # Fewer slots than pages.
+    assert backend.batch_get_v2(transfer(HASHES[:2], (9,))) == {PoolName.DRAFT: [False] * 2}
+
+
+def test_ranks_share_latent_pages_and_no_others(make: Make) -> None:
+    """Of latent KVs HiCache lets the first rank write, which all have; of heads, each."""
+    for kind, is_mla in (("MLA", True), ("MHA", False)):
+        pool = host_pool("layer_first", kind)
+        how = {"tp_size": 2, "is_mla_model": is_mla}
+        first = make(pool, tp_rank=0, **how)
+        first.batch_set_v1(HASHES[:2], slots(0, 1))
+        assert make(pool, tp_rank=1, **how).batch_exists(HASHES) == (2 if is_mla else 0)
+
+
+def test_pages_are_set_aside_while_weights_change(make: Make, weights: Weights) -> None:
+    backend = make(pool := host_pool("layer_first"))
+    backend.batch_set_v1(HASHES[:2], slots(0, 1))
+    weights.aside = "update_weights"
+    assert backend.batch_exists(HASHES) == 0
+    assert backend.batch_exists_v2(HASHES).kv_hit_pages == 0
+    assert backend.batch_get_v1(HASHES[:2], slots(0, 1)) == [False] * 2
+    assert backend.batch_set_v1(HASHES[2:3], slots(2)) == [False]
+    assert backend.batch_get(HASHES[:1], [pool.get_dummy_flat_data_page()]) == [None]
+    weights.use_again()
+    assert backend.batch_exists(HASHES) == 2
+    weights.reopen("cd" * 16)
+    assert backend.batch_exists(HASHES) == 0
+    weights.reopen("ab" * 16)
+    assert backend.batch_exists(HASHES) == 2
+
+
+def test_what_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = host_pool("layer_first")
+    with pytest.raises(ConfigError, match=r"unknown .*: ssd_tb"):
+        make(pool, extra={"ssd_tb": 1})
+    with pytest.raises(ConfigError, match="ssd-gb must be"):
+        make(pool, extra={"ssd_gb": 0})
+    with pytest.raises(UnsupportedError, match="pp_size > 1"):
+        make(pool, pp_size=2)
+    monkeypatch.setattr(weights_module, "_ours", None)
+    with pytest.raises(UnsupportedError, match="tells no weights"):
+        make(pool)

@@ -1,0 +1,289 @@
+"""Pages of HiCache on SSD: whole or missing, whatever happens to disk, process and file."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from impress_sglang.errors import ConfigError
+from impress_sglang.hicache import pages as pages_module
+from impress_sglang.hicache.packs import SUFFIX, pack_bytes
+from impress_sglang.hicache.pages import PageStore
+from tests.damage import flip_bit, truncate
+from tests.faults import FaultyFileSystem, Killed, Rule, dead_disk, read_only
+from tests.unit.waiting import wait_until
+
+IDENTITY, OTHER = "ab" * 16, "cd" * 16
+# No multiple of a block.
+SIZE = 10_000
+PACK_OF_ONE = pack_bytes([SIZE])
+Open = Callable[..., PageStore]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def content(number: int, size: int = SIZE) -> bytes:
+    return np.random.default_rng(number).bytes(size)
+
+
+def store(pages: PageStore, *numbers: int, size: int = SIZE) -> list[bool]:
+    return pages.set(keys(*numbers), lambda place: memoryview(content(numbers[place], size)))
+
+
+def load(pages: PageStore, *numbers: int, size: int = SIZE) -> list[int]:
+    """The numbers that were read, all of them rightly."""
+    got: dict[int, bytes] = {}
+
+    def put(place: int, found: memoryview) -> None:
+        got[place] = bytes(found)
+
+    found = pages.get(keys(*numbers), put)
+    assert [place in got for place in range(len(numbers))] == found
+    for place, own in got.items():
+        assert own == content(numbers[place], size)
+    return [numbers[place] for place in sorted(got)]
+
+
+def packs(folder: Path) -> list[Path]:
+    return sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.fixture
+def files() -> Iterator[FaultyFileSystem]:
+    found = FaultyFileSystem()
+    yield found
+    found.faults.clear()
+
+
+@pytest.fixture
+def opened(
+    tmp_path: Path, files: FaultyFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Open]:
+    """Opens stores in one directory; each look for packs of others is made."""
+    monkeypatch.setattr(pages_module, "LOOK_SECONDS", -1.0)
+    own: list[PageStore] = []
+
+    def open_pages(identity: str = IDENTITY, gb: float = 1.0, **how: object) -> PageStore:
+        how = {"patience": 20.0, "files": files} | how
+        own.append(PageStore(tmp_path, identity, ssd_bytes=int(gb * 1e9), **how))  # type: ignore[arg-type]
+        return own[-1]
+
+    yield open_pages
+    files.faults.clear()
+    for pages in own:
+        pages.close()
+
+
+def test_pages_come_back_after_a_restart_and_in_any_order(opened: Open, tmp_path: Path) -> None:
+    first = opened()
+    assert first.leading(keys(1, 2, 3)) == 0 and load(first, 1) == []
+    assert store(first, 1, 2, 3) == [True] * 3
+    (pack,) = packs(tmp_path)
+    assert pack.stat().st_mode & 0o777 == 0o600
+    assert pack.parent.stat().st_mode & 0o777 == 0o700
+    assert pack.stat().st_size == pack_bytes([SIZE] * 3)
+    for pages in (first, opened()):
+        assert pages.leading(keys(1, 2, 9, 3)) == 2
+        assert pages.has(keys(9, 3)) == [False, True]
+        assert load(pages, 3, 9, 1, 2) == [3, 1, 2]
+
+
+def test_what_is_stored_is_not_written_again(opened: Open, tmp_path: Path) -> None:
+    pages = opened()
+    store(pages, 1, 2)
+    assert store(pages, 1, 2) == [True] * 2
+    # Of a part, the rest; of the same page twice, one.
+    assert store(pages, 2, 3, 3) == [True] * 3
+    assert pages.counts["pages_written"] == 3 and len(packs(tmp_path)) == 2
+    assert load(pages, 1, 2, 3) == [1, 2, 3]
+
+
+def test_many_pages_are_several_packs_and_neighbours_one_read(
+    opened: Open, files: FaultyFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "PACK_BYTES", 4 * SIZE)
+    numbers = range(10)
+    pages = opened()
+    store(pages, *numbers)
+    assert len(packs(tmp_path)) == 3
+    before = files.faults.operations["read"]
+    assert load(pages, *numbers) == [*numbers]
+    assert files.faults.operations["read"] - before == 3
+    monkeypatch.setattr(pages_module, "RUN_BYTES", 2 * SIZE)
+    assert load(pages, *numbers) == [*numbers]
+    assert files.faults.operations["read"] - before > 3 + 5
+
+
+def test_other_identities_have_other_pages(opened: Open, tmp_path: Path) -> None:
+    store(opened(), 1)
+    assert load(opened(OTHER), 1) == []
+    # Nor does a file that somebody moves.
+    (pack,) = packs(tmp_path)
+    os.rename(pack, tmp_path / "hicache" / OTHER / pack.name)
+    assert load(opened(OTHER), 1) == []
+
+
+@pytest.mark.parametrize("at", [3 * 4096 + 5, 20], ids=["page", "header"])
+def test_a_wrong_bit_is_a_miss(opened: Open, tmp_path: Path, at: int) -> None:
+    """The pack goes, its other pages are whole until then, and what is computed is stored again."""
+    store(opened(), 1, 2, 3)
+    (pack,) = packs(tmp_path)
+    flip_bit(pack, at)
+    pages = opened()
+    assert load(pages, 1, 2, 3) == ([2, 3] if at > 4096 else [])
+    assert load(pages, 1) == []
+    if at > 4096:
+        wait_until(lambda: not pack.exists())
+    assert store(pages, 1, 2, 3) == [True] * 3
+    assert load(opened(), 1, 2, 3) == [1, 2, 3]
+
+
+def test_a_bit_that_is_wrong_once_costs_nothing(opened: Open, files: FaultyFileSystem) -> None:
+    pages = opened()
+    store(pages, 1)
+    with files.faults.injected(Rule("flip", "read", count=1)):
+        assert load(pages, 1) == [1]
+
+
+def test_a_file_that_ends_early_is_a_miss(opened: Open, tmp_path: Path) -> None:
+    pages = opened()
+    store(pages, 1, 2)
+    truncate(packs(tmp_path)[0])
+    assert load(pages, 1, 2) == []
+    assert store(pages, 1, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("fault", ["torn-kill", "kill"])
+def test_a_killed_process_leaves_nothing_half(
+    opened: Open, tmp_path: Path, files: FaultyFileSystem, fault: str
+) -> None:
+    pages = opened()
+    store(pages, 1)
+    operation = "write" if fault == "torn-kill" else "rename"
+    with files.faults.injected(Rule(fault, operation)), pytest.raises(Killed):
+        store(pages, 2)
+    assert list(tmp_path.rglob("*.tmp"))
+    again = opened(files=FaultyFileSystem(), gb=3 * PACK_OF_ONE / 1e9)
+    assert load(again, 1, 2) == [1]
+    # What was left takes room as a pack does, and goes as one.
+    assert store(again, 3) == [True] and store(again, 4) == [True]
+    wait_until(lambda: not list(tmp_path.rglob("*.tmp")))
+
+
+def test_the_quota_takes_what_was_not_used_for_longest(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all namespaces."""
+    store(opened(OTHER), 9)
+    pages = opened(gb=(3 * PACK_OF_ONE + 100) / 1e9)
+    for number in (1, 2):
+        store(pages, number)
+    monkeypatch.setattr(pages_module, "NOTE_SECONDS", -1.0)
+    assert load(pages, 1) == [1]
+    monkeypatch.setattr(pages_module, "SLACK", 0.0)
+    assert store(pages, 3) == [True]
+    assert load(opened(OTHER), 9) == [], "the oldest is of other weights"
+    assert store(pages, 4) == [True]
+    assert pages.has(keys(1, 2, 3, 4)) == [True, False, True, True]
+    assert sum(path.stat().st_size for path in packs(tmp_path)) <= 3 * PACK_OF_ONE
+    assert store(pages, *range(10, 20)) == [False] * 10, "larger than the quota: nothing goes"
+    assert load(pages, 1, 3, 4) == [1, 3, 4]
+
+
+def test_free_space_is_left(opened: Open, files: FaultyFileSystem) -> None:
+    pages = opened()
+    store(pages, 1)
+    with files.faults.injected(Rule("full", "free_bytes")):
+        assert store(pages, 2, 3) == [False] * 2
+        assert load(pages, 1) == [1], "evicting would not have helped"
+        assert store(pages, 2) == [True]
+    assert pages.has(keys(1, 2)) == [False, True] and pages.health.state == "ok"
+
+
+def test_servers_share_a_directory(opened: Open) -> None:
+    one, other = opened(), opened()
+    store(one, 1)
+    assert other.leading(keys(1)) == 1 and load(other, 1) == [1]
+    one.clear()
+    assert load(other, 1) == [] and other.leading(keys(1)) == 0
+    assert store(other, 1) == [True]
+
+
+def test_threads_get_and_set_at_once(opened: Open) -> None:
+    pages = opened(gb=30 * PACK_OF_ONE / 1e9)
+    stop = threading.Event()
+
+    def write() -> None:
+        for number in range(100):
+            store(pages, number, number + 1)
+        stop.set()
+
+    def read() -> int:
+        count = 0
+        while not stop.is_set():
+            count += len(load(pages, *range(100)))
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        pool.submit(write).result()
+        assert sum(reader.result() for reader in readers)
+
+
+@pytest.mark.parametrize("rules", [dead_disk(), dead_disk("EROFS"), [Rule("raise")]], ids=str)
+def test_a_dead_disk_is_misses_and_recovers(
+    opened: Open, files: FaultyFileSystem, rules: Sequence[Rule]
+) -> None:
+    pages = opened()
+    store(pages, 1)
+    store(pages, 2)
+    with files.faults.injected(*rules):
+        assert load(pages, 1) == [] and store(pages, 3) == [False]
+        assert pages.health.state == "degraded" and pages.leading(keys(2)) == 0
+    wait_until(lambda: pages.leading(keys(2)) == 1)
+    assert load(pages, 1, 2) == [2], "what could not be read is not tried again"
+    wait_until(lambda: store(pages, 1) == [True])
+    assert load(pages, 1) == [1]
+
+
+def test_a_disk_that_cannot_be_written_is_read(opened: Open, files: FaultyFileSystem) -> None:
+    pages = opened()
+    store(pages, 1)
+    rules = read_only()[:1]
+    with files.faults.injected(*rules):
+        assert store(pages, 2) == [False] and load(pages, 1) == [1]
+        assert pages.health.state == "read-only"
+    wait_until(lambda: store(pages, 2) == [True])
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_nobody_waits_for_a_disk_that_hangs(
+    opened: Open, files: FaultyFileSystem, operation: str
+) -> None:
+    pages = opened(patience=0.2)
+    store(pages, 1)
+    with files.faults.injected(Rule("hang", operation)):
+        if operation == "read":
+            assert load(pages, 1) == [] and load(pages, 1) == []
+        else:
+            assert store(pages, 2) == [False] and load(pages, 1) == [1]
+    wait_until(lambda: store(pages, 1, 2) == [True] * 2)
+    assert load(pages, 1, 2) == [1, 2]
+
+
+def test_a_directory_that_cannot_be_used_is_refused(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "hicache").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        opened()
