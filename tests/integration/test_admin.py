@@ -351,31 +351,6 @@ def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
     return own
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"texts": []},
-        {"texts": "ab"},
-        {"texts": ["a", 1]},
-        {"texts": ["a", ""]},
-        {"texts": ["a"], "text": "a"},
-        {"text": ["a"], "input_ids": [1]},
-        {"input_ids": [[1], 2]},
-        {"input_ids": [[1], []]},
-        {"input_ids": [[1], [1] * 6]},
-        {"texts": ["a"], "all": True},
-    ],
-)
-def test_of_several_prefixes_none_is_warmed_if_one_is_wrong(
-    warming: Warming, body: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match=r"[a-z]"):
-        asyncio.run(carry_out("warm", body))
-    assert not warming.asked
-    with pytest.raises(ValueError, match=r"[a-z]"):
-        asyncio.run(carry_out("pin", {"texts": ["a", "b"]}))
-
-
 def why(reason: Reason, rest: Reason | None = None) -> dict[str, Any]:
     return {"reason": reason, "rest": rest}
 

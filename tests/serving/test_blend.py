@@ -264,23 +264,6 @@ def test_others_go_on_while_a_blend_is_computed(slow: Server) -> None:
     assert max(gaps) < (ended - began) / 5, sorted(gaps)[-5:]
 
 
-def test_others_go_on_while_a_blend_is_read(slow: Server) -> None:
-    own = documents(21, 600, 600)
-    store(slow, joined(own, [0, 1], 1))
-    prompt = joined(own, [1, 0], 3)
-    slow.post("/bench/ssd_mbps", mbps=0.1).raise_for_status()
-    try:
-        with Stream(slow, random_tokens(40, seed=6), 500) as other:
-            began = time.monotonic()
-            told = report(slow.generate(prompt, 1, **asking(0.0, impress_store=False)))
-            ended = time.monotonic()
-    finally:
-        slow.post("/bench/ssd_mbps", mbps=0).raise_for_status()
-    assert told["why"]["reason"] == "blended" and told["wait_ms"] > 1000
-    gaps = other.gaps(began, ended)
-    assert len(gaps) > 20 and max(gaps) < (ended - began) / 2, sorted(gaps)[-5:]
-
-
 @pytest.mark.parametrize("phase", ["read", "computed"])
 def test_who_goes_away_leaves_a_blend_at_once(slow: Server, phase: str) -> None:
     """Meanwhile nothing is flushed; then nothing is held, and the next one blends."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -119,21 +118,6 @@ def _header_of(store: Path, prefix: list[int]) -> SegmentHeader:
     return header
 
 
-def test_answer_with_a_quarter_of_the_prefix_makes_sense(parts: Server) -> None:
-    """A pattern that the whole prefix repeats is still continued when a part of it is loaded."""
-    pattern = " ".join(_COLOURS)
-    text = ". ".join([pattern] * 80) + ". " + " ".join(_COLOURS[:3])
-    body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
-    computed = parts.post("/generate", **body).json()
-    parts.flush()
-    stored = parts.post("/generate", **body).json()
-    assert report(stored)["path"] == "ssd"
-    assert report(stored)["used_tokens"] < report(stored)["prefix_tokens"] / 3
-    following = " ".join(_COLOURS[3:5])
-    assert computed["text"].strip().startswith(following)
-    assert stored["text"].strip().startswith(following)
-
-
 def test_offline_engine_example(smollm: Path, workdir: Path, zygote: Zygote) -> None:
     """`sglang.Engine` has no command line; the example starts its own, where SGLang is imported."""
     options = [f"--model-path={smollm}", "--device=cpu", "--dtype=float32"]
@@ -191,37 +175,6 @@ def test_passages_example(server: Server) -> None:
     # On a busy machine blending may take too long for others to wait.
     assert len(cached) == 4 and sum(own > 300 for own in cached) >= 2, told
     server.assert_quiet()
-
-
-def test_generated_shared_prefix_benchmark(
-    server: Server, smollm: Path, workdir: Path, zygote: Zygote
-) -> None:
-    """SGLang's own benchmark client, whose prompts share prefixes."""
-    sglang = importlib.util.find_spec("sglang")
-    assert sglang is not None and sglang.origin is not None
-    told = zygote.run(
-        Path(sglang.origin).with_name("bench_serving.py"),
-        workdir / "bench-serving.log",
-        "--backend=sglang",
-        "--host=127.0.0.1",
-        f"--port={server.port}",
-        f"--model={smollm}",
-        f"--tokenizer={smollm}",
-        "--dataset-name=generated-shared-prefix",
-        "--gsp-num-groups=1",
-        "--gsp-prompts-per-group=3",
-        "--gsp-system-prompt-len=400",
-        "--gsp-question-len=20",
-        "--gsp-output-len=4",
-        "--gsp-range-ratio=0.9",
-        "--max-concurrency=1",
-        f"--output-file={workdir / 'bench.jsonl'}",
-    )
-    assert "Serving Benchmark Result" in told
-    assert "Successful requests:                     3" in told
-
-
-_COLOURS = ["red", "green", "blue", "black", "white", "brown", "pink", "grey", "orange", "purple"]
 
 
 def _bytes_read_by(server: Server) -> int:

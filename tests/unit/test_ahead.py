@@ -89,26 +89,6 @@ def layers(name: str, *numbers: int) -> list[tuple[str, int]]:
     return [(name, number) for number in numbers]
 
 
-def test_room_is_left_for_the_next_layer_of_a_request_that_has_nothing_of_it() -> None:
-    """Else it would take away what was read for others."""
-    bench = Bench(room=4)
-    for name, size in (("a", 1), ("b", 1), ("c", 2)):
-        bench.ahead.join(bench.source(name, 20, size * MIB))
-    # The first one was alone; what is left is for one layer, and not enough for the third one.
-    assert bench.log == layers("a", 0, 1, 2, 3)
-    bench = Bench(room=4)
-    sources = [bench.source(name, 20, size * MIB) for name, size in (("a", 1), ("b", 1), ("c", 2))]
-    bench.pool.limit_bytes = 0
-    for source in sources:
-        bench.ahead.join(source)
-    bench.pool.limit_bytes = 3 * MIB
-    bench.ahead.top_up()
-    assert bench.take_log() == layers("a", 0), "and two for c"
-    bench.pool.limit_bytes = 4 * MIB
-    bench.ahead.top_up()
-    assert bench.take_log() == layers("b", 0) + layers("c", 0)
-
-
 def test_the_request_that_is_nearest_to_what_it_has_goes_first() -> None:
     bench = Bench(room=3)
     first, second = bench.source("a", 20), bench.source("b", 20)
@@ -136,15 +116,6 @@ def test_who_waits_is_read_after_those_under_way_in_the_order_of_arrival() -> No
     bench.ahead.join(bench.source("a", 4))
 
     assert bench.log == layers("a", 0, 1, 2, 3) + layers("b", 0, 1, 2) + layers("c", 0, 1, 2)
-
-
-def test_a_place_in_the_queue_is_kept_while_there_is_no_room() -> None:
-    """A small one that came later must not overtake for ever."""
-    bench = Bench(room=3)
-    bench.ahead.wait(bench.source("large", size=4 * MIB), 100)
-    bench.ahead.wait(bench.source("small"), 100)
-
-    assert bench.log == []
 
 
 @pytest.mark.parametrize(("lead", "count"), [(0, 1), (1, 1), (2, 2), (6, 6), (100, 6)])

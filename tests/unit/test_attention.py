@@ -119,37 +119,6 @@ def test_queries_here_and_there(size: int) -> None:
     assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
-def test_half_precision_is_rounded_once(dtype: torch.dtype, tolerance: float) -> None:
-    """To half the last place of an output around 1, and no further from the exact result."""
-    queries, keys, values = inputs(300, 3000, 6, 2, dtype)
-    exact = rectangular_attention(
-        queries.double(), keys.double(), values.double(), scaling=0.4, causal=True
-    )
-
-    sizes = [1024, 1024, 952]
-    places = np.arange(2700, 3000)
-    found = tiled_attention(queries, cut(keys, values, sizes), positions=places, scaling=0.4)
-
-    assert found.dtype == dtype
-    assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_logits_of_any_size(order: int) -> None:
-    """Growing or falling by hundreds from tile to tile: the running peak keeps them finite."""
-    queries, keys, values = inputs(4, 40, 2, 2)
-    keys = keys * torch.linspace(0.1, 200.0, 40)[::1, None, None]
-    keys = keys.flip(0) if order < 0 else keys
-    expected = rectangular_attention(queries, keys, values, scaling=2.0, causal=True)
-
-    tiles, places = cut(keys, values, [7] * 5 + [5]), np.arange(36, 40)
-    found = tiled_attention(queries, tiles, positions=places, scaling=2.0)
-
-    assert expected.isfinite().all()
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
 POSITIONS = 4096
 
 

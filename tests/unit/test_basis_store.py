@@ -156,13 +156,6 @@ def test_caches_hold_what_usual_requests_read(
     assert not desk.load(SECOND, own).reads.ssd_bytes
 
 
-def test_neighbouring_pairs_may_be_rotated(make: Callable[..., Desk]) -> None:
-    codec = codec_for(PLAIN, halves=False)
-    desk = make(codec=codec, shape=codec.shape(PLAIN))
-    desk.put(FIRST)
-    check(desk.rows(desk.load(FIRST)), expected(FIRST, codec), 0)
-
-
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_damaged_row_is_found(make: Callable[..., Desk], place: str) -> None:
     desk = make()
@@ -235,32 +228,6 @@ def test_codes_alone_take_the_bytes_of_rows(make: Callable[..., Desk]) -> None:
     assert path.stat().st_size < 1.1 * sum(own.layer_bytes for own in sizes.codes) + 3 * BLOCK_BYTES
     desk.store.measure_reading(look_up(desk.store, LONG))
     wait_until(lambda: not desk.store.poll() and desk.store.stats.bytes_read > 0)
-
-
-def test_sinks_do_not_count_as_unlike(make: Callable[..., Desk]) -> None:
-    """They are exact, whatever they are; a segment may have nothing else."""
-
-    def read_from(start: int) -> LayerReader:
-        usual = kv.SequenceKVs(SHAPE, "", FIRST).read_from(start)
-
-        def read(number: int) -> tuple[Tensor, Tensor]:
-            keys, values = usual(number)
-            loud = torch.ones(len(keys), 1, 1)
-            loud[: max(SINK_TOKENS - start, 0)] = 50.0
-            return keys * loud, values * loud
-
-        return read
-
-    desk = make()
-    desk.put(FIRST[:2], FIRST, read_layers=read_from, min_tokens=1)
-    assert len(look_up(desk.store, FIRST).spans) == 2
-    for path in desk.bench.root.rglob("*.kv"):
-        assert (read_header(path, FileSystem()).fits < 1.5).all()
-    job = desk.load(FIRST)
-    assert job.fills.bits == 4.0
-    right = [own * 50.0 for own in exact(FIRST)[1]]
-    for rows, whole in zip(desk.rows(job)[1], right, strict=True):
-        assert torch.equal(rows[:SINK_TOKENS], whole[:SINK_TOKENS])
 
 
 def test_what_is_not_finite_is_not_stored(make: Callable[..., Desk]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from impress_sglang.blend.plan import BlendNotes, BlendPlan
-from impress_sglang.blend.planner import ANSWER_SECONDS, MEASURE_SECONDS, SHARES
-from impress_sglang.loops import windows
+from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
@@ -164,28 +163,6 @@ def test_nobody_computes_for_longer_than_allowed(bench: Workbench) -> None:
     assert desk.plan(texts(0, 2, 1), notes=notes, wanted=wanted) is None
     assert notes.why is not None and notes.why[0] == Reason.BLEND_TOO_LONG
     assert notes.why[1].endswith(" of 7 s")
-
-
-def test_a_prompt_is_scanned_once(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once a second, whatever is written; weighed too where something else is asked."""
-    desk, notes, now = Desk(bench), BlendNotes(), [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    bench.put(desk.store, texts(0, 1))
-    first = desk.plan(texts(1, 0), notes=notes)
-    monkeypatch.setattr(windows, "find_window", None)
-    assert first is not None and desk.plan(texts(1, 0), notes=notes) is first
-    usual: Any = type("Usual", (), {"stop": 300})()
-    assert desk.plan(texts(1, 0), notes=notes, usual=usual) is not first
-    assert desk.plan(texts(1, 0), notes=notes) is not None
-    now[0] += ANSWER_SECONDS
-    again = desk.planned(texts(1, 0), notes=notes)
-    assert again is not first and (again.work, again.runs) == (first.work, first.runs)
-    for number in (2, 3):
-        bench.put(desk.store, texts(number))
-        assert desk.plan(texts(1, 0), notes=notes) is again
-    now[0] += ANSWER_SECONDS
-    monkeypatch.setattr(windows, "find_window", lambda *_: (-1, -1))
-    assert desk.plan(texts(1, 0), notes=notes) is None
 
 
 def test_why_nobody_blends(bench: Workbench) -> None:

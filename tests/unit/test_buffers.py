@@ -34,20 +34,6 @@ def take(pool: BufferPool, num_bytes: int, owner: object = None) -> PooledMemory
     return memory
 
 
-def test_a_layer_that_fits_gets_all_its_areas() -> None:
-    """Whatever larger ones are free."""
-    pool = BufferPool(4 * MIB)
-    pool.give(take(pool, 2 * MIB), [])
-    tenant = Tenant("layer", lambda: None, needs=4 * MIB)
-    areas = [pool.take(size * MIB, tenant) for size in (1, 3)]
-    assert [own.num_bytes for own in areas if own is not None] == [MIB, 3 * MIB]
-    for own in areas:
-        assert own is not None
-        pool.give(own, [])
-    less = pool.take(2 * MIB, tenant._replace(needs=3 * MIB))
-    assert less is not None and less.num_bytes == 3 * MIB, "here there is room to spare"
-
-
 def these(*blocks: int) -> Indices:
     return np.array(sorted(blocks), np.int64)
 
@@ -185,21 +171,6 @@ def test_any_order_of_reads(stored: Stored, seed: int) -> None:
             assert buffer.ahead_bytes - buffer.ahead_used_bytes == len(in_vain) * BLOCK
 
 
-def test_memory_is_used_again() -> None:
-    pool = BufferPool(8 * MIB)
-    first = take(pool, 3 * MIB)
-    assert len(first) >= 3 * MIB and pool.used_bytes == len(first)
-    second = take(pool, 3 * MIB)
-    assert second is not first
-
-    pool.give(first, [])
-    assert pool.used_bytes == len(second)
-
-    assert take(pool, 5 * MIB // 2) is first, "a little larger is good enough"
-    pool.give(first, [])
-    assert take(pool, MIB // 2) is not first, "a lot larger is not"
-
-
 class Renter:
     """Has memory of a pool until that is taken away."""
 
@@ -234,16 +205,6 @@ def test_what_others_hold_is_taken_away_the_latest_first() -> None:
 
     assert log == ["d", "c"]
     assert pool.used_bytes == pool.held_bytes == 4 * MIB
-
-
-def test_nothing_is_taken_away_for_its_owner() -> None:
-    log: list[str] = []
-    pool = BufferPool(3 * MIB)
-    owner = object()
-    parts = [Renter(pool, name, log, owner) for name in "ab"]
-    assert parts[0].take(2 * MIB) and not parts[1].take(2 * MIB)
-    assert parts[0].memory is not None and log == []
-    assert not Renter(pool, "c", log).take(4 * MIB), "more than there is"
 
 
 def closed_while_it_is_filled(stored: Stored, step: Step) -> LayerBuffer:

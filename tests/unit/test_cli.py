@@ -17,8 +17,7 @@ from impress_sglang.cli.outcome import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNRE
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit import store_factory
-from tests.unit.basis_factory import codec_for
-from tests.unit.kv_factory import IDENTITY, flip_byte, make_shape
+from tests.unit.kv_factory import IDENTITY, flip_byte
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, length, look_up, prompt, use
 from tests.unit.stub_server import StubServer
 
@@ -200,18 +199,6 @@ def test_what_a_server_refuses(
     assert said in captured.err and not captured.out
 
 
-def test_what_cannot_be_asked(capsys: Said, tmp_path: Path) -> None:
-    assert main(["stat", "--url", "http://127.0.0.1:9"]) == UNREACHABLE
-    assert main(["pin", "--ids", "1,x"]) == REFUSED
-    assert main(["pin", "--file", str(tmp_path / "missing")]) == REFUSED
-    assert main(["ls", "--url", "x"]) == UNREACHABLE
-    assert main(["pin", "--segment", "abc"]) == REFUSED
-    for wrong in (["pin"], ["pin", "--text", "a", "--ids", "1"], ["gc", "--url", "x"], []):
-        with pytest.raises(SystemExit) as refused:
-            main(wrong)
-        assert refused.value.code == REFUSED
-
-
 @pytest.mark.parametrize(("integrity", "status"), [("ok", DONE), ("failed", DAMAGED)])
 def test_a_server_is_checked(stub: Stub, capsys: Said, integrity: str, status: int) -> None:
     stub.answer = json.dumps({"integrity": integrity}).encode()
@@ -267,27 +254,6 @@ def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
     assert both == pytest.approx(exact_mb + many["file_mb"], rel=1e-3)
     assert few["read_exact_ms"] == pytest.approx(exact_mb / 3, rel=1e-3)
     assert few["written_gb_per_day"] == pytest.approx(0.01 * few["file_mb"], abs=0.1)
-
-
-def test_what_prefixes_take_by_a_basis(tmp_path: Path, capsys: Said) -> None:
-    small = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LLAMA | small | {"head_dim": 16}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = make_shape(layers=3, query_heads=4, kv_heads=2, key_dim=16, value_dim=16, probe=())
-    codec_for(shape).basis.save(tmp_path / "own.basis")
-    asked = ["plan", "--prefixes=100", "--tokens=50000", "--json", f"--basis={tmp_path}/own.basis"]
-    assert main([*asked, f"--model={tmp_path}"]) == DONE
-    said = json.loads(capsys.readouterr().out)
-    # Of a row of this small model a sixteenth are gains.
-    assert 4 / 16 < said["read_share"] < 5.2 / 16
-    assert main([*asked, f"--model={tmp_path}", "--bits=5"]) == DONE
-    fewer = json.loads(capsys.readouterr().out)["read_share"]
-    assert fewer == pytest.approx(said["read_share"] - 1 / 16, abs=0.02)
-    assert main([*asked, f"--model={tmp_path}", "--basis=none"]) == REFUSED
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    capsys.readouterr()
-    assert main([*asked, f"--model={tmp_path}"]) == REFUSED
-    assert "impress calibrate" in capsys.readouterr().err
 
 
 @pytest.fixture

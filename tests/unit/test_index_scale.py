@@ -183,23 +183,6 @@ def full(bench: Workbench) -> PrefixStore:
     return store
 
 
-def test_an_eviction_asks_once_for_what_is_needed(bench: Workbench, full: PrefixStore) -> None:
-    """Else each would come by all that requests wait for."""
-    asked: list[str] = []
-    needed = {name_of(full, prompt(n)) for n in range(1, 31)}
-
-    def count(segment_id: str) -> bool:
-        asked.append(segment_id)
-        return segment_id in needed
-
-    full.writes.is_needed = count
-
-    bench.put_all(full, *range(50, 55))
-
-    assert len(asked) == 30 + 5
-    assert lengths(full, *range(1, 31)) == [8] * 30
-
-
 def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
     """A prefix that never leaves SGLang's pool is offered with each prompt, and never read."""
     store = bench.open(ssd_gb=gb(3 * bench.one))

@@ -56,17 +56,6 @@ def test_requests_for_the_same_tokens_share_a_job(desk: Desk) -> None:
     desk.check_nothing_is_left()
 
 
-def test_who_joins_needs_no_room_for_what_the_job_brings(desk: Desk) -> None:
-    """14 tokens of 20, and one each: two requests for them fit."""
-    job, other = new_job(prompt(1, 14)), new_job(prompt(2, 2))
-    desk.ask("a", prompt(1, 15), job)
-    desk.ask("b", prompt(1, 15), job)
-    desk.ask("c", prompt(2, 2), other)
-    desk.poll()
-    assert job.state is JobState.LOADING
-    assert other.state is JobState.WAITING, "2 + 2 are set aside for them"
-
-
 @pytest.mark.parametrize("when", ["waiting", "loading", "stalled", "loaded", "settled"])
 def test_a_job_that_nobody_waits_for_ends(desk: Desk, when: str) -> None:
     job = new_job(prompt(1, 5))
@@ -90,18 +79,6 @@ def test_a_job_that_nobody_waits_for_ends(desk: Desk, when: str) -> None:
     if when == "waiting":
         assert job.state is JobState.DROPPED and job.done.is_set()
     desk.check_nothing_is_left()
-
-
-def test_who_waited_may_get_another_job(desk: Desk) -> None:
-    desk.loader.corrupt.add(prompt(1, 5))
-    desk.again["a"] = new_job(prompt(1, 4))
-    waiter = desk.ask("a", prompt(1), new_job(prompt(1, 5)))
-    desk.poll()
-    desk.load()
-    assert desk.waiting == ["a"] and waiter.job is not None
-    assert waiter.job.state is JobState.LOADING, "begun by the same poll"
-    desk.load()
-    assert not desk.waiting and desk.tree.written(prompt(1, 4))
 
 
 def test_a_job_begins_behind_what_is_resident_now(desk: Desk) -> None:

@@ -315,23 +315,6 @@ class TestRevoking:
             assert all(bool((rows == number).all()) for rows in desk.pools.rows(job.target))
         desk.store.check_integrity()
 
-    def test_who_writes_ends_the_layer_first(self) -> None:
-        nothing: Any = None
-        job = LoadJob(nothing, KVClass(), (None, None), kv.as_tokens([1]), nothing, 0)
-        order: list[str] = []
-
-        def revoke() -> None:
-            job.revoke()
-            order.append("revoked")
-
-        revoking = threading.Thread(target=revoke)
-        with job.writing():
-            revoking.start()
-            time.sleep(0.05)
-            order.append("written")
-        revoking.join(5.0)
-        assert order == ["written", "revoked"]
-
 
 class TestLayers:
     def job(self) -> LoadJob:
@@ -381,17 +364,6 @@ class TestClosing:
             assert time.monotonic() - began < 2.0
         assert desk.loader.close(20.0)
         assert job.state is JobState.DROPPED
-
-    def test_a_drive_that_hangs_ends_a_measurement(self, make: Callable[..., Desk]) -> None:
-        """And what comes after it is loaded."""
-        desk = make(io_timeout=0.5)
-        desk.put(FIRST)
-        hang = Rule("hang", "block")
-        with desk.faults.injected(hang):
-            desk.loader.measure(desk.store, look_up(desk.store, FIRST).spans, exact=False)
-            wait_until(lambda: not desk.store.health.readable)
-        wait_until(lambda: not desk.store.poll() and desk.store.health.readable)
-        desk.check(desk.load(FIRST))
 
     def test_a_bug_ends_its_job_alone(
         self, make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch

@@ -199,30 +199,18 @@ def overlap(ids: IdRanges) -> None:
 
 DAMAGE: dict[str, Damage] = {
     "a chunk in another tier": lambda p: corrupt(p._caches.tiers, 0, HOST),
-    "a chunk in no tier": lambda p: corrupt(p._caches.tiers, 0, SSD),
-    "a chunk that was never placed": lambda p: corrupt(p._caches.tiers, 5, DEVICE),
     "a chunk without an owner": lambda p: corrupt(p._caches.tiers, 900, HOST),
     "two chunks in one page": lambda p: corrupt(p._caches.first, 0, p._caches.first[1]),
-    "a page that is not there": lambda p: corrupt(p._caches.first, 0, 99),
-    "more pages": lambda p: corrupt(p._caches.num_pages, 0, 2),
     "a wrong count": lambda p: corrupt(p._caches.heaps.sizes, 0, 5),
-    "a page lost": lambda p: corrupt(p._caches.free, 0, p._caches.free[0] - 1),
     "a page free twice": lambda p: corrupt(p._caches.stacks, (0, 0), p._caches.stacks[0, 1]),
-    "a used page free": lambda p: corrupt(p._caches.stacks, (0, 0), p._caches.first[3]),
     "an entry lost": lambda p: corrupt(
         p._caches.heaps.members, (1, 1), p._caches.heaps.members[1, 2]
     ),
     "a place that is not its own": lambda p: corrupt(
         p._caches.heaps.places, 0, p._caches.heaps.places[1]
     ),
-    "a place of none": lambda p: corrupt(p._caches.heaps.places, 5, 1),
     "heaps in no order": lambda p: corrupt(p._caches.heaps.noted, (1, 2), -1),
-    "a chunk that was touched": lambda p: corrupt(p._touched.marks, 0, 1),
     "a priority that fell": lambda p: corrupt(p._rule.priorities, 0, UNIT // 2),
-    "priorities of another table": lambda p: p._rule.resize(5000),
-    "a gap over a chunk": lambda p: corrupt(p._ids.starts, 0, 0),
-    "two gaps over each other": lambda p: overlap(p._ids),
-    "the past of a chunk without an owner": lambda p: corrupt(p._rule.priorities, 900, 1),
 }
 
 

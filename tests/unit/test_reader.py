@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +23,8 @@ from tests.faults import FaultyFileSystem, Rule
 from tests.unit import step_engine as steps
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import BLOCK
-from tests.unit.spying import calls_of
 from tests.unit.step_engine import Step, StepEngine
-from tests.unit.waiting import TIMEOUT, wait_until
+from tests.unit.waiting import wait_until
 
 
 class Stored:
@@ -96,26 +94,6 @@ def test_runs_are_filled_and_nothing_else(
     assert read.done and read.num_bytes == sum(stop - first for first, stop in runs) * BLOCK
     stored.check(*runs)
     stored.close()
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_runs_are_cut_into_pieces(
-    step: Step, stored: Stored, blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", blocks * BLOCK)
-    reader, engine = step
-    engine.allow()
-    runs = [(1, 2), (4, 11), (20, 30)]
-
-    reader.read(stored.runs(*runs))
-
-    pieces = [
-        stored.piece(first, min(blocks, stop - first) * BLOCK)
-        for start, stop in runs
-        for first in range(start, stop, blocks)
-    ]
-    assert engine.started == pieces
-    stored.check(*runs)
 
 
 @pytest.mark.usefixtures("single_blocks")
@@ -323,79 +301,6 @@ def test_who_gives_up_waiting_leaves_nothing_to_begin(stored: Stored) -> None:
     wait_until(lambda: not engine.in_flight)
     reader.close()
     assert len(engine.started) == 1
-
-
-@pytest.mark.usefixtures("single_blocks")
-def test_a_revived_reader_goes_on_learning_what_reads_cost(stored: Stored) -> None:
-    files = FaultyFileSystem()
-    reader = BlockReader(4, files)
-    with files.faults.injected(Rule("raise", "finish")), pytest.raises(StoreUnavailable):
-        reader.read(stored.runs((0, 20)))
-    wait_until(lambda: not reader._thread.is_alive())
-    reader.revive()
-    before = reader.cost.bytes_per_second
-    with files.faults.injected(Rule("delay", "finish", seconds=0.05)):
-        for _ in range(3):
-            reader.read(stored.runs((0, 20)))
-            # A busy time has ended.
-            wait_until(lambda: not reader._flying)
-            time.sleep(0.01)
-
-    assert reader.cost.bytes_per_second < before / 2
-    reader.close()
-
-
-def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
-    with steps.stepping(2) as (reader, engine):
-        reads = [reader.submit(stored.runs((n, n + 1)), ahead=n % 2 == 1) for n in range(6)]
-        closing = threading.Thread(target=reader.close)
-        closing.start()
-        closing.join(0.1)
-        assert closing.is_alive() and not engine.closed
-
-        engine.allow()
-        closing.join(TIMEOUT)
-
-        assert not closing.is_alive()
-        wait_until(lambda: engine.closed)
-        assert all(read.done for read in reads)
-        stored.check((0, 6))
-
-
-@pytest.mark.usefixtures("single_blocks")
-def test_few_reads_ahead_are_in_flight(
-    step: Step, stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many may be: the device is busy with them for a while."""
-    monkeypatch.setattr(reader_module, "MOST_AHEAD", 3)
-    reader, engine = step
-    engine.depth = 64
-    ahead = reader.submit(stored.runs((0, 9)), ahead=True)
-    engine.wait_started(3)
-    needs = reader.submit(stored.runs((20, 29)))
-    engine.allow(1)
-    engine.wait_started(13)
-    assert engine.in_flight == 12, "all that is waited for, and again three"
-    engine.allow()
-    ahead.wait()
-    needs.wait()
-
-
-@pytest.mark.usefixtures("single_blocks")
-@pytest.mark.parametrize(("each", "ended"), [(1e-6, 4), (4e-4, 2), (1.0, 1)], ids=str)
-def test_what_is_waited_for_begins_within_a_millisecond(
-    each: float, ended: int, step: Step, stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or when a quarter of what is in flight has ended, if that is sooner."""
-    reader, engine = step
-    monkeypatch.setattr(reader.cost, "seconds", lambda pieces, num_bytes: each * pieces)
-    engine.depth = 64
-    finished = calls_of(monkeypatch, engine, "finish")
-    read = reader.submit(stored.runs((0, 16)))
-    engine.wait_started(16)
-    engine.allow()
-    read.wait()
-    assert finished[0].args == (ended,)
 
 
 @pytest.mark.parametrize(("seconds", "noted"), [(0.0, 1), (60.0, 0)])

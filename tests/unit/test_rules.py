@@ -70,17 +70,6 @@ def order(worths: Sequence[float] | np.ndarray) -> list[int]:
     return np.argsort(worths, kind="stable").tolist()
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_scores_have_the_order_of_priorities(name: str) -> None:
-    rule = sized(RULES[name]())
-    for number in range(40):
-        rule.advance()
-        record(rule, number % 3, share=1.0 - number / 80)
-        record(rule, 3 + number % 7 % 2, share=0.5)
-    own = [rule.score(chunk) for chunk in range(5)]
-    assert order(own) == order(priorities(rule)[:5])
-
-
 REQUESTS = st.lists(
     st.dictionaries(st.integers(0, SIZE - 1), st.floats(0.01, 1.0), max_size=SIZE), max_size=12
 )
@@ -104,20 +93,6 @@ def test_only_accessed_chunks_change(name: str, requests: list[dict[int, float]]
         assert now.dtype == found.dtype == np.int64
         assert set(np.flatnonzero(now)) == accessed
         assert (now >= 0).all() and (now < 2**62).all()
-
-
-def test_more_room_keeps_what_is_known(rule: ReplacementRule) -> None:
-    rule.advance()
-    record(rule, 1, 4, share=[0.5, 0.25])
-    before = priorities(rule)
-
-    rule.resize(3 * SIZE)
-
-    ids = np.arange(3 * SIZE)
-    assert rule.priorities(ids).tolist() == [*before, *[0] * (2 * SIZE)]
-    record(rule, 1, 3 * SIZE - 1, share=[0.5, 0.5])
-    assert rule.priorities(ids)[1] >= before[1] > 0
-    assert rule.priorities(ids)[-1] > 0
 
 
 def test_a_forgotten_chunk_is_like_a_new_one(rule: ReplacementRule) -> None:

@@ -105,15 +105,6 @@ def test_no_more_go_before_a_request_than_it_could_wait_for() -> None:
     assert arranged(order, *rids) == [*rids[1:5], "unknown", "ready-4"]
 
 
-def test_who_may_not_be_overtaken_holds_up_all_behind() -> None:
-    order = make_order(CLASSES)
-    assert arranged(order, "slow", "unknown", "ready") == ["ready", "unknown", "slow"]
-    order.note("long", CacheState(True, Estimate(1.0, 0.0, 2.0, None)))
-    # `slow` could wait for `long`, and `unknown` could not.
-    assert arranged(order, "slow", "unknown", "long") == ["unknown", "long", "slow"]
-    assert arranged(order, "slow", "long") == ["long", "slow"]
-
-
 def test_who_does_not_fit_holds_nobody_up_for_long() -> None:
     """SGLang tries whom we put first, finds no room, and looks no further."""
     order = make_order(CLASSES)

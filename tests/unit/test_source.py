@@ -7,7 +7,6 @@ damaged, short and missing segments there are never wrong rows, and nothing in a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -18,17 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.cost import ReadCost
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.stored_source import ReadStats
 from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
-from tests.unit.kv_factory import PROBE, head_groups_of, row_size
+from tests.unit.kv_factory import head_groups_of
 from tests.unit.reading import read_rows
 from tests.unit.step_engine import reading
 
@@ -112,50 +109,6 @@ def read_costs(case: sources.Case) -> Iterator[tuple[str, Tensor, int]]:
 def test_costs_exactly_the_blocks_that_hold_wanted_rows(uncached: sources.Case) -> None:
     for kind, tokens, cost in read_costs(uncached):
         assert cost == uncached.block_bytes(0, [kind], tokens)
-
-
-def test_a_large_gap_is_read_through(
-    reader: BlockReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of 1,920 bytes: rows 0 and 7 are in blocks 0 and 3 of a chunk of 4."""
-    case = sources.open_case(
-        tmp_path, sources.SHAPES["cut-rows-float32"], sources.LAYOUTS["one-segment"], reader
-    )
-    for tokens, gap, blocks in (
-        ([8, 15], 8191, 2),
-        ([8, 15], 8192, 4),
-        # The last block of a chunk, and the second and the third one of the next.
-        ([15, 20], 4095, 3),
-        ([15, 20], 4096, 4),
-    ):
-        monkeypatch.setattr(ReadCost, "gap_bytes", gap)
-        before = case.stats.ssd_bytes
-        case.check(0, ["values"], sources.same_tokens(case, tokens))
-        assert case.stats.ssd_bytes - before == blocks * sources.BLOCK
-    case.close()
-
-
-def test_accesses_and_needed_bytes_are_counted(uncached: sources.Case) -> None:
-    assert uncached.cache is not None
-    tokens = sources.random_tokens(uncached, min(7, uncached.num_tokens), 1)
-    uncached.request()
-
-    uncached.check_more(0, tokens=tokens)
-
-    columns = uncached.columns
-    chunks = {column: len(uncached.chunks(0, column, tokens)) for column in columns}
-    needed = sum(
-        len(uncached.rows(0, column, tokens)) * row_size(uncached.shape, column)
-        for column in columns
-    )
-    assert uncached.source.stats.wait_ms > 0
-    assert dataclasses.replace(uncached.source.stats, ssd_bytes=0, wait_ms=0.0) == ReadStats(
-        ssd_needed_bytes=needed,
-        h2d_bytes=needed,
-        ssd_chunks=sum(chunks.values()),
-        selected_chunks=sum(chunks.values()) - chunks[PROBE],
-        important_bytes=needed - uncached.num_tokens * row_size(uncached.shape, PROBE),
-    )
 
 
 def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:

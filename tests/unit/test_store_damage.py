@@ -12,7 +12,6 @@ import pytest
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.store.health import MOST_LOOKS
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests import damage
 from tests.faults import Faults, FaultyFileSystem, Rule, read_only
@@ -60,24 +59,6 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
         assert not path.exists()
         assert store.health.state == "ok", "one bad file is not a bad disk"
         stores.check_index(store)
-
-
-def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
-    store = stores.three_prefixes(bench)
-    name = stores.name_of(store, prompt(2, 8), namespace="salt")
-    gate = bench.begin(store, prompt(3))
-    (pending,) = [s for s in store.tree.segments() if s.state is SegmentState.PENDING]
-
-    for reported in ("unknown", pending.segment_id, name, name):
-        store.report(SegmentUnreadable(reported, "a test"))
-
-    store.check_integrity()
-    assert store.stats.segments_unreadable == store.summary()["segments_suspect"] == 1
-    gate.opened.set()
-    store.writes.drain()
-    stores.look_again(store)
-    check_rows(store, prompt(3))
-    check_rows(store, prompt(2, 8), namespace="salt")
 
 
 def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:

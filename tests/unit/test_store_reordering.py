@@ -23,7 +23,7 @@ from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import flip_byte, head_groups_of, kv_of, row_size
 from tests.unit.reading import read_rows
-from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
+from tests.unit.store_factory import Workbench, check_rows, length, look_up, prompt
 
 
 def select(store: PartStore, tokens: tuple[int, ...], *chosen: int) -> None:
@@ -174,20 +174,6 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
     check_rows(store, right)
 
 
-def test_other_policies_never_reorder(bench: Workbench) -> None:
-    """`test_policies.py` has which."""
-    store = bench.open(policy="impress", reorder_interval=1e-9)
-    bench.put(store, prompt(1, 40))
-    for _ in range(20):
-        select(store, prompt(1, 40), 3, 17)
-
-    assert store.reorders.enqueue(force=True) == 0
-    store.poll()
-
-    assert store.reorders.summary() == dict.fromkeys(store.reorders.summary(), 0)
-    assert [s.info.generation for s in store.tree.segments()] == [0]
-
-
 @pytest.mark.parametrize("published", [False, True])
 def test_a_segment_that_is_lost_meanwhile_stays_lost(
     bench: Workbench, store: PartStore, held: Held, published: bool
@@ -227,40 +213,6 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     finish(store)
     nothing = dict.fromkeys(store.reorders.summary(), 0)
     assert store.reorders.summary() == nothing, "neither failed, nor would it not have paid"
-
-
-def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
-    bench: Workbench, held: Held
-) -> None:
-    store = bench.open(ssd_gb=stores.gb(4 * bench.one))
-    for number in (1, 2):
-        put_selected(bench, store, prompt(number), 3)
-    held.begin(store)
-    assert store.reorders.summary()["pending"] == 2
-    stores.use(store, prompt(1))
-    bench.put_all(store, 3, 4)
-    assert lengths(store, 1, 2, 3, 4) == [8, 0, 8, 8], "1 is being read"
-    held.end(store)
-
-    assert store.reorders.summary()["segments"] == 1
-    check_rows(store, prompt(1))
-
-
-@pytest.mark.parametrize("limit", ["quota", "free space"])
-def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held, limit: str) -> None:
-    files = stores.Room()
-    store = bench.open(files=files, ssd_gb=stores.gb(2 * bench.one) if limit == "quota" else 1.0)
-    put_selected(bench, store, prompt(1), 3)
-    if limit == "free space":
-        files.leave(store, 2 * bench.one - 1)
-    held.begin(store)
-
-    assert store.summary()["used_bytes"] == 2 * bench.one
-    assert bench.offer(store, prompt(2)) is StoreOutcome.NO_SPACE
-    held.end(store)
-
-    assert store.summary()["used_bytes"] == bench.one
-    assert store.reorders.summary()["segments"] == 1
 
 
 @pytest.mark.parametrize("reason", ["quota", "free space"])
@@ -323,26 +275,6 @@ def select_spread(store: PartStore, first: int = 0, *, times: int = 1) -> None:
     tokens = spread_prompt(store._shape)
     for _ in range(times):
         select(store, tokens, *range(first, len(tokens), 16))
-
-
-def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) -> None:
-    store = spread_store(bench)
-    select_spread(store)
-    (segment,) = store.tree.segments()
-    touched, together = spread_units(bench.shape)
-    read = 2 * touched * 4096
-    saved = 2 * (touched - together) * 4096
-    assert segment.history is not None and segment.history.ssd_bytes == read
-    assert saved < segment.file_bytes < 2 * saved
-
-    assert store.reorders.enqueue() == 0, "not even all that was read is as long as the file"
-    segment.history.ssd_bytes = segment.file_bytes + 1
-    store.reorders.note_read([segment.segment_id])
-    assert store.reorders.enqueue() == 1, "it must be looked at"
-    finish(store)
-
-    assert store.reorders.summary()["not_worth"] == 1
-    assert store.reorders.summary()["segments"] == 0
 
 
 def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_gaps: None) -> None:

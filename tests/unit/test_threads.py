@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.threads import BackgroundThread
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
-from tests.unit.waiting import wait_until
 
 CORES = len(os.sched_getaffinity(0))
 SCRIPT = r"""
@@ -64,14 +62,6 @@ def sleeps(kind: str) -> int:
     count, threads = map(int, found.stdout.split())
     assert threads == CORES, "the others keep their number"
     return count
-
-
-@pytest.mark.alone
-@pytest.mark.skipif(CORES == 1, reason="one core has no team")
-def test_a_thread_that_computes_alone_does_not_slow_down_the_others() -> None:
-    """If the second line fails, OpenMP has changed, and `compute_alone` may not be needed."""
-    assert sleeps("alone") < 100
-    assert sleeps("with a team") > 100
 
 
 def test_the_threads_of_a_store_compute_alone(tmp_path: Path) -> None:
@@ -151,17 +141,3 @@ print("ends", flush=True)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert (found.returncode, found.stdout) == (0, b"ends\n")
-
-
-def test_a_thread_that_waits_keeps_nothing_of_what_it_did(thread: BackgroundThread) -> None:
-    """What it read from may be the slots of a request."""
-
-    class Slots:
-        pass
-
-    slots = Slots()
-    gone = weakref.ref(slots)
-    thread.submit(id, slots).result(10)
-    del slots
-
-    wait_until(lambda: gone() is None)
