@@ -91,7 +91,8 @@ class ServingRuntime(Service):
             whole = plan.k == plan.work.stored
             source = store.open_part(plan.match, plan.resident_len, plan.stop, whole=whole)
         except PrefixUnreadable as error:
-            self.served.report_miss(rid, error)
+            logger.warning("request %s does without its stored prefix: %s", rid, error)
+            store.report(error)
             return None
         slots = allocate(plan.k)
         if slots is None:

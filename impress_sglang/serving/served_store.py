@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ImpressError, PrefixUnreadable
+from impress_sglang.errors import ImpressError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import LookAhead
@@ -60,56 +60,39 @@ class ServedStore:
         """The model identity of the store that is open or being opened; empty if there is none."""
         self.aside: str | None = None
         """Why the store may not be used, even if open (`plugin.weights`); None if it may."""
-        self.purges = MultiStepJobs[str, Purge]()
-        self._budget = WriteBudget(config.write_gb_per_day)
-        self._config = config
-        self._shape = shape
-        policy = make_policy(config)
-        self.policy = policy.name
-        self.stores = policy.stores
+        self.opened: PrefixStore | None = None
+        """The open store; None while there is none."""
+        self.stores = make_policy(config).stores
         """Whether the policy has a store at all."""
+        self.purges = MultiStepJobs[str, Purge]()
+        self._config, self._shape = config, shape
+        self._budget = WriteBudget(config.write_gb_per_day)
         # Belongs to the open store, or is kept for the next one.
         self._memory = StoreMemory.allocate(config, shape, device)
-        self._lookahead = lookahead
-        self._codec = codec
-        self._make_store = make_store
-        self._store: PrefixStore | None = None
+        self._lookahead, self._codec, self._make_store = lookahead, codec, make_store
         self._opener = BackgroundThread("impress-store")
-        opening = self._opener.submit(StoreDisk, config, identity)
-        self._opening: Future[StoreDisk] | None = opening
-        wait([opening], START_SECONDS)
-        if opening.done():
+        self._opening: Future[StoreDisk] | None = self._opener.submit(StoreDisk, config, identity)
+        wait([self._opening], START_SECONDS)
+        if self._opening.done():
             self._take_opened()
         else:
             logger.info("the store takes long to open: until it is there, requests are computed")
 
     @property
-    def opened(self) -> PrefixStore | None:
-        """The open store; None while there is none."""
-        return self._store
-
-    @property
     def store(self) -> PrefixStore:
         """The store, for callers that know that one is open: it is used, or a request reads it."""
-        assert self._store is not None
-        return self._store
+        assert self.opened is not None
+        return self.opened
 
     @property
     def suspended(self) -> str | None:
         """Why the store is not used; None while it is."""
-        if self.aside is None and self._store is None:
-            return OPENING
-        return self.aside
+        return OPENING if self.aside is None and self.opened is None else self.aside
 
     @property
     def in_use(self) -> bool:
         """Whether prefixes are looked for in the store, and offered to it."""
         return self.stores and self.suspended is None
-
-    def report_miss(self, rid: str, error: PrefixUnreadable) -> None:
-        """Report that a request must do without its stored prefix, which cannot be read."""
-        logger.warning("request %s does without its stored prefix: %s", rid, error)
-        self.store.report(error)
 
     def use_again(self) -> None:
         """Use the store once it is open: all KVs in the pool now belong to `identity`."""
@@ -125,15 +108,23 @@ class ServedStore:
         """
         logger.info("prefixes of other weights are set aside; opening the store of %s", identity)
         self._discard_opening()
-        self._discard_store()
+        store, self.opened = self.opened, None
+        # Its segments mean nothing to another store: purges begin anew.
+        self.purges.clear()
+        if store is not None:
+            # Now, so that no write tells the tree cache of its end from the other thread.
+            store.writes.abandon()
+            # Memory is kept: allocating it again would take long, or fail.
+            self._memory = store.retire().emptied(self._config)
+            self._opener.submit(_close_logged, store.leave_disk)
         self.identity = identity
         self._opening = self._opener.submit(StoreDisk, self._config, identity)
 
     def poll(self) -> None:
         """Take in what other threads have done; never waits."""
         self.take_over()
-        if self._store is not None:
-            self._store.poll()
+        if self.opened is not None:
+            self.opened.poll()
 
     def take_over(self) -> None:
         """Put a store that was opened in the background into use, if ready; never waits for it."""
@@ -159,7 +150,7 @@ class ServedStore:
         assert opening is not None
         disk = opening.result()
         try:
-            self._store = self._make_store(
+            self.opened = self._make_store(
                 self._config,
                 self.identity,
                 self._shape,
@@ -178,24 +169,9 @@ class ServedStore:
 
         A store that is still being opened is waited for no longer than `--impress-io-timeout`.
         """
-        if self._store is None:
-            self._memory.close()
-        else:
-            self._store.close()
+        (self._memory if self.opened is None else self.opened).close()
         self._discard_opening()
         self._opener.close(self._config.io_timeout)
-
-    def _discard_store(self) -> None:
-        """Close the open store, in the background where that waits for the disk."""
-        store, self._store = self._store, None
-        # Its segments mean nothing to another store: purges begin anew.
-        self.purges.clear()
-        if store is not None:
-            # Now, so that no write tells the tree cache of its end from the other thread.
-            store.writes.abandon()
-            # Memory is kept: allocating it again would take long, or fail.
-            self._memory = store.retire().emptied(self._config)
-            self._opener.submit(_close_logged, store.leave_disk)
 
     def _discard_opening(self) -> None:
         """Close a store that is being opened once it is open, in the background."""
