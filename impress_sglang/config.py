@@ -80,10 +80,13 @@ class ImpressConfig:
     show_prompts: str = "off"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _require_type(field, getattr(self, field.name))
+        types = {field.name: _ACCEPTED_TYPES[str(field.type)] for field in dataclasses.fields(self)}
         for option in OPTIONS:
-            if (wrong := option.check(getattr(self, option.field))) is not None:
+            value = getattr(self, option.field)
+            # type() and not isinstance(): True is an int to isinstance.
+            if type(value) not in types[option.field]:
+                raise ConfigError(f"{option.flag} has a value of the wrong type: {value!r}")
+            if (wrong := option.check(value)) is not None:
                 raise ConfigError(wrong)
         most = 1.0 if self.auto_retention else self.usual_retention
         if self.min_retention > most:
@@ -96,12 +99,14 @@ class ImpressConfig:
                 f"--impress-retention {self.retention} needs --impress-policy paper or another of "
                 f"{', '.join(PART_POLICIES[1:])}: {self.policy} uses prefixes whole"
             )
-        if self.blend != OFF and self.policy not in CODED_POLICIES:
-            raise ConfigError(
-                f"--impress-blend {self.blend} needs --impress-policy impress, got {self.policy!r}"
-            )
-        if self.keep in (CODES, EXACTLY) and self.policy not in CODED_POLICIES:
-            raise ConfigError(f"--impress-keep {self.keep} needs --impress-policy impress")
+        coded = {
+            f"--impress-blend {self.blend}": self.blend != OFF,
+            f"--impress-keep {self.keep}": self.keep in (CODES, EXACTLY),
+            "--impress-basis": self.basis,
+        }
+        for flag, is_given in coded.items():
+            if is_given and self.policy not in CODED_POLICIES:
+                raise ConfigError(f"{flag} needs --impress-policy impress, got {self.policy!r}")
         if self.keep == CODES and self._loads_exact:
             raise ConfigError(
                 f"--impress-bits {self.bits} loads nothing that --impress-keep {CODES} has written"
@@ -114,10 +119,6 @@ class ImpressConfig:
         if self.blend != OFF and self.code_bits < USUAL_BITS:
             # Nothing shows which of the reused tokens matter.
             raise ConfigError(f"--impress-blend needs --impress-bits {USUAL_BITS:g} or more")
-        if self.basis and self.policy not in CODED_POLICIES:
-            raise ConfigError(
-                f"--impress-basis needs --impress-policy impress, got {self.policy!r}"
-            )
 
     @property
     def ssd_path(self) -> Path:
@@ -281,10 +282,3 @@ _ACCEPTED_TYPES: dict[str, set[type]] = {
 def bytes_of(gigabytes: float) -> int:
     """The bytes of an option in GB (10^9 bytes)."""
     return int(gigabytes * 1e9)
-
-
-def _require_type(field: dataclasses.Field[Any], value: object) -> None:
-    # type() and not isinstance(): True is an int to isinstance.
-    if type(value) not in _ACCEPTED_TYPES[str(field.type)]:
-        flag = next(option.flag for option in OPTIONS if option.field == field.name)
-        raise ConfigError(f"{flag} has a value of the wrong type: {value!r}")

@@ -67,13 +67,9 @@ class WeightWatch:
             is_empty: returns whether no KV is left in the pool.
             ranks: which all have to be settled; only together they read their identities.
         """
-        self._served = served
-        self._read_identity = read_identity
-        self._set_aside = set_aside
-        self._is_empty = is_empty
-        self._ranks = ranks
-        self._changing = False
-        self._untouched = False
+        self._served, self._read_identity = served, read_identity
+        self._set_aside, self._is_empty, self._ranks = set_aside, is_empty, ranks
+        self._changing = self._untouched = False
 
     def begin(self, cause: str) -> None:
         """Set the store aside: weights or the pool may change from now on, until `end`."""

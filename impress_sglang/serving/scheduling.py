@@ -34,45 +34,18 @@ class CacheState:
     estimate: Estimate
 
 
-def rank(schedule: str, state: CacheState, unread: float) -> tuple[float, ...]:
-    """The rank of a request; that with the lowest comes first.
-
-    `CLASSES`: what is cached is ready; nothing is cached; it still has to be read. `SHORTEST`: by
-    seconds, but requests for which the engine would wait for the drive come after all others. They
-    are read while the others are computed. If they went first, the engine would be idle for as long
-    as it waits: near capacity that loses more than the order gains.
-
-    `unread`: the share of its reads that is left.
-    """
-    waits = state.estimate.unhidden(unread) > 0.0
-    if schedule == SHORTEST:
-        return waits, state.estimate.seconds(unread)
-    return (2.0 * waits if state.cached else 1.0,)
-
-
 @dataclasses.dataclass(slots=True)
-class Place:
+class _Place:
     """A request in the queue: its rank, the seconds it takes, and how much it may be overtaken.
 
-    At most `passes` more requests may overtake it, and they may take `patience` seconds in all.
+    The lowest rank comes first. At most `passes` more requests may overtake it, and they may take
+    `patience` seconds in all.
     """
 
     rank: tuple[float, ...]
     seconds: float
     passes: int
     patience: float
-
-
-def first_of(places: Sequence[Place]) -> int:
-    """The index of the request to go first: the lowest rank that all before it may wait for."""
-    first, patience = 0, math.inf
-    for number, place in enumerate(places):
-        if place.rank < places[first].rank and place.seconds <= patience:
-            first = number
-        if not place.passes:
-            break
-        patience = min(patience, place.patience)
-    return first
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,7 +75,7 @@ class QueueOrder:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`schedule`: see `rank`; `unread` returns the share left to read for an id.
+        """`schedule`: see `_place`; `unread` returns the share left to read for an id.
 
         `clock` returns seconds.
         """
@@ -200,7 +173,14 @@ class QueueOrder:
             return requests
         arranged = list[Any]()
         while left:
-            first = first_of([place for _, place in left])
+            # The lowest rank that all before it may wait for.
+            first, patience = 0, math.inf
+            for number, (_, place) in enumerate(left):
+                if place.rank < left[first][1].rank and place.seconds <= patience:
+                    first = number
+                if not place.passes:
+                    break
+                patience = min(patience, place.patience)
             request, own = left.pop(first)
             for _, place in left[:first]:
                 place.passes -= 1
@@ -211,14 +191,22 @@ class QueueOrder:
     def _noted(self, request: Any) -> int:
         return self._known[request.rid].noted
 
-    def _place(self, rid: str) -> Place:
+    def _place(self, rid: str) -> _Place:
+        """The place of a request.
+
+        `CLASSES`: what is cached is ready; nothing is cached; it still has to be read. `SHORTEST`:
+        by seconds, but requests for which the engine would wait for the drive come after all
+        others. They are read while the others are computed. If they went first, the engine would be
+        idle for as long as it waits: near capacity that loses more than the order gains.
+        """
         known = self._known[rid]
         passes = WINDOW - known.overtaken
         if known.state is None:
             # A request without a state overtakes none, and none may overtake it.
-            return Place((math.inf,), 0.0, passes, 0.0)
-        unread = self._unread(rid)
-        seconds = known.state.estimate.seconds(unread)
-        return Place(
-            rank(self._schedule, known.state, unread), seconds, passes, seconds - known.waited
-        )
+            return _Place((math.inf,), 0.0, passes, 0.0)
+        estimate, unread = known.state.estimate, self._unread(rid)
+        seconds, waits = estimate.seconds(unread), estimate.unhidden(unread) > 0.0
+        rank: tuple[float, ...] = (2.0 * waits if known.state.cached else 1.0,)
+        if self._schedule == SHORTEST:
+            rank = waits, seconds
+        return _Place(rank, seconds, passes, seconds - known.waited)
