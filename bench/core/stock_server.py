@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 def _use_rectangular_attention(backend: Any, *_: Any) -> Any:
-    from impress_sglang.plugin.torch_native import attend_rectangularly
+    from impress_sglang.plugin.rectangular import attend_rectangularly
 
     attend_rectangularly(backend)
     return backend

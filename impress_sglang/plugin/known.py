@@ -10,9 +10,8 @@ import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.plugin.adapters import namespace_of_request
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
-from impress_sglang.plugin.keys import as_tokens
+from impress_sglang.plugin.keys import as_tokens, namespace_of_request
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.reports import attach

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.serving.recent import RecentRequests
+from impress_sglang.serving.report import RecentRequests
 from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.store import PrefixStore

@@ -18,7 +18,7 @@ from impress_sglang.serving.truncation import truncated_tokens_of
 
 # Key of `meta_info`.
 REPORT_KEY = "impress"
-# Attributes of ours: of SGLang's `Req` (known to `request_fields.py`), of what its tokenizer
+# Attributes of ours: of SGLang's `Req` (known to `eligibility.py`), of what its tokenizer
 # manager knows of a request, and of the input that requests are made of.
 _OF_REQUEST = "impress_report"
 _OF_STATE = "_impress_report"

@@ -18,9 +18,9 @@ from impress_sglang.plugin.drafts import DRAFTED, draft_runners
 from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import PoolLayers, streams_of
 from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
+from impress_sglang.plugin.rectangular import attend_rectangularly
 from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.plugin.self_test import check_kvs
-from impress_sglang.plugin.torch_native import attend_rectangularly
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin.request_fields import MESSAGES
+from impress_sglang.plugin.eligibility import MESSAGES
 from impress_sglang.serving.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from impress_sglang.cost import Estimator
 from impress_sglang.options import EXACT_BITS, ON
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.metrics import ServingMetrics
-from impress_sglang.serving.recent import RecentRequests
-from impress_sglang.serving.report import RequestTotals
+from impress_sglang.serving.report import RecentRequests, RequestTotals
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape

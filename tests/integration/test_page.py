@@ -19,8 +19,7 @@ from PIL import Image
 
 from impress_sglang.plugin import page
 from impress_sglang.plugin.page import document, with_text
-from impress_sglang.serving.recent import MOST_WORDS
-from impress_sglang.serving.report import new_report
+from impress_sglang.serving.report import MOST_WORDS, new_report
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
 from tests.integration.worlds import STORED, World
 

@@ -26,8 +26,7 @@ from impress_sglang.plugin.reports import (
     report_of,
 )
 from impress_sglang.plugin.request_reports import RequestReports
-from impress_sglang.serving.recent import RecentRequests
-from impress_sglang.serving.report import new_report
+from impress_sglang.serving.report import RecentRequests, new_report
 from impress_sglang.serving.why import Reason
 from tests.integration.worlds import STORED, World
 

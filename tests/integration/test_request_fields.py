@@ -1,7 +1,7 @@
 """Which requests the store is for, and that somebody knows every field of SGLang's.
 
 The fields come from SGLang's own classes, so that one of another release fails here until somebody
-has said why it is harmless (`request_fields.py`) or stands against the store (below). Real `Req`
+has said why it is harmless (`eligibility.py`) or stands against the store (below). Real `Req`
 objects tell which requests may be stored and served.
 """
 
@@ -23,8 +23,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import eligibility
-from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
-from impress_sglang.plugin.request_fields import MESSAGES, REQUEST, SAMPLING
+from impress_sglang.plugin.eligibility import (
+    MESSAGES,
+    REQUEST,
+    SAMPLING,
+    serve_refusal,
+    store_refusal,
+)
 
 OVERRIDES = PositionalEmbeds(embeds=[torch.ones(4)], positions=[1])
 # What SGLang gives a request at its making, or later, that makes its KVs depend on more than they

@@ -29,7 +29,7 @@ OUTSIDE = {
     "plugin.self_test": "before the first request",
     "serving.load_jobs": "the loader's thread: all ranks vote on the end of its jobs",
     "serving.metrics": "only tells",
-    "serving.recent": "only tells",
+    "serving.report": "only tells",
     "serving.scheduling": "refused with several ranks",
     "serving.served_store": "its state is read by the functions below",
     "serving.service": "hands the store out to the functions below",

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.serving.recent import (
-    MOST_WORDS,
-    RecentRequests,
-)
 from impress_sglang.serving.report import (
     DECISIONS,
+    MOST_WORDS,
     SOURCES,
+    RecentRequests,
     RequestTotals,
     new_report,
     split_tokens,
