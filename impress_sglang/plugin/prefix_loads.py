@@ -63,7 +63,7 @@ class PrefixLoads:
         self._agreement = Agreement(shared.ranks, self._loader)
         self.jobs = JobQueue(
             slots,
-            self._loader if self._alone else self._agreement.jobs,
+            self._loader if self._alone else self._agreement,
             self._note_end,
             self._after_job,
             self._least,

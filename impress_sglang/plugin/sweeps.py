@@ -1,17 +1,14 @@
-"""Frees what a tree of SGLang's has of purged prefixes, in steps; trees differ in their nodes."""
+"""Frees what a tree of SGLang's has of purged prefixes, in steps."""
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.plugin.keys import namespace_of
-from impress_sglang.plugin.tree_nodes import free_leaf, is_locked, match_resident
 from impress_sglang.serving.kv_class import unmarked
 from impress_sglang.store.prefix_hashes import namespace_text
 from impress_sglang.store.purging import MultiStepJobs
@@ -31,16 +28,29 @@ class Sweep:
     """Only nodes of this namespace are freed; None for all."""
 
 
-class Sweeps(ABC):
+class Sweeps:
     """Frees what a tree has of purged prefixes, in steps between which requests are served.
 
     Otherwise a later request would be served from there, and stored again. Nodes may be split,
     evicted or added meanwhile. The scheduler's thread owns it.
     """
 
-    def __init__(self, cache: Any, let_go: Callable[[], None] | None = None) -> None:
-        """`cache`: SGLang's tree cache; `let_go`: unlocks what may be freed, before each step."""
+    def __init__(
+        self,
+        cache: Any,
+        match: Callable[[RadixKey], tuple[Any, int]],
+        is_locked: Callable[[Any], bool],
+        free: Callable[[Any], int],
+        let_go: Callable[[], None] | None = None,
+    ) -> None:
+        """`cache`: SGLang's tree cache.
+
+        `match` returns the last resident node of a key, and how many tokens are resident; `free`
+        frees a leaf that nobody has locked, and returns its tokens. `let_go` is called before each
+        step, and unlocks what may be freed.
+        """
         self._cache, self._let_go = cache, let_go
+        self._match, self._is_locked, self._free = match, is_locked, free
         self._sweeps = MultiStepJobs[str, Sweep]()
 
     def step(self, name: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
@@ -66,7 +76,18 @@ class Sweeps(ABC):
         root = self._cache.root_node
         if prefix is None:
             return Sweep(list(root.children.values()), [root], namespace)
-        found = self._find(prefix)
+        found = []
+        # The classes of a prefix differ in their keys, and so does how they begin in the tree.
+        for own in {node.key.extra_key for node in root.children.values()}:
+            if unmarked(own) != prefix.extra_key:
+                continue
+            key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
+            node, length = self._match(key)
+            # SGLang may have turned it into a key of pairs, whose last page reaches beyond it: what
+            # has the pages before goes, too.
+            whole = len(key) // self._cache.page_size * self._cache.page_size
+            if 0 < whole <= length:
+                found.append(node)
         return Sweep(found, [node.parent for node in found], namespace)
 
     def _go_on(self, sweep: Sweep) -> int:
@@ -78,8 +99,8 @@ class Sweeps(ABC):
             while sweep.waiting and looks > 0 and left > 0:
                 node = sweep.waiting.pop()
                 looks -= 1
-                others = sweep.namespace not in (None, self._namespace_of(node))
-                if others or not self._is_there(node):
+                others = sweep.namespace not in (None, _namespace_of(node.key))
+                if others or node.parent is None or node not in node.parent.children.values():
                     continue
                 sweep.waiting.extend(node.children.values())
                 # A node goes with the last node below it, even if it was split off meanwhile.
@@ -92,54 +113,6 @@ class Sweeps(ABC):
             allocator.free_group_end()
         return tokens
 
-    def _namespace_of(self, node: Any) -> str | None:
-        return namespace_of(node.key)
 
-    @abstractmethod
-    def _find(self, prefix: RadixKey) -> list[Any]:
-        """The highest nodes whose tokens all stand behind a prefix, which is resident."""
-
-    @abstractmethod
-    def _is_there(self, node: Any) -> bool:
-        """Whether a node is still in the tree."""
-
-    @abstractmethod
-    def _is_locked(self, node: Any) -> bool:
-        """Whether somebody has locked a node."""
-
-    @abstractmethod
-    def _free(self, node: Any) -> int:
-        """Free a leaf as SGLang's `evict` does; returns its number of slots."""
-
-
-class TreeSweeps(Sweeps):
-    """Sweeps in all classes of a prefix."""
-
-    def _namespace_of(self, node: Any) -> str | None:
-        key = node.key
-        return None if key is None else namespace_text(unmarked(key.extra_key), key.cache_salt)
-
-    def _find(self, prefix: RadixKey) -> list[Any]:
-        found = []
-        # The classes of a prefix differ in their keys, and so does how they begin in the tree.
-        keys = {node.key.extra_key for node in self._cache.root_node.children.values()}
-        for own in keys:
-            if unmarked(own) != prefix.extra_key:
-                continue
-            key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)
-            match = match_resident(self._cache, key)
-            # SGLang may have turned it into a key of pairs, whose last page reaches beyond it: what
-            # has the pages before goes, too.
-            whole = len(key) // self._cache.page_size * self._cache.page_size
-            if 0 < whole <= match.device_prefix_len:
-                found.append(self._cache.tree_core.node_by_id(match.last_device_node))
-        return found
-
-    def _is_there(self, node: Any) -> bool:
-        return node.parent is not None and node in node.parent.children.values()
-
-    def _is_locked(self, node: Any) -> bool:
-        return is_locked(node)
-
-    def _free(self, node: Any) -> int:
-        return free_leaf(self._cache, node)
+def _namespace_of(key: RadixKey | None) -> str | None:
+    return None if key is None else namespace_text(unmarked(key.extra_key), key.cache_salt)

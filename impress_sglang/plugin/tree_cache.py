@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -42,7 +43,8 @@ from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.plugin.sweeps import TreeSweeps
+from impress_sglang.plugin.sweeps import Sweeps
+from impress_sglang.plugin.tree_nodes import free_leaf, is_locked, last_node
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.load_planner import LoadPlanner
@@ -100,7 +102,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         if service.config.schedule != OFF:
             order = QueueOrder(service.config.schedule, self._unread)
         # What is locked is not freed, and a rank does not know which of all writes are purged.
-        sweeps = TreeSweeps(self, None if ranks.alone else saves.give_all_up)
+        let_go = None if ranks.alone else saves.give_all_up
+        sweeps = Sweeps(self, partial(last_node, self), is_locked, partial(free_leaf, self), let_go)
         self.impress = ServedCache(
             service,
             IntegrityCheck(service.served, self._check_requests),

@@ -19,6 +19,12 @@ def match_resident(cache: UnifiedRadixCache, key: RadixKey) -> MatchResult:
     return cache._match_tree(MatchPrefixParams(key=key))
 
 
+def last_node(cache: UnifiedRadixCache, key: RadixKey) -> tuple[Any, int]:
+    """The last resident node of a key, and how many of its tokens are resident."""
+    match = match_resident(cache, key)
+    return cache.tree_core.node_by_id(match.last_device_node), match.device_prefix_len
+
+
 def is_locked(node: Any) -> bool:
     """Whether somebody has locked a node."""
     return bool(node.component_data[BASE_COMPONENT_TYPE].lock_ref)
@@ -33,8 +39,7 @@ def free_leaf(cache: UnifiedRadixCache, node: Any) -> int:
 
 def drop_below(cache: UnifiedRadixCache, key: RadixKey, start: int) -> None:
     """Free what begins with the first tokens of a key, from token `start` on."""
-    match = match_resident(cache, key)
-    node, top = cache.tree_core.node_by_id(match.last_device_node), match.device_prefix_len
+    node, top = last_node(cache, key)
     while top > start:
         top -= len(node.key)
         end, node = node, node.parent

@@ -103,7 +103,7 @@ class SlotPool(Protocol):
 
 
 class Loader(Protocol):
-    """Carries out jobs (`JobLoader`), perhaps on several ranks (`ranks.AgreedLoader`)."""
+    """Carries out jobs (`JobLoader`), perhaps on several ranks (`ranks.Agreement`)."""
 
     wake: threading.Event
     """Set when a job may have ended."""

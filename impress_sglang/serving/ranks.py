@@ -116,16 +116,34 @@ class Agreed:
 
 
 class Agreement:
-    """The vote of each pass, and what follows for jobs; the scheduler's thread owns it."""
+    """The vote of each pass, and what follows for jobs; the scheduler's thread owns it.
+
+    It is a loader whose jobs end when they have ended on all ranks, and well if they did on all.
+    """
 
     def __init__(
         self, ranks: Ranks, loader: Loader, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`loader` of this rank; `clock` returns seconds, of which those of rank 0 count."""
         self.ranks = ranks
-        self.jobs = AgreedLoader(loader)
-        self._clock = clock
-        self._now = 0.0
+        self.wake = loader.wake
+        self._loader, self._clock, self._now = loader, clock, 0.0
+        self.begun: list[LoadJob] = []
+        """Jobs of which it is not agreed that they have ended, in the order of their begin."""
+        self._ended: list[LoadJob] = []
+
+    def begin(self, job: LoadJob) -> None:
+        """See `JobLoader.begin`."""
+        self.begun.append(job)
+        self._loader.begin(job)
+
+    def take_ended(self) -> Iterator[LoadJob]:
+        """The jobs of which that was agreed since the last call."""
+        for _ in self._loader.take_ended():
+            # What ended here ends with the vote.
+            pass
+        ended, self._ended = self._ended, []
+        yield from ended
 
     def now(self) -> float:
         """Seconds by the clock of rank 0, as of the last vote."""
@@ -137,11 +155,22 @@ class Agreement:
         All ranks call it in the same passes, with wishes for the same requests. `slow`: jobs that
         take longer than computing on this rank; `saves`: see `Vote`.
         """
-        begun = list(self.jobs.begun)
+        begun = list(self.begun)
+        ended = [job.done.is_set() for job in begun]
+        pairs = zip(begun, ended, strict=True)
+        whole = [not over or job.state is not JobState.FAILED for job, over in pairs]
         worth = [job not in slow for job in begun]
-        ended, whole = self.jobs.ended(), self.jobs.whole()
         agreed = self.vote(Vote(list(wishes.values()), ended, whole, worth, saves))
-        self.jobs.end(agreed.ended, agreed.whole)
+        for job, has_ended, is_whole in zip(begun, agreed.ended, agreed.whole, strict=False):
+            if not has_ended:
+                continue
+            if not is_whole:
+                job.state = JobState.FAILED
+            elif job.revoked:
+                # One rank may have filled its slots before they were taken away.
+                job.state = JobState.DROPPED
+            self.begun.remove(job)
+            self._ended.append(job)
         named = dict(zip(wishes, agreed.wishes, strict=False))
         votes = zip(begun, agreed.worth, strict=False)
         return Agreed(named, [job for job, is_worth in votes if not is_worth], agreed.saves)
@@ -179,50 +208,3 @@ class Agreement:
 
 def _seconds(microseconds: int) -> float | None:
     return None if microseconds < 0 else microseconds / _MICROSECONDS
-
-
-class AgreedLoader:
-    """A loader whose jobs end when they have ended on all ranks, and well if they did on all."""
-
-    def __init__(self, loader: Loader) -> None:
-        """`loader` is that of this rank."""
-        self._loader = loader
-        self.wake = loader.wake
-        self.begun: list[LoadJob] = []
-        """Jobs of which it is not agreed that they have ended, in the order of their begin."""
-        self._ended: list[LoadJob] = []
-
-    def begin(self, job: LoadJob) -> None:
-        """See `JobLoader.begin`."""
-        self.begun.append(job)
-        self._loader.begin(job)
-
-    def take_ended(self) -> Iterator[LoadJob]:
-        """The jobs of which that was agreed since the last call."""
-        for _ in self._loader.take_ended():
-            # What ended here ends with the vote.
-            pass
-        ended, self._ended = self._ended, []
-        yield from ended
-
-    def ended(self) -> list[bool]:
-        """Of each job whether the loader of this rank works on it no more."""
-        return [job.done.is_set() for job in self.begun]
-
-    def whole(self) -> list[bool]:
-        """Of each job whether nothing of it was unreadable on this rank so far."""
-        return [not job.done.is_set() or job.state is not JobState.FAILED for job in self.begun]
-
-    def end(self, ended: Sequence[bool], whole: Sequence[bool]) -> None:
-        """Note which of the first jobs have ended on all ranks, and well on all of them."""
-        votes = zip(list(self.begun), ended, whole, strict=False)
-        for job, has_ended, is_whole in votes:
-            if not has_ended:
-                continue
-            if not is_whole:
-                job.state = JobState.FAILED
-            elif job.revoked:
-                # One rank may have filled its slots before they were taken away.
-                job.state = JobState.DROPPED
-            self.begun.remove(job)
-            self._ended.append(job)

@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin.keys import namespace_of
-from impress_sglang.plugin.sweeps import TreeSweeps
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.integration.tiny_model import WORDS
 from tests.integration.tree_world import TreeWorld, told_of
@@ -124,7 +123,7 @@ def test_a_purge_reaches_the_tree(tmp_path: Path, page_size: int, eagle: bool) -
     world.run("computed", prompt)
     before = world.cache.evictable_size()
     key = RadixKey(array("q", prompt[: 8 * 16]))
-    freed, left = TreeSweeps(world.cache).step("purge", namespace_of(key), key)
+    freed, left = world.cache.impress.sweeps.step("purge", namespace_of(key), key)
     assert not left and freed == before > 0
     assert world.run("again", prompt[: 8 * 16 + 4])["path"] != "device"
     world.check_slots()

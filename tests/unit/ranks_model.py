@@ -83,7 +83,7 @@ class RankModel(SGLangModel):
         self.planned: dict[str, Wish] = {}
         self.saves: list[Save] = []
         self.loaded = 0
-        return super().make_jobs(self.agreement.jobs, self.agreement.now)
+        return super().make_jobs(self.agreement, self.agreement.now)
 
     # What the tree cache does, as `plugin.prefix_loads` and `plugin.write_back` do.
 

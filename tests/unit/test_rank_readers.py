@@ -44,8 +44,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "serving.load_planner.LoadPlanner.looks_for",
         "serving.load_planner.LoadPlanner.match",
         "serving.load_planner.LoadPlanner.plan",
-        "serving.ranks.AgreedLoader.ended",
-        "serving.ranks.AgreedLoader.whole",
+        "serving.ranks.Agreement.agree",
         "serving.ranks.Agreement.__init__",
         "serving.ranks.Agreement.now",
         "serving.ranks.Agreement.vote",
@@ -86,9 +85,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "it never happens with several ranks": (
         "plugin.prefix_loads.PrefixLoads.note_state",
         "serving.load_planner.LoadPlanner.choose",
-    ),
-    "it is no state of a store: requests that use a prefix": (
-        "plugin.prefix_loads.PrefixLoads._raise_bits",
     ),
     "it is in the process of the HTTP server": ("plugin.routes.carry_out",),
 }

@@ -31,7 +31,6 @@ from torch import Tensor
 from impress_sglang.paper.admission import AdmissionPlan
 from impress_sglang.paper.plugin.eviction import Awaited, ScoreEviction
 from impress_sglang.paper.plugin.passes import KnownRequest, KnownRequests, Passes
-from impress_sglang.paper.plugin.pool_sweeps import PoolSweeps
 from impress_sglang.paper.plugin.prompt_saves import PromptSaves
 from impress_sglang.paper.plugin.retries import Retries
 from impress_sglang.paper.request import StoredRequest
@@ -41,6 +40,7 @@ from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
 from impress_sglang.plugin.keys import as_tokens, namespace_of
 from impress_sglang.plugin.reports import attach, report_of
 from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.sweeps import Sweeps
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.serving.report import estimate_fields, new_report
 from impress_sglang.serving.truncation import truncated_tokens_of
@@ -68,7 +68,9 @@ class ImpressRadixCache(RadixCache):
         """Told of new weights by the hooks around SGLang's handlers."""
         self.retries = Retries()
         """Queues requests again whose stored prefix failed in a pass."""
-        self.sweeps = PoolSweeps(self)
+        self.sweeps = Sweeps(
+            self, self._last_node, lambda node: bool(node.lock_ref), self._free_leaf
+        )
         """Frees the slots of what is purged."""
         self._private_tokens = 0
         self.awaited = Awaited(runtime.lookahead)
@@ -309,6 +311,16 @@ class ImpressRadixCache(RadixCache):
         """Tokens that cannot be evicted: SGLang's, and those in private slots."""
         own = self._private_tokens - self._saves.locked_tokens()
         return int(super().protected_size()) + own
+
+    def _last_node(self, key: RadixKey) -> tuple[Any, int]:
+        match = super().match_prefix(MatchPrefixParams(key=key))
+        return match.last_device_node, match.device_prefix_len
+
+    def _free_leaf(self, node: Any) -> int:
+        self.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
+        self._delete_leaf(node)
+        self.kv_events.record_remove(node)
+        return len(node.value)
 
     def _describe_pool(self) -> dict[str, int]:
         """How many tokens of the pool are ours, by what they are for."""
