@@ -38,9 +38,9 @@ ROOT = Path(__file__).parents[1]
 TARGETS = (
     "storage/*",
     "tiers/*",
-    "transfer/coded",
-    "transfer/coded_slots",
-    "transfer/coded_span",
+    "transfer/sources",
+    "transfer/stored_source",
+    "transfer/wanted",
     "store/tree",
     "store/stored",
     "store/store",

@@ -32,7 +32,6 @@ from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
 from impress_sglang.codes.rows.coder import decode_layer, product_matrix
 from impress_sglang.codes.rows.row import GAINS
-from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
 from impress_sglang.triton import codes
 
@@ -149,7 +148,10 @@ def _codes(args: argparse.Namespace, watch: Watch, card: dict[str, float]) -> di
         codes.restore(layout, own, 0, own_slots, *pools)
 
     restore()
-    code_writer_for(torch.device("cpu"))(layout, groups, 0, slots, *expected)
+    # Only here, because it needs Numba.
+    from impress_sglang.codes.groups import slots as on_cpu
+
+    on_cpu.restore(layout, groups, 0, slots, *expected)
     for pool, wanted in zip(pools, expected, strict=True):
         torch.testing.assert_close(pool.cpu(), wanted, rtol=2**-6, atol=4e-3)
 

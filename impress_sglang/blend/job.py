@@ -21,8 +21,8 @@ from impress_sglang.loops.types import Uint8s
 from impress_sglang.serving.load_jobs import AfterFill, FillLayer, LoadJob
 from impress_sglang.serving.why import Detail
 from impress_sglang.store.content import Run
-from impress_sglang.store.open_segments import AnySource
 from impress_sglang.store.stored import StoredMatch, StoredSpan
+from impress_sglang.transfer.filling import AnySource
 
 
 @dataclasses.dataclass(eq=False)

@@ -239,7 +239,7 @@ def _store(store: PrefixStore, segment: OpenSegment, prompt: Tokens, namespace: 
         def rows(layer: int, keys: Tensor, values: Tensor) -> Coding:
             _, _, own = _layer(segment, layer)
             assert own is not None
-            return Coding(rows=own[start - info.prefix_len :], fit=float(segment.fits[layer]))
+            return Coding(own[start - info.prefix_len :], float(segment.fits[layer]))
 
         return rows if info.shape.basis else None
 

@@ -296,7 +296,7 @@ class ReorderQueue:
     def _take_over(self, job: Rewrite, shares: Shares) -> None:
         assert job.stored.history is not None
         self._tree.replace(job.stored, job.info, job.new_bytes)
-        self._segments.succeed(job.old_id, job.stored, shares)
+        self._segments.succeed(job.old_id, job.info, shares)
         job.stored.history.ssd_bytes = 0
         job.taken_over = True
         self.stats.segments += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,17 +14,18 @@ from impress_sglang.paper.history import TokenHistory
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, Column
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.placement import Access
+from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.columns import ColumnSource, ColumnSpan, PartOfRead, WantedRows
+from impress_sglang.transfer.stored_source import OpenSpan, PartOfRead, StoredSource
+from impress_sglang.transfer.wanted import Wanted, WantedRows
 
 
-class PartSource(ColumnSource):
+class PartSource(StoredSource):
     """Reads the tokens of a stored prefix that layers ask for; also of reordered segments."""
 
     def __init__(
         self,
-        spans: Sequence[ColumnSpan],
+        spans: Sequence[OpenSpan],
         histories: Sequence[TokenHistory],
         reader: BlockReader,
         pool: BufferPool,
@@ -32,15 +34,28 @@ class PartSource(ColumnSource):
         whole: bool,
     ) -> None:
         """`histories`: of the segments of the spans; `whole`: all tokens will be wanted."""
-        shape = spans[0].segment.layout.shape
+        super().__init__(spans, reader, pool, cache, codes=False)
+        shape = self._shape
         keys, values = tuple(shape.key_columns), tuple(shape.value_columns)
         probe: tuple[Column, ...] = (PROBE,) if shape.probe_kv_heads else ()
         # What is certain to be read: besides these, which tokens are wanted is not known.
         certain = [probe] if probe else [keys]
         if whole:
             certain = [probe, (*keys, *values)] if probe else [(*keys, *values)]
-        super().__init__(spans, reader, pool, cache, certain)
+        self._ahead = [self._whole(columns) for columns in certain]
         self._histories = tuple(histories)
+        self._firsts = list(itertools.accumulate(self.lengths, initial=0))
+        """The number of the first token of each span."""
+
+    def _whole(self, columns: tuple[Column, ...]) -> list[WantedRows]:
+        """All rows of each span in some columns."""
+        return [
+            WantedRows(segment.layout, dict.fromkeys(columns, np.array(tokens)))
+            for segment, tokens, _ in self.spans
+        ]
+
+    def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
+        return self._ahead
 
     def read_probe(self, layer: int) -> Tensor:
         """Read the keys of the probe heads, [num_tokens, probe heads, Dk], of all tokens.
@@ -50,11 +65,10 @@ class PartSource(ColumnSource):
         Raises:
             PrefixUnreadable: a chunk is missing, short or corrupt, or cannot be read now.
         """
-        wanted = {number: span.whole((PROBE,)) for number, (_, span) in enumerate(self.spans)}
-        blocks = self._take(layer, wanted, chosen=False)
-        found = [
-            own.rows_in(part, PROBE) for own, part in zip(wanted.values(), blocks, strict=True)
-        ]
+        wanted = self._ahead[0]
+        self._chosen, self._probing = False, True
+        blocks = self._take(layer, dict(enumerate(wanted)), last=False)
+        found = [own.rows_in(part, PROBE) for own, part in zip(wanted, blocks, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read(
@@ -77,14 +91,15 @@ class PartSource(ColumnSource):
         """
         shape = self._shape
         # Keys that are read alone choose the tokens.
-        chosen = values
+        self._chosen, self._probing = values, False
         if tokens is None:
             tokens = np.tile(np.arange(self.num_tokens), (shape.num_head_groups, 1))
         keys = keys and bool(shape.other_kv_heads)
         kinds = [shape.key_columns] * keys + [shape.value_columns] * values
         wanted: dict[int, WantedRows] = {}
         places: dict[int, list[Indices]] = {}
-        for number, (first, span) in enumerate(self.spans):
+        for number, (segment, span, _) in enumerate(self.spans):
+            first = self._firsts[number]
             inside = (tokens >= first) & (tokens < first + len(span))
             if not inside.any() or not kinds:
                 continue
@@ -92,13 +107,13 @@ class PartSource(ColumnSource):
             places[number] = [np.flatnonzero(own) for own in inside]
             for group, place in enumerate(places[number]):
                 own = tokens[group, place] + (span.start - first)
-                if span.segment.mapping is not None:
-                    own = span.segment.mapping[layer, group][own].astype(np.int64)
+                if segment.mapping is not None:
+                    own = segment.mapping[layer, group][own].astype(np.int64)
                 rows.update({columns[group]: own for columns in kinds})
-            wanted[number] = WantedRows(span.segment.layout, rows)
+            wanted[number] = WantedRows(segment.layout, rows)
         found: list[Tensor | None] = []
         if wanted:
-            blocks = self._take(layer, wanted, chosen=chosen)
+            blocks = self._take(layer, wanted)
             for columns in kinds:
                 found.append(self._joined(columns, wanted, places, blocks, tokens.shape[1]))
         return found.pop(0) if keys else None, found.pop(0) if values else None
@@ -109,7 +124,9 @@ class PartSource(ColumnSource):
         `importance` [H, m] are scores of all query heads, or of those of the probe heads; None if
         the tokens were not chosen by scores.
         """
-        for (first, span), history in zip(self.spans, self._histories, strict=True):
+        for (_, span, _), first, history in zip(
+            self.spans, self._firsts[:-1], self._histories, strict=True
+        ):
             part = None if importance is None else importance[:, first : first + len(span)]
             history.note(layer, span.start, len(span), selected, first, part)
 
@@ -138,8 +155,13 @@ class PartSource(ColumnSource):
                 begin += count
         return found
 
-    def _count(self, parts: Sequence[PartOfRead], access: Access, *, chosen: bool) -> None:
-        super()._count(parts, access, chosen=chosen)
-        for part in parts:
-            if part.wanted.chunks[-1] >= part.layout.num_chunks:
+    def _count(self, parts: Sequence[PartOfRead], access: Access) -> tuple[int, int, int]:
+        found = super()._count(parts, access)
+        if self._chosen:
+            self.stats.important_bytes += sum(found)
+            self.stats.important_device_bytes += found[Tier.DEVICE]
+        if not self._probing:
+            self.stats.selected_chunks += len(access.tiers)
+            for part in parts:
                 self._histories[part.number].ssd_bytes += len(part.from_ssd) * BLOCK_BYTES
+        return found

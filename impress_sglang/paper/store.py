@@ -16,8 +16,8 @@ from impress_sglang.store.policies import make_policy
 from impress_sglang.store.store import Outcomes, PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.columns import ColumnSpan, chunks_of_columns
-from impress_sglang.transfer.stored_source import StoredSource
+from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
+from impress_sglang.transfer.wanted import column_chunks
 
 
 class PartStore(PrefixStore):
@@ -45,7 +45,7 @@ class PartStore(PrefixStore):
         """
         spans = match.slice(start, stop)
 
-        def make(opened: list[ColumnSpan]) -> PartSource:
+        def make(opened: list[OpenSpan]) -> PartSource:
             histories = [self._history(span.segment) for span in spans]
             memory = self._memory
             return PartSource(
@@ -64,13 +64,13 @@ class PartStore(PrefixStore):
         """
         found, shape = 0.0, self._shape
         for span in spans:
-            known = self.segments.of(span.segment)
-            layout = known.layout
-            chunks = chunks_of_columns(layout)
-            tiers = self.segments.tiers(known, codes=False).reshape(shape.num_layers, -1)
+            info = span.segment.info
+            layout = info.geometry
+            chunks = column_chunks(layout)
+            tiers = self.segments.tiers(info, codes=False).reshape(shape.num_layers, -1)
             rows = np.maximum(1, BLOCK_BYTES // np.maximum(chunks.row_bytes, 1))
             wanted = np.full(len(rows), retention)
-            if not known.reordered:
+            if not info.reordered:
                 wanted = 1.0 - (1.0 - wanted) ** rows
             certain = (PROBE,) if shape.probe_kv_heads else shape.key_columns
             for column in certain:

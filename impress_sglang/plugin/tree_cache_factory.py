@@ -25,8 +25,7 @@ from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
 from impress_sglang.store.policies import make_policy
-from impress_sglang.transfer.coded_slots import code_writer_for
-from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.kv_codec import KVCodec, shape_by
 from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -71,8 +70,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     if config.basis:
         basis = Basis.load(config.basis_path).keeping(config.code_bits)
         codec = KVCodec(basis, rotation_of(runner.model, "--impress-basis"))
-        shape = codec.shape(shape)
-        codec.prepare(runner.model_config.context_len)
+        shape = shape_by(basis, shape)
+        # So that other threads need not make it.
+        codec.rotation.prepare(runner.model_config.context_len)
     elif policy.codes and shape.coded:
         logger.info(
             "KVs are coded without a basis of the model: `impress calibrate` makes one, with which "
@@ -91,9 +91,6 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     # Kernels first: opening the store takes much memory.
     if policy.stores:
         warm_up(shape, config.chunk_tokens, device, codec=codec)
-        if shape.coded and codec is None and device.type == "cpu":
-            # Imports loops, which are compiled then: after an installation that takes seconds.
-            code_writer_for(device)
         self_test = check_kvs([runner, *drafts], layers, config, shape, codec)
     warn_if_untested()
     hidden_size = runner.model_config.hidden_size

@@ -26,11 +26,10 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.open_segments import AnySource
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.threads import compute_alone
-from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.filling import AnySource, FillStats, SlotFiller
 from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.packed import PackedLayers
 from impress_sglang.transfer.stored_source import ReadStats

@@ -9,8 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.groups.energy import Coding
-from impress_sglang.codes.groups.layer import encode_layer as encode_groups
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 
@@ -25,12 +23,11 @@ def encode_layer(
     values: Tensor,
     mapping: LayerMapping | None,
     memory: memoryview,
-    coding: Coding,
+    groups: Tensor | None = None,
 ) -> None:
     """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes(layer)` long.
 
-    Raises:
-        NotCodable: the layout has codes, and no range holds these KVs.
+    `groups`: the same in codes, if the layout has codes.
     """
     shape, start = layout.shape, 0
     for column in shape.columns:
@@ -41,13 +38,8 @@ def encode_layer(
         size = layout.column_bytes(column)
         _encode_column(layout, column, rows, memory[start : start + size])
         start += size
-    if not layout.codes:
-        return
-    groups = coding.rows
-    if not shape.basis:
-        groups = encode_groups(shape.group_layout, keys, values, coding.energy)
-    assert groups is not None, "the basis has coded nothing"
-    layout.codes[layer].put_groups(groups, torch.frombuffer(memory[start:], dtype=torch.uint8))
+    if groups is not None:
+        layout.codes[layer].put_groups(groups, torch.frombuffer(memory[start:], dtype=torch.uint8))
 
 
 def put_sinks(sinks: Uint8s, keys: Tensor, values: Tensor) -> None:

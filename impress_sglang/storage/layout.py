@@ -272,6 +272,16 @@ class SegmentLayout:
         """Offset of the codes of a layer in the file."""
         return self.layer_offset(layer) + self.columns_bytes
 
+    def part(self, layer: int, *, codes: bool) -> tuple[int, int]:
+        """Where the columns of a layer, or its codes, begin in the file, and their bytes."""
+        if codes:
+            return self.codes_offset(layer), self.codes[layer].layer_bytes
+        return self.layer_offset(layer), self.columns_bytes
+
+    def most_bytes(self, *, codes: bool) -> int:
+        """Bytes of the columns of a layer, or of the largest codes of any layer."""
+        return max(own.layer_bytes for own in self.codes) if codes else self.columns_bytes
+
     def column_offset(self, layer: int, column: Column) -> int:
         """Offset of a column in the file."""
         return self.layer_offset(layer) + self._column_starts[column]

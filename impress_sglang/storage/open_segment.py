@@ -44,6 +44,10 @@ class OpenSegment:
         self.sinks = header.sinks
         self.fits = header.fits
         self.layout: SegmentLayout = self.info.layout()
+        self.readers = 0
+        """How many read from it, of those that share it."""
+        self.retired = False
+        """Whether its segment has left the store, or has another file."""
         with reading(self.segment_id):
             self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
 

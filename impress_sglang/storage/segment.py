@@ -117,12 +117,16 @@ class SegmentInfo:
 
     def layout(self) -> SegmentLayout:
         """Where the bytes of the file are."""
-        draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
         size = _PREAMBLE.size + len(self.description()) + self.tokens.nbytes
         size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
         size += 4 * math.prod(self.fits_shape) + math.prod(self.sinks_shape)
-        header = round_up(size + draft.num_blocks * 8, BLOCK_BYTES)
-        return dataclasses.replace(draft, header_bytes=header)
+        header = round_up(size + self.geometry.num_blocks * 8, BLOCK_BYTES)
+        return _layout(self.shape, self.chunk_tokens, self.num_tokens, header)
+
+    @property
+    def geometry(self) -> SegmentLayout:
+        """The layout as if the header had one block: at hand, and all that chunks depend on."""
+        return _layout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
 
     @property
     def mapping_shape(self) -> tuple[int, ...]:
@@ -197,6 +201,10 @@ class SegmentHeader:
         assert self.fits.shape == info.fits_shape
         assert (self.mapping is not None) == info.reordered
         assert self.mapping is None or self.mapping.shape == info.mapping_shape
+
+
+# What it computes is kept with it.
+_layout = functools.lru_cache(_SHARED)(SegmentLayout)
 
 
 def checksum(data: memoryview | bytes) -> int:

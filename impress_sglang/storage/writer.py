@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from impress_sglang.codes.groups.energy import Coding, CodingRule
+from impress_sglang.codes.groups.energy import CodingRule, QueryMeter
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import encode_layer, put_sinks
@@ -66,7 +66,7 @@ def write_segment(
 ) -> None:
     """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
-    `coding` says how layers are coded; None: all channels count alike.
+    `coding` codes layers; None: without a basis, and all channels count alike.
     `written_ns` is when these KVs were first written, so that the file has their age; None: now.
     `is_wanted` is called last: a segment purged meanwhile is not published, so that the next start
     does not find it.
@@ -110,21 +110,22 @@ def _write_contents(
     rule: CodingRule | None,
 ) -> None:
     layout, shape = info.layout(), info.shape
+    if rule is None and shape.coded:
+        assert not shape.basis, "nobody says how to code"
+        rule = QueryMeter().rule(shape.group_layout)
     checksums = np.zeros(layout.num_blocks, np.uint64)
     sinks, fits = np.zeros(info.sinks_shape, np.uint8), np.zeros(info.fits_shape, np.float32)
     memory, first = buffer.view(max(layout.most_layer_bytes, layout.header_bytes)), 0
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
-        coding = Coding()
+        groups = None
         if rule is not None and shape.coded:
-            coding = rule(layer, keys, values)
-        if len(fits):
-            fits[layer] = coding.fit
-        if shape.coded:
+            groups, fit = rule(layer, keys, values)
+            fits[layer : layer + 1] = fit
             put_sinks(sinks[layer], keys, values)
         own_mapping = None if mapping is None else mapping[layer]
         body = memory[: layout.layer_bytes(layer)]
-        encode_layer(layout, layer, keys, values, own_mapping, body, coding)
+        encode_layer(layout, layer, keys, values, own_mapping, body, groups)
         blocks = len(body) // BLOCK_BYTES
         checksums[first : first + blocks] = block_checksums(body, range(blocks))
         first += blocks

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.coded_span import cached_pages
-from impress_sglang.transfer.columns import chunks_of_columns
+from impress_sglang.transfer.wanted import chunk_pages
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +22,7 @@ logger = logging.getLogger(__name__)
 class ReadForecast:
     """Estimates reads before any are made; owned by one thread."""
 
-    def __init__(
-        self,
-        shape: KVShape,
-        reader: BlockReader,
-        segments: OpenSegments,
-        memory: StoreMemory,
-    ) -> None:
-        self._shape = shape
+    def __init__(self, reader: BlockReader, segments: OpenSegments, memory: StoreMemory) -> None:
         self._reader = reader
         self._segments = segments
         self._memory = memory
@@ -43,12 +35,12 @@ class ReadForecast:
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of these spans fits into the buffer pool; the first that does not is
         logged."""
-        pool, needed = self._memory.pool, 0
+        pool = self._memory.pool
         # Spans of a segment share one buffer.
-        for segment in {span.segment for span in spans}:
-            layout = self._segments.of(segment).layout
-            most = max(own.layer_bytes for own in layout.codes) if in_codes else 0
-            needed += pool.size_of(most or layout.columns_bytes)
+        needed = sum(
+            pool.size_of(segment.info.geometry.most_bytes(codes=in_codes))
+            for segment in {span.segment for span in spans}
+        )
         if needed <= pool.limit_bytes:
             return True
         if not self._said_too_small:
@@ -62,28 +54,26 @@ class ReadForecast:
 
     def coded_bytes(self, spans: Sequence[StoredSpan]) -> float:
         """Bytes of spans in codes that would have to come from SSD."""
+        return self._bytes(spans, codes=True)
+
+    def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
+        """Bytes of whole spans of exact KVs that would have to come from SSD."""
+        return self._bytes(spans, codes=False)
+
+    def _bytes(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
         found = 0.0
+        cached = (self._memory.codes if codes else self._memory.cache).placement.enabled
         # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
         for span in spans:
             lengths[span.segment] += len(span)
         for segment, length in lengths.items():
-            version = self._segments.of(segment)
-            tiers = self._segments.tiers(version, codes=True)
-            on_ssd = np.where(tiers == Tier.SSD, cached_pages(version.layout.codes), 0)
-            found += length / version.layout.num_tokens * float(on_ssd.sum()) * BLOCK_BYTES
-        return found
-
-    def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
-        """Bytes of whole spans of exact KVs that would have to come from SSD."""
-        found = 0.0
-        for span in spans:
-            own = self._segments.of(span.segment)
-            layout = own.layout
-            blocks = float(self._shape.num_layers * layout.columns_bytes // BLOCK_BYTES)
-            if self._memory.cache.placement.enabled:
-                sizes = chunks_of_columns(layout).count
-                tiers = self._segments.tiers(own, codes=False).reshape(-1, len(sizes))
-                blocks = float((tiers == Tier.SSD).sum(0) @ sizes)
-            found += len(span) / layout.num_tokens * blocks * BLOCK_BYTES
+            info, layers = segment.info, range(segment.info.shape.num_layers)
+            if cached:
+                on_ssd = self._segments.tiers(info, codes=codes) == Tier.SSD
+                pages = chunk_pages(info.geometry, codes=codes)[on_ssd]
+                num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
+            else:
+                num_bytes = sum(info.geometry.part(own, codes=codes)[1] for own in layers)
+            found += length / info.num_tokens * num_bytes
         return found

@@ -13,8 +13,8 @@ from impress_sglang.store.policies import LoadOptions, make_policy
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.columns import most_column_pages
-from impress_sglang.transfer.frames import CODE_PAGE
+from impress_sglang.transfer.stored_source import BLOCK_PAGE
+from impress_sglang.transfer.wanted import most_pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,23 +41,20 @@ class StoreMemory:
         usual = policy.bits(LoadOptions(bits=config.usual_bits))
         in_codes = shape.coded and usual <= config.code_bits
         layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
-        most = max((own.page_bytes // BLOCK_BYTES for own in layout.codes), default=1)
 
-        def make(max_pages: int, *, used: bool) -> ChunkCache:
-            used = used and policy.stores
+        def make(*, codes: bool) -> ChunkCache:
+            used = policy.stores and codes == in_codes
             return ChunkCache(
-                CODE_PAGE,
-                max_pages,
+                BLOCK_PAGE,
+                most_pages(layout, codes=codes),
                 policy.replacement(),
                 device=device,
                 device_bytes=bytes_of(config.device_gb) if used else 0,
                 host_bytes=bytes_of(config.host_gb) if used else 0,
             )
 
-        cache = make(most_column_pages(layout), used=not in_codes)
-        codes = make(most, used=in_codes)
         pool = BufferPool(bytes_of(config.buffer_gb), pin=device.type == "cuda")
-        return cls(cache, codes, pool)
+        return cls(make(codes=False), make(codes=True), pool)
 
     def emptied(self, config: ImpressConfig) -> StoreMemory:
         """The same memory, emptied for another store; the old store must not read any more.

@@ -9,10 +9,10 @@ Files are opened on a thread of their own, and no caller waits for more than `pa
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -22,50 +22,27 @@ import numpy.typing as npt
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Floats
-from impress_sglang.storage.layout import PROBE, KVShape, SegmentLayout
+from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import AwaitedRange, turns_of
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_span import CodedSpan, cached_pages, chunks_of
-from impress_sglang.transfer.columns import ColumnSource, ColumnSpan, ExactSource, column_pages
+from impress_sglang.transfer.filling import AnySource
 from impress_sglang.transfer.kv_codec import is_unlike
-from impress_sglang.transfer.stored_source import StoredSource
+from impress_sglang.transfer.sources import CodedSource, ExactSource
+from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
+from impress_sglang.transfer.wanted import chunk_pages
 
-AnySource = ExactSource | CodedSource
 _Source = TypeVar("_Source", bound=StoredSource)
-_Columns = TypeVar("_Columns", bound=ColumnSource)
-
-
-@dataclasses.dataclass(slots=True)
-class CachedSegment:
-    """One file: its chunk ids, and its readers while it has any.
-
-    `columns` and `codes`: the first id of their chunks; None until they are read. `retired`: its
-    segment has left the tree, or has another file.
-    """
-
-    segment_id: str
-    layout: SegmentLayout
-    reordered: bool
-    retired: bool = False
-    columns: int | None = None
-    codes: int | None = None
-    opened: OpenSegment | None = None
-    readers: int = 0
-
-    def check(self) -> None:
-        """Raises: AssertionError: it is wrong by itself, which is a bug."""
-        assert self.readers >= 0 and (self.opened is not None) == (self.readers > 0)
 
 
 class OpenSegments:
-    """Files that were read so far, of segments in the tree or with readers.
+    """Files that are open, and the ids of the chunks of files that were read so far.
 
     One thread opens sources and reads them; others may ask what is read, retire, and settle.
     """
@@ -82,109 +59,87 @@ class OpenSegments:
         self._lock = threading.RLock()
         self._shape = shape
         self._memory = memory
-        self._cache, self._codes = memory.cache, memory.codes
+        # By whether codes are meant, or columns.
+        self._caches = {False: memory.cache, True: memory.codes}
         self._disk = disk
         self._reader = reader
         # Columns of exact KVs of which requests want all rows.
         self._certain = np.array([PROBE] if shape.probe_kv_heads else shape.columns)
         self._patience = config.io_timeout
         self._opener = BackgroundThread("impress-open")
-        self._known: dict[str, CachedSegment] = {}
+        self._open: dict[str, OpenSegment] = {}
+        # By segment, and whether codes are meant: the first id of its chunks, and what the file is.
+        self._ids: dict[tuple[str, bool], tuple[int, SegmentInfo]] = {}
         # What requests wait for, including segments that were not read yet.
         self._awaited: dict[str, Sequence[AwaitedRange]] = {}
         self._closing: list[StoredSource] = []
 
-    def get(self, segment_id: str) -> CachedSegment | None:
-        """What is known of a segment that was read before; else None."""
-        return self._known.get(segment_id)
+    def is_open(self, segment_id: str) -> bool:
+        """Whether a segment has readers."""
+        return segment_id in self._open
 
     @locked
-    def of(self, stored: StoredSegment) -> CachedSegment:
-        """What is known of a segment, which begins now if it was not read before."""
-        known = self._known.get(stored.segment_id)
+    def first_id(self, info: SegmentInfo, *, codes: bool) -> int:
+        """The first id of the chunks of a kind, which are about to be read."""
+        key = info.segment_id, codes
+        if key not in self._ids:
+            first = self._caches[codes].attach(chunk_pages(info.geometry, codes=codes))
+            self._ids[key] = first, info
+            if ranges := self._awaited.get(info.segment_id):
+                self._expect(first, info, ranges, codes=codes)
+        return self._ids[key][0]
+
+    def tiers(self, info: SegmentInfo, *, codes: bool) -> npt.NDArray[np.uint8]:
+        """The tier of each chunk of a kind, `Tier` values; SSD without an id."""
+        known = self._ids.get((info.segment_id, codes))
+        count = len(chunk_pages(info.geometry, codes=codes))
         if known is None:
-            # Another thread may have evicted it meanwhile, and has retired all that there was.
-            info, retired = stored.info, stored.state is SegmentState.LOST
-            known = CachedSegment(info.segment_id, info.layout(), info.reordered, retired)
-            self._known[stored.segment_id] = known
-        return known
-
-    @locked
-    def columns(self, own: CachedSegment) -> int:
-        """The first id of the chunks of exact KVs, which are about to be read."""
-        if own.columns is None:
-            own.columns = self._cache.attach(column_pages(own.layout))
-            if ranges := self._awaited.get(own.segment_id):
-                self._expect_columns(own, ranges)
-        return own.columns
-
-    @locked
-    def codes(self, own: CachedSegment) -> int:
-        """The first id of the chunks in codes, which are about to be read."""
-        if own.codes is None:
-            assert own.layout.codes, "the store has no codes"
-            own.codes = self._codes.attach(cached_pages(own.layout.codes))
-            if ranges := self._awaited.get(own.segment_id):
-                self._expect_codes(own, ranges)
-        return own.codes
-
-    def tiers(self, own: CachedSegment, *, codes: bool) -> npt.NDArray[np.uint8]:
-        """The tier of each chunk, of exact KVs or in codes, `Tier` values; SSD without an id."""
-        cache, first = (self._codes, own.codes) if codes else (self._cache, own.columns)
-        count = self._num_codes(own) if codes else own.layout.total_chunks
-        if first is None:
             return np.full(count, Tier.SSD, np.uint8)
-        return cache.placement.tiers(first, count)
+        return self._caches[codes].placement.tiers(known[0], count)
 
     @locked
     def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
         """Note the tokens that requests wait for in some segments; they wait for no others there.
 
-        Of these tokens, what is certain to be read is evicted last from the caches: the bases of
-        codes, and of exact KVs what chooses the tokens, or all columns.
+        Of these tokens, what is certain to be read is evicted last from the caches: codes, and of
+        exact KVs what chooses the tokens, or all columns.
         """
         for segment_id, ranges in awaited:
             if ranges:
                 self._awaited[segment_id] = ranges
             else:
                 self._awaited.pop(segment_id, None)
-            if (own := self._known.get(segment_id)) is not None:
-                self._expect_columns(own, ranges)
-                self._expect_codes(own, ranges)
+            for codes in self._caches:
+                if (own := self._ids.get((segment_id, codes))) is not None:
+                    self._expect(*own, ranges, codes=codes)
 
-    def _expect_columns(self, own: CachedSegment, ranges: Sequence[AwaitedRange]) -> None:
-        if own.columns is None:
-            return
-        layout = own.layout
-        if own.reordered and ranges:
-            # Which chunks have these tokens is known only from the file.
-            ranges = [(0, layout.num_tokens, ranges[-1][2])]
-        chunks = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
-        layers = own.columns + layout.layer_chunks * np.arange(self._shape.num_layers)
-        starts = layers[:, None] + layout.num_chunks * self._certain
-        self._cache.expect(starts.reshape(-1), chunks)
-
-    def _expect_codes(self, own: CachedSegment, ranges: Sequence[AwaitedRange]) -> None:
-        if own.codes is None:
-            return
-        layout = own.layout.codes[0]
-        pages = turns_of(layout.num_pages, layout.page_groups * layout.group_tokens, ranges)
-        count = len(chunks_of(layout).count)
-        self._codes.expect(own.codes + count * np.arange(self._shape.num_layers), pages)
+    def _expect(
+        self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
+    ) -> None:
+        layout, layers = info.geometry, np.arange(self._shape.num_layers)
+        if codes:
+            pages = layout.codes[0]
+            size = pages.page_groups * pages.group_tokens
+            turns = turns_of(pages.num_pages, size, ranges)
+            starts = first + pages.num_pages * layers
+        else:
+            if info.reordered and ranges:
+                # Which chunks have these tokens is known only from the file.
+                ranges = [(0, layout.num_tokens, ranges[-1][2])]
+            turns = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
+            columns = layout.layer_chunks * layers[:, None] + layout.num_chunks * self._certain
+            starts = first + columns.reshape(-1)
+        self._caches[codes].expect(starts, turns)
 
     @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
         """How many bytes of a segment are in the caches, by `Tier`."""
-        own, found = self._known.get(segment_id), np.zeros(len(Tier), np.int64)
-        kinds = []
-        if own is not None and own.columns is not None:
-            kinds.append((self._cache, False, column_pages(own.layout)))
-        if own is not None and own.codes is not None:
-            kinds.append((self._codes, True, cached_pages(own.layout.codes)))
-        for cache, codes, pages in kinds:
-            assert own is not None
-            counts = np.bincount(self.tiers(own, codes=codes), pages, len(Tier))
-            found += counts.astype(np.int64) * cache.page.page_bytes
+        found = np.zeros(len(Tier), np.int64)
+        for codes, cache in self._caches.items():
+            if (own := self._ids.get((segment_id, codes))) is not None:
+                pages = chunk_pages(own[1].geometry, codes=codes)
+                counts = np.bincount(self.tiers(own[1], codes=codes), pages, len(Tier))
+                found += counts.astype(np.int64) * cache.page.page_bytes
         found[Tier.SSD] = 0
         return found
 
@@ -195,27 +150,24 @@ class OpenSegments:
             SegmentUnreadable: the file is missing, damaged, or not what the index says.
             StoreUnavailable: it cannot be opened now, or not in time.
         """
-        opened = self._read_again(stored)
-        if opened is None:
-            opened = self._open(stored)
-            with self._lock:
-                own = self.of(stored)
-                if own.opened is not None:
-                    # Another thread was faster.
-                    opened.close()
-                own.opened = opened = own.opened or opened
-                own.readers += 1
-        return opened
+        with self._lock:
+            known = self._open.get(stored.segment_id)
+            if known is not None:
+                known.readers += 1
+                return known
+        opened = self._opened(stored)
+        with self._lock:
+            known = self._open.setdefault(stored.segment_id, opened)
+            if known is not opened:
+                # Another thread was faster.
+                opened.close()
+            elif stored.state is SegmentState.LOST:
+                # Another thread has evicted it meanwhile, and has retired all that there was.
+                known.retired = True
+            known.readers += 1
+            return known
 
-    @locked
-    def _read_again(self, stored: StoredSegment) -> OpenSegment | None:
-        own = self._known.get(stored.segment_id)
-        if own is None or own.opened is None:
-            return None
-        own.readers += 1
-        return own.opened
-
-    def _open(self, stored: StoredSegment) -> OpenSegment:
+    def _opened(self, stored: StoredSegment) -> OpenSegment:
         disk = self._disk
         assert disk is not None
         path = disk.directory.segment_path(stored.segment_id)
@@ -239,135 +191,105 @@ class OpenSegments:
     @locked
     def release(self, segment_id: str) -> None:
         """End one reader; after the last one the file is closed."""
-        own = self._known[segment_id]
+        own = self._open[segment_id]
         own.readers -= 1
-        if own.readers:
-            return
-        assert own.opened is not None
-        own.opened.close()
-        own.opened = None
-        if own.retired:
-            self._forget(own)
+        if not own.readers:
+            self._open.pop(segment_id).close()
+            if own.retired:
+                self._forget(segment_id)
 
     @locked
     def retire(self, segment_id: str) -> None:
         """Retire a file that belongs to the tree no more; its chunks go after the last reader."""
-        if (own := self._known.get(segment_id)) is not None:
+        if (own := self._open.get(segment_id)) is not None:
             own.retired = True
-            if not own.readers:
-                self._forget(own)
+        else:
+            self._forget(segment_id)
 
-    def _forget(self, own: CachedSegment) -> None:
-        del self._known[own.segment_id]
-        if own.codes is not None:
-            self._codes.detach(own.codes, self._num_codes(own))
-        if own.columns is not None:
-            self._cache.detach(own.columns, own.layout.total_chunks)
-
-    def _num_codes(self, own: CachedSegment) -> int:
-        assert own.layout.codes, "the store has no codes"
-        return self._shape.num_layers * len(chunks_of(own.layout.codes[0]).count)
+    def _forget(self, segment_id: str) -> None:
+        for codes, cache in self._caches.items():
+            if (own := self._ids.pop((segment_id, codes), None)) is not None:
+                cache.detach(own[0], len(chunk_pages(own[1].geometry, codes=codes)))
 
     @locked
-    def succeed(self, old_id: str, new: StoredSegment, shares: Floats) -> None:
+    def succeed(self, old_id: str, new: SegmentInfo, shares: Floats) -> None:
         """Let a reordered file take over: its chunks inherit what is known of the old ones.
 
         Args:
             old_id: name of the segment before.
-            new: the segment with its new description.
+            new: its new description.
             shares: float64 [chunks], expected share of wanted rows.
         """
-        old, layout = self._known.get(old_id), new.info.layout()
-        if old is None:
-            return
-        own = self.of(new)
-        if old.columns is not None:
-            own.columns = self._cache.attach(column_pages(layout))
-            ids = np.arange(layout.total_chunks)
-            self._cache.placement.inherit(own.columns + ids, old.columns + ids, shares)
+        if (old := self._ids.get((old_id, False))) is not None:
+            ids = np.arange(new.geometry.total_chunks)
+            first = self.first_id(new, codes=False)
+            self._caches[False].placement.inherit(first + ids, old[0] + ids, shares)
         self.retire(old_id)
 
-    def open_exact(self, spans: Sequence[StoredSpan]) -> ExactSource:
+    def open(self, spans: Sequence[StoredSpan], *, exact: bool) -> AnySource:
         """Open a source for whole layers of consecutive spans; `close_source` closes it.
 
-        Raises:
-            PrefixUnreadable: a segment cannot be opened, or was reordered.
-        """
-        return self.open_columns(spans, self._exact)
-
-    def open_columns(
-        self, spans: Sequence[StoredSpan], make: Callable[[list[ColumnSpan]], _Columns]
-    ) -> _Columns:
-        """Open a source for consecutive spans of exact KVs, as `make` makes it.
-
-        Raises:
-            PrefixUnreadable: a segment cannot be opened, or `make` raises that.
-        """
-        return self._opened(spans, lambda segments: make(self._columns_of(spans, segments)))
-
-    def open_coded(self, spans: Sequence[StoredSpan]) -> AnySource:
-        """Open a source for spans in codes.
-
         Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
-        of all spans are read.
+        of all spans are read, in any case.
 
         Raises:
-            PrefixUnreadable: a segment cannot be opened, or a layer of exact KVs fits no buffers.
+            PrefixUnreadable: a segment cannot be opened, or its rows are in another order, or a
+                layer of exact KVs, where codes were wanted, fits no buffers.
         """
-        return self._opened(spans, lambda segments: self._coded(spans, segments))
-
-    def _opened(
-        self,
-        spans: Sequence[StoredSpan],
-        make: Callable[[list[OpenSegment]], _Source],
-    ) -> _Source:
-        segments = list[OpenSegment]()
-        try:
-            for span in spans:
-                segments.append(self.acquire(span.segment))
-            return make(segments)
-        except BaseException:
-            for done in segments:
-                self.release(done.segment_id)
-            raise
-
-    def _coded(self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment]) -> AnySource:
-        # Of codes that stand alone this was asked when they were written.
-        if self._shape.exact and any(is_unlike(segment.fits) for segment in segments):
-            source = self._exact(self._columns_of(spans, segments))
-            if source.layer_bytes > self._memory.pool.limit_bytes:
+        pool = self._memory.pool
+        with self._opening(spans) as segments:
+            # Of codes that stand alone this was asked when they were written.
+            unlike = self._shape.exact and any(is_unlike(own.fits) for own in segments)
+            if not exact and not unlike:
+                opened = self._open_spans(spans, segments, codes=True)
+                return CodedSource(opened, self._reader, pool, self._memory.codes)
+            for segment in segments:
+                # Which only `paper/` restores.
+                if segment.mapping is not None:
+                    raise SegmentUnreadable(segment.segment_id, "was reordered")
+            opened = self._open_spans(spans, segments, codes=False)
+            source = ExactSource(opened, self._reader, pool, self._memory.cache)
+            if not exact and source.layer_bytes > pool.limit_bytes:
                 # Found before it is read: it is no failure of the drive.
-                source.close()
                 raise PrefixUnreadable(
                     "-",
                     "it is unlike what its basis knows, and a layer of its exact KVs takes "
                     f"{source.layer_bytes / 1e9:.2f} GB: raise --impress-buffer-gb",
                 )
             return source
-        self._codes.placement.advance()
-        opened = []
-        for span, segment in zip(spans, segments, strict=True):
-            base = self.codes(self._known[segment.segment_id])
-            opened.append(CodedSpan(segment, span.start, span.stop, base))
-        return CodedSource(opened, self._reader, self._memory.pool, self._codes)
 
-    def _exact(self, spans: list[ColumnSpan]) -> ExactSource:
-        for span in spans:
-            # Its rows are not in the order of the tokens, which only `paper/` restores.
-            if span.segment.mapping is not None:
-                raise SegmentUnreadable(span.segment.segment_id, "was reordered")
-        return ExactSource(spans, self._reader, self._memory.pool, self._cache)
+    def open_columns(
+        self, spans: Sequence[StoredSpan], make: Callable[[list[OpenSpan]], _Source]
+    ) -> _Source:
+        """Open a source for consecutive spans of exact KVs, as `make` makes it.
 
-    def _columns_of(
-        self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment]
-    ) -> list[ColumnSpan]:
-        assert self._shape.exact, "only codes are kept"
-        self._cache.placement.advance()
+        Raises:
+            PrefixUnreadable: a segment cannot be opened, or `make` raises that.
+        """
+        with self._opening(spans) as segments:
+            return make(self._open_spans(spans, segments, codes=False))
+
+    @contextlib.contextmanager
+    def _opening(self, spans: Sequence[StoredSpan]) -> Iterator[list[OpenSegment]]:
+        """The segments of spans, for one more reader of each, unless the body raises."""
+        segments = list[OpenSegment]()
+        try:
+            for span in spans:
+                segments.append(self.acquire(span.segment))
+            yield segments
+        except BaseException:
+            for done in segments:
+                self.release(done.segment_id)
+            raise
+
+    def _open_spans(
+        self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], *, codes: bool
+    ) -> list[OpenSpan]:
+        assert codes or self._shape.exact, "only codes are kept"
+        self._caches[codes].placement.advance()
         return [
-            ColumnSpan(
-                segment, span.start, span.stop, self.columns(self._known[segment.segment_id])
-            )
-            for span, segment in zip(spans, segments, strict=True)
+            (own, range(span.start, span.stop), self.first_id(own.info, codes=codes))
+            for span, own in zip(spans, segments, strict=True)
         ]
 
     def close_source(self, source: StoredSource) -> None:
@@ -401,19 +323,17 @@ class OpenSegments:
             AssertionError: they differ, which is a bug.
         """
         names = set(live)
-        for segment_id, own in self._known.items():
-            own.check()
-            assert own.retired == (segment_id not in names)
-            assert not own.retired or own.readers
-        self._cache.check_integrity()
-        self._codes.check_integrity()
+        for segment_id, own in self._open.items():
+            assert own.readers > 0 and own.retired == (segment_id not in names)
+        assert {segment_id for segment_id, _ in self._ids} <= names | self._open.keys()
+        for cache in self._caches.values():
+            cache.check_integrity()
 
     @locked
     def check(self, segment_id: str) -> None:
         """Check what is known of a segment in the tree; raises like `check_integrity`."""
-        if (own := self._known.get(segment_id)) is not None:
-            own.check()
-            assert not own.retired
+        if (own := self._open.get(segment_id)) is not None:
+            assert own.readers > 0 and not own.retired
 
 
 def _close_late(opening: Future[OpenSegment]) -> None:

@@ -38,12 +38,13 @@ from impress_sglang.store.health import Task, Verdict, Work
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
-from impress_sglang.store.open_segments import AnySource, OpenSegments
+from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.quota import Quota, WriteBudget
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.store.writing import SegmentWrite, SegmentWrites
 from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
+from impress_sglang.transfer.filling import AnySource
 from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.stored_source import StoredSource
 
@@ -115,7 +116,7 @@ class PrefixStore:
         )
         self.ahead = ReadAhead(self._memory.pool, config.readahead)
         self.segments = OpenSegments(config, shape, self._memory, self._disk, self._reader)
-        self.forecast = ReadForecast(shape, self._reader, self.segments, self._memory)
+        self.forecast = ReadForecast(self._reader, self.segments, self._memory)
         self._lookahead = lookahead or LookAhead()
         self._lookahead.tell_to(self.segments.expect)
         self._closed = False
@@ -150,9 +151,7 @@ class PrefixStore:
             PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
         """
         with self._opening(spans):
-            if exact:
-                return self.segments.open_exact(spans)
-            return self.segments.open_coded(spans)
+            return self.segments.open(spans, exact=exact)
 
     @contextlib.contextmanager
     def _opening(self, spans: Sequence[StoredSpan]) -> Iterator[None]:

@@ -291,8 +291,7 @@ class SegmentWrites:
 
     def is_needed(self, segment_id: str) -> bool:
         """Whether a segment must stay: it is read, awaited or pinned."""
-        own = self._segments.get(segment_id)
-        is_read = own is not None and own.readers > 0
+        is_read = self._segments.is_open(segment_id)
         return is_read or segment_id in self._lookahead or segment_id in self._disk.pins
 
     def abandon(
@@ -337,12 +336,13 @@ class SegmentWrites:
         info = segment.info
         self._quota.begin(segment)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
+        coding: CodingRule | None = None
         if offer.coding is not None:
             coding = offer.coding(info.prefix_len)
         elif self._codec is not None:
             coding = self._codec.rule(info.prefix_len, alone=not self._shape.exact)
-        else:
-            coding = self._disk.meter.rule(offer.queries)
+        elif info.shape.coded and not info.shape.basis:
+            coding = self._disk.meter.rule(info.shape.group_layout, offer.queries)
         write = SegmentWrite(segment, offer)
         write.future = self._worker.submit(
             self._worker.write,

@@ -6,19 +6,25 @@ Stage: load. Rows are ordinary: attention does not need to know.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
-from impress_sglang.transfer.columns import ExactSource
-from impress_sglang.transfer.kv_codec import KVCodec, RowRestorer, layer_restorer_for
+from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec, LoopRestorer
+from impress_sglang.transfer.sources import (
+    CodedSource,
+    ExactSource,
+    GroupRestorer,
+    Restorer,
+    Writing,
+)
+
+AnySource: TypeAlias = ExactSource | CodedSource
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,24 +41,41 @@ class FillStats:
 class SlotFiller:
     """Fills layers of slots, one source after the other; one thread."""
 
-    def __init__(self, shape: KVShape, device: torch.device, codec: KVCodec | None = None) -> None:
-        """`device`: where the pools are; `codec`: of a store with a basis."""
-        self._shape = shape
-        self._device = device
-        self._rows: RowRestorer | None = None
-        if codec is not None:
-            self._rows = RowRestorer(codec, device, layer_restorer_for(codec, device))
-        self._writer: CodeWriter | None = None
+    def __init__(
+        self,
+        shape: KVShape,
+        device: torch.device,
+        codec: KVCodec | None = None,
+        *,
+        kernels: bool | None = None,
+    ) -> None:
+        """Choose what restores.
+
+        Args:
+            shape: of the KVs.
+            device: where the pools are.
+            codec: of a store with a basis.
+            kernels: whether kernels restore; None: on a GPU.
+        """
+        self._shape, self._device, self._codec = shape, device, codec
+        self._kernels = device.type == "cuda" if kernels is None else kernels
+
+    @functools.cached_property
+    def _restorer(self) -> Restorer:
+        # Not made before it is needed: it imports Numba or Triton.
+        if self._codec is None:
+            return GroupRestorer(self._shape, kernels=self._kernels)
+        return (KernelRestorer if self._kernels else LoopRestorer)(self._codec, self._device)
 
     def fill(
         self,
         layer: int,
-        source: CodedSource | ExactSource,
+        source: AnySource,
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
         stats: FillStats,
-        writing: Callable[[], AbstractContextManager[None]],
+        writing: Writing,
     ) -> None:
         """Fill the slots of all tokens of a source, in a layer.
 
@@ -71,30 +94,10 @@ class SlotFiller:
         """
         began = time.perf_counter()
         try:
-            source.writing = writing
             if isinstance(source, CodedSource):
-                self._restore(layer, source, keys, values, slots, stats)
+                stats.bits = self._shape.code_bits
+                source.fill(layer, keys, values, slots, writing, self._restorer)
             else:
-                source.fill(layer, keys, values, slots)
+                source.fill(layer, keys, values, slots, writing)
         finally:
             stats.seconds += time.perf_counter() - began
-
-    def _restore(
-        self,
-        layer: int,
-        source: CodedSource,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        stats: FillStats,
-    ) -> None:
-        found = source.read(layer)
-        stats.bits = self._shape.code_bits
-        if self._rows is not None:
-            with source.writing():
-                self._rows.put(layer, source, found, keys, values, slots)
-            return
-        if self._writer is None:
-            self._writer = code_writer_for(self._device)
-        with source.writing():
-            put_codes(self._writer, self._shape, source, found, keys, values, slots)

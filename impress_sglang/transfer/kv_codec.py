@@ -1,15 +1,16 @@
 """Codes KVs by a basis when they are stored, and puts what is restored into slots of a pool.
 
 Stages: write back, load. Keys are coded as at position 0, because rotation would mix what the basis
-keeps apart; they are turned to where they stood before they enter slots. `LayerRestorer` is the
-contract of what restores layers: compiled loops on a CPU, kernels on a GPU.
+keeps apart; they are turned to where they stood before they enter slots. Compiled loops restore on
+a CPU, kernels on a GPU.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ from impress_sglang.codes.rows.levels import CURVES, LEVEL_TABLE
 from impress_sglang.errors import ConfigError, NotCodable
 from impress_sglang.loops.types import Float32s
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.coded import CodedSource, LayerCodes
-from impress_sglang.transfer.coded_slots import put_sinks
+from impress_sglang.transfer.sources import CodedSource
 
 # Tokens that a CPU restores at once: what is between its loops stays in a cache.
 TILE_TOKENS = 512
@@ -39,6 +39,8 @@ TILE_TOKENS = 512
 # average over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up
 # to 4 in some layer; languages that the calibration had not, 2.7 to 5 (docs/results.md).
 WORST_MEAN_FIT, WORST_FIT = 3.0, 16.0
+# Of a layer `loops.rows.RowTables`, the matrix of the product, and the mean.
+_LayerTables: TypeAlias = tuple[Any, Tensor, Tensor]
 # Pools that loops fill, and what their numbers are to them.
 _WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
 
@@ -79,103 +81,67 @@ class KVCodec:
         self.basis = basis
         self.rotation = rotation
 
-    def shape(self, shape: KVShape) -> KVShape:
-        """See `shape_by`."""
-        return shape_by(self.basis, shape)
-
     def rule(self, first: int, *, alone: bool = False) -> CodingRule:
         """How the layers of a segment are coded whose tokens begin at position `first`.
 
         It is for one segment, layers in ascending order. It raises `NotCodable`, if codes stand
         `alone` also for a segment that is unlike what the basis knows.
         """
-        return _SegmentCoder(self, first, alone=alone)
+        basis, rotation, total = self.basis, self.rotation, 0.0
+        below: Tensor | None = None
+        turns: Turns | None = None
 
-    def prepare(self, positions: int) -> None:
-        """Have rotations for so many positions, so that other threads need not make them."""
-        self.rotation.prepare(positions)
-
-
-class _SegmentCoder:
-    """Codes one segment, layer by layer."""
-
-    def __init__(self, codec: KVCodec, first: int, *, alone: bool) -> None:
-        self._codec = codec
-        self._first = first
-        self._alone = alone
-        self._sum = 0.0
-        self._below: Tensor | None = None
-        self._turns: Turns | None = None
-
-    def __call__(self, layer: int, keys: Tensor, values: Tensor) -> Coding:
-        """See `codes.groups.energy.CodingRule`."""
-        basis, rotation = self._codec.basis, self._codec.rotation
-        if self._turns is None:
-            # Of all layers.
-            places = torch.arange(self._first, self._first + len(keys))
-            self._turns = rotation.turns(places, torch.zeros_like(places)).to(keys.device)
-        kvs = rotation.move(keys.float(), self._turns), values
-        rows, self._below = encode_layer(basis, layer, self._below, kvs)
-        # Sinks are unlike everything, but what is loaded of them is exact.
-        judged = rows[max(SINK_TOKENS - self._first, 0) :]
-        fit = fit_of(basis, layer, judged)
-        if self._alone:
+        def code(layer: int, keys: Tensor, values: Tensor) -> Coding:
+            nonlocal below, turns, total
+            if turns is None:
+                # Of all layers.
+                places = torch.arange(first, first + len(keys))
+                turns = rotation.turns(places, torch.zeros_like(places)).to(keys.device)
+            kvs = rotation.move(keys.float(), turns), values
+            rows, below = encode_layer(basis, layer, below, kvs)
+            # Sinks are unlike everything, but what is loaded of them is exact.
+            fit = fit_of(basis, layer, rows[max(SINK_TOKENS - first, 0) :])
+            total += fit
             # Layers that are to come do not make it better.
-            self._sum += fit
-            if fit > WORST_FIT or self._sum > WORST_MEAN_FIT * basis.num_layers:
+            if alone and (fit > WORST_FIT or total > WORST_MEAN_FIT * basis.num_layers):
                 raise NotCodable(
                     "it is unlike what the basis knows, and its exact KVs are not kept"
                 )
-        return Coding(rows=rows, fit=fit)
+            return Coding(rows, fit)
+
+        return code
 
 
-class RowRestorer:
-    """Restores layers of sources, and puts them into slots; one thread."""
+class RowRestorer(abc.ABC):
+    """Restores layers by a basis, and puts them into slots; one thread."""
 
-    def __init__(self, codec: KVCodec, device: torch.device, layers: LayerRestorer) -> None:
-        """`device`: where the pools are; `layers` fits it."""
-        self.codec = codec
-        self._device = device
-        self._layers = layers
+    def __init__(self, codec: KVCodec, device: torch.device) -> None:
+        """`device`: where the pools are."""
+        self._basis, self._rotation, self._device = codec.basis, codec.rotation, device
 
-    def put(
+    def restore(
         self,
         layer: int,
         source: CodedSource,
-        found: Sequence[LayerCodes],
+        groups: Sequence[Tensor],
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Put what was read of a layer of a source into rows of pools.
+        """See `transfer.sources.Restorer`."""
+        rows = torch.cat(list(groups)) if len(groups) > 1 else groups[0]
+        below, turns = source.state or (None, self._turns(source))
+        below = self.put(layer, rows, below, turns, slots, keys, values)
+        source.state = below, turns
 
-        Args:
-            layer: from 0; ascending for each source.
-            source: was read.
-            found: what `source.read` has returned.
-            keys: pool [slots, G, Dk].
-            values: pool [slots, G, Dv].
-            slots: int64 [source.num_tokens] on the device of the pools, distinct.
-        """
-        rows = torch.cat([own.groups for own in found]) if len(found) > 1 else found[0].groups
-        if source.turns is None:
-            source.turns = self._turns_of(source)
-        below = source.below if layer else None
-        source.below = self._layers.put(layer, rows, below, source.turns, slots, keys, values)
-        parts: Sequence[Tensor] = slots.split([len(span) for span in source.spans])
-        for codes, own in zip(found, parts, strict=True):
-            put_sinks(codes.sinks, own, keys, values)
-
-    def _turns_of(self, source: CodedSource) -> Turns:
+    def _turns(self, source: CodedSource) -> Turns:
         """Turns of the keys of a source's tokens to where they stood when they were stored."""
-        places = torch.cat([torch.arange(own.start, own.stop) + own.first for own in source.spans])
-        turns = self.codec.rotation.turns(torch.zeros_like(places), places)
-        return turns.to(self._device)
+        places = torch.cat(
+            [torch.arange(len(own)) + own.start + s.info.prefix_len for s, own, _ in source.spans]
+        )
+        return self._rotation.turns(torch.zeros_like(places), places).to(self._device)
 
-
-class LayerRestorer(Protocol):
-    """The contract; `codes.rows.coder.decode_layer` defines the numbers."""
-
+    @abc.abstractmethod
     def put(
         self,
         layer: int,
@@ -187,6 +153,8 @@ class LayerRestorer(Protocol):
         values: Tensor,
     ) -> Tensor:
         """Put a layer of tokens into slots; all tensors are where the pools are.
+
+        `codes.rows.coder.decode_layer` defines the numbers.
 
         Args:
             layer: from 0.
@@ -200,26 +168,18 @@ class LayerRestorer(Protocol):
         Returns:
             What the layer was restored to, less its mean: bfloat16 [t, X].
         """
-        ...
 
 
-def layer_restorer_for(codec: KVCodec, device: torch.device) -> LayerRestorer:
-    """What fits the device of the pools."""
-    if device.type == "cuda":
-        return KernelRestorer(codec, device)
-    return LoopRestorer(codec)
-
-
-class LoopRestorer:
+class LoopRestorer(RowRestorer):
     """Restores layers with compiled loops and products of torch."""
 
-    def __init__(self, codec: KVCodec) -> None:
+    def __init__(self, codec: KVCodec, device: torch.device) -> None:
+        """See `RowRestorer`."""
+        super().__init__(codec, device)
         # Imported only where it is used: Numba is not needed on a GPU.
         from impress_sglang.loops import rows
 
         self._loops = rows
-        self._basis = codec.basis
-        self._halves = codec.rotation.halves
         self._tables: dict[int, _LayerTables] = {}
 
     def put(
@@ -232,9 +192,10 @@ class LoopRestorer:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """See `LayerRestorer`."""
-        count, tables = len(rows), self._tables_of(layer)
-        restored = torch.empty(count, len(tables.mean), dtype=torch.bfloat16)
+        """See `RowRestorer.put`."""
+        tables = self._tables_of(layer)
+        count, mean = len(rows), tables[-1]
+        restored = torch.empty(count, len(mean), dtype=torch.bfloat16)
         cos, sin = turns.cos.flatten(1).numpy(), turns.sin.flatten(1).numpy()
         heads, dim = self._basis.shapes[0]
         in_place = keys.dtype == values.dtype and keys.dtype in _WORDS
@@ -250,10 +211,10 @@ class LoopRestorer:
             words = [pool.flatten(1).view(_WORDS[pool.dtype]).numpy() for pool in pools]
             self._loops.fill(
                 product.view(torch.uint16).numpy(),
-                tables.mean.numpy(),
+                mean.numpy(),
                 cos[own],
                 sin[own],
-                self._halves,
+                self._rotation.halves,
                 into.numpy(),
                 heads,
                 dim,
@@ -269,37 +230,38 @@ class LoopRestorer:
         self, tables: _LayerTables, rows: Tensor, below: Tensor | None, out: Tensor
     ) -> Tensor:
         """What rows are restored to, less the mean: bfloat16 [t, X]."""
-        codes, count = tables.codes, len(rows)
+        (codes, matrix, _), count = tables, len(rows)
         # Its end has zeros, which no loop changes.
         parts = torch.zeros(count, codes.parts, dtype=torch.uint8)
-        width = len(tables.matrix) - (0 if below is None else below.shape[1])
+        width = len(matrix) - (0 if below is None else below.shape[1])
         components = torch.empty(count, width)
         arrays = codes.areas, codes.runs, codes.bounds, CURVES, GAIN_TABLE
         self._loops.unpack(rows.contiguous().numpy(), *arrays, parts.numpy(), components.numpy())
-        factors = torch.empty(count, len(tables.matrix), dtype=torch.bfloat16)
+        factors = torch.empty(count, len(matrix), dtype=torch.bfloat16)
         factors[:, :width] = components
         if below is not None:
             factors[:, width:] = below
-        return product_of(factors, tables.matrix, out)
+        return product_of(factors, matrix, out)
 
     def _tables_of(self, layer: int) -> _LayerTables:
         if layer not in self._tables:
             own, layout = self._basis.layers[layer], self._basis.layouts[layer]
             bounds = group_bounds(len(own.bits))
             codes = self._loops.RowTables.of(own.bits, layout.parts(), bounds)
-            self._tables[layer] = _LayerTables(codes, product_matrix(own), own.mean)
+            self._tables[layer] = codes, product_matrix(own), own.mean
         return self._tables[layer]
 
 
-class KernelRestorer:
+class KernelRestorer(RowRestorer):
     """Restores layers with two kernels each, and waits for nothing."""
 
     def __init__(self, codec: KVCodec, device: torch.device) -> None:
+        """See `RowRestorer`."""
+        super().__init__(codec, device)
         # Imported only where it is used: Triton is not needed on a CPU.
         from impress_sglang.triton import rows
 
         self._kernels = rows
-        self._halves = codec.rotation.halves
         levels, gains = (torch.from_numpy(own).to(device) for own in (LEVEL_TABLE, GAIN_TABLE))
         self._layers = []
         for own, layout in zip(codec.basis.layers, codec.basis.layouts, strict=True):
@@ -319,18 +281,9 @@ class KernelRestorer:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """See `LayerRestorer`."""
+        """See `RowRestorer.put`."""
         tables, angles = self._layers[layer], (turns.cos.flatten(1), turns.sin.flatten(1))
         components = self._kernels.unpack(rows, tables)
         return self._kernels.restore(
-            components, below, tables, angles, slots, keys, values, halves=self._halves
+            components, below, tables, angles, slots, keys, values, halves=self._rotation.halves
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LayerTables:
-    """`loops.rows.RowTables`, the matrix of the product, and the mean."""
-
-    codes: Any
-    matrix: Tensor
-    mean: Tensor

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.columns import ExactSource
-from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.filling import AnySource, FillStats, SlotFiller
+from impress_sglang.transfer.sources import Writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +51,10 @@ class PackedLayers:
         self,
         filler: SlotFiller,
         layer: int,
-        source: CodedSource | ExactSource,
+        source: AnySource,
         slots: Tensor,
         stats: FillStats,
-        writing: Callable[[], AbstractContextManager[None]],
+        writing: Writing,
     ) -> None:
         """Fill slots of the other pools with a layer of a source; see `SlotFiller.fill`."""
         shape, count = self.shape, len(slots)

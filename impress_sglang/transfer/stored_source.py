@@ -1,6 +1,7 @@
-"""What all sources of stored prefixes share: their current layer, and layer buffers.
+"""Reads layers of a stored prefix, exact or in codes, from caches and SSD.
 
-Stage: load. A layer buffer may be taken away for a layer of another source; a source that wants it
+Stage: load. Blocks are taken from where their chunks are, as they stand on disk; restoring them is
+up to others. A layer buffer may be taken away for a layer of another source; a source that wants it
 again reads it again. So what was taken from a buffer may not be used after another source has read.
 """
 
@@ -10,12 +11,33 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from impress_sglang.loops import areas
+from impress_sglang.loops.types import Flags, Indices, Uint8s
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader, PendingRead
-from impress_sglang.transfer.buffers import LayerBuffer, Tenant
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.moves import LoadedChunks
+from impress_sglang.tiers.placement import Access, Tier
+from impress_sglang.tiers.slab import PageShape
+from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
+from impress_sglang.transfer.wanted import Wanted
+
+_SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
+# A page of a cache is a block as it stands on disk.
+_WORD = torch.int32
+BLOCK_PAGE = PageShape(BLOCK_BYTES // _WORD.itemsize, 1, _WORD)
+
+OpenSpan: TypeAlias = tuple[OpenSegment, range, int]
+"""An open segment, which of its tokens are wanted, and the id of its first chunk in the cache."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,41 +93,81 @@ class ReadStats:
 
 
 class StoredSource(abc.ABC):
-    """Spans of segments whose layers are read in ascending order; buffers are kept by span."""
+    """Spans of segments whose layers are read in ascending order, one kind of chunks of them."""
 
     def __init__(
         self,
-        segments: Sequence[OpenSegment],
-        layer_bytes: int,
+        spans: Sequence[OpenSpan],
         reader: BlockReader,
-        stats: ReadStats,
+        pool: BufferPool,
+        cache: ChunkCache,
+        *,
+        codes: bool,
     ) -> None:
-        """`layer_bytes` is how much of the pool the buffers of a layer take."""
+        """Begin with nothing read.
+
+        Args:
+            spans: consecutive, one or more.
+            reader: reads blocks.
+            pool: gives the layer buffers that blocks are read into.
+            cache: of these chunks.
+            codes: whether codes are read, or columns.
+        """
+        assert spans
+        self.spans = tuple(spans)
+        segments = [segment for segment, _, _ in spans]
         self.segment_ids = [segment.segment_id for segment in segments]
-        self._shape = segments[0].layout.shape
-        self.num_layers = self._shape.num_layers
-        self.layer_bytes = layer_bytes
-        self.stats = stats
+        self.lengths = [len(tokens) for _, tokens, _ in spans]
+        self.num_tokens = sum(self.lengths)
+        self.num_layers = segments[0].layout.shape.num_layers
+        # Spans of one segment are read into one layer buffer, that of the first of them.
+        self._buffer_of = [segments.index(segment) for segment in segments]
+        self.layer_bytes = sum(
+            pool.size_of(segments[number].layout.most_bytes(codes=codes))
+            for number in set(self._buffer_of)
+        )
+        """How much of the pool the buffers of a layer take."""
+        self.stats = ReadStats()
         self.layer = -1
         """The layer that was asked for last; -1 before the first."""
         self.next_ahead = 0
         """The next layer to be read ahead."""
         self.lead = 0
         """How many layers are read ahead while the request waits; one is in any case."""
-        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What it makes is entered while rows are put into slots; it may raise."""
-        self._reader = reader
+        self._shape = segments[0].layout.shape
+        self._reader, self._pool, self._cache, self._codes = reader, pool, cache, codes
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
         # Counted when buffers are given back.
         self._evicted: list[LayerBuffer] = []
         self._ending: list[PendingRead] = []
 
     @abc.abstractmethod
+    def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
+        """What is certain to be wanted of each span, in the order in which it is asked for."""
+
     def read_ahead(self, waste_budget: float) -> None:
-        """Begin to read what the layer `next_ahead` will probably want, and advance `next_ahead`.
+        """Begin to read what the layer `next_ahead` will certainly want, and advance `next_ahead`.
 
         `waste_budget` bounds what is expected to be read in vain, as a share of what is wanted.
         """
+        layer = self.next_ahead
+        self.next_ahead += 1
+        # What enters a cache is wanted whole, and would cost each layer a read of its own.
+        whole = self._cache.placement.enabled
+        for of_spans in self._certain(layer):
+            of_buffer: dict[int, list[Indices]] = {}
+            for number, own in enumerate(of_spans):
+                chunks, count = own.layer, len(own.layer.first)
+                first_id = self.spans[number][2] + layer * count
+                tiers = self._cache.placement.tiers(first_id, count)
+                spared = np.zeros_like(own.spared) if whole else own.spared
+                wanted = areas.uncached_blocks(
+                    own.chunks, chunks.first, chunks.count, tiers, spared
+                )
+                if len(wanted):
+                    of_buffer.setdefault(self._buffer_of[number], []).append(wanted)
+            for number, found in of_buffer.items():
+                self._buffer(layer, number).read_ahead(_joined(found), self._reader)
 
     @property
     def wants_more(self) -> bool:
@@ -134,6 +196,91 @@ class StoredSource(abc.ABC):
         """Begin no more reads; once `is_reading` is False, nothing reads from the segments."""
         self._give_back()
 
+    def _take(self, layer: int, wanted: Mapping[int, Wanted], *, last: bool = True) -> list[Tensor]:
+        """Take the blocks that are wanted of some spans, by the numbers of the spans.
+
+        They are taken from where chunks stood before the read; then the chunks move. `last`: see
+        `LayerBuffer.read`.
+
+        Returns:
+            uint8 [blocks, BLOCK_BYTES] for each, on the device of the cache; valid until any source
+            is read from again.
+
+        Raises:
+            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
+        """
+        self._begin(layer)
+        ids = [
+            own.chunks + self.spans[number][2] + layer * len(own.layer.first)
+            for number, own in wanted.items()
+        ]
+        shares = np.concatenate([own.shares for own in wanted.values()])
+        access = self._cache.access(np.concatenate(ids), shares)
+        try:
+            parts, start = [], 0
+            for (number, own), found in zip(wanted.items(), ids, strict=True):
+                place = slice(start, start := start + len(found))
+                parts.append(PartOfRead(number, own, found, place, access))
+            self._fetch(layer, parts, last=last)
+            blocks = [self._blocks(part) for part in parts]
+            self._settle(parts, access)
+        except BaseException:
+            # The placement assumes bytes that were not copied.
+            self._cache.abandon(access)
+            raise
+        self._count(parts, access)
+        return blocks
+
+    def _fetch(self, layer: int, parts: Sequence[PartOfRead], *, last: bool) -> None:
+        """Bring all blocks that must come from SSD into their buffers."""
+        of_buffer: dict[LayerBuffer, list[Indices]] = {}
+        for part in parts:
+            if len(part.from_ssd):
+                part.buffer = self._buffer(layer, part.number)
+                of_buffer.setdefault(part.buffer, []).append(part.from_ssd)
+        reading = [(buffer, _joined(found)) for buffer, found in of_buffer.items()]
+        for buffer, wanted in reading:
+            gap_bytes = self._reader.cost.gap_bytes
+            self.stats.ssd_bytes += buffer.read(wanted, gap_bytes, self._reader, last=last)
+        began = time.perf_counter()
+        for buffer, wanted in reading:
+            buffer.wait(wanted)
+        self.stats.wait_ms += (time.perf_counter() - began) * 1e3
+
+    def _blocks(self, part: PartOfRead) -> Tensor:
+        memory = None if part.buffer is None else part.buffer.memory
+        taken = slice(None) if part.wanted.taken is None else part.wanted.taken
+        return take_blocks(self._cache, part.tiers[taken], part.frames[taken], memory)
+
+    def _settle(self, parts: Sequence[PartOfRead], access: Access) -> None:
+        """Move chunks between tiers; those that were read to be cached come from the buffers."""
+        loaded: list[LoadedChunks] = []
+        memories: list[PooledMemory] = []
+        for part in parts:
+            if part.buffer is not None and part.kept.any():
+                memories.append(memory := part.buffer.memory)
+                first = part.wanted.layer.first[part.wanted.chunks[part.kept]]
+                flat = memory.vectors(torch.uint8, 1).view(-1)
+                loaded.append(LoadedChunks(flat, part.ids[part.kept], first * BLOCK_BYTES))
+        fence = self._cache.settle(access, loaded)
+        if fence is not None:
+            for memory in memories:
+                memory.fence = fence
+
+    def _count(self, parts: Sequence[PartOfRead], access: Access) -> tuple[int, int, int]:
+        """Count a read; returns the wanted bytes that were found on SSD, host, and device."""
+        stats, chunks = self.stats, np.bincount(access.tiers, minlength=3).tolist()
+        stats.ssd_chunks += chunks[_SSD]
+        stats.host_chunks += chunks[_HOST]
+        stats.device_chunks += chunks[_DEVICE]
+        sizes = np.concatenate([part.wanted.bytes for part in parts])
+        on_ssd, on_host, on_device = map(int, np.bincount(access.tiers, sizes, 3).tolist())
+        stats.ssd_needed_bytes += on_ssd
+        stats.h2d_bytes += on_ssd + on_host
+        if len(access.moves):
+            stats.h2d_bytes += int(access.moves.pages_moved()[:, _DEVICE].sum()) * BLOCK_BYTES
+        return on_ssd, on_host, on_device
+
     def _begin(self, layer: int) -> None:
         """Move on to a layer, and give back the buffers of earlier layers."""
         if layer == self.layer:
@@ -143,14 +290,15 @@ class StoredSource(abc.ABC):
         self.next_ahead = max(self.next_ahead, layer + 1)
         self._give_back(layer)
 
-    def _open_buffer(
-        self, layer: int, number: int, make: Callable[[Tenant], LayerBuffer]
-    ) -> LayerBuffer:
-        """The buffer of a layer and span, made if it is not open; a layer's are open together."""
-        buffers = self._buffers.setdefault(layer, {})
+    def _buffer(self, layer: int, number: int) -> LayerBuffer:
+        """The buffer of a layer of the span with this number; a layer's are open together."""
+        number, buffers = self._buffer_of[number], self._buffers.setdefault(layer, {})
         if number not in buffers:
+            segment = self.spans[number][0]
             evict = functools.partial(self._evict, layer, number)
-            buffers[number] = make(Tenant((self, layer), evict, self.layer_bytes))
+            tenant = Tenant((self, layer), evict, self.layer_bytes)
+            part = segment.layout.part(layer, codes=self._codes)
+            buffers[number] = LayerBuffer(segment, *part, self._pool, tenant)
         return buffers[number]
 
     def _evict(self, layer: int, number: int) -> None:
@@ -173,3 +321,71 @@ class StoredSource(abc.ABC):
     def _close_buffer(self, buffer: LayerBuffer) -> None:
         buffer.close(self._reader)
         self._ending = [read for read in (*self._ending, *buffer.reads) if not read.done]
+
+
+class PartOfRead:
+    """What a read wants of a span, and where that is.
+
+    `ids` int64 are the chunks, of which some will be cached (`kept`). For their blocks, one after
+    another, `tiers` and `frames` say where each is; see `take_blocks`. Blocks `from_ssd`,
+    ascending, must come from there, into `buffer`.
+    """
+
+    __slots__ = ("buffer", "frames", "from_ssd", "ids", "kept", "number", "tiers", "wanted")
+
+    def __init__(
+        self, number: int, wanted: Wanted, ids: Indices, place: slice, access: Access
+    ) -> None:
+        """`number`: of the span; `place`: of the chunks in the access."""
+        self.number, self.wanted, self.ids = number, wanted, ids
+        self.buffer: LayerBuffer | None = None
+        self.kept: Flags = access.kept[place]
+        chunks = wanted.layer
+        self.tiers: Uint8s
+        self.tiers, self.frames, self.from_ssd, _ = areas.find_blocks(
+            wanted.chunks,
+            chunks.first,
+            chunks.count,
+            access.tiers[place],
+            self.kept,
+            access.pages[place],
+            wanted.spared,
+        )
+
+
+def take_blocks(
+    cache: ChunkCache, tiers: Uint8s, frames: Indices, memory: PooledMemory | None
+) -> Tensor:
+    """Take blocks of a span, in the given order; on a GPU nothing is waited for.
+
+    What is read stays unchanged, and chunks may move after the call.
+
+    Args:
+        cache: of their chunks.
+        tiers: uint8 [n], `Tier` values.
+        frames: int64 [n], page numbers in that cache, or block numbers in the layer buffer.
+        memory: memory of the layer buffer; None if nothing is taken from there.
+
+    Returns:
+        uint8 [n, BLOCK_BYTES] on the device of the cache. On a CPU it may share `memory`.
+    """
+    if cache.copier.in_place and memory is not None and len(frames):
+        in_sequence = not tiers.any() and (np.diff(frames) == 1).all()
+        if in_sequence:
+            first = int(frames[0])
+            return memory.vectors(torch.uint8, BLOCK_BYTES)[first : first + len(frames)]
+    begins = cache.begins(0 if memory is None else memory.address)
+    blocks = torch.empty(len(frames), BLOCK_BYTES, dtype=torch.uint8, device=cache.device)
+    table = cache.copier.begin(len(frames))
+    areas.block_copies(tiers, frames, begins, blocks.data_ptr(), BLOCK_BYTES, table)
+    cache.copy_stream.join()
+    fence = cache.copier.launch()
+    cache.copy_stream.note_reading(fence)
+    if memory is not None:
+        memory.fence = fence
+    return blocks
+
+
+def _joined(wanted: Sequence[Indices]) -> Indices:
+    """The blocks of a segment that any of its spans wants, ascending."""
+    return wanted[0] if len(wanted) == 1 else np.unique(np.concatenate(wanted))

@@ -21,7 +21,7 @@ from torch import Tensor
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import Integers, OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
@@ -30,17 +30,11 @@ from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Moves, Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_slots import put_codes
-from impress_sglang.transfer.coded_span import CodedSpan, cached_pages
-from impress_sglang.transfer.columns import (
-    ColumnSpan,
-    ExactSource,
-    column_pages,
-    most_column_pages,
-)
-from impress_sglang.transfer.frames import CODE_PAGE
-from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec, RowRestorer
+from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.sources import CodedSource, ExactSource
+from impress_sglang.transfer.stored_source import BLOCK_PAGE
+from impress_sglang.transfer.wanted import chunk_pages, most_pages
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +75,15 @@ def run_stages(
     shape: KVShape, chunk_tokens: int, device: torch.device, *, codec: KVCodec | None = None
 ) -> None:
     """Launch all kernels in all their variants, also in Triton's interpreter; see `warm_up`."""
+    # With a basis all layers are needed.
+    plain = replace(shape, num_layers=1, basis="", row_bytes_of_layers=())
     if shape.exact:
         with fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
-            # Without a basis, of which all layers are needed.
-            plain = replace(shape, num_layers=1, code_bits=0.0, basis="", row_bytes_of_layers=())
-            _load_exact(plain, chunk_tokens, device)
-    if codec is not None:
-        with fitting(shape, "loading codes", "no --impress-basis"):
-            _load_codes(shape, chunk_tokens, device, codec)
-    elif shape.coded:
-        with fitting(shape, "loading codes", "--impress-policy paper, which has none"):
-            _load_codes(replace(shape, num_layers=1), chunk_tokens, device)
+            _load(replace(plain, code_bits=0.0), chunk_tokens, device, None)
+    if shape.coded:
+        instead = "no --impress-basis" if codec else "--impress-policy paper, which has none"
+        with fitting(shape, "loading codes", instead):
+            _load(plain if codec is None else shape, chunk_tokens, device, codec)
 
 
 @contextlib.contextmanager
@@ -109,50 +101,28 @@ def fitting(shape: KVShape, what: str, instead: str) -> Iterator[None]:
         ) from error
 
 
-def _load_exact(shape: KVShape, chunk_tokens: int, device: torch.device) -> None:
-    """Move chunks, and load a layer."""
+def _load(shape: KVShape, chunk_tokens: int, device: torch.device, codec: KVCodec | None) -> None:
+    """Move chunks, and load all layers."""
     with contextlib.ExitStack() as at_end:
-        segment = _Zeros(shape, chunk_tokens)
+        segment, codes = _Zeros(shape, chunk_tokens), shape.coded
         at_end.callback(segment.close)
-        cache = _cache(most_column_pages(segment.layout), device, at_end)
-        base = cache.attach(column_pages(segment.layout))
-        span = ColumnSpan(segment, 0, SEGMENT_TOKENS, base)
-        source = ExactSource([span], *_reading(cache, at_end), cache)
+        cache = _cache(most_pages(segment.layout, codes=codes), device, at_end)
+        first_id = cache.attach(chunk_pages(segment.layout, codes=codes))
+        reading = *_reading(cache, at_end), cache
+        span = segment, range(SEGMENT_TOKENS), first_id
+        source = CodedSource([span], *reading) if codes else ExactSource([span], *reading)
         at_end.callback(source.close)
-        source.fill(0, *_slots(shape, device))
-
-
-def _load_codes(
-    shape: KVShape, chunk_tokens: int, device: torch.device, codec: KVCodec | None = None
-) -> None:
-    """Move blocks, and load a layer; with a basis, all layers."""
-    with contextlib.ExitStack() as at_end:
-        segment = _Zeros(shape, chunk_tokens)
-        at_end.callback(segment.close)
-        layouts = segment.layout.codes
-        most = max(own.page_bytes // BLOCK_BYTES for own in layouts)
-        cache = _cache(most, device, at_end)
-        reader, pool = _reading(cache, at_end)
-        base = cache.attach(cached_pages(layouts))
-        span = CodedSpan(segment, 0, SEGMENT_TOKENS, base)
-        source = CodedSource([span], reader, pool, cache)
-        at_end.callback(source.close)
-        keys, values, rows = _slots(shape, device)
-        if codec is None:
-            from impress_sglang.triton.codes import restore
-
-            put_codes(restore, shape, source, source.read(0), keys, values, rows)
-            return
-        restorer = RowRestorer(codec, device, KernelRestorer(codec, device))
+        filler = SlotFiller(shape, device, codec, kernels=True)
         for layer in range(shape.num_layers):
-            restorer.put(layer, source, source.read(layer), keys, values, rows)
+            slots = _slots(shape, device)
+            filler.fill(layer, source, *slots, FillStats(), contextlib.nullcontext)
 
 
 def _cache(max_chunk_pages: int, device: torch.device, at_end: contextlib.ExitStack) -> ChunkCache:
     """Make a small cache in which chunks have moved."""
-    size = CACHE_PAGES * CODE_PAGE.page_bytes
+    size = CACHE_PAGES * BLOCK_PAGE.page_bytes
     cache = ChunkCache(
-        CODE_PAGE,
+        BLOCK_PAGE,
         max_chunk_pages,
         LeastRecentlyUsed(),
         device=device,

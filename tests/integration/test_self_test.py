@@ -132,7 +132,7 @@ def test_pools_that_keep_kvs_otherwise(kind: type[MHATokenToKVPool], words: str)
     ("module", "name", "broken", "words"),
     [
         (slots, "restore", lambda *_: None, "keys of layer 0 are off by"),
-        (filling, "put_codes", lambda *_: 1 / 0, "ZeroDivisionError"),
+        (filling.GroupRestorer, "restore", lambda *_: 1 / 0, "ZeroDivisionError"),
         (self_test.PoolLayerReader, "_read", lambda *_: 1 / 0, "only 0 of 72 tokens were stored"),
     ],
 )

@@ -15,7 +15,7 @@ from impress_sglang.blend.plugin.steps import BlendSteps
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.prefix_hashes import namespace_text
-from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.sources import CodedSource
 from tests.integration.tiny_model import WORDS
 from tests.integration.tree_world import TreeWorld, install, told_of
 from tests.unit.kv_factory import as_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +19,10 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for, put_codes
-from impress_sglang.transfer.coded_span import CodedSpan, cached_pages
-from impress_sglang.transfer.frames import CODE_PAGE
+from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.sources import CodedSource
+from impress_sglang.transfer.stored_source import BLOCK_PAGE, OpenSpan
+from impress_sglang.transfer.wanted import chunk_pages
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 from tests.unit.reading import wait_for_reads
 
@@ -42,9 +43,10 @@ class CodedPart:
     stop: int | None = None
 
 
-def with_sinks(rows: Tensor, exact: Tensor, span: CodedSpan) -> Tensor:
+def with_sinks(rows: Tensor, exact: Tensor, span: OpenSpan) -> Tensor:
     """Rows of a span, [m, G, D], with the exact ones [t, G, D] of sinks among its tokens."""
-    kept = exact[span.start : min(span.stop, SINK_TOKENS)]
+    _, tokens, _ = span
+    kept = exact[tokens.start : min(tokens.stop, SINK_TOKENS)]
     return torch.cat([kept.float(), rows[len(kept) :]])
 
 
@@ -88,15 +90,15 @@ class CodedCase:
             layouts = segment.layout.codes
             if self.cache is None:
                 self.cache = ChunkCache(
-                    CODE_PAGE,
+                    BLOCK_PAGE,
                     layouts[0].page_bytes // BLOCK,
                     rule or LeastRecentlyUsed(),
                     device=torch.device("cpu"),
                     device_bytes=device_pages * BLOCK,
                     host_bytes=host_pages * BLOCK,
                 )
-            base = self.cache.attach(cached_pages(layouts))
-            self.spans.append(CodedSpan(segment, part.start, stop, base))
+            base = self.cache.attach(chunk_pages(segment.layout, codes=True))
+            self.spans.append((segment, range(part.start, stop), base))
             self.exact.append(own)
             keys.append(own[0][:, part.start : stop])
             values.append(own[1][:, part.start : stop])
@@ -124,16 +126,16 @@ class CodedCase:
         self.cache.placement.advance()
         self.source = self.open(self.spans)
 
-    def open(self, spans: Sequence[CodedSpan]) -> CodedSource:
+    def open(self, spans: Sequence[OpenSpan]) -> CodedSource:
         """Another source over spans of the case."""
         assert self.cache is not None
         return CodedSource(spans, self.reader, self.pool, self.cache)
 
-    def load(self, layer: int, writer: CodeWriter | None = None) -> None:
+    def load(self, layer: int, *, kernels: bool = False) -> None:
         """The request under way loads a layer into its slots."""
-        writer = writer or code_writer_for(torch.device("cpu"))
-        pools, found = self.layer_pools(layer), self.source.read(layer)
-        put_codes(writer, self.shape, self.source, found, *pools, self.slots)
+        filler = SlotFiller(self.shape, torch.device("cpu"), kernels=kernels)
+        pools = self.layer_pools(layer)
+        filler.fill(layer, self.source, *pools, self.slots, FillStats(), contextlib.nullcontext)
 
     def read_ahead(self, waste_budget: float) -> None:
         """All layers, to the end."""
@@ -145,14 +147,15 @@ class CodedCase:
         """The pools of keys and of values of a layer."""
         return self.pools[layer], self.pools[len(self.pools) // 2 + layer]
 
-    def expected(self, layer: int, spans: Sequence[CodedSpan]) -> list[Tensor]:
+    def expected(self, layer: int, spans: Sequence[OpenSpan]) -> list[Tensor]:
         """Keys and values [m, G, D] of the tokens of some spans."""
         found: list[list[Tensor]] = [[], []]
         for span in spans:
-            number = int(span.segment.segment_id.removeprefix("segment"))
+            segment, tokens, _ = span
+            number = int(segment.segment_id.removeprefix("segment"))
             coded, exact = self._coded[number, layer], self.exact[number]
             for rows, own, whole in zip(found, coded, exact, strict=True):
-                rows.append(with_sinks(own[span.start : span.stop], whole[layer], span))
+                rows.append(with_sinks(own[tokens.start : tokens.stop], whole[layer], span))
         return [torch.cat(rows) for rows in found]
 
     def check(self, layer: int) -> None:
@@ -163,5 +166,5 @@ class CodedCase:
 
     def close(self) -> None:
         self.source.close()
-        for span in self.spans:
-            span.segment.close()
+        for segment, _, _ in self.spans:
+            segment.close()

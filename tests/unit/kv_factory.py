@@ -23,8 +23,8 @@ from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
-from impress_sglang.transfer.columns import ColumnSpan, column_pages, most_column_pages
-from impress_sglang.transfer.frames import CODE_PAGE
+from impress_sglang.transfer.stored_source import BLOCK_PAGE, OpenSpan
+from impress_sglang.transfer.wanted import chunk_pages, most_pages
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 DISK_BLOCK = 4096
@@ -144,8 +144,8 @@ def make_cache(
     layout = SegmentLayout(shape, chunk_tokens, 1, DISK_BLOCK)
     chunk_bytes = max(layout.chunk_stride(column) for column in columns_of(shape))
     return ChunkCache(
-        CODE_PAGE,
-        most_column_pages(layout),
+        BLOCK_PAGE,
+        most_pages(layout, codes=False),
         rule or LeastRecentlyUsed(),
         device=torch.device("cpu"),
         device_bytes=device_chunks * chunk_bytes,
@@ -160,16 +160,16 @@ def open_span(
     stop: int | None = None,
     *,
     direct: bool = False,
-) -> ColumnSpan:
+) -> OpenSpan:
     """The tokens [start, stop) of a segment file, to the end without `stop`."""
     segment = OpenSegment(path, FileSystem(), direct=direct)
     stop = segment.info.num_tokens if stop is None else stop
-    return ColumnSpan(segment, start, stop, attach(cache, segment.layout))
+    return segment, range(start, stop), attach(cache, segment.layout)
 
 
 def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
     """Ids for the chunks of a segment."""
-    return cache.attach(column_pages(layout))
+    return cache.attach(chunk_pages(layout, codes=False))
 
 
 def head_groups_of(shape: KVShape) -> int:

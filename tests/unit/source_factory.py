@@ -20,8 +20,7 @@ from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 from impress_sglang.transfer.buffers import BufferPool, Tenant
-from impress_sglang.transfer.columns import ColumnSpan
-from impress_sglang.transfer.stored_source import ReadStats
+from impress_sglang.transfer.stored_source import OpenSpan, ReadStats
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 
@@ -144,7 +143,7 @@ class Case:
         self.reader: BlockReader
         self.pool = BufferPool(16 << 20)
         self.cache: ChunkCache | None = None
-        self.spans: list[ColumnSpan] = []
+        self.spans: list[OpenSpan] = []
         self.mappings: list[MappingLists | None] = [None] * len(parts)
         self.paths: list[Path] = []
         self._finished = ReadStats()
@@ -301,8 +300,8 @@ class Case:
         """Give the ids of the chunks back, and take them in another order."""
         assert self.cache is not None
         self.close()
-        for span in self.spans:
-            self.cache.detach(span.base, span.segment.layout.total_chunks)
+        for segment, _, base in self.spans:
+            self.cache.detach(base, segment.layout.total_chunks)
         self.cache.check_integrity()
         again = [
             kv.open_span(path, self.cache, part.start, part.stop)
@@ -313,8 +312,8 @@ class Case:
 
     def close(self) -> None:
         self.finish()
-        for span in self.spans:
-            span.segment.close()
+        for segment, _, _ in self.spans:
+            segment.close()
 
 
 def open_case(
@@ -380,9 +379,9 @@ def draw_case(data: st.DataObject, directory: Path, reader: BlockReader) -> Case
     )
 
 
-def history_of(span: ColumnSpan, *, by_importance: bool = False) -> TokenHistory:
+def history_of(span: OpenSpan, *, by_importance: bool = False) -> TokenHistory:
     """Nothing is known of any token of a segment."""
-    info = span.segment.info
+    info = span[0].info
     sizes = info.shape.num_layers, kv.head_groups_of(info.shape), info.num_tokens
     return TokenHistory(*sizes, by_importance=by_importance)
 
@@ -422,7 +421,7 @@ def same_tokens(case: Case, tokens: Sequence[int]) -> Tensor:
 def poison(case: Case) -> None:
     """Fill the memory that reads land in with NaN of every floating-point type."""
     # What a layer of each span takes.
-    layouts = [span.segment.layout for span in case.spans]
+    layouts = [segment.layout for segment, _, _ in case.spans]
     taken = [
         case.pool.take(
             own.most_layer_bytes + max(map(own.chunk_stride, kv.columns_of(case.shape))),

@@ -22,7 +22,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.store.writing import StoreOutcome
-from impress_sglang.transfer.kv_codec import WORST_FIT, KVCodec
+from impress_sglang.transfer.kv_codec import WORST_FIT, KVCodec, shape_by
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for
@@ -34,7 +34,7 @@ PLAIN = kv.make_shape(
     layers=3, query_heads=4, kv_heads=2, key_dim=16, value_dim=8, probe=(), coded=True
 )
 CODEC = codec_for(PLAIN)
-SHAPE = CODEC.shape(PLAIN)
+SHAPE = shape_by(CODEC.basis, PLAIN)
 # Of --impress-keep codes.
 ALONE = dataclasses.replace(SHAPE, exact=False)
 CPU = torch.device("cpu")
@@ -243,4 +243,4 @@ def test_a_basis_for_another_shape_is_refused() -> None:
         dataclasses.replace(PLAIN, value_dim=16),
     ):
         with pytest.raises(ConfigError, match="impress calibrate"):
-            CODEC.shape(other)
+            shape_by(CODEC.basis, other)

@@ -19,7 +19,7 @@ from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.serving.load_jobs import JobLoader, JobState
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.policies import LoadOptions
-from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.sources import CodedSource
 from tests.unit import blending_desk
 from tests.unit.blending_desk import ROTATION, SHAPE, Desk, texts
 from tests.unit.kv_factory import SequenceKVs

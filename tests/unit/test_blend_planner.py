@@ -13,6 +13,7 @@ from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
+from impress_sglang.transfer.kv_codec import shape_by
 from tests.unit import blending_desk
 from tests.unit.basis_factory import codec_for
 from tests.unit.blending_desk import APPROXIMATE, Desk, texts
@@ -227,7 +228,7 @@ def test_what_blends_take_is_learnt_and_tried_again(
 
 def test_a_basis_has_no_other_bits(tmp_path: Path) -> None:
     codec = codec_for(blending_desk.SHAPE)
-    bench = Workbench(tmp_path / "kv", codec.shape(blending_desk.SHAPE), codec)
+    bench = Workbench(tmp_path / "kv", shape_by(codec.basis, blending_desk.SHAPE), codec)
     desk = Desk(bench, (0, 1), (2,))
     plan = desk.planned([9, *texts(2, 0, 1)], wanted=LoadOptions(bits=4.0, blend=0.0))
     assert plan.estimate.bits == plan.quality.bits == 4.0

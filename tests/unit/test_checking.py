@@ -79,8 +79,8 @@ DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
     "a use": lambda _, own: setattr(own, "last_access", 10**6),
     "tokens": lambda _, own: object.__setattr__(own.info, "tokens", own.info.tokens + 1),
     "a parent": lambda _, own: setattr(own, "parent", None),
-    "a version": lambda store, own: setattr(store.segments.of(own), "readers", 1),
-    "a retired version": lambda store, own: setattr(store.segments.of(own), "retired", True),
+    "a version": lambda store, own: store.segments.acquire(own).__setattr__("readers", 0),
+    "a retired version": lambda store, own: setattr(store.segments.acquire(own), "retired", True),
     "a cache": _wrong_heap,
 }
 

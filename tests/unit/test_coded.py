@@ -46,7 +46,7 @@ def test_all_of_it_is_read_once(coded: Coded) -> None:
     case.source.close()
     (span,) = case.spans
     read = case.source.stats
-    assert read.ssd_needed_bytes == span.layout.layer_bytes * SHAPE.num_layers
+    assert read.ssd_needed_bytes == span[0].layout.codes[0].layer_bytes * SHAPE.num_layers
     assert read.ssd_bytes == read.ssd_needed_bytes
 
 
@@ -69,7 +69,7 @@ def test_caches_give_what_the_drive_gave(device_pages: int, host_pages: int, cod
 
 def test_a_damaged_block_is_found(coded: Coded) -> None:
     case = coded(PREFIXES["one"])
-    flip_byte(case.paths[0], case.spans[0].segment.layout.codes_offset(1) + 5)
+    flip_byte(case.paths[0], case.spans[0][0].layout.codes_offset(1) + 5)
     case.load(0)
     with pytest.raises(PrefixUnreadable, match="checksum"):
         case.load(1)

@@ -6,7 +6,7 @@ requests in turn.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
@@ -17,21 +17,21 @@ import torch
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
-from impress_sglang.transfer.coded_span import CodedSpan
+from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.stored_source import OpenSpan
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.waiting import wait_until
 
 CPU = torch.device("cpu")
 
 
-def spans_of(case: CodedCase, chance: random.Random) -> list[CodedSpan]:
+def spans_of(case: CodedCase, chance: random.Random) -> list[OpenSpan]:
     """Each segment cut at random tokens into up to four spans."""
     found = []
-    for span in case.spans:
-        inner = (chance.randrange(1, len(span)) for _ in range(chance.randrange(4)))
-        for start, stop in itertools.pairwise(sorted({0, len(span), *inner})):
-            found.append(dataclasses.replace(span, start=start, stop=stop))
+    for segment, tokens, base in case.spans:
+        inner = (chance.randrange(1, len(tokens)) for _ in range(chance.randrange(4)))
+        for place in itertools.pairwise(sorted({0, len(tokens), *inner})):
+            found.append((segment, range(*place), base))
     return found
 
 
@@ -61,7 +61,7 @@ def test_slots_hold_what_was_asked_for(
         spans = spans_of(case, chance)
         sources.append(case.open(spans[: chance.randint(1, len(spans))]))
         ahead.join(sources[-1])
-    writer = code_writer_for(CPU)
+    filler, stats = SlotFiller(SHAPE, CPU), FillStats()
     for layer in range(SHAPE.num_layers):
         for source in sources:
             if chance.random() < 0.5:
@@ -71,7 +71,7 @@ def test_slots_hold_what_was_asked_for(
                 for dim in (SHAPE.key_dim, SHAPE.value_dim)
             ]
             rows = torch.arange(source.num_tokens)
-            put_codes(writer, SHAPE, source, source.read(layer), pools[0], pools[1], rows)
+            filler.fill(layer, source, *pools, rows, stats, contextlib.nullcontext)
             ahead.top_up()
             for pool, right in zip(pools, case.expected(layer, source.spans), strict=True):
                 assert (pool - right).abs().max() <= 1e-4

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.groups import energy as energy_module
 from impress_sglang.codes.groups.energy import (
     QueryMeter,
     energy_of,
     no_queries,
 )
-from impress_sglang.storage import layer_codec
 from impress_sglang.storage.directory import CODING
 from tests.unit.kv_factory import make_shape
 from tests.unit.spying import calls_of
 from tests.unit.store_factory import Workbench
 
 HEADS, DIM = 3, 32
-KEYS = VALUES = torch.zeros(20, HEADS, DIM)
+KEYS = torch.zeros(20, HEADS, DIM)
 
 
 def some_queries(seed: int) -> Tensor:
@@ -32,12 +32,12 @@ def some_queries(seed: int) -> Tensor:
 def measured() -> QueryMeter:
     """A meter that has seen queries of layer 0."""
     meter = QueryMeter()
-    meter.rule(lambda layer: some_queries(1))(0, KEYS, VALUES)
+    meter.energy(0, KEYS.shape[1:], lambda layer: some_queries(1))
     return meter
 
 
 def known(meter: QueryMeter, layer: int = 0, keys: Tensor = KEYS) -> Tensor | None:
-    return meter.rule(no_queries)(layer, keys, VALUES).energy
+    return meter.energy(layer, keys.shape[1:])
 
 
 def same(found: Tensor | None, right: Tensor | None) -> bool:
@@ -91,7 +91,7 @@ def test_a_store_codes_by_what_it_knows_of_queries(
     """From the offer with queries to the codes, and to those of the next process."""
     shape = make_shape(layers=2, query_heads=6, kv_heads=3, key_dim=DIM, probe=(), coded=True)
     bench, options = Workbench(tmp_path, shape), {"policy": "impress"}
-    coded = calls_of(monkeypatch, layer_codec, "encode_groups")
+    coded = calls_of(monkeypatch, energy_module, "encode_layer")
     store = bench.open(**options)
 
     def put(count: int, queries: Any = no_queries) -> list[Tensor | None]:

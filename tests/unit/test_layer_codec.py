@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.codes.groups.codec import NotCodable
-from impress_sglang.codes.groups.energy import Coding
 from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit import kv_factory as kv
@@ -63,7 +60,7 @@ def test_a_layer_is_read_back_in_logical_order(
     mapping, memory = mapping_lists(layout, seed, dtype), dirty(layout)
     given = keys.clone(), values.clone(), None if mapping is None else mapping.copy()
 
-    encode_layer(layout, 0, given[0], given[1], given[2], memory, Coding())
+    encode_layer(layout, 0, given[0], given[1], given[2], memory)
     found_keys, found_values = decode_layer(layout, memory, mapping)
     memory[:] = bytes(len(memory))
 
@@ -73,12 +70,3 @@ def test_a_layer_is_read_back_in_logical_order(
     assert found_keys.dtype == found_values.dtype == layout.shape.dtype
     assert torch.equal(found_keys, keys)
     assert torch.equal(found_values, values)
-
-
-def test_what_cannot_be_coded_is_not_encoded() -> None:
-    layout = SegmentLayout(kv.make_shape(layers=1, coded=True), 8, 20, header_bytes=4096)
-    keys, values = (kvs[0] for kvs in kv.random_kvs(layout.shape, 20, seed=1))
-    values[7] = torch.inf
-
-    with pytest.raises(NotCodable):
-        encode_layer(layout, 0, keys, values, None, dirty(layout), Coding())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from impress_sglang.codes.groups.codec import GROUP_TOKENS
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
-from impress_sglang.transfer.columns import chunks_of_columns, column_pages
+from impress_sglang.transfer.wanted import chunk_pages, column_chunks
 from tests.unit import kv_factory as kv
 
 BLOCK = 4096
@@ -147,8 +147,8 @@ def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
 
 
 @given(layouts())
-def test_chunks_of_columns_are_those_of_the_layout(layout: SegmentLayout) -> None:
-    found, starts, at = chunks_of_columns(layout), column_starts(layout), 0
+def test_column_chunks_are_those_of_the_layout(layout: SegmentLayout) -> None:
+    found, starts, at = column_chunks(layout), column_starts(layout), 0
     for column in kv.columns_of(layout.shape):
         begin, chunk = starts[column]
         assert chunk == layout.chunk_index(0, column, 0)
@@ -161,4 +161,6 @@ def test_chunks_of_columns_are_those_of_the_layout(layout: SegmentLayout) -> Non
             assert (blocks == place).all()
             begin += size
     assert at == len(found.chunk_of_block) == layout.columns_bytes // BLOCK
-    assert column_pages(layout).tolist() == found.count.tolist() * layout.shape.num_layers
+    assert (
+        chunk_pages(layout, codes=False).tolist() == found.count.tolist() * layout.shape.num_layers
+    )

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch
-from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.coded_slots import code_writer_for, put_codes
+from impress_sglang.transfer.filling import FillStats, SlotFiller
+from impress_sglang.transfer.sources import CodedSource
 from tests.faults import Faults, FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
@@ -159,12 +160,11 @@ def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
     """What the codes of a job are, read on the thread of the test."""
     source, slots = store.open_whole(job.spans, exact=False), torch.arange(len(job))
     assert isinstance(source, CodedSource)
-    keys, values = [], []
+    keys, values, filler = [], [], SlotFiller(SHAPE, CPU)
     for layer in range(SHAPE.num_layers):
         for rows, dim in ((keys, SHAPE.key_dim), (values, SHAPE.value_dim)):
             rows.append(torch.full((len(job), SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype))
-        found = source.read(layer)
-        put_codes(code_writer_for(CPU), SHAPE, source, found, keys[-1], values[-1], slots)
+        filler.fill(layer, source, keys[-1], values[-1], slots, FillStats(), nullcontext)
         source.end_layer(layer)
     store.close_source(source)
     return [*keys, *values]
@@ -173,7 +173,7 @@ def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """As a server does at its start: it may take longer than a test waits."""
-    code_writer_for(CPU)
+    assert SlotFiller(SHAPE, CPU)._restorer
 
 
 @pytest.fixture

@@ -151,13 +151,12 @@ def test_what_is_not_certain_to_be_read_is_not_awaited(
     bench.put(store, range(256))
     match = look_up(store, range(256))
     store.close_source(store.open_part(match, 0, 256, whole=True))
-    (version,) = store.segments._known.values()
-    store.forecast.exact_bytes(match.spans)
-    assert version.columns is not None
+    info = match.spans[0].segment.info
+    first = store.segments.first_id(info, codes=False)
     lookahead.wait("waits", match.spans)
     store.poll()
-    rule, layout = store.cache.placement._rule, version.layout
-    awaited = rule.priorities[version.columns :][: layout.total_chunks] >= 2**62
+    rule, layout = store.cache.placement._rule, info.layout()
+    awaited = rule.priorities[first:][: layout.total_chunks] >= 2**62
     by_column = awaited.reshape(2, -1, layout.num_chunks)
     assert by_column.all(2).tolist() == by_column.any(2).tolist()
     expected = [column in columns for column in bench.shape.columns]

@@ -70,7 +70,7 @@ def check(
 ) -> None:
     """Restore all layers into slots here and there; everything else stays as it was."""
     own = random_turns(rotated, tokens, halves=halves)
-    restorer = LoopRestorer(KVCodec(basis, own.rotation))
+    restorer = LoopRestorer(KVCodec(basis, own.rotation), torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     slots = torch.randperm(tokens + 5, generator=generator)[:tokens]
     below = wanted = None
@@ -101,7 +101,7 @@ def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
     """Bit by bit, also where tokens are restored among others."""
     generator = torch.Generator().manual_seed(3)
     rotation = random_turns(ROTATED, 20, halves=True)
-    restorer = LoopRestorer(KVCodec(basis, rotation.rotation))
+    restorer = LoopRestorer(KVCodec(basis, rotation.rotation), torch.device("cpu"))
     encoded = decoded = None
     for layer in range(basis.num_layers):
         kvs = [5 * torch.randn(40, HEADS, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM)]

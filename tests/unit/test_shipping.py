@@ -19,6 +19,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.store.prefix_hashes import namespace_text
+from impress_sglang.transfer.kv_codec import shape_by
 from tests.unit.basis_factory import codec_for
 from tests.unit.kv_factory import IDENTITY, flip_byte, make_shape
 from tests.unit.store_factory import OTHER_IDENTITY, QUARTER, Workbench, check_rows, length, prompt
@@ -30,7 +31,7 @@ SHAPES = {
     "codes float16": make_shape(dtype=torch.float16, probe=(), value_dim=16, coded=True),
 }
 CODEC = codec_for(SHAPES["codes bfloat16"])
-SHAPES["basis bfloat16"] = CODEC.shape(SHAPES["codes bfloat16"])
+SHAPES["basis bfloat16"] = shape_by(CODEC.basis, SHAPES["codes bfloat16"])
 LONG = prompt(1, 200)
 EARLY, APPROXIMATE = (*LONG[:150], 7, 8, 9), (*LONG, *prompt(3, 30))
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)

@@ -123,16 +123,17 @@ def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
     several.source.note_selection(1, selected.numpy(), scores)
 
     noted, first = [], 0
-    for span, part, history in zip(several.spans, several.parts, several.histories, strict=True):
+    for part, history in zip(several.parts, several.histories, strict=True):
         own, average, key = slice(part.start, part.stop), history.average, history.order_key
         assert average.shape == key.shape == (2, head_groups, part.num_tokens)
         for found in (average, key):
             assert not found[0].any(), "another layer"
             assert not found[1, :, : part.start].any() and not found[1, :, part.stop :].any()
         noted.append(average[1, :, own])
-        sums = scores[:, first : first + len(span)].view(head_groups, -1, len(span)).sum(1)
+        count = part.stop - part.start
+        sums = scores[:, first : first + count].view(head_groups, -1, count).sum(1)
         np.testing.assert_allclose(key[1, :, own], sums / sums.mean(1, keepdim=True), rtol=2e-3)
-        first += len(span)
+        first += count
     found = [np.flatnonzero(own).tolist() for own in np.concatenate(noted, 1)]
     assert found == selected.tolist()
 
@@ -195,7 +196,7 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
 def open_and_read_everything(path: Path, shape: KVShape, reader: BlockReader, direct: bool) -> None:
     cache = kv.make_cache(shape)
     span = kv.open_span(path, cache, direct=direct)
-    with contextlib.closing(span.segment):
+    with contextlib.closing(span[0]):
         histories = [sources.history_of(span)]
         source = PartSource([span], histories, reader, BufferPool(1 << 20), cache, whole=True)
         with contextlib.closing(source):

@@ -167,11 +167,11 @@ def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: 
 
         assert engine.in_flight == 0
         begun = len(engine.started)
-        for span in case.spans:
-            span.segment.close()
+        for segment, _, _ in case.spans:
+            segment.close()
         # Another file takes the descriptors; nobody reads from it.
         reused = [os.open(tmp_path / "other", os.O_RDONLY | os.O_CREAT) for _ in case.spans]
-        assert {span.segment.descriptor for span in case.spans} == set(reused)
+        assert {segment.descriptor for segment, _, _ in case.spans} == set(reused)
         assert source.stats.ssd_bytes == engine.started_bytes
         for descriptor in reused:
             os.close(descriptor)

@@ -79,7 +79,7 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
             case.reopen()
         elif step == "damage" and damaged is None:
             number = data.draw(st.integers(0, len(parts) - 1))
-            layout = case.spans[number].segment.layout
+            layout = case.spans[number][0].layout
             place = data.draw(st.integers(layout.header_bytes, layout.file_bytes - 1))
             damaged = (case.paths[number], place)
             flip_byte(*damaged)

@@ -72,13 +72,13 @@ def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: Pa
     assert measured is not None
     store.measure_reading(match)
     assert store._measuring is measured, "one at a time"
-    assert store.segments._known[match.spans[0].segment.segment_id].readers
+    assert store.segments.is_open(match.spans[0].segment.segment_id)
     wait_for_reads(measured)
     store.check_integrity()
     store.poll()
 
     assert store._measuring is None
-    assert not store.segments._known[match.spans[0].segment.segment_id].readers
+    assert not store.segments.is_open(match.spans[0].segment.segment_id)
     assert store._reader.cost.observations > observed
     per_layer = disk_bytes(bench, *bench.shape.columns) // bench.shape.num_layers
     assert store.stats.bytes_read == store.stats.bytes_read_ahead == per_layer

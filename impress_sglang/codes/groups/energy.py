@@ -8,14 +8,17 @@ first prompts, and then now and then. Where nothing was measured, all channels c
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from impress_sglang.codes.groups.layer import encode_layer
+from impress_sglang.codes.groups.layout import GroupLayout
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +29,15 @@ ONE_OF_PROMPTS = 16
 MEASURED_QUERIES = 16
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Coding:
-    """How a layer is coded.
+class Coding(NamedTuple):
+    """A layer in codes: `groups` uint8 [groups, group_bytes], which with a basis are rows of
+    tokens, and `fit` then is `codes.rows.coder.fit_of` them."""
 
-    `energy` float32 [G, Dk], see `codes.groups.codec.code_keys`; None: all channels count alike.
-    With a basis `rows` uint8 [t, row_bytes] are the codes, and `fit` is `codes.rows.coder.fit_of`
-    them.
-    """
-
-    energy: Tensor | None = None
-    rows: Tensor | None = None
+    groups: Tensor
     fit: float = 0.0
 
 
-# Returns how a layer is coded, given its number, keys [t, G, Dk] and values [t, G, Dv].
+# Codes a layer, given its number, keys [t, G, Dk] and values [t, G, Dv]. It may raise `NotCodable`.
 CodingRule = Callable[[int, Tensor, Tensor], Coding]
 
 # Returns the last queries of a prompt in a layer, [n, Hq, Dk] on the CPU; None: they are not known.
@@ -87,17 +84,24 @@ class QueryMeter:
             return
         self._prompts = FIRST_PROMPTS
 
-    def rule(self, queries: QuerySource) -> CodingRule:
+    def rule(self, layout: GroupLayout, queries: QuerySource = no_queries) -> CodingRule:
         """The rule for a segment of a prompt with these queries."""
 
         def coding(layer: int, keys: Tensor, values: Tensor) -> Coding:
-            if (given := queries(layer)) is not None:
-                self._energies[layer] = energy_of(given, keys.shape[1])
-                self.has_news = True
-            energy = self._energies.get(layer)
-            return Coding(None if energy is None or energy.shape != keys.shape[1:] else energy)
+            energy = self.energy(layer, keys.shape[1:], queries)
+            return Coding(encode_layer(layout, keys, values, energy))
 
         return coding
+
+    def energy(
+        self, layer: int, shape: torch.Size, queries: QuerySource = no_queries
+    ) -> Tensor | None:
+        """The energy by which a layer is coded, float32 of this shape [G, Dk]; None: not known."""
+        if (given := queries(layer)) is not None:
+            self._energies[layer] = energy_of(given, shape[0])
+            self.has_news = True
+        found = self._energies.get(layer)
+        return None if found is None or found.shape != shape else found
 
 
 def energy_of(queries: Tensor, num_kv_heads: int) -> Tensor:

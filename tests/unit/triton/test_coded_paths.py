@@ -19,8 +19,7 @@ from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopie
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
-from impress_sglang.transfer.coded_slots import CodeWriter
-from impress_sglang.transfer.frames import CODE_PAGE, take_frames
+from impress_sglang.transfer.stored_source import BLOCK_PAGE, take_blocks
 from impress_sglang.triton import codes, pages
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.triton.conftest import use_kernels
@@ -39,7 +38,7 @@ class Frames:
     def __init__(self) -> None:
         size = FRAMES * BLOCK_BYTES
         self.cache = ChunkCache(
-            CODE_PAGE, 1, LeastRecentlyUsed(), device=CPU, device_bytes=size, host_bytes=size
+            BLOCK_PAGE, 1, LeastRecentlyUsed(), device=CPU, device_bytes=size, host_bytes=size
         )
         generator = torch.Generator().manual_seed(0)
         self.blocks = torch.randint(
@@ -80,7 +79,7 @@ def test_blocks_are_taken_from_where_they_are(
     frames = np.array([frame for _, frame in wanted], np.int64)
     memory = held.memory if Tier.SSD in tiers else None
 
-    found = take_frames(held.cache, tiers, frames, memory)
+    found = take_blocks(held.cache, tiers, frames, memory)
 
     assert found.dtype == torch.uint8 and found.shape == (len(wanted), BLOCK_BYTES)
     assert torch.equal(found, held.blocks[torch.from_numpy(tiers.astype(np.int64)), frames])
@@ -88,7 +87,7 @@ def test_blocks_are_taken_from_where_they_are(
 
 def test_a_buffer_is_fenced_while_a_kernel_reads_it(kernels: None) -> None:
     held, tiers = Frames(), np.array([Tier.SSD, Tier.DEVICE], np.uint8)
-    found = take_frames(held.cache, tiers, np.array([3, 4]), held.memory)
+    found = take_blocks(held.cache, tiers, np.array([3, 4]), held.memory)
 
     assert held.memory.fence is not None
     # What it gave is its own: neither a buffer nor a cache.
@@ -98,7 +97,7 @@ def test_a_buffer_is_fenced_while_a_kernel_reads_it(kernels: None) -> None:
     assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
 
 
-def load_requests(case: CodedCase, writer: CodeWriter | None) -> list[list[Tensor]]:
+def load_requests(case: CodedCase, *, kernels: bool) -> list[list[Tensor]]:
     """Keys and values after each layer of three requests.
 
     The others find in the caches what the first has left there.
@@ -107,7 +106,7 @@ def load_requests(case: CodedCase, writer: CodeWriter | None) -> list[list[Tenso
     for _ in range(3):
         case.request()
         for layer in range(case.shape.num_layers):
-            case.load(layer, writer)
+            case.load(layer, kernels=kernels)
             case.check(layer)
             found.append([pool.clone() for pool in case.layer_pools(layer)])
     return found
@@ -158,7 +157,7 @@ def test_a_layer_is_loaded_alike(
         )
         # The same slots in both, whichever was made first.
         case.slots = torch.arange(case.num_tokens).flip(0) + 2
-        found.append(load_requests(case, codes.restore if kernels else None))
+        found.append(load_requests(case, kernels=kernels))
         stats.append(dataclasses.replace(case.source.stats, wait_ms=0.0))
         case.close()
     for pools, references in zip(found[1], found[0], strict=True):

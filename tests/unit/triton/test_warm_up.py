@@ -25,7 +25,7 @@ from impress_sglang.paper.loader import LayerInputs, LoadStats, PartLoader
 from impress_sglang.paper.warm_up import score_and_choose
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.kv_codec import KernelRestorer
+from impress_sglang.transfer.kv_codec import KernelRestorer, shape_by
 from impress_sglang.transfer.warm_up import run_stages
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import pages as page_kernels
@@ -201,7 +201,7 @@ def make_coded_requests(
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
     for layer in range(shape.num_layers):
-        case.load(layer, code_kernels.restore)
+        case.load(layer, kernels=True)
     case.close()
 
 
@@ -224,7 +224,7 @@ def test_requests_launch_nothing_new(
 def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
     """Whatever the number of tokens; the first layer is restored otherwise than others."""
     codec = codec_for(dataclasses.replace(CODED, num_layers=3))
-    shape = codec.shape(dataclasses.replace(CODED, num_layers=3, dtype=torch.bfloat16))
+    shape = shape_by(codec.basis, dataclasses.replace(CODED, num_layers=3, dtype=torch.bfloat16))
     run_stages(shape, CHUNK, CPU, codec=codec)
     warm = launches.take()
 
