@@ -23,7 +23,7 @@ from impress_sglang.cli.outcome import (
 )
 from impress_sglang.cli.server import Server
 from impress_sglang.config import DEFAULT_SSD_DIR
-from impress_sglang.options import BOTH, CODES, USUAL_BITS
+from impress_sglang.options import BITS, BOTH, CODES, USUAL_BITS
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
@@ -119,6 +119,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
         (
             _need("--ssd-dir", Path, "directory of the pages"),
             _need("--ssd-gb", float, "quota of all pages in it, in GB (10^9 bytes)"),
+            _may("--bits", float, "of each number; default: exact", choices=BITS),
         ),
     ),
     "why": (
@@ -221,7 +222,8 @@ def _carry_out(args: argparse.Namespace) -> Any:
         sizes = args.prefixes, args.tokens, args.bits, args.drive_gbps, args.per_day
         return plan(args.model, *sizes, args.basis, args.keep)
     if args.command == "hicache-config":
-        return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb}
+        few = {} if args.bits is None else {"bits": args.bits}
+        return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb} | few
     if args.command == "calibrate":
         from impress_sglang.cli.calibrate import calibrate
 

@@ -141,8 +141,10 @@ class PageStore:
                     self.counts.update(pages_read=1, bytes_read=len(content))
         return found
 
-    def set(self, keys: Sequence[bytes], content: Callable[[int], memoryview]) -> list[bool]:
+    def set(self, keys: Sequence[bytes], content: Callable[[int], memoryview | None]) -> list[bool]:
         """Store pages that are not stored; `content` of a place is asked for only then.
+
+        It may be None: that page is not stored.
 
         Returns:
             For each page whether it is stored now.
@@ -150,8 +152,9 @@ class PageStore:
         with self._writing:
             contents: dict[bytes, memoryview] = {}
             for place, has in enumerate(self.has(keys)):
-                if not has and self._usable(reading=False):
-                    contents[keys[place]] = content(place)
+                own = content(place) if not has and self._usable(reading=False) else None
+                if own is not None:
+                    contents[keys[place]] = own
                 if contents and sum(map(len, contents.values())) >= PACK_BYTES:
                     self._store(contents)
                     contents = {}

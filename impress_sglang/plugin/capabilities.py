@@ -9,6 +9,7 @@ KVs come back as they were.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 from impress_sglang.config import ImpressConfig
@@ -37,9 +38,6 @@ _OFF = {
     "cannot know what that does to KVs": "forward_hooks debug_tensor_dump_input_file kv_canary",
     "serves models that generate token by token": "is_embedding encoder_only dllm_algorithm "
     "prefill_only_disable_kv_cache",
-    "reads all weights at the start, to know whose KVs it stores": "cpu_offload_gb kt_weight_path "
-    "ple_offload_embedding enable_paged_experts checkpoint_engine_wait_weights_before_ready "
-    "weight_cache_mode",
     "was never tested with that": "enable_torch_compile enable_nvidia_megakernel "
     "enable_amd_monokernel enable_streaming_session enable_session_radix_cache",
 }
@@ -64,10 +62,18 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
     "runs on CPUs and CUDA": ("device", ("cuda", "cpu")),
     "knows the attention of SGLang's own models only": ("model_impl", ("auto", "sglang")),
     "is a radix cache backend itself": ("radix_cache_backend", ("impress",)),
+}
+_IS_OFF: tuple[object, ...] = (None, False, 0, "", "none", "null", "off", [], {})
+# The same for what knows whose KVs it stores.
+_WEIGHTS_SEEN: dict[str, tuple[str, tuple[object, ...]]] = {
+    "reads all weights at the start, to know whose KVs it stores": (
+        "cpu_offload_gb kt_weight_path ple_offload_embedding enable_paged_experts "
+        "checkpoint_engine_wait_weights_before_ready weight_cache_mode",
+        _IS_OFF,
+    ),
     "must see the weights when they were read": ("startup_weight_load_mode", ("serial",)),
     "must see all weights": ("offload_group_size", (-1,)),
 }
-_IS_OFF: tuple[object, ...] = (None, False, 0, "", "none", "null", "off", [], {})
 
 # What environment variables that nothing else tells of must be, and why.
 _ENVIRONMENT: dict[str, tuple[object, str]] = {
@@ -120,14 +126,8 @@ def check_options(config: ImpressConfig, options: Any) -> None:
     Raises:
         UnsupportedError, ConfigError: with one sentence for the first of them.
     """
-    rules = {why: (names, _IS_OFF) for why, names in _OFF.items()} | _VALUES
-    for why, (names, right) in rules.items():
-        for name in names.split():
-            value = getattr(options, name, None)
-            if value is not None and value not in right:
-                flag = f"--{name.replace('_', '-')}"
-                kept = "" if right is _IS_OFF else f" or use {flag} {right[0]}"
-                raise UnsupportedError(f"IMPRESS {why}: drop {flag} {value}{kept}")
+    check_values(options, {why: (names, _IS_OFF) for why, names in _OFF.items()} | _VALUES)
+    check_values(options)
     if str(options.kv_cache_dtype).startswith("fp8"):
         config.without_codes(f"KVs in {options.kv_cache_dtype} {EIGHT_BITS}")
     if getattr(options, "tp_size", 1) > 1:
@@ -161,6 +161,23 @@ def check_options(config: ImpressConfig, options: Any) -> None:
             "--impress-truncate cuts the oldest part of a prompt that is too long, and "
             "--allow-auto-truncate its end: drop one of them"
         )
+
+
+def check_values(
+    options: Any, rules: Mapping[str, tuple[str, tuple[object, ...]]] = _WEIGHTS_SEEN
+) -> None:
+    """Refuse options that do not have one of the values that are right, by rule.
+
+    Raises:
+        UnsupportedError: with one sentence for the first of them.
+    """
+    for why, (names, right) in rules.items():
+        for name in names.split():
+            value = getattr(options, name, None)
+            if value is not None and value not in right:
+                flag = f"--{name.replace('_', '-')}"
+                kept = "" if right is _IS_OFF else f" or use {flag} {right[0]}"
+                raise UnsupportedError(f"IMPRESS {why}: drop {flag} {value}{kept}")
 
 
 def identity_of_options(options: Any) -> dict[str, object]:

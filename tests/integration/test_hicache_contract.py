@@ -46,15 +46,17 @@ ALONE = HiCacheStorageConfig(
 Make = Callable[..., Any]
 
 
-def host_pool(layout: str, kind: str = "MHA", dtype: torch.dtype = torch.bfloat16) -> Any:
+def host_pool(
+    layout: str, kind: str = "MHA", dtype: torch.dtype = torch.bfloat16, page: int = PAGE
+) -> Any:
     """With KVs that are told apart."""
     how = {"layout": layout, "pin_memory": False, "host_to_device_ratio": 2.0, "host_size": 0}
     where = {"device_capacity_tokens": TOKENS, "start_layer": 0, "end_layer": LAYERS, **how}
     pool: Any
     if kind == "MHA":
-        device = MHATokenToKVPool(TOKENS, PAGE, dtype, 2, 16, LAYERS, "cpu", False)
+        device = MHATokenToKVPool(TOKENS, page, dtype, 2, 16, LAYERS, "cpu", False)
         (info,) = device.get_device_pool_infos()
-        pool = MHATokenToKVPoolHost(info.buffer_info, page_size=PAGE, **where)
+        pool = MHATokenToKVPoolHost(info.buffer_info, page_size=page, **where)
     else:
         latent = MLATokenToKVPool(TOKENS, PAGE, dtype, 32, 8, LAYERS, "cpu", False)
         (info,) = latent.get_device_pool_infos()
@@ -210,6 +212,32 @@ def test_pages_are_set_aside_while_weights_change(make: Make, weights: Weights) 
     assert backend.batch_exists(HASHES) == 2
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_pages_in_few_bits(make: Make, layout: str, dtype: torch.dtype) -> None:
+    """They are near, apart from exact ones, and the first tokens of each are as they were."""
+    pool = host_pool(layout, dtype=dtype, page=64)
+    exact, backend = make(pool), make(pool, extra={"bits": 6})
+
+    def kvs() -> torch.Tensor:
+        own = pool.kv_buffer if layout == "layer_first" else pool.kv_buffer.transpose(1, 2)
+        pages = own.float().reshape(2, LAYERS, -1, 2, 16)[:, :, :128]
+        return pages.unflatten(2, (2, 64)).clone()
+
+    wanted = kvs()
+    assert backend.batch_set_v1(HASHES[:2], torch.arange(128)) == [True] * 2
+    assert exact.batch_exists(HASHES) == 0
+    pool.kv_buffer.zero_()
+    assert backend.batch_get_v1(HASHES[:2], torch.arange(128)) == [True] * 2
+    error = (wanted - kvs()).abs()
+    assert not error[:, :, :, :4].any() and 0 < error.max() < 0.25 and error.mean() < 0.03
+    stats = backend.get_stats()
+    assert stats.backup_pgs == [2] and stats.prefetch_pgs == [2]
+    # What no range holds is not stored; the page beside it is.
+    pool.set_from_flat_data_page(64, torch.full_like(pool.get_data_page(64), torch.inf))
+    assert backend.batch_set_v1(HASHES[2:4], torch.arange(128)) == [True, False]
+
+
 def test_what_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = host_pool("layer_first")
     with pytest.raises(ConfigError, match=r"unknown .*: ssd_tb"):
@@ -218,6 +246,12 @@ def test_what_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         make(pool, extra={"ssd_gb": 0})
     with pytest.raises(UnsupportedError, match="pp_size > 1"):
         make(pool, pp_size=2)
+    with pytest.raises(ConfigError, match="one of 5, 6"):
+        make(pool, extra={"bits": 4})
+    with pytest.raises(UnsupportedError, match="multiple of 64 tokens"):
+        make(pool, extra={"bits": 6})
+    with pytest.raises(UnsupportedError, match=r"MLA.* drop bits"):
+        make(host_pool("layer_first", "MLA"), extra={"bits": 6})
     monkeypatch.setattr(weights_module, "_ours", None)
     with pytest.raises(UnsupportedError, match="tells no weights"):
         make(pool)

@@ -5,41 +5,86 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolHitPolicy,
     PoolName,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import ConfigError, UnsupportedError
+from impress_sglang.errors import ConfigError, NotCodable, UnsupportedError
+from impress_sglang.hicache.coding import PageCodec
 from impress_sglang.hicache.packs import KEY_BYTES
 from impress_sglang.hicache.pages import PageStore
 from impress_sglang.hicache.plugin.weights import weights_of_server
+from impress_sglang.options import BITS, BITS_TEXT
+from impress_sglang.plugin.capabilities import check_values
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1"}
 _OPTIONS = {"ssd_dir", "ssd_gb", "min_free_gb", "io_timeout"}
+# Which axis of [2, layers, tokens, heads, dim] comes when in a page, and the other way round.
+_AXES = {
+    "layer_first": (0, 1, 2, 3, 4),
+    "page_first": (0, 2, 1, 3, 4),
+    "page_first_direct": (0, 1, 2, 3, 4),
+}
 
 
 class _Pool:
-    """A host pool of HiCache's, and what its pages are called."""
+    """A host pool of HiCache's: what its pages are called, and their bytes."""
 
-    def __init__(self, pool: Any, name: str, rank: str) -> None:
+    def __init__(self, pool: Any, name: str, rank: str, bits: float | None = None) -> None:
+        """`bits` per element of each page; None: as they are.
+
+        Raises:
+            UnsupportedError: pages of this pool have no codes.
+        """
         self.pool = pool
         page = pool.get_dummy_flat_data_page()
-        self.dtype, self.page_bytes = page.dtype, page.nbytes
+        self.page_bytes, self._dtype, self._codec = page.nbytes, page.dtype, None
+        if bits is not None:
+            if type(pool) is not MHATokenToKVPoolHost or pool.layout not in _AXES:
+                raise UnsupportedError(
+                    f"a {type(pool).__name__} as {pool.layout} has no pages in few bits: drop bits"
+                )
+            shape = (2, pool.layer_num, pool.page_size, pool.head_num, pool.head_dim)
+            self._codec = PageCodec(shape, page.dtype, int(bits))
+            self._axes = _AXES[pool.layout]
+            self._form = tuple(shape[axis] for axis in self._axes)
         form = (type(pool).__name__, pool.layout, page.dtype, page.nbytes, pool.page_size)
-        place = (pool.start_layer, pool.end_layer, pool.storage_format_tag, rank)
+        place = (pool.start_layer, pool.end_layer, pool.storage_format_tag, rank, bits)
         self._salt = repr((str(name), *map(str, form), *map(str, place))).encode()
+
+    def encode(self, page: Tensor) -> memoryview | None:
+        """The bytes to store of a page; None if it has no codes."""
+        if self._codec is not None:
+            try:
+                page = self._codec.encode(page.view(self._form).permute(self._axes))
+            except NotCodable as error:
+                logger.warning("a page is not stored: %s", error)
+                return None
+        return memoryview(page.contiguous().view(-1).view(torch.uint8).numpy())
+
+    def decode(self, content: memoryview) -> Tensor:
+        """The flat page that stored bytes stand for."""
+        if self._codec is None:
+            return torch.frombuffer(content, dtype=self._dtype)
+        codes = torch.frombuffer(content, dtype=torch.uint8)
+        return self._codec.decode(codes).permute(self._axes).flatten()
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
         """Of pages that have this form."""
@@ -71,6 +116,9 @@ class ImpressStorage(HiCacheStorage):
             UnsupportedError: it is not known whose pages these are.
         """
         extra = dict(storage_config.extra_config or {})
+        self._bits = extra.pop("bits", None)
+        if self._bits not in (None, *BITS):
+            raise ConfigError(f"bits of HiCache's pages must be one of {BITS_TEXT}")
         if unknown := sorted(extra.keys() - _SGLANGS - _OPTIONS):
             raise ConfigError(f"unknown in the extra config of HiCache: {', '.join(unknown)}")
         if not {"ssd_dir", "ssd_gb"} <= extra.keys():
@@ -83,6 +131,7 @@ class ImpressStorage(HiCacheStorage):
         self._stats = StorageMetrics()
         self._weights = weights_of_server()
         options = self._weights.context.server_args
+        check_values(resolved_view(options))
         for name in ("pp_size", "attn_cp_size", "dcp_size"):
             if getattr(storage_config, name) > 1:
                 raise UnsupportedError(f"pages of HiCache are not stored with {name} > 1")
@@ -113,7 +162,8 @@ class ImpressStorage(HiCacheStorage):
         # States of Mamba differ between ranks whose latent KVs are the same.
         alike = self._told.is_mla_model and host_pool_name != PoolName.MAMBA
         rank = "" if alike else f"{self._told.tp_rank}/{self._told.tp_size}"
-        self._pools[host_pool_name] = _Pool(host_pool, host_pool_name, rank)
+        bits = self._bits if host_pool_name == PoolName.KV else None
+        self._pools[host_pool_name] = _Pool(host_pool, host_pool_name, rank, bits)
         self._host_pools.append(host_pool)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
@@ -220,7 +270,7 @@ class ImpressStorage(HiCacheStorage):
             return [False] * len(hashes)
 
         def take(place: int, content: memoryview) -> None:
-            put(place, torch.frombuffer(content, dtype=own.dtype))
+            put(place, own.decode(content))
 
         began = time.perf_counter()
         found = pages.get(own.keys(hashes), take)
@@ -233,11 +283,8 @@ class ImpressStorage(HiCacheStorage):
         if (pages := self._weights.pages) is None:
             return [False] * len(hashes)
 
-        def content(place: int) -> memoryview:
-            return memoryview(page(place).contiguous().view(-1).view(torch.uint8).numpy())
-
         began = time.perf_counter()
-        found = pages.set(own.keys(hashes), content)
+        found = pages.set(own.keys(hashes), lambda place: own.encode(page(place)))
         self._note(self._stats.backup_pgs, self._stats.backup_bandwidth, own, found, began)
         return found
 
