@@ -136,12 +136,6 @@ def _number_or_word(text: str) -> float | str:
         return text
 
 
-def _is_retention(value: object) -> bool:
-    return value == AUTO or (is_number(value) and 0.0 < value <= 1.0)
-
-
-ANYTHING = Rule("anything", lambda value: True)
-
 _RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
     "ssd_dir": (str, Rule("a directory", lambda text: bool(text.strip()))),
     "ssd_gb": (float, above(0)),
@@ -150,7 +144,10 @@ _RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
     "write_after": (int, between(1, 255)),
     "write_gb_per_day": (float, at_least(0)),
     "ttl": (float, at_least(0)),
-    "retention": (_number_or_word, Rule(f"0 < r <= 1, or {AUTO}", _is_retention)),
+    "retention": (
+        _number_or_word,
+        Rule(f"0 < r <= 1, or {AUTO}", lambda r: r == AUTO or (is_number(r) and 0 < r <= 1)),
+    ),
     "min_retention": (float, between(0, 1)),
     "bits": (
         _number_or_word,
@@ -159,7 +156,7 @@ _RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
             lambda bits: is_bits(bits) or bits in (AUTO, USUAL),
         ),
     ),
-    "basis": (str, ANYTHING),
+    "basis": (str, Rule("anything", lambda value: True)),
     "keep": (str, one_of(KEEPS)),
     "probe_heads": (int, at_least(1)),
     "alpha": (float, Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1)),

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError, UnsupportedError
 from impress_sglang.plugin.compat import check_sglang
 from impress_sglang.plugin.flags import (
@@ -63,16 +62,7 @@ def _after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
 
 
 def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
-    args = arguments[-1]
-
-    def configure() -> ImpressConfig | None:
-        config = config_from_arguments(args)
-        if config is not None:
-            _require_writable(config)
-        return config
-
-    config = _or_exit(configure)
-    if config is not None:
+    if (config := _or_exit(lambda: config_from_arguments(arguments[-1]))) is not None:
         setattr(server_args, CONFIG_ATTRIBUTE, config)
         setattr(server_args, FROM_CLI_ATTRIBUTE, True)
     return server_args
@@ -101,11 +91,12 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     def check() -> None:
         from impress_sglang.plugin.capabilities import check_environment, check_model, check_options
+        from impress_sglang.storage.directory import require_writable
 
         config = config_of(server_args)
         assert config is not None
         _check_seams()
-        _require_writable(config)
+        require_writable(config.ssd_path)
         check_environment()
         check_options(config, resolved_view(server_args))
         if config.needs_parts:
@@ -168,12 +159,6 @@ def _check_seams() -> None:
     """Check that this is a supported SGLang, and that all hooks are in place in this process."""
     check_sglang()
     check_in_place(HOOKS)
-
-
-def _require_writable(config: ImpressConfig) -> None:
-    from impress_sglang.storage.directory import require_writable
-
-    require_writable(config.ssd_path)
 
 
 def _or_exit_if_cli(server_args: Any, action: Callable[[], None]) -> None:

@@ -115,7 +115,11 @@ class LateStart:
         if job.slots is None or left is None or new > self._most_tokens or req.session is not None:
             return False
         most = self._estimator.late_seconds(left, job.stop, new)
-        if most is None or not self._is_alone(req) or self._slots.lacking(job) < len(job):
+        queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
+        others = (own.rid for own in queue if own is not req)
+        # Nobody else would wait in its pass.
+        alone = self._slots.is_idle() and all(map(self._jobs.waits, others))
+        if most is None or not alone or self._slots.lacking(job) < len(job):
             return False
         job.deadline = now + most
         self._jobs.start_early(job)
@@ -125,12 +129,6 @@ class LateStart:
         known.brought.loaded += len(job)
         known.brought.stop = job.stop
         return True
-
-    def _is_alone(self, req: Any) -> bool:
-        """Whether nobody else would wait in the pass of a request."""
-        queue = itertools.islice(self._scheduler.waiting_queue, WINDOW)
-        others = (own.rid for own in queue if own is not req)
-        return self._slots.is_idle() and all(map(self._jobs.waits, others))
 
     def is_blocked(self, known: Known) -> bool:
         """Whether a request is not to be admitted: it was put back just now, or it would share

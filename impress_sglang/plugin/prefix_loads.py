@@ -23,6 +23,7 @@ from impress_sglang.serving.ranks import Agreement, Wish
 from impress_sglang.serving.report import estimate_fields
 from impress_sglang.serving.scheduling import CacheState, QueueOrder
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.stored import StoredMatch
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ class PrefixLoads:
             self._loader.measure(self._service.store, plan.spans[:1], exact=known.kv_class.exact)
             return
         if isinstance(plan, LoadPlan) and wish.stop < plan.stop:
-            plan = plan.until(wish.stop)
+            # What was estimated is for all of them.
+            plan = dataclasses.replace(plan, match=StoredMatch(plan.match.slice(0, wish.stop)))
         self._service.store.tree.touch(plan.match)
         self._service.lookahead.wait(known.req.rid, plan.spans)
         known.waiter.patience = wish.patience
@@ -193,8 +195,9 @@ class PrefixLoads:
             # Also without jobs: what they brought may be held.
             self.jobs.poll(req.rid for req in self._scheduler.waiting_queue)
             self._raise_bits()
-            if self._alone:
-                self._give_up_slow()
+            for job, left, computing in self._slow() if self._alone else ():
+                if computing is not None:
+                    self._compute_instead(job, left, computing)
         if self._blends is not None and self._blends.step():
             for known in self._known.values():
                 # A block was computed between the chunks of its prompt, or before its first token.
@@ -316,12 +319,6 @@ class PrefixLoads:
             if left is None:
                 left = now - job.began_at if job.began_at else 0.0
             yield job, left, self._service.estimator.faster_seconds(left, job.start, len(job))
-
-    def _give_up_slow(self) -> None:
-        """Let requests compute what would take longer to load, by the progress of their jobs."""
-        for job, left, computing in self._slow():
-            if computing is not None:
-                self._compute_instead(job, left, computing)
 
     def _compute_instead(self, job: LoadJob, left: float, computing: float) -> None:
         """Let requests compute in `computing` seconds what a job would bring in `left` more."""

@@ -25,7 +25,7 @@ from impress_sglang.plugin.page import OVERVIEW_ROUTE, PAGE_ROUTE, document, wit
 from impress_sglang.plugin.reports import REPORT_KEY
 from impress_sglang.serving.custom_params import BITS_KEY, BLEND_KEY, RETENTION_KEY, STORE_KEY
 from impress_sglang.serving.truncation import TRUNCATE_KEY
-from impress_sglang.serving.why import Reason, Why
+from impress_sglang.serving.why import Reason
 
 # Seconds between two steps of a request that takes several.
 PAUSE_S = 0.01
@@ -74,8 +74,12 @@ async def carry_out(verb: str, body: object, request: Request | None = None) -> 
         ValueError: the body is wrong; says why in one sentence.
         NotDone: it cannot be carried out, or was not.
     """
-    several = _several(body) if verb == "warm" else None
-    asked = [_checked(verb, own) for own in ([body] if several is None else several)]
+    several, manager = _several(body) if verb == "warm" else None, tokenizer_manager()
+    asked, vocab_size = [], manager.model_config.vocab_size
+    for own in [body] if several is None else several:
+        asked.append(fields_of(verb, own, getattr(manager, "tokenizer", None), vocab_size))
+        if len(asked[-1].get("input_ids", ())) > manager.context_len:
+            raise ValueError(f"a prompt has at most {manager.context_len:,} tokens here")
     if verb == "warm":
         answers = await _warm_all(asked, request)
         return answers[0] if several is None else answers
@@ -144,26 +148,11 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
         sentence = f"the request that warms it was aborted ({end['message']}): send it again"
         raise NotDone(sentence, 503)
     after = await send("warm", **asked)
-    path = meta_info[REPORT_KEY]["path"]
-    return {**after, "path": path, "outcome": _outcome(before["why"], after["why"])}
-
-
-def _outcome(before: Why, after: Why) -> str:
-    """What became of a prefix that was warmed, by why no more of it is stored."""
-    was, now = (why["rest"] or why["reason"] for why in (before, after))
-    if now == Reason.STORED:
-        return "stored_before" if was == now else "stored"
-    return "being_written" if now == Reason.BEING_WRITTEN else "not_stored"
-
-
-def _checked(verb: str, body: object) -> dict[str, Any]:
-    """The fields that the body of a request gives; refuses what cannot be a prompt."""
-    manager = tokenizer_manager()
-    vocab_size = manager.model_config.vocab_size
-    fields = fields_of(verb, body, getattr(manager, "tokenizer", None), vocab_size)
-    if len(fields.get("input_ids", ())) > manager.context_len:
-        raise ValueError(f"a prompt has at most {manager.context_len:,} tokens here")
-    return fields
+    # What became of it, by why no more of it is stored.
+    was, now = (own["why"]["rest"] or own["why"]["reason"] for own in (before, after))
+    outcomes = {Reason.BEING_WRITTEN: "being_written", Reason.STORED: "stored"}
+    outcome = "stored_before" if was == now == Reason.STORED else outcomes.get(now, "not_stored")
+    return {**after, "path": meta_info[REPORT_KEY]["path"], "outcome": outcome}
 
 
 def fields_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
@@ -179,10 +168,23 @@ def fields_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> dict[
         raise ValueError("extra_key and cache_salt must be texts")
     everything: Any = body.get("all", False)
     age: Any = body.get("older_than")
-    tokens = _tokens_of(body, tokenizer, vocab_size)
+    text, tokens = body.get("text"), body.get("input_ids")
+    if text is not None and tokens is not None:
+        raise ValueError('give "text" or "input_ids", not both')
+    if text is not None:
+        if not isinstance(text, str) or tokenizer is None:
+            raise ValueError('"text" must be a text, and needs a server with a tokenizer')
+        tokens = tokenizer.encode(text)
+    if tokens is not None:
+        # type() and not isinstance(): True is an int to isinstance.
+        if not isinstance(tokens, list) or not all(type(own) is int for own in tokens):
+            raise ValueError('"input_ids" must be a list of token ids')
+        if not all(0 <= own < vocab_size for own in tokens):
+            raise ValueError(f"token ids of this model are from 0 to {vocab_size - 1:,}")
+        if not tokens:
+            raise ValueError("an empty prefix is all of a namespace: leave it out")
     if verb != "purge" and not {"all", "older_than"}.isdisjoint(body):
         raise ValueError('"all" and "older_than" are for purge')
-    # type() and not isinstance(): True is an int to isinstance.
     if "older_than" in body and not (type(age) in (int, float) and 0 <= age < math.inf):
         raise ValueError('"older_than" must be a number of seconds')
     if everything is not False and (everything is not True or body.keys() - {"all", "older_than"}):
@@ -214,26 +216,6 @@ def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
     (name,) = lists
     rest = {key: own for key, own in body.items() if key not in names}
     return [{**rest, "text" if name == "texts" else name: own} for own in given[name]]
-
-
-def _tokens_of(body: Mapping[str, Any], tokenizer: Any, vocab_size: int) -> list[int] | None:
-    text, tokens = body.get("text"), body.get("input_ids")
-    if text is not None and tokens is not None:
-        raise ValueError('give "text" or "input_ids", not both')
-    if text is not None:
-        if not isinstance(text, str) or tokenizer is None:
-            raise ValueError('"text" must be a text, and needs a server with a tokenizer')
-        tokens = tokenizer.encode(text)
-    if tokens is None:
-        return None
-    # type() and not isinstance(): True is an int to isinstance.
-    if not isinstance(tokens, list) or not all(type(own) is int for own in tokens):
-        raise ValueError('"input_ids" must be a list of token ids')
-    if not all(0 <= own < vocab_size for own in tokens):
-        raise ValueError(f"token ids of this model are from 0 to {vocab_size - 1:,}")
-    if not tokens:
-        raise ValueError("an empty prefix is all of a namespace: leave it out")
-    return tokens
 
 
 def refuse_foreign(request: Request) -> None:

@@ -161,15 +161,12 @@ def _difference(
     for kind, kv, now in zip(("keys", "values"), own, found, strict=True):
         if not torch.equal(_rows(now, others), kv[2 * count :].double()):
             return f"{kind} of layer {layer} are in slots of others"
-        off = _relative(_rows(now, filled), kv[:count])
+        right = kv[:count].double()
+        # The root of the mean square of errors, as a share of that of what is right.
+        off = float((_rows(now, filled) - right).norm() / right.norm())
         if not off <= most:
             return f"{kind} of layer {layer} are off by {off:.1%}"
     return ""
-
-
-def _relative(found: Tensor, right: Tensor) -> float:
-    """The root of the mean square of errors, as a share of that of what is right."""
-    return float((found - right.double()).norm() / right.double().norm())
 
 
 def _rows(pool: Tensor, slots: Tensor) -> Tensor:

@@ -261,7 +261,7 @@ class ImpressTreeCache(UnifiedRadixCache):
     def _forget(self, known: Known) -> None:
         self._saves.end(known)
         self._reports.count(known)
-        del self._known[known.req.rid]
+        self._known.pop(known.req.rid, None)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""
@@ -269,7 +269,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         known = None if self.loads is None else self._known.get(request.rid)
         if known is not None and not known.admitted:
             self._end_waiting(request.rid)
-            del self._known[request.rid]
+            self._known.pop(request.rid, None)
 
     def _end_waiting(self, rid: str) -> None:
         """Note that a request was admitted, or is gone."""

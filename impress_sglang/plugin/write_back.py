@@ -284,7 +284,7 @@ class WriteBack:
             available_from=first,
             min_tokens=self._service.config.chunk_tokens,
             holder=save,
-            queries=lambda layer: _on_cpu(queries.pop(layer, None)),
+            queries=lambda layer: queries.pop(layer).cpu() if layer in queries else None,
             ttl=ttl_of(req.sampling_params),
             priority=priority_of(req.sampling_params),
         )
@@ -310,7 +310,3 @@ class WriteBack:
             del self._saves[save]
             self.writing_tokens -= save.locked
             self._cache.unlock(save.lock)
-
-
-def _on_cpu(queries: Tensor | None) -> Tensor | None:
-    return None if queries is None else queries.cpu()

@@ -35,10 +35,6 @@ class LoadPlan:
         """The stored tokens that are loaded."""
         return self.match.slice(self.start, self.stop)
 
-    def until(self, stop: int) -> LoadPlan:
-        """The same for the tokens before `stop` only; what was estimated is for all of them."""
-        return dataclasses.replace(self, match=StoredMatch(self.match.slice(0, stop)))
-
 
 class LoadPlanner:
     """Matches prompts with the store; on the scheduler's thread, and without a look at the disk."""

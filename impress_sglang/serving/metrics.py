@@ -7,7 +7,6 @@ updated once a second; only histograms are updated by each request.
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -67,94 +66,88 @@ def _state(summary: Summary) -> Any:
     return "suspended" if health is None or summary["suspended"] else health
 
 
-def _series(table: str) -> tuple[Series, ...]:
-    rows = re.findall(r"(\w+)(?:\{(\S+)\})? = (\S+)(?:: (.+))?\n +(.+)", table)
+def _series(*rows: tuple[str, str, str, str, str]) -> tuple[Series, ...]:
     return tuple(
-        Series(name, tuple(filter(None, labels.split(","))), path, tuple(named.split()), told)
+        Series(name, tuple(labels.split(",") if labels else ()), path, tuple(named.split()), told)
         for name, labels, path, named, told in rows
     )
 
 
-COUNTERS = _series("""
-requests_total{path} = totals.requests_*: ssd device computed
-    Finished requests, by where their prefix was.
-requests_decision_total{decision} = totals.requests_decision
-    Finished requests, by what was decided about their stored prefix; none: nothing was.
-requests_approximate_total = totals.requests_approximate
-    Finished requests whose answer rests on approximate KVs.
-requests_prefetched_total = totals.requests_prefetched
-    Requests for which reading began while they waited.
-requests_declined_total = totals.requests_declined
-    Requests whose stored prefix was computed, as was estimated to be faster.
-requests_recomputed_total = totals.requests_recomputed
-    Requests whose stored prefix was computed, as it could not be read.
-requests_not_served_total{reason} = totals.requests_not_served
-    Requests that may not be served from the store, by the field that forbids it.
-requests_not_stored_total{reason} = totals.requests_not_stored
-    Requests that may not be stored, by the field that forbids it.
-requests_why_total{reason} = totals.requests_why
-    Finished requests, by `why` of their report.
-prompt_tokens_total{source} = totals.prompt_tokens
-    Tokens of the prompts of finished requests, by `tokens` of their report.
-prefix_tokens_total = totals.prefix_tokens
-    Tokens of the prefixes of finished requests, resident and stored.
-used_tokens_total = totals.used_tokens
-    Of these, tokens that attention saw.
-truncated_tokens_total = totals.truncated_tokens
-    Tokens left out of over-long prompts.
-loaded_tokens_total = totals.loaded_tokens
-    Tokens of stored prefixes that finished requests loaded themselves.
-chunks_total{tier} = totals.*_chunks: device host ssd
-    Chunks that requests wanted, by the tier in which they were.
-ssd_read_bytes_total = totals.ssd_bytes
-    Bytes read from SSD for requests.
-ssd_needed_bytes_total = totals.ssd_needed_bytes
-    Of these, bytes that were wanted.
-prefetched_bytes_total = totals.ahead_bytes
-    Bytes that were prefetched.
-prefetched_used_bytes_total = totals.ahead_used_bytes
-    Bytes that were prefetched and then wanted.
-h2d_bytes_total = totals.h2d_bytes
-    Bytes copied to the device.
-request_seconds_total{stage} = totals.*_ms: wait load probe attention
-    Time that requests spent on loading, by stage.
-ssd_written_bytes_total = store.bytes_written
-    Bytes of segments that were written.
-segments_total{event} = store.segments_*: written failed abandoned evicted purged expired \
-unreadable cleared quarantined gone
-    Segments, by what happened to them.
-disk_failures_total = store.health.failures
-    Failures of the disk.
-disk_recoveries_total = store.health.recoveries
-    Recoveries of the disk.
-offers_refused_total{reason} = store.offers_*: no_space=without_space \
-unavailable=while_unavailable budget=above_budget
-    Prompts that were not stored, by reason.
-""")
-GAUGES = _series("""
-store_bytes{kind} = store.*_bytes: used quota quarantined other_models
-    Bytes on SSD.
-store_segments = store.segments
-    Segments on SSD.
-store_suspects = store.segments_suspect
-    Segments that could not be read, and wait for a second look.
-write_budget_bytes{kind} = store.write_budget_*: left=left_bytes day=bytes
-    Bytes that may be written: left now, and per day (0: no limit).
-writes_pending = store.writes_pending
-    Segments that are being written.
-buffer_bytes{kind} = store.buffer_*: used=used_bytes limit=bytes
-    Bytes of read buffers.
-cache_bytes{tier,kind} = cache.*_bytes: device,used=device.used device,capacity=device.capacity \
-host,used=host.used host,capacity=host.capacity
-    Bytes of the chunk caches.
-cache_evicted_score{tier} = cache.*.evicted_score: device host
-    Score of the chunk that was evicted last.
-pool_tokens{kind} = device_pool.*tokens: size= loading=loading_ private=private_ held=held_ \
-writing=writing_
-    Slots of SGLang's pool: all of them, and those being loaded or written.
-store_state{state} = state
-    1 for the state of the store.
-""")
+# Of each its name, labels, path, names and meaning; see `Series`.
+# fmt: off
+COUNTERS = _series(
+    ("requests_total", "path", "totals.requests_*", "ssd device computed",
+     "Finished requests, by where their prefix was."),
+    ("requests_decision_total", "decision", "totals.requests_decision", "",
+     "Finished requests, by what was decided about their stored prefix; none: nothing was."),
+    ("requests_approximate_total", "", "totals.requests_approximate", "",
+     "Finished requests whose answer rests on approximate KVs."),
+    ("requests_prefetched_total", "", "totals.requests_prefetched", "",
+     "Requests for which reading began while they waited."),
+    ("requests_declined_total", "", "totals.requests_declined", "",
+     "Requests whose stored prefix was computed, as was estimated to be faster."),
+    ("requests_recomputed_total", "", "totals.requests_recomputed", "",
+     "Requests whose stored prefix was computed, as it could not be read."),
+    ("requests_not_served_total", "reason", "totals.requests_not_served", "",
+     "Requests that may not be served from the store, by the field that forbids it."),
+    ("requests_not_stored_total", "reason", "totals.requests_not_stored", "",
+     "Requests that may not be stored, by the field that forbids it."),
+    ("requests_why_total", "reason", "totals.requests_why", "",
+     "Finished requests, by `why` of their report."),
+    ("prompt_tokens_total", "source", "totals.prompt_tokens", "",
+     "Tokens of the prompts of finished requests, by `tokens` of their report."),
+    ("prefix_tokens_total", "", "totals.prefix_tokens", "",
+     "Tokens of the prefixes of finished requests, resident and stored."),
+    ("used_tokens_total", "", "totals.used_tokens", "", "Of these, tokens that attention saw."),
+    ("truncated_tokens_total", "", "totals.truncated_tokens", "",
+     "Tokens left out of over-long prompts."),
+    ("loaded_tokens_total", "", "totals.loaded_tokens", "",
+     "Tokens of stored prefixes that finished requests loaded themselves."),
+    ("chunks_total", "tier", "totals.*_chunks", "device host ssd",
+     "Chunks that requests wanted, by the tier in which they were."),
+    ("ssd_read_bytes_total", "", "totals.ssd_bytes", "", "Bytes read from SSD for requests."),
+    ("ssd_needed_bytes_total", "", "totals.ssd_needed_bytes", "",
+     "Of these, bytes that were wanted."),
+    ("prefetched_bytes_total", "", "totals.ahead_bytes", "", "Bytes that were prefetched."),
+    ("prefetched_used_bytes_total", "", "totals.ahead_used_bytes", "",
+     "Bytes that were prefetched and then wanted."),
+    ("h2d_bytes_total", "", "totals.h2d_bytes", "", "Bytes copied to the device."),
+    ("request_seconds_total", "stage", "totals.*_ms", "wait load probe attention",
+     "Time that requests spent on loading, by stage."),
+    ("ssd_written_bytes_total", "", "store.bytes_written", "",
+     "Bytes of segments that were written."),
+    ("segments_total", "event", "store.segments_*",
+     "written failed abandoned evicted purged expired unreadable cleared quarantined gone",
+     "Segments, by what happened to them."),
+    ("disk_failures_total", "", "store.health.failures", "", "Failures of the disk."),
+    ("disk_recoveries_total", "", "store.health.recoveries", "", "Recoveries of the disk."),
+    ("offers_refused_total", "reason", "store.offers_*",
+     "no_space=without_space unavailable=while_unavailable budget=above_budget",
+     "Prompts that were not stored, by reason."),
+)
+GAUGES = _series(
+    ("store_bytes", "kind", "store.*_bytes", "used quota quarantined other_models",
+     "Bytes on SSD."),
+    ("store_segments", "", "store.segments", "", "Segments on SSD."),
+    ("store_suspects", "", "store.segments_suspect", "",
+     "Segments that could not be read, and wait for a second look."),
+    ("write_budget_bytes", "kind", "store.write_budget_*", "left=left_bytes day=bytes",
+     "Bytes that may be written: left now, and per day (0: no limit)."),
+    ("writes_pending", "", "store.writes_pending", "", "Segments that are being written."),
+    ("buffer_bytes", "kind", "store.buffer_*", "used=used_bytes limit=bytes",
+     "Bytes of read buffers."),
+    ("cache_bytes", "tier,kind", "cache.*_bytes",
+     "device,used=device.used device,capacity=device.capacity host,used=host.used "
+     "host,capacity=host.capacity",
+     "Bytes of the chunk caches."),
+    ("cache_evicted_score", "tier", "cache.*.evicted_score", "device host",
+     "Score of the chunk that was evicted last."),
+    ("pool_tokens", "kind", "device_pool.*tokens",
+     "size= loading=loading_ private=private_ held=held_ writing=writing_",
+     "Slots of SGLang's pool: all of them, and those being loaded or written."),
+    ("store_state", "state", "state", "", "1 for the state of the store."),
+)
+# fmt: on
 # Of requests that loaded a prefix: field of the report, name, meaning and buckets.
 HISTOGRAMS = (
     ("wait_ms", "wait_seconds", "Waiting of a request for the drive.", WAIT_BUCKETS),
