@@ -50,7 +50,7 @@ PACK_BYTES, RUN_BYTES = 64 << 20, 32 << 20
 LOOK_SECONDS, NOTE_SECONDS = 1.0, 60.0
 # For so many seconds other processes' bytes are not counted again; and the share of the quota that
 # is evicted at once, since that looks at all files.
-COUNT_SECONDS, SLACK = 60.0, 0.02
+COUNT_SECONDS, SLACK = 10.0, 0.02
 _T = TypeVar("_T")
 _Run = list[tuple[int, Page]]
 """Neighbouring pages of a pack, each with its place among those wanted."""

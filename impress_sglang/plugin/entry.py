@@ -143,7 +143,7 @@ def _around_init(
         add_hooks()
     weights = None
     if server_args.hicache_storage_backend == "dynamic":
-        # Which may be ours: it asks for the weights while the scheduler is made.
+        # If it is ours, it asks for the identity of the weights while the scheduler is made.
         from impress_sglang.hicache.plugin.weights import note
 
         weights = note(scheduler)
@@ -151,7 +151,7 @@ def _around_init(
     from impress_sglang.plugin.served_cache import connect
 
     connect(scheduler)
-    if weights is not None:
+    if weights is not None and weights.identity:
         weights.watch()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.hicache import pages as pages_module
 from impress_sglang.hicache.plugin import weights as weights_module
 from impress_sglang.hicache.plugin.weights import Weights
+from impress_sglang.storage.files import FileSystem
 
 PAGE, LAYERS, TOKENS = 16, 3, 256
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -195,7 +197,9 @@ def test_ranks_share_latent_pages_and_no_others(make: Make) -> None:
         assert make(pool, tp_rank=1, **how).batch_exists(HASHES) == (2 if is_mla else 0)
 
 
-def test_pages_are_set_aside_while_weights_change(make: Make, weights: Weights) -> None:
+def test_pages_are_set_aside_while_weights_change(
+    make: Make, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = make(pool := host_pool("layer_first"))
     backend.batch_set_v1(HASHES[:2], slots(0, 1))
     weights.aside = "update_weights"
@@ -208,6 +212,10 @@ def test_pages_are_set_aside_while_weights_change(make: Make, weights: Weights) 
     assert backend.batch_exists(HASHES) == 2
     weights.reopen("cd" * 16)
     assert backend.batch_exists(HASHES) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "make_directory", mock.Mock(side_effect=OSError))
+        weights.reopen("ab" * 16)
+    assert weights.identity == "" and backend.batch_exists(HASHES) == 0, "a flush tries again"
     weights.reopen("ab" * 16)
     assert backend.batch_exists(HASHES) == 2
 

@@ -8,18 +8,21 @@ change of weights until HiCache is empty, pages are neither read nor written.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 
-from impress_sglang.errors import UnsupportedError
+from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.hicache.pages import PageStore
 from impress_sglang.plugin.drafts import draft_runners
 from impress_sglang.plugin.factory import identity_of
 from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
+
+logger = logging.getLogger(__name__)
 
 _ours: Weights | None = None
 
@@ -86,11 +89,18 @@ class Weights:
         """See `ServedStore.take_over`: there is nothing to wait for."""
 
     def reopen(self, identity: str) -> None:
-        """Serve other weights."""
-        self.identity = identity
-        if self._pages is not None and self._open is not None:
+        """Serve other weights; if their pages cannot be opened, the next flush tries again."""
+        if self._open is None:
+            self.identity = identity
+            return
+        if self._pages is not None:
             self._pages.close()
+        self.identity, self._pages = "", None
+        try:
             self._pages = self._open(identity)
+            self.identity = identity
+        except ConfigError as error:
+            logger.error("pages of the new weights are not used: %s", error)
 
     def use_again(self) -> None:
         """Read and write pages again: all KVs of HiCache belong to `identity`."""
