@@ -66,18 +66,17 @@ def gguf_path() -> Path:
     )
 
 
-def model_path(cache_dir: Path | None = None) -> Path:
+def model_path() -> Path:
     """Return the demo model's Hugging Face folder, converting it on first use (about 20 s).
 
-    The folder is `models/smollm2-135m-instruct` under `cache_dir`, which is
-    `~/.cache/impress-sglang` by default, and takes about 270 MB. It appears in one step, so
-    processes that convert at the same time all end up with one complete folder.
+    The folder is `~/.cache/impress-sglang/models/smollm2-135m-instruct`, and takes about 270 MB.
+    It appears in one step, so processes that convert at the same time all end up with one complete
+    folder.
 
     Raises:
         DemoModelMissing: the folder does not exist yet and the wheel is not installed.
     """
-    root = Path.home() / ".cache" / "impress-sglang" if cache_dir is None else cache_dir
-    folder = root / "models" / MODEL_NAME
+    folder = Path.home() / ".cache" / "impress-sglang" / "models" / MODEL_NAME
     if not folder.is_dir():
         gguf = gguf_path()
         with _scratch_folder(folder) as scratch:

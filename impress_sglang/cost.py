@@ -303,21 +303,10 @@ class Estimate:
         """Seconds with the stored prefix; None before passes as long as computing it were seen."""
         return self.seconds() if self.known else None
 
-    def loads_faster(self, unread: float = 1.0) -> bool:
-        """Whether loading is at least as fast as computing; True while nothing is known yet.
-
-        `unread`: the share of the reads that is left to do.
-        """
+    def loads_faster(self) -> bool:
+        """Whether loading is at least as fast as computing; True while nothing is known yet."""
         most = 1.0 if self.known else MOST_TO_LEARN
-        return self.recompute is None or most * self.seconds(unread) <= self.recompute
-
-    @property
-    def lead(self) -> float:
-        """The share of a request's reads that must end before it begins, so that it never waits.
-
-        AttentionStore 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), here over B T_load L_hist.
-        """
-        return self.unhidden() / self.io if self.io else 0.0
+        return self.recompute is None or most * self.seconds() <= self.recompute
 
     def seconds(self, unread: float = 1.0) -> float:
         """Seconds with the stored prefix, if the share `unread` of its reads is left to do."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def overview(cache: ServedCache, after: int, below: str | None) -> dict[str, Any
         return {"segments": segments}
     return {
         "since": recent.since,
-        "now": recent.now(),
+        "now": time.time(),
         "stats": cache.summary(),
         "requests": recent.after(after),
         "periods": recent.periods(),

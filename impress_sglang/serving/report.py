@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -183,17 +183,13 @@ class RequestTotals(dict[str, Any]):
 class RecentRequests:
     """The latest requests of one scheduler, in fixed memory; one thread."""
 
-    def __init__(
-        self, *, show_prompts: bool = False, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, *, show_prompts: bool = False) -> None:
         self._show_prompts = show_prompts
-        self.now = clock
-        """Returns the time, in seconds."""
         self._rows: deque[Row] = deque(maxlen=MOST_REQUESTS)
         self._periods: deque[list[int]] = deque(maxlen=MOST_PERIODS)
         self._count = 0
         self._hashes = PrefixHashes()
-        self.since = clock()
+        self.since = time.time()
         """When counting began."""
 
     def note(
@@ -219,7 +215,7 @@ class RecentRequests:
         self._rows.append(
             {
                 "number": self._count,
-                "ended": round(self.now(), 3),
+                "ended": round(time.time(), 3),
                 "rid": rid[:64],
                 "begins": self.digest(namespace, first),
                 "words": self.words(first),
@@ -228,7 +224,7 @@ class RecentRequests:
                 **{name: report[name] for name in _SHOWN},
             }
         )
-        begin = int(self.now()) // PERIOD_SECONDS * PERIOD_SECONDS
+        begin = int(time.time()) // PERIOD_SECONDS * PERIOD_SECONDS
         if not self._periods or self._periods[-1][0] != begin:
             self._periods.append([begin, *(0 for _ in SOURCES)])
         for place, source in enumerate(SOURCES, start=1):

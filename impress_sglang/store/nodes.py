@@ -44,10 +44,8 @@ class Node:
         """The token by which its parent finds it."""
         return int(self.tokens[0])
 
-    def choices(
-        self, token: int, least: Quality, without: StoredSegment | None = None
-    ) -> Iterator[Node]:
-        """Children that begin with a token and suffice, best first, except nodes of `without`.
+    def choices(self, token: int, least: Quality) -> Iterator[Node]:
+        """Children that begin with a token and suffice, best first.
 
         A hole of better quality is left out: it cannot be read, and worse KVs cannot fill it.
         """
@@ -55,8 +53,7 @@ class Node:
             quality = child.quality
             # The usual case, in which both are exact, is decided first.
             same = quality is least or quality == least
-            suffices = same or (not child.lost and quality.suffices(least))
-            if suffices and child.segment is not without:
+            if same or (not child.lost and quality.suffices(least)):
                 yield child
 
     def hole(self, token: int, quality: Quality) -> Node | None:

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -47,7 +46,6 @@ class Pins:
         worker: DiskWorker,
         tree: StoredTree,
         most_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the pins that an earlier process has left; nothing else may run on the parts yet.
 
@@ -60,7 +58,6 @@ class Pins:
         self._worker = worker
         self._tree = tree
         self._most_bytes = most_bytes
-        self._clock = clock
         self._looked_at = 0.0
         self._pins = self._read()
         self._held: set[StoredSegment] = set()
@@ -75,7 +72,7 @@ class Pins:
         """Whether a segment has tokens of a pinned prefix, and so must stay."""
         if not self._pins:
             return False
-        if self._clock() - self._looked_at > _LOOK_SECONDS:
+        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
             self._look()
         return self._tree.get(segment_id) in self._held
 
@@ -133,7 +130,7 @@ class Pins:
 
     def _look(self) -> None:
         """Look up which segments have the pinned prefixes now."""
-        self._looked_at = self._clock()
+        self._looked_at = time.monotonic()
         for pin in self._pins:
             self._resolve(pin)
         self._held = {own for pin in self._pins for own in pin.segments}

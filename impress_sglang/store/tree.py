@@ -80,17 +80,15 @@ class StoredTree:
         *,
         least: Quality = EXACT,
         only_ready: bool = True,
-        without: StoredSegment | None = None,
     ) -> StoredMatch:
         """The longest stored prefix of `tokens`. O(len(tokens)); changes nothing.
 
         Of children that begin with the same token, the best one is followed, if it suffices. The
-        match ends before a segment that cannot be read, unless `only_ready` is False. The segment
-        `without` is ignored.
+        match ends before a segment that cannot be read, unless `only_ready` is False.
         """
         spans: list[StoredSpan] = []
         now = time.time()
-        for span in self._walk(namespace, tokens, least, without):
+        for span in self._walk(namespace, tokens, least):
             if only_ready and not span.segment.may_be_read(now):
                 break
             if spans and spans[-1].segment is span.segment:
@@ -329,18 +327,12 @@ class StoredTree:
         hole = StoredSegment(info, 0, SegmentState.LOST, last_access=old.last_access, hits=old.hits)
         self._own(hole, [node])
 
-    def _walk(
-        self,
-        namespace: str,
-        tokens: Tokens,
-        least: Quality,
-        without: StoredSegment | None,
-    ) -> Iterator[StoredSpan]:
+    def _walk(self, namespace: str, tokens: Tokens, least: Quality) -> Iterator[StoredSpan]:
         """Spans of segments along `tokens`."""
         node = self._roots.get(namespace)
         position = 0
         while node is not None and position < len(tokens):
-            child = next(node.choices(int(tokens[position]), least, without), None)
+            child = next(node.choices(int(tokens[position]), least), None)
             if child is None:
                 return
             segment, start = child.segment, child.start

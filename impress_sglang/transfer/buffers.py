@@ -71,14 +71,10 @@ class BufferPool:
     need them. One thread uses a pool.
     """
 
-    def __init__(self, limit_bytes: int, *, pin: bool = False, spare_bytes: int = 0) -> None:
-        """`pin` locks the memory, so that an accelerator can read it by itself.
-
-        `spare_bytes` behind the requested memory may be read, too.
-        """
+    def __init__(self, limit_bytes: int, *, pin: bool = False) -> None:
+        """`pin` locks the memory, so that an accelerator can read it by itself."""
         self.limit_bytes = limit_bytes
         self._pin = pin
-        self._spare_bytes = spare_bytes
         self.used_bytes = 0
         self._open: dict[PooledMemory, Tenant] = {}
         self._free: list[PooledMemory] = []
@@ -91,7 +87,7 @@ class BufferPool:
 
     def size_of(self, num_bytes: int) -> int:
         """Bytes that an area for `num_bytes` takes of the pool."""
-        return round_up(num_bytes + self._spare_bytes, _GRAIN)
+        return round_up(num_bytes, _GRAIN)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether areas that take so many bytes (see `size_of`) fit beside those that are open."""
@@ -188,15 +184,13 @@ class LayerBuffer:
         num_bytes: int,
         pool: BufferPool,
         tenant: Tenant,
-        *,
-        spare_bytes: int = 0,
     ) -> None:
-        """Take memory for the part [offset, offset + num_bytes) of the file, and some behind it.
+        """Take memory for the part [offset, offset + num_bytes) of the file.
 
         Raises:
             StoreUnavailable: there is no memory, because reads into it do not end.
         """
-        memory = pool.take(num_bytes + spare_bytes, tenant)
+        memory = pool.take(num_bytes, tenant)
         if memory is None:
             raise StoreUnavailable(segment.segment_id, "all buffers wait for the device")
         self.memory = memory
