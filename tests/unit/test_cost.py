@@ -52,6 +52,17 @@ def test_latency_and_bandwidth_are_learnt_within_a_tenth(
     assert cost.gap_bytes == pytest.approx(min(latency * bandwidth, MAX_GAP_BYTES), rel=0.2)
 
 
+def test_bytes_are_read_in_pieces_as_long_as_they_were_lately() -> None:
+    cost = ReadCost()
+    for length in (65_536, 4096):
+        for _ in range(300):
+            cost.observe(10, 10 * length, 10 * 100e-6 + 10 * length / 1e9)
+
+        expected = 1e3 * (100e-6 + length / 1e9)
+        assert cost.seconds_for(1e3 * length) == pytest.approx(expected, rel=0.05)
+    assert cost.seconds_for(0) == 0.0
+
+
 def teach(cost: Cost, per_x: float, per_y: float, noise: float = 0.0) -> None:
     """Both terms vary on their own, over two orders of magnitude."""
     pick = random.Random(1)
@@ -90,6 +101,16 @@ def test_identical_observations_are_explained(count: int, seconds: float, floore
 
     assert cost.observations == count
     assert cost.seconds(40, 30_000) == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "size", [(0.0, 5.0, 1.0), (5.0, 0.0, 1.0), (-1.0, 5.0, 1.0), (5.0, 5.0, 0.0), (5.0, 5.0, -1.0)]
+)
+def test_what_says_nothing_changes_nothing(size: tuple[float, float, float]) -> None:
+    """Nothing was done, or the clock did not move."""
+    cost = Cost(1.0, 1.0, floored=True)
+    cost.observe(*size)
+    assert cost.observations == 0 and cost.seconds(5, 5) == 0.0
 
 
 # Of a floor: seconds at least, per x and per y.
@@ -307,6 +328,14 @@ def test_a_few_tokens_behind_many_take_longer_than_their_size_says(machine: Mach
     found = estimator.estimate(QUESTION, 1.0, 0.0)
     assert found.compute == pytest.approx(behind(3000), rel=0.2)
     assert estimator.computing_seconds(0, 3000) == pytest.approx(machine.forward(0, 3000), rel=0.1)
+
+
+def test_one_disturbed_load_is_not_what_every_load_takes() -> None:
+    """The first one may have waited for a compiler."""
+    estimator = after(MACHINES["two cores"], 3000, 20, 3020, 20)
+    for expected in (True, False):
+        estimator.note_load(QUESTION, 9.0, whole=True)
+        assert estimator.estimate(QUESTION, 1.0, 0.1).loads_faster() == expected
 
 
 def test_blends_are_learnt_and_all_is_read_before() -> None:
