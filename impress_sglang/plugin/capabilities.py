@@ -26,7 +26,7 @@ _OFF = {
     "does not support DP attention": "enable_dp_attention",
     "follows one batch at a time": "enable_two_batch_overlap enable_pdmux",
     "writes KVs to slots that do not move": "enable_unified_memory",
-    "does not support prefill/decode disaggregation": "disaggregation_mode enable_pd_role_switch",
+    "stores prefixes where they are computed": "enable_pd_role_switch",
     "does not know adapters that draft": "uno_lora_path",
     "checks requests in SGLang's HTTP server": "grpc_mode smg_grpc_mode sidecar enable_http2 "
     "use_ray",
@@ -48,6 +48,10 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
         ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
     ),
     "does not support pipeline parallelism": ("pp_size", (1,)),
+    "loads prefixes where they are computed, which decode servers do not": (
+        "disaggregation_mode",
+        ("prefill", "null"),
+    ),
     "does not support data parallelism, whose replicas would share one store (run one server per "
     "replica, each with its own --impress-ssd-dir)": ("dp_size", (1,)),
     "needs a model and its KVs in one place": (
@@ -136,16 +140,17 @@ def check_options(config: ImpressConfig, options: Any) -> None:
             "--impress-blend": config.blend != OFF,
             "--impress-basis": config.basis,
             "--impress-schedule": config.schedule != OFF,
-            "--enable-lora": options.enable_lora or options.lora_paths,
-            f"--speculative-algorithm {options.speculative_algorithm}": (
-                options.speculative_algorithm not in (None, "NGRAM")
-            ),
         }
         for flag in (flag for flag, own in used.items() if own):
             raise UnsupportedError(
                 f"{flag} is not agreed on by several ranks, so it needs --tp-size 1: drop one of "
                 "them"
             )
+    if options.disaggregation_mode == "prefill" and (config.needs_parts or config.blend != OFF):
+        raise UnsupportedError(
+            "IMPRESS has no KVs to send of prefixes that it blends or loads in part: drop "
+            "--disaggregation-mode, or --impress-policy and --impress-blend"
+        )
     if (options.enable_lora or options.lora_paths) and (config.needs_parts or config.blend != OFF):
         raise UnsupportedError(
             "IMPRESS blends, and loads parts of prefixes, with the model's own weights: drop "

@@ -33,7 +33,8 @@ REQUEST = _words("""
     origin_input_ids extra_key cache_salt lora_id
 
     rid http_worker_ipc stream priority routing_key routed_dp_rank kv_hints session_id
-    bootstrap_port disagg_prefill_dp_rank
+    bootstrap_host bootstrap_port bootstrap_room pending_bootstrap
+    disagg_prefill_dp_rank disagg_kv_sender
     sampling_params custom_logit_processor eos_token_ids vocab_size tokenizer
     require_reasoning reasoning_tokens _is_reasoning_over
     _think_end_matcher _think_end_match_len _think_start_match_len

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from impress_sglang.plugin.known import Known, Shared
@@ -99,6 +100,8 @@ class LateStart:
         job, req = known.waiter.job, known.req
         if (
             not self._possible
+            # What is resident leaves such a server before its pass.
+            or self._scheduler.disaggregation_mode is DisaggregationMode.PREFILL
             or job is None
             or job.done.is_set()
             or job.revoked

@@ -14,8 +14,12 @@ from impress_sglang.store.identity import rank_identity
 
 
 def ranks_of(context: Any) -> Ranks:
-    """The ranks of SGLang's `TreeCacheBuildContext`."""
-    size, group = context.tp_size, context.params.tp_cache_group
+    """The ranks that run the same batches, of SGLang's `TreeCacheBuildContext`.
+
+    With DP attention, these are some of the ranks that share the model's experts.
+    """
+    group = context.params.tp_cache_group
+    size = 1 if context.tp_size == 1 else distributed.get_world_size(group)
     if size == 1:
         return ALONE
 
@@ -30,7 +34,7 @@ def ranks_of(context: Any) -> Ranks:
         distributed.all_gather_object(texts, text, group=group)
         return texts
 
-    return Ranks(context.tp_rank, size, least, gather)
+    return Ranks(distributed.get_rank(group), size, least, gather)
 
 
 def identity_of_rank(ranks: Ranks, read: Callable[[], str]) -> str:

@@ -275,8 +275,13 @@ def test_several_ranks_are_refused_what_one_would_decide(name: str, value: objec
 @pytest.mark.parametrize(
     "own", [{"enable_lora": True}, {"lora_paths": ["a"]}, {"speculative_algorithm": "EAGLE"}]
 )
-def test_several_ranks_are_refused_what_was_not_tried_on_them(own: dict[str, Any]) -> None:
-    check_options(ImpressConfig(), options(**own))
-    check_options(ImpressConfig(), options(tp_size=2, speculative_algorithm="NGRAM"))
-    with pytest.raises(UnsupportedError, match="needs --tp-size 1"):
-        check_options(ImpressConfig(), options(tp_size=2, **own))
+def test_several_ranks_may_have_adapters_and_drafts(own: dict[str, Any]) -> None:
+    check_options(ImpressConfig(), options(tp_size=2, **own))
+
+
+def test_a_server_that_prefills_for_others_has_whole_prefixes() -> None:
+    prefill = options(disaggregation_mode="prefill")
+    check_options(ImpressConfig(), prefill)
+    for config in (ImpressConfig(policy="paper"), ImpressConfig(blend=0.15)):
+        with pytest.raises(UnsupportedError, match="no KVs to send"):
+            check_options(config, prefill)

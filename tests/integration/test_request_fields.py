@@ -56,10 +56,6 @@ AGAINST: dict[str, Any] = {
     "return_routed_experts": True,
     "return_indexer_topk": True,
     # Its KVs come from elsewhere, in part, or later.
-    "bootstrap_host": "10.0.0.1",
-    "bootstrap_room": 0,
-    "disagg_kv_sender": object(),
-    "pending_bootstrap": True,
     "pd_rebootstrap_forced_output_id": 0,
     "staged_prefetch_plan": object(),
     "hisparse_staging": True,
@@ -78,7 +74,9 @@ HARMLESS: tuple[dict[str, Any], ...] = (
     {"require_reasoning": True, "priority": 3, "routing_key": "a", "stream": True},
     {"extra_key": "alice", "cache_salt": "pepper", "session_id": "nobody", "lora_id": "a"},
     {"session": SimpleNamespace(streaming=False), "eos_token_ids": {2}, "vocab_size": 10},
-    {"bootstrap_port": 8998, "routed_dp_rank": 0, "return_sampling_mask": True},
+    {"routed_dp_rank": 0, "return_sampling_mask": True},
+    # Where KVs are sent, which is nobody's affair but a prefilling server's.
+    {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 0},
     *(
         {"sampling": own}
         for own in (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -191,6 +192,9 @@ def test_a_pass_begins_early_only_beside_nobody(
         world.scheduler.running_batch.reqs.append(object())
         assert world.waits(req) and not job.early
         world.scheduler.running_batch.reqs.clear()
+        world.scheduler.disaggregation_mode = DisaggregationMode.PREFILL
+        assert world.waits(req), "it would send slots that are not filled"
+        world.scheduler.disaggregation_mode = DisaggregationMode.NULL
         other = world.request("other", draw(5, 40))
         assert world.waits(req) and not world.waits(other), "both would be in one pass"
         world.scheduler.waiting_queue.remove(other)

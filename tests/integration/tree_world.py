@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -136,6 +137,7 @@ class TreeWorld:
             last_batch=None,
             chunked_req=None,
             chunked_prefill_size=chunk,
+            disaggregation_mode=DisaggregationMode.NULL,
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
             forward_stream=None,
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),

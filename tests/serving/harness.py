@@ -33,8 +33,9 @@ PLAIN_ATTENTION = "tests.serving.plain_attention_server"
 SLOW_BLENDS = "tests.serving.slow_blend_server"
 LATENT = "tests.serving.latent_server"
 SPECULATING = "tests.serving.speculating_server"
+PREFILLING = "tests.serving.prefill_server"
 RETRACTING = "tests.serving.retracting_server"
-RANKED = "tests.serving.ranks_server"
+RANKED, ALSO = "tests.serving.ranks_server", "TESTS_ALSO"
 # Runs the Python file that the variable names, in place of a server, and says how it ended.
 SCRIPT = "tests.serving.script"
 SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
@@ -313,7 +314,8 @@ def launch(
         preload = FAULTY
         own[CONTROL_VARIABLE] = str(faults.path)
     if ranks > 1:
-        # Which has faults and retracts as well.
+        # Which has faults and retracts as well, and what else a server is.
+        own[ALSO] = preload or ""
         preload = RANKED
         argv.append(f"--tp-size={ranks}")
         own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))

@@ -92,8 +92,8 @@ def same_logprobs(left: Sequence[Answer], right: Sequence[Answer]) -> None:
         np.testing.assert_allclose(*both, atol=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE"])
-def test_drafts(workdir: Path, serve: Serve, algorithm: str) -> None:
+@pytest.mark.parametrize(("algorithm", "ranks"), [("STANDALONE", 1), ("EAGLE", 1), ("EAGLE", 2)])
+def test_drafts(workdir: Path, serve: Serve, algorithm: str, ranks: int) -> None:
     """Behind what was loaded, as many are accepted as behind what was resident."""
     if algorithm == "EAGLE":
         model, draft = make_eagle(workdir / "eagle")
@@ -101,7 +101,9 @@ def test_drafts(workdir: Path, serve: Serve, algorithm: str) -> None:
         model = make_model("llama", workdir / "llama-one-layer", num_hidden_layers=1)
         draft = make_draft(model, workdir / "draft")
     flags = (*TRITON, *speculating(algorithm, draft))
-    with serve(algorithm, *flags, model=model, preload=SPECULATING) as server:
+    with serve(
+        f"{algorithm}-{ranks}", *flags, model=model, preload=SPECULATING, ranks=ranks
+    ) as server:
         assert "a draft model's KVs are stored with the others" in server.log_text()
         found: dict[str, list[Answer]] = {"device": [], "ssd": []}
         for seed in range(2):
@@ -117,9 +119,10 @@ def test_drafts(workdir: Path, serve: Serve, algorithm: str) -> None:
         server.assert_whole()
 
 
-def test_adapters(workdir: Path, tiny_llama: Path, serve: Serve) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters(workdir: Path, tiny_llama: Path, serve: Serve, ranks: int) -> None:
     """Nobody reads what other weights have made, also of an adapter with the same name and path."""
-    folder = make_adapter(workdir / "adapter", seed=1)
+    folder = make_adapter(workdir / f"adapter-{ranks}", seed=1)
     flags = (
         *("--enable-lora", f"--lora-paths=own={folder}", "--lora-backend=torch_native"),
         *("--max-total-tokens=9000", "--impress-bits=exact", "--impress-keep=exact"),
@@ -133,7 +136,7 @@ def test_adapters(workdir: Path, tiny_llama: Path, serve: Serve) -> None:
         assert_same([answers.setdefault(name, answer)], [answer], 1e-4)
         server.flush()
 
-    with serve("adapters", *flags, preload=SPECULATING) as server:
+    with serve(f"adapters-{ranks}", *flags, preload=SPECULATING, ranks=ranks) as server:
         for name, adapter in (("base", None), ("first", "own")):
             for path in ("computed", "ssd"):
                 ask(server, name, path, adapter)
@@ -146,7 +149,7 @@ def test_adapters(workdir: Path, tiny_llama: Path, serve: Serve) -> None:
             ask(server, name, path, "own")
         server.assert_whole()
     make_adapter(folder, 2)
-    with serve("adapters", *flags, preload=SPECULATING) as server:
+    with serve(f"adapters-{ranks}", *flags, preload=SPECULATING, ranks=ranks) as server:
         for name, adapter in (("base", None), ("second", "own")):
             ask(server, name, "ssd", adapter)
     assert len({tuple(own["output_ids"]) for own in answers.values()}) == 3
