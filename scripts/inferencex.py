@@ -44,30 +44,26 @@ def configurations(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str
                             yield name, entry, row
 
 
-def workers(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The servers of a configuration: one, or those that prefill and those that decode."""
-    return [row[kind] for kind in ("prefill", "decode") if kind in row] or [row]
-
-
 def verdict(name: str, entry: dict[str, Any], row: dict[str, Any]) -> str:
     """The first sentence with which IMPRESS refuses it; empty if it starts."""
     kept = next(what for family, what in FAMILIES.items() if name.startswith(family))
-    for worker in workers(row):
-        options = SimpleNamespace(
-            tp_size=worker["tp"],
-            enable_dp_attention=worker.get("dp-attn", False),
-            speculative_algorithm="EAGLE" if row.get("spec-decoding") == "mtp" else None,
-            disaggregation_mode="prefill" if entry.get("disagg") else "null",
-            kv_cache_dtype="fp8_e4m3" if entry["precision"] in ("fp4", "fp8") else "auto",
-            enable_lora=False,
-            lora_paths=None,
-            schedule_policy="fcfs",
-            allow_auto_truncate=False,
-        )
-        try:
-            check_options(ImpressConfig(ssd_dir="kv"), options)
-        except UnsupportedError as error:
-            return str(error)
+    # Those that decode run without IMPRESS.
+    worker = row.get("prefill", row)
+    options = SimpleNamespace(
+        tp_size=worker["tp"],
+        enable_dp_attention=worker.get("dp-attn", False),
+        speculative_algorithm="EAGLE" if row.get("spec-decoding") == "mtp" else None,
+        disaggregation_mode="prefill" if "prefill" in row else "null",
+        kv_cache_dtype="fp8_e4m3" if entry["precision"] in ("fp4", "fp8") else "auto",
+        enable_lora=False,
+        lora_paths=None,
+        schedule_policy="fcfs",
+        allow_auto_truncate=False,
+    )
+    try:
+        check_options(ImpressConfig(ssd_dir="kv"), options)
+    except UnsupportedError as error:
+        return str(error)
     return kept or ""
 
 
