@@ -222,8 +222,8 @@ _MEANINGS = {
     "io_depth": "Reads in flight.",
     "io_timeout": "Seconds without progress after which a read or write is given up, and the "
     "store set aside until the disk answers again.",
-    "readahead": "Bytes that prefetching may read in vain, as a fraction of the bytes wanted. 0: "
-    "no prefetching.",
+    "readahead": "0: no prefetching. Any other number: what is certain to be wanted is read before "
+    "its layer asks.",
     "lookahead": "on: what queued requests will use is evicted last from SGLang's pool, the "
     "caches and the SSD. off: only SGLang's pool protects it.",
     "schedule": "How the first 16 queued requests of equal priority change places. classes: ready "

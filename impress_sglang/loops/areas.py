@@ -27,7 +27,7 @@ def find_blocks(
     kept: Flags,
     pages: Int32s,
     spared: Flags,
-) -> tuple[Uint8s, Indices, Indices, Indices]:
+) -> tuple[Uint8s, Indices, Indices]:
     """Where the blocks of chunks are, and which of them must come from SSD.
 
     Args:
@@ -42,18 +42,17 @@ def find_blocks(
     Returns:
         For all blocks of the chunks, one after another, the tier, uint8, and the page there or the
         block of the layer, int64; blocks that are wanted from SSD, int64, ascending if the chunks
-        are; and int64 [3]: blocks of chunks that were found on SSD, host and device.
+        are.
     """
     total = 0
     for place in range(len(chunks)):
         total += count[chunks[place]]
     sources, frames = np.empty(total, np.uint8), np.empty(total, np.int64)
-    wanted, sums = np.empty(total, np.int64), np.zeros(3, np.int64)
+    wanted = np.empty(total, np.int64)
     at, asked = 0, 0
     for place in range(len(chunks)):
         chunk, tier = chunks[place], tiers[place]
         blocks, begin = count[chunk], first[chunk]
-        sums[tier] += blocks
         for inside in range(blocks):
             sources[at + inside] = tier
             frames[at + inside] = begin + inside if tier == _SSD else pages[place, inside]
@@ -62,7 +61,7 @@ def find_blocks(
                 wanted[asked] = block
                 asked += kept[place] or not spared[block]
         at += blocks
-    return sources, frames, wanted[:asked].copy(), sums
+    return sources, frames, wanted[:asked].copy()
 
 
 @compiled("(uint8[::1], int64[::1], int64[::1], int64, int64, int64[::1])")

@@ -393,7 +393,7 @@ def _measure(store: PrefixStore, spans: Sequence[StoredSpan], exact: bool) -> No
         logger.warning("a stored prefix cannot be opened: %s", error)
         return
     try:
-        source.read_ahead(0.0)
+        source.read_ahead()
         if not source.ended_in_time():
             late = TimeoutError("the device does not answer")
             store.health.failed("reading could not be measured", late, reading=True)

@@ -1,23 +1,23 @@
 """Finds stored tokens anywhere in a prompt: the windows of all exact segments, by their content.
 
-A segment's tokens are cut into windows of 64 from its start on. A prompt is scanned once; where one
-of its windows is known, it is compared with the segment token by token, and the run of equal tokens
-is extended both ways. So stored text of at least 127 tokens is found wherever it is in a prompt.
+A segment's tokens are cut into windows of 64 from its start on. All windows of a prompt are looked
+up in a dictionary; around one that is known, the run of equal tokens is found, both ways. So stored
+text of at least 127 tokens is found wherever it is in a prompt.
 A hash alone decides nothing, and each namespace has its own hash seed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import secrets
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from impress_sglang.loops.types import Flags, Indices, Words
+from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.quality import EXACT
-from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.segment import Tokens, common_prefix_len
+from impress_sglang.store.prefix_hashes import PrefixHashes
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 
 WINDOW_TOKENS = 64
@@ -27,8 +27,8 @@ SAME_WINDOWS = 4
 # A value is the number of a segment and, in these lower bits, that of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
-_LEAST_PLACES = 1 << 12
-_SECRET_BYTES = 16
+# So many tokens are compared at first.
+_FIRST_COMPARED = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,25 +89,19 @@ class ContentIndex:
     """Windows of the exact segments of a tree; not thread-safe, the tree's thread owns it."""
 
     def __init__(self) -> None:
-        # Imported here, so that these loops are compiled only where tokens are found by content.
-        from impress_sglang.loops import windows
-
-        self._loops = windows
-        # Keeps anybody from sending text whose windows all fall into one place of the table.
-        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        # Nobody can send text whose windows all have one key.
+        self._hashes = PrefixHashes()
         self._segments: dict[int, StoredSegment] = {}
         self._numbers: dict[str, int] = {}
         # Counts changes, and gives numbers to segments.
         self._version = 0
-        self._keys, self._table = windows.empty_table(_LEAST_PLACES)
-        # How many places of the table are taken, also by windows that are gone.
-        self._used = 0
-        # The values of the window that was found last.
-        self._found = np.zeros(SAME_WINDOWS, np.int64)
+        # Nearly all windows have a key of their own: the values of others are in `_more`.
+        self._first: dict[int, int] = {}
+        self._more: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         """How many windows can be found."""
-        return int(np.count_nonzero(self._table >= 0))
+        return len(self._first) + sum(map(len, self._more.values()))
 
     def add(self, segment: StoredSegment) -> None:
         """Index the windows of a segment, if it is exact."""
@@ -116,15 +110,28 @@ class ContentIndex:
         self._version = number = self._version + 1
         self._segments[number] = segment
         self._numbers[segment.segment_id] = number
-        self._put(*self._windows_of(segment, number))
+        for value, key in self._windows_of(segment, number):
+            if self._first.setdefault(key, value) != value:
+                more = self._more.setdefault(key, [])
+                if len(more) + 1 < SAME_WINDOWS:
+                    more.append(value)
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
         number = self._numbers.pop(segment.segment_id, None)
         if number is None:
             return
-        keys, values = self._windows_of(segment, number)
-        self._loops.remove_all(self._keys, self._table, keys, values)
+        for value, key in self._windows_of(segment, number):
+            more = self._more.get(key, [])
+            if value in more:
+                more.remove(value)
+            elif self._first.get(key) == value:
+                if more:
+                    self._first[key] = more.pop(0)
+                else:
+                    del self._first[key]
+            if not more:
+                self._more.pop(key, None)
         del self._segments[number]
         self._version += 1
 
@@ -157,66 +164,59 @@ class ContentIndex:
         """
         if kept is not None and self._holds(kept, len(tokens), start):
             return kept
-        tokens, seed = np.ascontiguousarray(tokens), self._seed_of(namespace)
+        keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS).tolist()
+        known = [at for at, key in enumerate(keys, start) if key in self._first]
         runs: list[Run] = []
         first = position = start
         vain = 0
-        while True:
-            position, count = self._loops.find_window(
-                tokens, position, WINDOW_TOKENS, seed, self._found, self._keys, self._table
-            )
-            if position < 0:
-                version = None if vain else self._version
-                return FoundRuns(len(tokens), start, version, tuple(runs))
-            run = self._longest(namespace, tokens, first, position, count, only_ready)
+        for at in known:
+            if at < position:
+                continue
+            run = self._longest(namespace, tokens, first, at, keys[at - start], only_ready)
             if run is None:
                 # In periodic text, a segment that is not ready may match at every place.
                 vain += 1
-                position += min(vain, WINDOW_TOKENS)
+                position = at + min(vain, WINDOW_TOKENS)
             else:
                 runs.append(run)
                 first = position = run.stop
+        return FoundRuns(len(tokens), start, None if vain else self._version, tuple(runs))
 
     def check_integrity(self) -> None:
-        """Compare the table with the segments.
+        """Compare the windows with the segments.
 
         Raises:
             AssertionError: they differ, which is a bug.
         """
         assert sorted(self._numbers.values()) == sorted(self._segments)
+        there = set[tuple[int, int]]()
         for segment_id, number in self._numbers.items():
             assert self._segments[number].segment_id == segment_id
-        taken = self._table[self._table >= 0]
-        assert len(np.unique(taken)) == len(taken) <= self._used <= len(self._table) // 2
-        assert np.count_nonzero(self._table != self._loops.EMPTY) == self._used
-        left = self._table.copy()
-        for number, segment in self._segments.items():
-            self._loops.remove_all(self._keys, left, *self._windows_of(segment, number))
-        assert not (left >= 0).any(), "some are out of place, or of no segment"
+            there.update(self._windows_of(self._segments[number], number))
+        more = [(value, key) for key, own in self._more.items() for value in own]
+        found = [*((value, key) for key, value in self._first.items()), *more]
+        assert len(set(found)) == len(found) and set(found) <= there
+        assert all(self._more.values()) and self._more.keys() <= self._first.keys()
+        assert {key for _, key in there} == self._first.keys()
 
     def _holds(self, kept: FoundRuns, num_tokens: int, start: int) -> bool:
         same = (kept.num_tokens, kept.start, kept.version) == (num_tokens, start, self._version)
         return same and all(run.span.segment.ready for run in kept.runs)
 
     def _longest(
-        self,
-        namespace: str,
-        tokens: Tokens,
-        first: int,
-        position: int,
-        count: int,
-        only_ready: bool,
+        self, namespace: str, tokens: Tokens, first: int, position: int, key: int, only_ready: bool
     ) -> Run | None:
-        """The longest run around a window that was found `count` times; not before `first`."""
+        """The longest run around a window with this key; not before `first`."""
         best, longest, now = None, 0, time.time()
-        for value in self._found[:count].tolist():
+        for value in (self._first[key], *self._more.get(key, ())):
             segment = self._segments[value >> _WINDOW_BITS]
             # The seed keeps namespaces apart; this does so even where hashes are equal.
             if segment.info.namespace != namespace or (only_ready and not segment.may_be_read(now)):
                 continue
             start = (value & _WINDOW_MASK) * WINDOW_TOKENS
-            own = np.ascontiguousarray(segment.info.tokens)
-            before, after = self._loops.equal_around(tokens, first, position, own, start)
+            own = segment.info.tokens
+            after = _equal(tokens[position:], own[start:])
+            before = _equal(tokens[first:position][::-1], own[:start][::-1])
             if after >= WINDOW_TOKENS and before + after > longest:
                 best, longest = (segment, start, before, after), before + after
         if best is None:
@@ -224,25 +224,19 @@ class ContentIndex:
         segment, start, before, after = best
         return Run(position - before, StoredSpan(segment, start - before, start + after))
 
-    def _windows_of(self, segment: StoredSegment, number: int) -> tuple[Words, Indices]:
-        """Keys and values of the windows of a segment with this number."""
-        tokens = np.ascontiguousarray(segment.info.tokens, dtype=np.int32)
-        seed = self._seed_of(segment.info.namespace)
-        keys = self._loops.window_keys(tokens, WINDOW_TOKENS, seed)
-        return keys, (number << _WINDOW_BITS) + np.arange(len(keys), dtype=np.int64)
+    def _windows_of(self, segment: StoredSegment, number: int) -> Sequence[tuple[int, int]]:
+        """Values and keys of the windows of a segment with this number."""
+        info = segment.info
+        keys = self._hashes.apart_windows(info.namespace, info.tokens, WINDOW_TOKENS).tolist()
+        return [((number << _WINDOW_BITS) + window, key) for window, key in enumerate(keys)]
 
-    def _put(self, keys: Words, values: Indices) -> None:
-        """Put windows into the table; at most half of its places are used."""
-        if 2 * (self._used + len(keys)) > len(self._table):
-            taken = self._table >= 0
-            old_keys, old_values = self._keys[taken], self._table[taken]
-            self._used, places = 0, _LEAST_PLACES
-            while places < 4 * (len(old_keys) + len(keys)):
-                places *= 2
-            self._keys, self._table = self._loops.empty_table(places)
-            self._put(old_keys, old_values)
-        self._used += self._loops.put_all(self._keys, self._table, keys, values, SAME_WINDOWS)
 
-    def _seed_of(self, namespace: str) -> np.uint64:
-        digest = hashlib.blake2b(namespace.encode(), key=self._secret, digest_size=8).digest()
-        return np.frombuffer(digest, np.uint64)[0]
+def _equal(left: Tokens, right: Tokens) -> int:
+    """How many leading tokens are equal; takes no longer than there are."""
+    done, size = 0, _FIRST_COMPARED
+    while True:
+        equal = common_prefix_len(left[done : done + size], right[done : done + size])
+        done += equal
+        if equal < size:
+            return done
+        size *= 2

@@ -55,9 +55,8 @@ class PrefixHashes:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(_SEED_BYTES)
-        odd = secrets.randbits(64) | 1
-        powers = [pow(odd, place, 2**64) for place in range(1, BLOCK_TOKENS + 1)]
-        self._powers = np.array(powers, np.uint64)
+        self._odd = secrets.randbits(64) | 1
+        self._powers = _powers(self._odd, BLOCK_TOKENS + 1)[1:]
 
     def of(self, namespace: str, tokens: Tokens) -> Hashes:
         """Hashes of all prefixes of whole blocks in a namespace, shortest first, uint64 [n // 64].
@@ -76,11 +75,28 @@ class PrefixHashes:
         Their content decides which windows are chosen, one in 32 on average, so that the same text
         has the same ones wherever it is.
         """
-        # Imported here, so that it is compiled only where windows are counted.
-        from impress_sglang.loops.windows import chosen_windows
+        hashes = self.all_windows(namespace, tokens, BLOCK_TOKENS)
+        chosen = np.flatnonzero(hashes % _ONE_OF == 0)
+        # Mixed again, because the lower bits of chosen hashes are all zero.
+        return chosen, mixed(hashes[chosen] + self._start(namespace))
 
-        tokens = np.ascontiguousarray(tokens, np.int32)
-        return chosen_windows(tokens, BLOCK_TOKENS, self._start(namespace)[0], _ONE_OF)
+    def all_windows(self, namespace: str, tokens: Tokens, length: int) -> Hashes:
+        """The hash of the window of `length` tokens at each place, uint64 [n - length + 1].
+
+        It is a polynomial of the tokens modulo 2^64, and does not depend on the place.
+        """
+        if len(tokens) < length:
+            return np.empty(0, np.uint64)
+        powers = _powers(self._odd, len(tokens))
+        sums = np.cumsum(tokens.astype(np.uint64) * powers)
+        sums = np.concatenate([np.zeros(1, np.uint64), sums])
+        inverse = _powers(pow(self._odd, -1, 2**64), len(tokens) - length + 1)
+        return mixed((sums[length:] - sums[:-length]) * inverse ^ self._start(namespace))
+
+    def apart_windows(self, namespace: str, tokens: Tokens, length: int) -> Hashes:
+        """The hashes of consecutive windows without overlap, uint64 [n // length]."""
+        own = tokens[: len(tokens) // length * length].reshape(-1, length).astype(np.uint64)
+        return mixed(own @ _powers(self._odd, length) ^ self._start(namespace))
 
     def _start(self, namespace: str) -> Hashes:
         name = hashlib.blake2b(namespace.encode(), key=self._key, digest_size=_SEED_BYTES)
@@ -90,6 +106,13 @@ class PrefixHashes:
         """`count` independent hashes of each of these hashes, uint64 [count, n]."""
         rows = np.arange(1, count + 1, dtype=np.uint64)[:, None] * self._powers[0]
         return mixed(hashes + rows)
+
+
+def _powers(base: int, count: int) -> Hashes:
+    """Powers of a number modulo 2^64, from the 0th on, uint64 [count]."""
+    factors = np.full(count, base, np.uint64)
+    factors[0] = 1
+    return np.multiply.accumulate(factors)
 
 
 def mixed(values: Hashes) -> Hashes:

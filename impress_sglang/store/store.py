@@ -114,7 +114,7 @@ class PrefixStore:
         self._reader = BlockReader(
             config.io_depth, files, engine=config.io_engine, patience=patience
         )
-        self.ahead = ReadAhead(self._memory.pool, config.readahead)
+        self.ahead = ReadAhead(self._memory.pool, enabled=config.readahead > 0)
         self.segments = OpenSegments(config, shape, self._memory, self._disk, self._reader)
         self.forecast = ReadForecast(self._reader, self.segments, self._memory)
         self._lookahead = lookahead or LookAhead()
@@ -180,7 +180,7 @@ class PrefixStore:
             self.report(error)
             return
         if self._memory.pool.has_room(source.layer_bytes):
-            source.read_ahead(0.0)
+            source.read_ahead()
         self._measuring = source
 
     def _open_to_measure(self, match: StoredMatch) -> StoredSource:

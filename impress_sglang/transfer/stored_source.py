@@ -145,11 +145,8 @@ class StoredSource(abc.ABC):
     def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
         """What is certain to be wanted of each span, in the order in which it is asked for."""
 
-    def read_ahead(self, waste_budget: float) -> None:
-        """Begin to read what the layer `next_ahead` will certainly want, and advance `next_ahead`.
-
-        `waste_budget` bounds what is expected to be read in vain, as a share of what is wanted.
-        """
+    def read_ahead(self) -> None:
+        """Begin to read what the layer `next_ahead` will certainly want, and advance that."""
         layer = self.next_ahead
         self.next_ahead += 1
         # What enters a cache is wanted whole, and would cost each layer a read of its own.
@@ -342,7 +339,7 @@ class PartOfRead:
         self.kept: Flags = access.kept[place]
         chunks = wanted.layer
         self.tiers: Uint8s
-        self.tiers, self.frames, self.from_ssd, _ = areas.find_blocks(
+        self.tiers, self.frames, self.from_ssd = areas.find_blocks(
             wanted.chunks,
             chunks.first,
             chunks.count,

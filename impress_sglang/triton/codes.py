@@ -6,7 +6,7 @@ same on the CPU.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 import triton
@@ -21,32 +21,13 @@ TILE_TOKENS = 16
 _GROUP_TOKENS = tl.constexpr(64)
 
 
-class Layout(Protocol):
-    """Where the parts of a group begin, and the bits of an element, see `GroupLayout`."""
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """See `GroupLayout`."""
-        ...
-
-    @property
-    def num_pairs(self) -> int:
-        """See `GroupLayout`."""
-        ...
-
-    @property
-    def more_bits(self) -> int:
-        """See `GroupLayout`."""
-        ...
-
-
 def restore(
-    layout: Layout, groups: Tensor, start: int, slots: Tensor, keys: Tensor, values: Tensor
+    layout: Any, groups: Tensor, start: int, slots: Tensor, keys: Tensor, values: Tensor
 ) -> None:
     """Fill slots with what codes stand for, in one launch that is not waited for.
 
     Args:
-        layout: of the groups.
+        layout: of the groups, `codes.groups.layout.GroupLayout`.
         groups: uint8 [groups, group_bytes or more]; the first stride is even, the last is 1.
         start: the first token, counted from the first one of the groups.
         slots: int64 [n], where this token and the next ones go, distinct.
@@ -81,7 +62,7 @@ def restore(
     )
 
 
-def constants(layout: Layout, num_heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
+def constants(layout: Any, num_heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
     """What the kernel is compiled for."""
     names = ("NUM_PAIRS", "KEYS", "PAIRS", "VALUES", "MORE")
     return {

@@ -24,7 +24,6 @@ from impress_sglang.transfer.sources import CodedSource
 from impress_sglang.transfer.stored_source import BLOCK_PAGE, OpenSpan
 from impress_sglang.transfer.wanted import chunk_pages
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
-from tests.unit.reading import wait_for_reads
 
 SHAPE = make_shape(
     layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
@@ -136,12 +135,6 @@ class CodedCase:
         filler = SlotFiller(self.shape, torch.device("cpu"), kernels=kernels)
         pools = self.layer_pools(layer)
         filler.fill(layer, self.source, *pools, self.slots, FillStats(), contextlib.nullcontext)
-
-    def read_ahead(self, waste_budget: float) -> None:
-        """All layers, to the end."""
-        while self.source.next_ahead < self.shape.num_layers:
-            self.source.read_ahead(waste_budget)
-        wait_for_reads(self.source)
 
     def layer_pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """The pools of keys and of values of a layer."""

@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.transfer.ahead import FIRST_ALLOWANCE_BYTES, ReadAhead
+from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool, PooledMemory, Tenant
-from impress_sglang.transfer.stored_source import ReadStats, StoredSource
+from impress_sglang.transfer.stored_source import StoredSource
 
 MIB = 1 << 20
-WASTE = 0.25
 
 
 @dataclasses.dataclass(eq=False)
 class FakeSource:
-    """Takes memory for each layer that is read ahead, and keeps what it was told to read."""
+    """Takes memory for each layer that is read ahead, and keeps what it read."""
 
     pool: BufferPool
     log: list[tuple[str, int]]
@@ -27,17 +26,14 @@ class FakeSource:
     layer_bytes: int = MIB
     layer: int = -1
     next_ahead: int = 0
-    stats: ReadStats = dataclasses.field(default_factory=ReadStats)
-    wastes: list[float] = dataclasses.field(default_factory=list)
     memory: dict[int, PooledMemory] = dataclasses.field(default_factory=dict)
     lead: int = 0
     gone: bool = False
     wants_more = StoredSource.wants_more
 
-    def read_ahead(self, waste_budget: float) -> None:
+    def read_ahead(self) -> None:
         assert self.next_ahead < self.num_layers and not self.gone
         self.log.append((self.name, self.next_ahead))
-        self.wastes.append(waste_budget)
         memory = self.pool.take(self.layer_bytes, Tenant(self, pytest.fail))
         assert memory is not None
         self.memory[self.next_ahead] = memory
@@ -60,9 +56,9 @@ class FakeSource:
 class Bench:
     """Reading ahead with room for so many layers of 1 MiB, and what it asks for, in order."""
 
-    def __init__(self, room: int, waste_budget: float = WASTE) -> None:
+    def __init__(self, room: int, *, enabled: bool = True) -> None:
         self.pool = BufferPool(room * MIB)
-        self.ahead = ReadAhead(self.pool, waste_budget)
+        self.ahead = ReadAhead(self.pool, enabled=enabled)
         self.log: list[tuple[str, int]] = []
 
     def source(self, name: str = "a", num_layers: int = 6, size: int = MIB) -> FakeSource:
@@ -75,14 +71,6 @@ class Bench:
     def leave(self, source: FakeSource) -> None:
         source.close()
         self.ahead.leave(source)
-
-    def waste_of_next(self) -> float:
-        """What a new source is told."""
-        source = self.source("next", 1)
-        self.ahead.join(source)
-        (waste_budget,) = source.wastes
-        self.leave(source)
-        return waste_budget
 
 
 def layers(name: str, *numbers: int) -> list[tuple[str, int]]:
@@ -129,39 +117,13 @@ def test_who_waits_is_read_up_to_a_limit_but_one_layer_in_any_case(lead: int, co
     assert bench.log == layers("a", *range(count))
 
 
-def test_without_waste_nothing_is_ever_read_ahead() -> None:
-    bench = Bench(room=100, waste_budget=0.0)
+def test_what_is_off_reads_nothing_ahead() -> None:
+    bench = Bench(room=100, enabled=False)
     bench.ahead.join(bench.source())
     bench.ahead.wait(bench.source("b"), 100)
     bench.ahead.top_up()
 
-    assert not bench.ahead.enabled and bench.log == []
-    assert Bench(1, waste_budget=1e-9).ahead.enabled
-
-
-def gone(bench: Bench, ahead: float, used: float, demanded: float = 0.0) -> None:
-    """A source has left that read so many bytes ahead, of which so many were wanted."""
-    source = bench.source("past")
-    source.stats.ahead_bytes, source.stats.ahead_used_bytes = int(ahead), int(used)
-    source.stats.ssd_bytes = int(ahead + demanded)
-    bench.leave(source)
-
-
-def test_after_too_much_in_vain_only_what_is_certain_is_read_until_it_is_a_small_share() -> None:
-    bench = Bench(room=100)
-    gone(bench, ahead=FIRST_ALLOWANCE_BYTES, used=0)
-    assert bench.waste_of_next() == WASTE, "at first so much may be"
-    gone(bench, ahead=40 * MIB, used=0)
-    assert bench.waste_of_next() == 0.0
-
-    # A quarter of 159 MiB, whether they were read ahead or not, is less than 40 MiB.
-    gone(bench, ahead=100 * MIB, used=100 * MIB)
-    gone(bench, ahead=0, used=0, demanded=59 * MIB)
-    assert bench.waste_of_next() == 0.0
-    gone(bench, ahead=0, used=0, demanded=MIB)
-    assert bench.waste_of_next() == WASTE
-    gone(bench, ahead=5, used=3)
-    assert bench.waste_of_next() == 0.0, "so near to the bound each byte counts"
+    assert bench.log == []
 
 
 STEPS = st.tuples(

@@ -55,7 +55,7 @@ def test_slots_hold_what_was_asked_for(
         host_pages=chance.choice([0, 0, 40, 200]),
     )
     assert case.cache is not None
-    ahead = ReadAhead(case.pool, chance.choice([0.2, 0.2, 0.0]))
+    ahead = ReadAhead(case.pool, enabled=chance.choice([True, True, False]))
     sources = []
     for _ in range(chance.randint(1, 4)):
         spans = spans_of(case, chance)

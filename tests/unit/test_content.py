@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress_sglang.loops import windows
-from impress_sglang.loops.types import Indices
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store import content
 from impress_sglang.store.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
+from impress_sglang.store.prefix_hashes import Hashes, PrefixHashes
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import calls_of
@@ -84,14 +83,16 @@ def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentSta
 
 def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All windows of all texts have one key: only tokens tell them apart."""
+
+    def same(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
+        return np.zeros(max(len(tokens) - length + 1, 0), np.uint64)
+
+    def same_apart(own: PrefixHashes, namespace: str, tokens: Tokens, length: int) -> Hashes:
+        return np.zeros(len(tokens) // length, np.uint64)
+
+    monkeypatch.setattr(PrefixHashes, "all_windows", same)
+    monkeypatch.setattr(PrefixHashes, "apart_windows", same_apart)
     index = index_of(stored_segment("s", text(1, 200)))
-
-    def find_all(tokens: Tokens, start: int, *rest: Any) -> tuple[int, int]:
-        found: Indices = rest[2]
-        found[:3] = index._table[index._table >= 0]
-        return (start, 3) if start + WINDOW_TOKENS <= len(tokens) else (-1, -1)
-
-    monkeypatch.setattr(windows, "find_window", find_all)
     assert find(index, as_tokens(text(2, 300))) == ()
     run = [*text(3, 10), *text(1, 200)[64:192], 5000]
     assert places(find(index, as_tokens(run)))[0][:2] == (10, 138)
@@ -100,7 +101,7 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_can_foretell_where_windows_stand() -> None:
     one, other = (index_of(stored_segment("s", text(1, 640))) for _ in range(2))
     assert len(one) == len(other) == 10
-    assert not np.intersect1d(*(own._keys[own._table >= 0] for own in (one, other))).size
+    assert not one._first.keys() & other._first.keys()
 
 
 def test_what_is_everywhere_is_kept_a_few_times() -> None:
@@ -120,12 +121,12 @@ def test_what_a_search_does_is_linear(
     monkeypatch: pytest.MonkeyPatch, length: int, state: SegmentState
 ) -> None:
     """Also of text that is known at each of its places, in pieces, or where nobody may read."""
-    compared = calls_of(monkeypatch, windows, "equal_around")
-    looked = calls_of(monkeypatch, windows, "find_window")
+    compared = calls_of(monkeypatch, content, "_equal")
+    looked = calls_of(monkeypatch, ContentIndex, "_longest")
     index = index_of(*(stored_segment(f"s{n}", [3] * length, state=state) for n in range(6)))
     found = find(index, as_tokens([3] * 20_000))
     assert bool(found) == (state is SegmentState.READY)
-    assert sum(sum(call.result) + 1 for call in compared) <= 2 * SAME_WINDOWS * 20_000
+    assert sum(call.result + 1 for call in compared) <= 2 * SAME_WINDOWS * 20_000
     assert len(looked) <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
 
 
@@ -153,10 +154,10 @@ def test_a_prompt_is_looked_for_again_only_if_the_index_has_changed() -> None:
     assert [run.span.segment for run in index.find("", tokens, 0, found).runs] == [first]
 
 
-def test_a_table_that_grows_forgets_nothing() -> None:
+def test_what_is_left_is_found() -> None:
     segments = [stored_segment(f"s{n}", text(n, 640)) for n in range(3000)]
     index = index_of(*segments)
-    assert len(index) == 30_000 and 60_000 <= len(index._table) < 240_000
+    assert len(index) == 30_000
     for segment in segments[::3]:
         index.discard(segment)
     index.check_integrity()

@@ -232,8 +232,6 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 import impress_sglang.paper.runtime
-assert "impress_sglang.store.content" in sys.modules
-assert "impress_sglang.loops.windows" not in sys.modules, "compiled for who does not blend"
 for module in sys.argv[1:]:
     importlib.import_module(module)
 assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
@@ -242,7 +240,6 @@ print("imported", len(sys.argv) - 1)
 
 
 def test_every_core_module_can_be_imported_without_sglang() -> None:
-    """And servers that do not blend compile nothing for that."""
     core = [
         module
         for module in MODULES

@@ -87,7 +87,7 @@ def test_rows_stay_valid_while_the_layer_is_read(case: sources.Case) -> None:
     probe = case.source.read_probe(0) if case.shape.probe_kv_heads else None
     keys = read_rows(case.source, 0, None, values=False).keys
     assert keys is not None
-    case.source.read_ahead(1.0)
+    case.source.read_ahead()
     case.check_more(0, ["values"])
 
     if probe is not None:

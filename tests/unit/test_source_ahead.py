@@ -57,7 +57,7 @@ def run_requests(data: st.DataObject, case: Case) -> list[PartSource]:
         source = data.draw(st.sampled_from(live))
         if step == "ahead":
             if source.next_ahead < source.num_layers:
-                source.read_ahead(data.draw(st.sampled_from([0.0, 0.2, 1.0, 100.0])))
+                source.read_ahead()
         elif step == "close" or source.layer + 1 == source.num_layers:
             source.close()
             live.remove(source)
@@ -125,7 +125,7 @@ def test_what_is_certain_to_be_wanted_is_read_ahead(
         case = open_case(tmp_path, SHAPES[name], parts, reader, reordered=reordered)
         source = case.make_source(whole=whole)
 
-        source.read_ahead(0.0)
+        source.read_ahead()
         wait_for_reads(source)
 
         case.source, begun = source, engine.started_bytes
@@ -150,7 +150,7 @@ def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: 
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader)
         source = case.make_source(whole=True)
         for _ in range(2):
-            source.read_ahead(1.0)
+            source.read_ahead()
         engine.wait_started(2)
         if asked:
             engine.allow()

@@ -109,11 +109,11 @@ class StoreMachine(StoreHistory):
         self.store.ahead.join(self.waiting.pop(0))
 
     @precondition(lambda self: self.sources)
-    @rule(data=st.data(), waste_budget=st.sampled_from([0.0, 0.3, 100.0]))
-    def read_ahead(self, data: st.DataObject, waste_budget: float) -> None:
+    @rule(data=st.data())
+    def read_ahead(self, data: st.DataObject) -> None:
         source = self.sources[data.draw(st.integers(0, len(self.sources) - 1))][0]
         if source.next_ahead < source.num_layers:
-            source.read_ahead(waste_budget)
+            source.read_ahead()
 
     @precondition(lambda self: self.sources)
     @rule(data=st.data())
