@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -40,38 +40,53 @@ def stored_by(answer: dict[str, Any]) -> int:
     return int((details or {}).get("storage", 0))
 
 
-def test_pages_are_kept_verified_and_of_these_weights(
-    workdir: Path, tiny_llama: Path, zygote: Zygote, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = workdir / "hicache"
-    assert main(["hicache-config", "--ssd-dir", str(store), "--ssd-gb", "1"]) == DONE
-    told = capsys.readouterr().out
+class Serving(Protocol):
+    """Starts a server whose HiCache stores in a folder, by what the command line prints."""
 
+    def __call__(
+        self, name: str, model: Path, store: Path, *more: str
+    ) -> AbstractContextManager[Server]: ...
+
+
+@pytest.fixture
+def serving(workdir: Path, zygote: Zygote, capsys: pytest.CaptureFixture[str]) -> Serving:
     @contextmanager
-    def serving(name: str, model: Path) -> Iterator[Server]:
-        config = f"--hicache-storage-backend-extra-config={told}"
+    def start(name: str, model: Path, store: Path, *more: str) -> Iterator[Server]:
+        assert main(["hicache-config", "--ssd-dir", str(store), "--ssd-gb", "1", *more]) == DONE
+        config = f"--hicache-storage-backend-extra-config={capsys.readouterr().out}"
         log = workdir / f"{name}.log"
         with running(model, log, *FLAGS, config, zygote=zygote, preload=HICACHE) as server:
             yield server
             server.assert_quiet()
 
+    return start
+
+
+def packs(store: Path) -> list[Path]:
+    return list(store.glob(f"hicache/*/*{SUFFIX}"))
+
+
+def test_pages_are_kept_verified_and_of_these_weights(
+    workdir: Path, tiny_llama: Path, serving: Serving
+) -> None:
+    store = workdir / "hicache"
     prompt = random_tokens(20 * PAGE + 5, seed=31)
     whole = 20 * PAGE
-    with serving("hicache-first", tiny_llama) as server:
+    with serving("hicache-first", tiny_llama, store) as server:
         computed = server.generate(prompt, 8)
         assert stored_by(computed) == 0
-        wait_until(lambda: list(store.glob(f"hicache/*/*{SUFFIX}")))
+        wait_until(lambda: packs(store))
         # Of memory on the host as well.
         server.flush()
         again = server.generate(prompt, 8)
         assert stored_by(again) == whole
         assert again["output_ids"] == computed["output_ids"]
-    with serving("hicache-restarted", tiny_llama) as server:
+    with serving("hicache-restarted", tiny_llama, store) as server:
         again = server.generate(prompt, 8)
         assert stored_by(again) == whole
         assert again["output_ids"] == computed["output_ids"]
         server.flush()
-        (pack,) = store.glob(f"hicache/*/*{SUFFIX}")
+        (pack,) = packs(store)
         content = bytearray(pack.read_bytes())
         content[len(content) // 2] ^= 1
         pack.write_bytes(content)
@@ -80,7 +95,25 @@ def test_pages_are_kept_verified_and_of_these_weights(
         assert again["output_ids"] == computed["output_ids"]
         assert "fails a checksum" in server.log_text()
         # What was computed is stored again, in another pack.
-        wait_until(lambda: pack not in store.glob(f"hicache/*/*{SUFFIX}"))
+        wait_until(lambda: packs(store) and pack not in packs(store))
     other = make_model("llama", workdir / "of-the-same-name" / "llama", initializer_range=0.1)
-    with serving("hicache-others", other) as server:
+    with serving("hicache-others", other, store) as server:
         assert stored_by(server.generate(prompt, 8)) == 0
+
+
+def test_few_bits_and_new_weights(workdir: Path, tiny_llama: Path, serving: Serving) -> None:
+    """Pages take half of their bytes, and follow the weights of a server that runs."""
+    store, whole = workdir / "hicache-bits", 20 * PAGE
+    prompt = random_tokens(whole + 5, seed=32)
+    other = make_model("llama", workdir / "hicache-new", initializer_range=0.1)
+    with serving("hicache-bits", tiny_llama, store, "--bits", "6") as server:
+        for count in (1, 2):
+            assert stored_by(server.generate(prompt, 1)) == 0
+            wait_until(lambda count=count: len(packs(store)) == count)
+            server.flush()
+            assert stored_by(server.generate(prompt, 1)) == whole
+            # Of two heads of 16, keys and values, in three layers.
+            exact_bytes = whole * 4 * 2 * 2 * 16 * 3
+            assert all(pack.stat().st_size < exact_bytes * 0.5 for pack in packs(store))
+            changed = server.post("/update_weights_from_disk", model_path=str(other))
+            assert changed.ok and changed.json()["success"]

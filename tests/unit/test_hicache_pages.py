@@ -272,7 +272,7 @@ def test_a_disk_that_cannot_be_written_is_read(opened: Open, files: FaultyFileSy
 def test_nobody_waits_for_a_disk_that_hangs(
     opened: Open, files: FaultyFileSystem, operation: str
 ) -> None:
-    pages = opened(patience=0.2)
+    pages = opened(patience=1.0)
     store(pages, 1)
     with files.faults.injected(Rule("hang", operation)):
         if operation == "read":
