@@ -223,31 +223,25 @@ def test_a_flush_need_not_wait_for_what_nobody_waits_for(jobs: Server, stock: Se
     assert_same([stock.generate(prompt, 6, return_logprob=True)], [answer], TOLERANCE)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
-def test_a_pool_that_does_not_hold_two_prefixes(serve: Serve, stock: Server, overlap: bool) -> None:
+def test_a_pool_that_does_not_hold_two_prefixes(serve: Serve, stock: Server) -> None:
     """Whoever comes when, all are served, with the right answers."""
     flags = ["--impress-bits=exact", "--max-total-tokens=2400", *NO_CACHES]
-    flags += [] if overlap else ["--disable-overlap-schedule"]
     prefixes = [random_tokens(1500, seed=50 + number) for number in range(3)]
     prompts = [[*prefixes[i % 3], *random_tokens(40, seed=60 + i)] for i in range(18)]
     expected = stock.generate_together(prompts, 24, return_logprob=True)
-    with serve(f"narrow-pool-{'overlap' if overlap else 'plain'}", *flags) as server:
+    with serve("narrow-pool", *flags) as server:
         for prefix in prefixes:
             server.store_prompts(prefix)
-        began = time.monotonic()
         actual = server.generate_together(prompts, 24, return_logprob=True)
-        took = time.monotonic() - began
         assert_same(expected, actual, TOLERANCE)
         told = [report(answer) for answer in actual]
-        print(f"{took:.1f} s, {sum(own['loaded_tokens'] for own in told)} tokens loaded")
         assert min(own["prefix_tokens"] for own in told) >= 1500, told
         # With a load for each request there would be 18.
         assert sum(own["loaded_tokens"] for own in told) <= 12 * 1500
         server.assert_whole()
 
 
-@pytest.mark.parametrize("bits", [6, "exact"])
-@pytest.mark.parametrize("flushes", [False, True], ids=["stays", "flushed"])
+@pytest.mark.parametrize(("bits", "flushes"), [(6, True), ("exact", False)])
 def test_each_turn_of_a_chat_computes_only_what_is_new(
     jobs: Server, bits: object, *, flushes: bool
 ) -> None:
@@ -359,35 +353,39 @@ def test_a_layer_that_is_damaged_behind_a_pass_that_began(early: Server, stock: 
 
 
 def test_weights_are_replaced_while_a_job_runs(
-    serve: Serve, workdir: Path, stock: Server, tiny_llama: Path
+    jobs: Server, workdir: Path, stock: Server, tiny_llama: Path
 ) -> None:
     """What was loaded of the old ones is used by nobody."""
     other = make_model("llama", workdir / "other-weights-jobs", initializer_range=0.1)
-    prefix = random_tokens(1500, seed=131)
+    prefix = jobs.store(1500, seed=131)
     prompt = [*prefix, *random_tokens(20, seed=132)]
     for model in (other, tiny_llama):
-        assert stock.post("/update_weights_from_disk", model_path=str(model)).json()["success"]
+        replace_weights(stock, model)
         if model is other:
             expected = stock.generate(prompt, 6, return_logprob=True)
-    flags = ("--impress-bits=exact", "--max-total-tokens=9000", *NO_CACHES)
-    with serve("jobs-weights", *flags, bench=True) as server:
-        server.store_prompts(prefix)
-        set_rate(server, SLOW_MBPS)
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(server.generate, prompt, 6, return_logprob=True)
-            try:
-                wait_until(lambda: loading(server) > 0, 60)
-                server.post("/pause_generation", mode="retract").raise_for_status()
-                told = server.post("/update_weights_from_disk", model_path=str(other)).json()
-            finally:
-                server.post("/continue_generation", torch_empty_cache=False).raise_for_status()
-            answer = asked.result()
-        assert told["success"], told
-        assert_same([expected], [answer], TOLERANCE)
-        assert paths([answer]) == ["computed"]
-        # The store of these weights is opened in the background.
-        wait_until(lambda: server.stats()["suspended"] is None, 60)
-        server.assert_whole()
+    with ThreadPoolExecutor(1) as pool:
+        set_rate(jobs, SLOW_MBPS)
+        asked = pool.submit(jobs.generate, prompt, 6, return_logprob=True)
+        try:
+            wait_until(lambda: loading(jobs) > 0, 60)
+            jobs.post("/pause_generation", mode="retract").raise_for_status()
+            replace_weights(jobs, other)
+        finally:
+            set_rate(jobs, 0)
+            jobs.post("/continue_generation", torch_empty_cache=False).raise_for_status()
+        answer = asked.result()
+    assert_same([expected], [answer], TOLERANCE)
+    assert paths([answer]) == ["computed"]
+    # The store of these weights is opened in the background.
+    wait_until(lambda: jobs.stats()["suspended"] is None, 60)
+    jobs.assert_whole()
+    replace_weights(jobs, tiny_llama)
+    wait_until(lambda: jobs.stats()["suspended"] is None, 60)
+
+
+def replace_weights(server: Server, model: Path) -> None:
+    told = server.post("/update_weights_from_disk", model_path=str(model)).json()
+    assert told["success"], told
 
 
 def test_a_server_ends_while_a_job_runs(workdir: Path, tiny_llama: Path, zygote: Zygote) -> None:
