@@ -41,20 +41,6 @@ def test_defaults_are_of_full_and_quick_runs() -> None:
     assert full.data is None and full.seed == 1
 
 
-def test_values_have_the_types_of_defaults() -> None:
-    args = read("--sizes=4,5,4", "--tokens", "3-9", "--flag=--a=1", "--flag=--b", "--twice")
-    assert args.sizes == (4, 5) and args.tokens == (3, 9)
-    assert args.flag == ["--a=1", "--b"] and args.twice
-
-
-@pytest.mark.parametrize(
-    "given", [["--way=best"], ["--sizes=1,x"], ["--seed=-1"], ["--tokens=9-3"], ["--siz=1"]]
-)
-def test_wrong_values_are_refused(given: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        read(*given)
-
-
 def test_without_a_name_all_are_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()

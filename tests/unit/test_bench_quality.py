@@ -16,13 +16,11 @@ from bench.quality.accuracy import (
     REFERENCE,
     Measured,
     Way,
-    centred_shift,
     check_path,
-    chosen_option,
     make_rows,
     option_loglik,
 )
-from bench.quality.blend import divergence, draw, score
+from bench.quality.blend import divergence, score
 from bench.quality.tasks import Item, Task, make_task
 
 OPTIONS = {"prefixes": 2, "shots": 8, "prefix_tokens": None, "passages": 6, "examples": 8}
@@ -107,15 +105,6 @@ def test_an_answer_must_have_come_as_asked(way: Way, said: Row, right: bool) -> 
         check_path(report(**said), 100, way)
 
 
-def test_choices_are_per_byte_where_options_have_any_length() -> None:
-    item = Item(0, [1], ([2], [3]), (4, 8), 0)
-    assert chosen_option("rte", item, [-4.0, -6.0]) == 0
-    assert chosen_option("piqa", item, [-4.0, -6.0]) == 1
-    assert centred_shift([[-1.0, -3.0]], [[-2.0, -2.0]]) == 1.0
-    # What all options have in common says nothing.
-    assert centred_shift([[-5.0, -6.0]], [[-1.0, -2.0]]) == 0.0
-
-
 def rows_of() -> list[Row]:
     reference = Way(REFERENCE)
     exact = [[-1.0, -2.0]] * 8
@@ -143,23 +132,7 @@ def arguments(**given: object) -> argparse.Namespace:
     return argparse.Namespace(**(usual | given))
 
 
-ROWS = [
-    {"context": f"passage {n} " * 9, "question": f"what {n}", "answers": [f"{n}", "no"]}
-    for n in range(8)
-]
 WHOLE = [{"ctxs": ["one", "two", "three", "four"], "question": "q", "answers": ["a"]}] * 8
-
-
-@pytest.mark.parametrize("rows", [ROWS, WHOLE])
-def test_documents_come_in_another_order(rows: list[dict[str, object]]) -> None:
-    drawn = draw(rows, tokenize, arguments())
-    assert len(drawn) == 4
-    for question in drawn:
-        assert sorted(question.order) == [0, 1, 2] != question.order
-        assert all(2 < len(own) <= 22 and own[-2:] == [10, 10] for own in question.documents)
-        stored, asked = question.documents_in([0, 1, 2]), question.documents_in(question.order)
-        assert sorted(stored) == sorted(asked) and stored != asked
-    assert draw(rows, tokenize, arguments()) == drawn != draw(rows, tokenize, arguments(seed=2))
 
 
 def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:

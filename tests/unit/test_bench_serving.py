@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.core.data import Question
 from bench.core.report import Table
-from bench.core.session import BenchFailed
 from bench.policies import serving
 from bench.policies.serving import counted, warnings
-from bench.policies.trace import MAX_QUESTION_TOKENS, Trace, draw_prefixes, make_trace
+from bench.policies.trace import MAX_QUESTION_TOKENS, Trace, make_trace
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import POLICIES as ALL_POLICIES
 from impress_sglang.serving.report import RequestTotals
@@ -73,16 +69,6 @@ def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
             assert all(other[i : i + len(question)] != question for i in places)
 
 
-def test_popularity_is_normal_and_no_prefix_comes_twice_in_a_row() -> None:
-    draws = draw_prefixes(20_000, 16, 4.0, np.random.default_rng(1))
-    assert all(a != b for a, b in itertools.pairwise(draws))
-    assert np.mean(draws) == pytest.approx(7.5, abs=0.1)
-    counts = Counter(draws)
-    # Of a normal distribution, twice as far from the middle falls off with the square.
-    assert counts[3] / counts[7] == pytest.approx(np.exp(-(4.5**2 - 0.5**2) / 32), rel=0.15)
-    assert set(draws) == set(range(16))
-
-
 @pytest.mark.parametrize(
     "name", [*serving.POLICIES, "impress-off", "impress+lru", "impress+lfu-off"]
 )
@@ -120,8 +106,3 @@ def test_a_row_has_what_was_counted_in_between() -> None:
     serving.add_speedups([row, fast])
     assert (row["speedup_over_best_baseline"], fast["speedup_over_best_baseline"]) == (1.0, 3.0)
     assert "3.00x" in str(Table(serving.COLUMNS, [row, fast])).splitlines()[-1]
-
-
-def test_requests_of_others_are_noticed() -> None:
-    with pytest.raises(BenchFailed, match="counted 3 requests, not 2"):
-        counted(stats(), stats(requests=3), 2)

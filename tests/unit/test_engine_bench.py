@@ -46,14 +46,6 @@ def engine_of(store: PrefixStore, model: Model, policy: str) -> Engine:
     return Engine(model, store, policy, parse("engine", "", OPTIONS, TINY))
 
 
-def test_a_pass_in_two_parts_is_the_same_pass() -> None:
-    whole, parts, tokens = model_of(), model_of(), torch.arange(20)
-    expected = whole.forward(tokens, 0)
-    parts.forward(tokens[:15], 0)
-    torch.testing.assert_close(parts.forward(tokens[15:], 15), expected)
-    torch.testing.assert_close(parts.pools[1][0][:20], whole.pools[1][0][:20])
-
-
 @pytest.mark.parametrize(("policy", "error"), [("as", 0.0), ("impress", 0.1)])
 def test_a_stored_prefix_fills_the_pool(policy: str, error: float, store: PrefixStore) -> None:
     model = model_of()

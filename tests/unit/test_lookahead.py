@@ -133,37 +133,6 @@ def bench_of(tmp_path: Path, *, probe: tuple[int, ...] = (), coded: bool = False
     return Workbench(tmp_path, make_shape(**heads, probe=probe, coded=coded))
 
 
-@pytest.mark.parametrize(
-    ("policy", "retention", "probe", "columns"),
-    [
-        ("as", 1.0, (), [0, 1, 2, 3, 4, 5, 6]),
-        ("as+h2o+lru", 1.0, (), [0, 1, 2, 3, 4, 5, 6]),
-        ("paper", 0.25, (0,), [0]),
-    ],
-)
-def test_what_is_not_certain_to_be_read_is_not_awaited(
-    tmp_path: Path, policy: str, retention: float, probe: tuple[int, ...], columns: list[int]
-) -> None:
-    """Which rows of the others are wanted tells the query: they would be read whole in vain."""
-    bench, lookahead = bench_of(tmp_path, probe=probe), LookAhead()
-    options = {"policy": policy, "retention": retention, "chunk_tokens": 64}
-    store = bench.open(host_gb=gb(40 * 4096), lookahead=lookahead, **options)
-    bench.put(store, range(256))
-    match = look_up(store, range(256))
-    store.close_source(store.open_part(match, 0, 256, whole=True))
-    info = match.spans[0].segment.info
-    first = store.segments.first_id(info, codes=False)
-    lookahead.wait("waits", match.spans)
-    store.poll()
-    rule, layout = store.cache.placement._rule, info.layout()
-    awaited = rule.priorities[first:][: layout.total_chunks] >= 2**62
-    by_column = awaited.reshape(2, -1, layout.num_chunks)
-    assert by_column.all(2).tolist() == by_column.any(2).tolist()
-    expected = [column in columns for column in bench.shape.columns]
-    assert by_column.all(2).tolist() == 2 * [expected]
-    bench.close_all()
-
-
 @pytest.mark.parametrize("coded", [False, True])
 def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool) -> None:
     """Of a cache with room for less than one of two prefixes."""
