@@ -7,8 +7,7 @@ The demo's model, caches of 0 GB, and a device pool with room for all. Cases, by
          longest, second and median gap in ms and tokens that came meanwhile, TTFT of the other one
          and MB it read; medians of --repeats
 
-Many clients at once and chats, also on stock SGLang, are in `python -m bench trace`; requests that
-have no use for the store in `python -m bench overhead`.
+Many clients at once and chats are in `python -m bench trace`.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ OPTIONS = (
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Measure all cases."""
+    """Measure it."""
     model = model_folder(args.model)
     figures: dict[str, Any] = {"model": model.name}
     with servers(args) as pool:
