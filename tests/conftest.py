@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import random
-import sqlite3
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -110,20 +107,8 @@ def fixed_seeds() -> Iterator[None]:
         yield
 
 
-class _UnsyncedDatabase(sqlite3.Connection):
-    """SQLite syncs by itself, unless it is told not to before it writes anything."""
-
-    def execute(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
-        if statement.startswith("PRAGMA synchronous"):
-            statement = "PRAGMA synchronous = OFF"
-        elif statement.startswith("PRAGMA journal_mode"):
-            super().execute("PRAGMA synchronous = OFF")
-        return super().execute(statement, *arguments)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_disks() -> Iterator[None]:
     """Nothing that a test writes need survive a loss of power; those are simulated."""
-    connect = functools.partial(sqlite3.connect, factory=_UnsyncedDatabase)
-    with mock.patch("os.fsync"), mock.patch("sqlite3.connect", connect):
+    with mock.patch("os.fsync"):
         yield

@@ -6,13 +6,11 @@ while the store runs. Every fault is counted by its rule, so that a test can ins
 (`injected`).
 
 Operations: open, open-write (may change the file), close, read, write, sync, sync_directory,
-rename, unlink, make_directory, remove_directory, list, stat, free_bytes, engine, database,
-sql.<first word of the statement>, sql.commit, start and finish (calls of a block engine), and block
-(one read of a block engine).
+rename, unlink, make_directory, remove_directory, list, stat, free_bytes, engine, start and finish
+(calls of a block engine), and block (one read of a block engine).
 
 Faults:
-  <errno>      any name of `errno`: raised as OSError, as the matching sqlite3 error by sql.*, and
-               minus the number as the result of a block
+  <errno>      any name of `errno`: raised as OSError, and minus the number as the result of a block
   short        a read ends early: EOFError, or fewer bytes for a block
   torn         the first part of a write lands, then EIO
   torn-silent  the first part of a write lands, and nobody is told
@@ -23,7 +21,6 @@ Faults:
   raise        an exception that is no OSError (for a block: EIO)
   kill         the process is killed before the operation
   full         free_bytes says 0
-  locked, malformed   what SQLite says of a database
 """
 
 from __future__ import annotations
@@ -34,22 +31,20 @@ import errno
 import fnmatch
 import os
 import random
-import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 from impress_sglang.storage.engines import BlockEngine
 from impress_sglang.storage.files import FileSystem
 from tests.durability import Journal
-from tests.faulty_database import FaultyConnection, cut_database
 from tests.faulty_engine import FaultyEngine
 
 READS = "open|read|block"
-SQL = "sql.*"
+INDEX = "*/journal*"
+"""Paths of the index of a store."""
 POLL_SECONDS = 0.005
 
 # Where a fault that is not an errno can strike; those that are not here can everywhere.
@@ -60,21 +55,10 @@ _APPLIES = {
     "torn-kill": "write",
     "flip": "read|write|block",
     "full": "free_bytes",
-    "locked": SQL,
-    "malformed": SQL,
     "delay": "*",
     "hang": "*",
     "raise": "*",
     "kill": "*",
-}
-# What SQLite says when the operating system says this.
-_SQL_ERRORS = {
-    "ENOSPC": sqlite3.OperationalError("database or disk is full"),
-    "EROFS": sqlite3.OperationalError("attempt to write a readonly database"),
-    "EMFILE": sqlite3.OperationalError("unable to open database file"),
-    "ENOENT": sqlite3.OperationalError("unable to open database file"),
-    "locked": sqlite3.OperationalError("database is locked"),
-    "malformed": sqlite3.DatabaseError("database disk image is malformed"),
 }
 
 
@@ -132,8 +116,7 @@ class Rule:
 def read_only() -> list[Rule]:
     """What a file system does that was mounted again read-only."""
     changes = "open-write|write|rename|unlink|make_directory|remove_directory"
-    writing = "sql.insert|sql.delete|sql.update|sql.create|sql.commit"
-    return [Rule("EROFS", changes), Rule("EROFS", writing)]
+    return [Rule("EROFS", changes)]
 
 
 def dead_disk(error: str = "EIO") -> list[Rule]:
@@ -236,7 +219,6 @@ class FaultyFileSystem(FileSystem):
         self._journal = None if journal is None else Journal(journal)
         self._lock = threading.RLock()
         self._paths: dict[int, Path] = {}
-        self._connections: dict[Path, list[sqlite3.Connection]] = {}
         self._killed = False
 
     # Files
@@ -336,18 +318,11 @@ class FaultyFileSystem(FileSystem):
     def free_bytes(self, path: Path) -> int:
         return 0 if self.enter("free_bytes", path) == "full" else super().free_bytes(path)
 
-    # Engines and databases
+    # Engines
 
     def engine(self, name: str, depth: int) -> BlockEngine:
         self.enter("engine", None)
         return FaultyEngine(super().engine(name, depth), self)
-
-    def database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        self.enter("database", path)
-        connection = super().database(path, read_only=read_only)
-        with self._lock:
-            self._connections.setdefault(path, []).append(connection)
-        return cast("sqlite3.Connection", FaultyConnection(connection, path, self))
 
     # What fails
 
@@ -383,9 +358,6 @@ class FaultyFileSystem(FileSystem):
             raise Unforeseen(f"injected into {operation} of {path}")
         if rule.fault == "kill":
             self.kill_process()
-        is_sql = operation.startswith("sql.")
-        if is_sql and (rule.fault in _SQL_ERRORS or hasattr(errno, rule.fault)):
-            raise _SQL_ERRORS.get(rule.fault, sqlite3.OperationalError("disk I/O error"))
         if hasattr(errno, rule.fault):
             number = getattr(errno, rule.fault)
             raise OSError(number, f"injected: {os.strerror(number)}", str(path))
@@ -398,27 +370,21 @@ class FaultyFileSystem(FileSystem):
         with self._lock:
             self._killed = True
             open_files, self._paths = list(self._paths), {}
-            for connection in (c for some in self._connections.values() for c in some):
-                with contextlib.suppress(sqlite3.Error):
-                    connection.interrupt()
             # Whoever kills it as well comes back to files that are closed.
             for descriptor in open_files:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
         raise Killed
 
-    def power_loss(self, *, everything: bool = True, seed: int = 0, database: str = "kept") -> None:
+    def power_loss(self, *, everything: bool = True, seed: int = 0) -> None:
         """Kill, and take back what was not durable.
 
         `everything`: all that was not synced is gone; else each unsynced write is kept, lost,
-        zeroed or torn, and some of the last unsynced renames are undone, by `seed`. `database`:
-        "kept", or "lost" without what SQLite had only in its log.
+        zeroed or torn, and some of the last unsynced renames are undone, by `seed`.
         """
         assert self._journal is not None, "power_loss needs a journal"
         with contextlib.suppress(Killed):
             self.kill()
-        for path, connections in self._connections.items():
-            cut_database(path, connections, keep_log=database == "kept")
         self._journal.power_loss(None if everything else random.Random(seed))
 
 

@@ -109,7 +109,7 @@ def store_flags(store: Path) -> list[str]:
 def link_store(source: Path, target: Path) -> None:
     """Make a store with the same prefixes: segments, which never change, are hard links.
 
-    The catalog is copied, since servers write to it; a lock belongs to one directory.
+    The journal is copied, since servers write to it; a lock belongs to one directory.
     """
     for path in sorted(source.rglob("*")):
         copy = target / path.relative_to(source)

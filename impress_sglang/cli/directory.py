@@ -7,7 +7,6 @@ a server's flags do not apply here: the next server removes what exceeds its quo
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +37,8 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import FORMAT_VERSION, Tokens, read_header
-from impress_sglang.store.catalog import Catalog
+from impress_sglang.store.disk import StoreDisk
+from impress_sglang.store.journal import Journal
 from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
 from impress_sglang.store.purging import Purge
@@ -185,7 +185,7 @@ class Directory:
             raise Unreachable(f"{path} cannot be opened: {error}") from error
         try:
             yield
-        except (OSError, sqlite3.Error) as error:
+        except OSError as error:
             raise Unreachable(f"{path} cannot be read: {error}") from error
         finally:
             directory.close()
@@ -198,8 +198,7 @@ class Directory:
         return self._sizes(path) + [self.files.stat(own).st_size for own in aside]
 
     def _entries(self, path: Path) -> list[StoredSegment]:
-        with contextlib.closing(Catalog(self.files, path, read_only=True)) as catalog:
-            return list(catalog.segments().values())
+        return list(Journal(self.files, path).segments().values())
 
 
 @contextlib.contextmanager
@@ -218,7 +217,10 @@ def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Itera
         io_timeout=PATIENCE_S,
     )
     try:
-        store = PrefixStore(config, path.name, shape or _shape_in(files, path), files=files)
+        shape = shape or _shape_in(files, path)
+        directory = StoreDirectory(files, path.parent, path.name)
+        disk = StoreDisk(config, directory.identity, files, directory)
+        store = PrefixStore(config, directory.identity, shape, files=files, disk=disk)
     except StoreError as error:
         raise _in_use(path) from error
     except (ConfigError, OSError) as error:

@@ -29,7 +29,7 @@ from impress_sglang.codes.groups.energy import Coding, CodingRule
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.storage.direct_io import AlignedMemory
-from impress_sglang.storage.directory import is_identity, segment_files
+from impress_sglang.storage.directory import identity_in, segment_files
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.open_segment import OpenSegment
@@ -72,7 +72,9 @@ def export(
             raise Refused("nothing of it is stored")
         if not chosen[0].info.shape.exact:
             raise Refused("exact KVs are exported, and a store of --impress-keep codes has none")
-        paths = {own: Path(file) for own, file, _ in segment_files(directory.files, stores[name])}
+        folders = {stores[name], *(own.home for own in chosen if own.home is not None)}
+        found = [segment_files(directory.files, own) for own in folders]
+        paths = {own: Path(file) for files in found for own, file, _ in files}
         try:
             num_bytes = _write(directory.files, path, namespace_in(which), chosen, paths)
         except PrefixUnreadable as error:
@@ -151,7 +153,7 @@ class Exported:
             self._key, self._namespace = str(told["key"]), told["namespace"]
             self._above: list[int | None] = [above for _, above in told["segments"]]
             for number, (name, above) in enumerate(told["segments"]):
-                if not is_identity(name) or not (above is None or 0 <= above < number):
+                if identity_in(name) != name or not (above is None or 0 <= above < number):
                     raise ValueError("a segment has no place in it")
                 check_file(files, self.file(name))
                 self.infos.append(read_header(self.file(name), files).info)

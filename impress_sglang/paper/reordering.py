@@ -160,7 +160,7 @@ class ReorderQueue:
         # Looking at all segments would take longer the more are stored.
         found = self._tree.segments() if force else map(self._tree.get, self._read)
         for segment in found:
-            if segment is None or segment.segment_id in waiting:
+            if segment is None or segment.segment_id in waiting or segment.home is not None:
                 continue
             if _may_pay(segment, force):
                 self._queue.append((segment, force))

@@ -130,8 +130,7 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     left = cache.ranks.any(purge.left) or more
     if failure is not None:
         raise failure
-    if not left:
-        served.purges.pop(text, None)
+    # What is done stays, as other replicas may have more to do.
     names = ("tokens", "bytes", "writes", "unpinned")
     done = {"segments": len(purged.segment_ids)} | {own: getattr(purged, own) for own in names}
     return done | {"pool_tokens": pool, "left": left}

@@ -52,8 +52,7 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
         "disaggregation_mode",
         ("prefill", "null"),
     ),
-    "does not support data parallelism, whose replicas would share one store (run one server per "
-    "replica, each with its own --impress-ssd-dir)": ("dp_size", (1,)),
+    "was never tried with data parallelism (run one server per replica)": ("dp_size", (1,)),
     "needs a model and its KVs in one place": (
         "attn_dp_size dcp_size attn_cp_size moe_dp_size dwdp_size",
         (1,),

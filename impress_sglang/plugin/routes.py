@@ -19,7 +19,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from impress_sglang.options import EXACTLY, OFF
 from impress_sglang.plugin.admin import MESSAGE
-from impress_sglang.plugin.checking import RUNNING
+from impress_sglang.plugin.checking import OK, RUNNING
 from impress_sglang.plugin.flags import config_of
 from impress_sglang.plugin.page import OVERVIEW_ROUTE, PAGE_ROUTE, document, with_text
 from impress_sglang.plugin.reports import REPORT_KEY
@@ -50,7 +50,7 @@ def tokenizer_manager() -> Any:
 
 
 async def send(verb: str, **fields: Any) -> Any:
-    """Send a request to the scheduler's process; returns its answer.
+    """Send a request to the scheduler's process, or those of all replicas; returns the answer.
 
     Raises:
         NotDone: it was not carried out.
@@ -60,11 +60,37 @@ async def send(verb: str, **fields: Any) -> Any:
     manager = tokenizer_manager()
     manager.auto_create_handle_loop()
     message = SetInternalStateReq(server_args=MESSAGE, rid=json.dumps({"verb": verb} | fields))
-    (answer,) = await manager.set_internal_state_communicator(message)
-    told = json.loads(answer.rid)
-    if isinstance(told, dict) and "error" in told:
-        raise NotDone(told["error"], told.get("status", 400))
+    told = [json.loads(own.rid) for own in await manager.set_internal_state_communicator(message)]
+    for own in told:
+        if isinstance(own, dict) and "error" in own:
+            raise NotDone(own["error"], own.get("status", 400))
+    return told[0] if len(told) == 1 else merged(verb, told)
+
+
+def merged(verb: str, told: Sequence[Any]) -> Any:
+    """One answer of several replicas (`--dp-size`), whose stores have the same prefixes."""
+    if verb == "stats":
+        told = sorted(told, key=_directory_in)
+        return {**told[0], "replicas": told}
+    if verb == "overview":
+        return min(told, key=lambda own: _directory_in(own["stats"]))
+    if verb == "check":
+        found = [own["integrity"] for own in told]
+        return {"integrity": RUNNING if RUNNING in found else max(found, key=lambda own: own != OK)}
+    if verb == "purge":
+        return {name: sum(own[name] for own in told) for name in told[0]}
+    if verb in ("why", "warm"):
+        return max(told, key=lambda own: int(own["stored_tokens"]))
+    if verb in ("pin", "unpin"):
+        pins = [own["pins"] for own in told]
+        most = {name: max(own[name] for own in pins) for name in pins[0]}
+        unpinned = {"unpinned": max(own["unpinned"] for own in told)} if verb == "unpin" else {}
+        return {**told[0], **unpinned, "pins": most | {"bytes": sum(own["bytes"] for own in pins)}}
     return told
+
+
+def _directory_in(stats: Mapping[str, Any]) -> str:
+    return str((stats["store"] or {}).get("directory", ""))
 
 
 async def carry_out(verb: str, body: object, request: Request | None = None) -> Any:

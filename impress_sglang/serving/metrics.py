@@ -126,7 +126,7 @@ COUNTERS = _series(
      "Prompts that were not stored, by reason."),
 )
 GAUGES = _series(
-    ("store_bytes", "kind", "store.*_bytes", "used quota quarantined other_models",
+    ("store_bytes", "kind", "store.*_bytes", "used quota quarantined other_models other_servers",
      "Bytes on SSD."),
     ("store_segments", "", "store.segments", "", "Segments on SSD."),
     ("store_suspects", "", "store.segments_suspect", "",

@@ -1,12 +1,15 @@
-"""The directory of the SSD store: one folder per model identity.
+"""The directory of the SSD store: one folder per model identity and server.
 
-    <ssd dir>/<identity>/{store.json, lock, catalog.sqlite, pins.json, coding.npz,
+    <ssd dir>/<identity>[.<n>]/{store.json, lock, journal, pins.json, coding.npz,
                           segments/<2 hex digits>/<segment>.kv, quarantine/<segment>.kv}
 
 A folder is a store if its name is an identity and its marker `store.json` says so. Other folders
 are neither read nor removed, and neither are files in a store that do not have our names. The
 marker holds the key of the store's namespaces, so it is as secret as the stored prompts. The
 directory may be a symbolic link; links inside it are not ours.
+
+Servers of one model have a folder each, of which only the holder of its lock writes or removes
+anything, and read the folders of the others: `siblings`. They share the key.
 
 The quota is for the whole directory. Stores that no process serves are removed before segments of
 the served model: first those of older formats, then those of other models, oldest first.
@@ -24,6 +27,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 MARKER = "store.json"
 LOCK = "lock"
-CATALOG = "catalog.sqlite"
+JOURNAL = "journal"
 SEGMENTS = "segments"
 QUARANTINE = "quarantine"
 PINS = "pins.json"
 CODING = "coding.npz"
 _PROBE = "probe"
 _KIND = "impress-sglang store"
-_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_IDENTITY = re.compile(r"([0-9a-f]{32})(\.[1-9][0-9]?)?")
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _SEGMENT = re.compile(
     rf"([0-9a-f]{{32}}){re.escape(SEGMENT_SUFFIX)}({re.escape(TEMPORARY_SUFFIX)})?"
@@ -51,6 +55,9 @@ _SEGMENT = re.compile(
 _LONGEST_MARKER = 4096
 _LONGEST_KEPT = 1 << 30
 _KEY_BYTES = 32
+# Seconds in which the first server of a model has written the key.
+_KEY_SECONDS = 10.0
+MOST_SERVERS = 100
 MODEL_DIGITS = 28
 """Digits of the name of a rank's store that name the model; the others are the rank."""
 
@@ -58,8 +65,8 @@ MODEL_DIGITS = 28
 class StoreDirectory:
     """The folder of the model that is served: its lock, its key, and whether it answers."""
 
-    def __init__(self, files: FileSystem, root: Path, identity: str) -> None:
-        """Create the folder or take an existing one, and lock it.
+    def __init__(self, files: FileSystem, root: Path, name: str) -> None:
+        """Create the folder of this name or take an existing one, and lock it.
 
         Raises:
             ConfigError: it cannot be written, or is not a store of ours.
@@ -67,11 +74,12 @@ class StoreDirectory:
         """
         self.files = files
         self.root = Path(os.path.realpath(root))
-        self.path = self.root / identity
+        self.path = self.root / name
+        self.identity = identity_in(name) or name
         self._closing, self._probing = threading.Lock(), threading.Lock()
         self._closed = False
         try:
-            self._lock, self._marker = self._claim(secrets.token_bytes(_KEY_BYTES))
+            self._lock, self._marker = self._claim(None)
             self._device = files.stat(self.root).st_dev
             self._key = _key_in(self._marker)
         except OSError as error:
@@ -81,9 +89,23 @@ class StoreDirectory:
         """The stored name of a namespace: a keyed hash, because the text may hold a secret."""
         return hashlib.blake2b(text.encode(), key=self._key, digest_size=16).hexdigest()
 
-    def segment_path(self, segment_id: str) -> Path:
-        """The path of a segment's file; 256 folders keep each one small."""
-        return self.path / SEGMENTS / segment_id[:2] / f"{segment_id}{SEGMENT_SUFFIX}"
+    def segment_path(self, segment_id: str, folder: Path | None = None) -> Path:
+        """The path of a segment's file; 256 folders keep each one small.
+
+        `folder`: of the server that has it; None: this one.
+        """
+        name = f"{segment_id}{SEGMENT_SUFFIX}"
+        return (folder or self.path) / SEGMENTS / segment_id[:2] / name
+
+    def siblings(self) -> list[Path]:
+        """The folders of other servers of this model, which have the same key.
+
+        Raises:
+            OSError: that cannot be determined now.
+        """
+        names = self.files.list(self.root)
+        found = [self.root / own for own in names if identity_in(own) == self.identity]
+        return [own for own in found if own != self.path and is_store(self.files, own)]
 
     def quarantine_path(self, segment_id: str) -> Path:
         """The path at which a damaged segment is kept for a while."""
@@ -166,19 +188,19 @@ class StoreDirectory:
         with contextlib.suppress(OSError):
             self.files.close(self._lock)
 
-    def _claim(self, key: bytes) -> tuple[int, bytes]:
-        """Lock the folder and read its marker, which is written if there is none."""
+    def _claim(self, key: bytes | None) -> tuple[int, bytes]:
+        """Lock the folder and read its marker, which is written if there is none.
+
+        `key`: None for that of the model's other folders.
+        """
         self.files.make_directory(self.root, parents=True)
         self.files.make_directory(self.path)
         lock = self.files.open(self.path / LOCK, os.O_CREAT | os.O_RDWR)
         try:
-            if not _try_lock(lock):
-                raise StoreInUseError(
-                    f"--impress-ssd-dir {self.root} already serves this model in another process; "
-                    "give each server its own directory"
-                )
+            if not try_lock(lock):
+                raise StoreInUseError(f"{self.path} is used by another process")
             if not is_store(self.files, self.path):
-                self._mark(key)
+                self._mark(key or self._shared_key())
             self._make_folders()
             return lock, _read_small(self.files, self.path / MARKER)
         except BaseException:
@@ -188,6 +210,18 @@ class StoreDirectory:
     def _make_folders(self) -> None:
         for name in (SEGMENTS, QUARANTINE):
             self.files.make_directory(self.path / name)
+
+    def _shared_key(self) -> bytes:
+        """The key of the model's other folders; the first folder may make a new one."""
+        deadline = time.monotonic() + _KEY_SECONDS
+        while True:
+            for own in self.siblings():
+                return _key_in(_read_small(self.files, own / MARKER))
+            if self.path.name == self.identity:
+                return secrets.token_bytes(_KEY_BYTES)
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{self.root / self.identity} has no {MARKER}: remove it")
+            time.sleep(_KEY_SECONDS / 1000)
 
     def _mark(self, key: bytes) -> None:
         foreign = set(self.files.list(self.path)) - {LOCK, f"{MARKER}{TEMPORARY_SUFFIX}"}
@@ -200,14 +234,28 @@ class StoreDirectory:
         self.put(MARKER, json.dumps(fields).encode())
 
 
+def take_free(files: FileSystem, root: Path, identity: str) -> StoreDirectory:
+    """Lock the first folder of a model that no other server has, which is made if necessary.
+
+    Raises:
+        ConfigError: see `StoreDirectory`.
+        StoreInUseError: `MOST_SERVERS` servers have one.
+    """
+    for number in range(MOST_SERVERS - 1):
+        with contextlib.suppress(StoreInUseError):
+            return StoreDirectory(files, root, f"{identity}.{number}" if number else identity)
+    return StoreDirectory(files, root, f"{identity}.{MOST_SERVERS - 1}")
+
+
+def identity_in(name: str) -> str | None:
+    """The model identity in the name of a folder; None if it is no name of a store."""
+    found = _IDENTITY.fullmatch(name)
+    return found and found[1]
+
+
 def same_model(one: Path, other: Path) -> bool:
-    """Whether two folders are the stores of ranks of one model, which share the quota."""
+    """Whether two folders are of servers or ranks of one model, which share the quota."""
     return one.name[:MODEL_DIGITS] == other.name[:MODEL_DIGITS]
-
-
-def is_identity(name: str) -> bool:
-    """Whether a folder of this name may be a store."""
-    return _IDENTITY.fullmatch(name) is not None
 
 
 def is_store(files: FileSystem, path: Path) -> bool:
@@ -216,7 +264,7 @@ def is_store(files: FileSystem, path: Path) -> bool:
     Raises:
         OSError: this cannot be determined now.
     """
-    if not is_identity(path.name):
+    if identity_in(path.name) is None:
         return False
     try:
         is_folder = stat.S_ISDIR(files.stat(path).st_mode)
@@ -298,15 +346,16 @@ def remove_store(files: FileSystem, path: Path) -> bool:
         return path.name not in files.list(path.parent)
     lock = files.open(path / LOCK, os.O_CREAT | os.O_RDWR)
     try:
-        if not _try_lock(lock):
+        if not try_lock(lock):
             return False
         logger.info("removing another store to make room: %s", path.name)
         for _, own, _ in segment_files(files, path):
             files.unlink(Path(own))
         for aside in quarantined_files(files, path):
             files.unlink(aside)
-        for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", PINS, CODING, _PROBE):
+        for name in (JOURNAL, PINS, CODING, _PROBE):
             files.unlink(path / name)
+            files.unlink(path / f"{name}{TEMPORARY_SUFFIX}")
         names = [name for name in files.list(path / SEGMENTS) if _FOLDER.fullmatch(name)]
         folders = [path / SEGMENTS / name for name in names] + [path / QUARANTINE, path / SEGMENTS]
         for folder in folders:
@@ -388,7 +437,8 @@ def _write_small(files: FileSystem, path: Path, content: bytes) -> None:
         files.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file, as long as it stays open; False if somebody else has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -2,8 +2,8 @@
 
 The store is given a `FileSystem` and accesses the disk only through it, so that all failures of a
 disk happen in one place. Tests use a class that fails, benchmarks one that is slow. Methods raise
-what the operating system raises: `OSError`, `EOFError` for a file that ends too early,
-`sqlite3.Error`; callers decide what this means.
+what the operating system raises: `OSError`, `EOFError` for a file that ends too early; callers
+decide what this means.
 
 Files have mode 0600 and directories 0700, and symbolic links are not followed, because the stored
 data are prompts.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sqlite3
 import stat
 from pathlib import Path
 
@@ -132,20 +131,6 @@ class FileSystem:
     def engine(self, name: str, depth: int) -> BlockEngine:
         """The engine that reads blocks of open segments; see `engines.make_engine`."""
         return make_engine(name, depth)
-
-    def database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        """Connect to a database; threads may use the connection in turn. Its files are 0600.
-
-        With `read_only` the database must exist, and nobody may change it meanwhile: its content
-        stays as it is, and so does its log, if there is one.
-        """
-        if read_only:
-            way = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
-            uri = f"{path.absolute().as_uri()}?{way}"
-            return sqlite3.connect(uri, uri=True, check_same_thread=False)
-        # SQLite gives its other files the mode of this one.
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE))
-        return sqlite3.connect(path, check_same_thread=False)
 
 
 _installed = FileSystem()

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import logging
-import sqlite3
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -25,12 +24,14 @@ from impress_sglang.storage.directory import (
     StoreDirectory,
     other_stores,
     segment_files,
+    take_free,
 )
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.health import Health, Task, Work
+from impress_sglang.store.peers import Peers
 from impress_sglang.store.pins import Pins
 from impress_sglang.store.restoring import recover_tree
 from impress_sglang.store.stored import StoredSegment
@@ -54,19 +55,26 @@ class StoreDisk:
     """The disk of one model's store, and the threads that touch it."""
 
     def __init__(
-        self, config: ImpressConfig, identity: str, files: FileSystem | None = None
+        self,
+        config: ImpressConfig,
+        identity: str,
+        files: FileSystem | None = None,
+        directory: StoreDirectory | None = None,
     ) -> None:
-        """Lock the folder, and find what an earlier process left in it.
+        """Lock a folder, and find what an earlier process left in it.
+
+        `directory`: locked by the caller; None for the first that is free.
 
         Raises:
             ConfigError: the directory cannot be used.
-            StoreInUseError: another process serves the same model from it.
+            StoreInUseError: too many processes serve this model from it.
         """
         self.files = files or installed()
         self._seconds = config.io_timeout
         self._note_at = time.monotonic() + NOTE_SECONDS
         self.meter = QueryMeter()
-        self.directory = StoreDirectory(self.files, config.ssd_path, identity)
+        self.directory = directory or take_free(self.files, config.ssd_path, identity)
+        self.peers = Peers(self.directory)
         self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)
@@ -83,8 +91,8 @@ class StoreDisk:
                 self._prober = BackgroundThread("impress-probe")
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
-                self.tree, self._froze = recover_tree(
-                    self.directory, self.worker, identity, content, config.ttl
+                self.tree, self.foreign, self._froze = recover_tree(
+                    self.directory, self.worker, identity, content, config.ttl, self.peers
                 )
                 if self._froze:
                     undo.callback(gc.unfreeze)
@@ -92,11 +100,12 @@ class StoreDisk:
                 self.pins = Pins(self.directory, self.worker, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)
                 """Stores of other models, latest first, and their bytes."""
-            except (OSError, sqlite3.Error) as error:
+            except OSError as error:
                 raise ConfigError(
                     f"--impress-ssd-dir {config.ssd_path} cannot be read: {error}"
                 ) from error
             undo.pop_all()
+        self.peers.start()
         logger.info(
             "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
             self.directory.path,
@@ -141,6 +150,7 @@ class StoreDisk:
         Work that does not end within `--impress-io-timeout` is left behind.
         """
         self._record(used)
+        self.peers.close(self._seconds)
         if not self.worker.close(self._seconds):
             logger.warning("access times are not kept for the next start")
         self._prober.close(self._seconds)
@@ -150,8 +160,8 @@ class StoreDisk:
             gc.unfreeze()
 
     def _record(self, used: Iterable[StoredSegment]) -> None:
-        if uses := [segment.use for segment in used]:
-            self.worker.submit(self.worker.index, self.worker.catalog.record_uses, uses)
+        if uses := [segment.use for segment in used if segment.home is None]:
+            self.worker.submit(self.worker.index, self.worker.journal.record_uses, uses)
 
 
 def probe(directory: StoreDirectory) -> Answer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,8 +25,8 @@ from impress_sglang.storage.directory import QUARANTINE, StoreDirectory, quarant
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
-from impress_sglang.store.catalog import Catalog, Row
 from impress_sglang.store.health import Health, Verdict
+from impress_sglang.store.journal import Journal, Row
 from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class DiskWorker:
         self.files = directory.files
         self._health = health
         self._direct = direct
-        self.catalog = Catalog(self.files, directory.path)
+        self.journal = Journal(self.files, directory.path)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
         # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
@@ -101,7 +100,6 @@ class DiskWorker:
 
     def close(self, seconds: float) -> bool:
         """End the thread after all submitted work; False if that takes more than `seconds`."""
-        self._thread.submit(self.catalog.close)
         return self._thread.close(seconds)
 
     def write(
@@ -146,12 +144,12 @@ class DiskWorker:
         finally:
             self.progress = time.monotonic()
         # The file is authoritative: the next start reads files that the index does not have.
-        self.index(self.catalog.change, [row])
+        self.index(self.journal.change, [row])
 
     def _delete(self, segments: Mapping[str, int], successor: Row | None) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
-        self.index(self.catalog.change, [] if successor is None else [successor], segments)
+        self.index(self.journal.change, [] if successor is None else [successor], segments)
         if self.unremoved() and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
         self.progress = time.monotonic()
@@ -185,7 +183,7 @@ class DiskWorker:
     def catch_up(self) -> None:
         """Now that the disk answers again, redo the work that it refused."""
         self._retry()
-        self.index(self.catalog.flush)
+        self.index(self.journal.flush)
         for name, content in list(self._unkept.items()):
             self.keep(name, content)
 
@@ -231,10 +229,10 @@ class DiskWorker:
             self.tidy_quarantine()
 
     def index(self, change: Callable[..., None], *arguments: Any) -> None:
-        """Change the index; what it refuses now waits in the catalog."""
+        """Change the index; what the disk refuses now waits there."""
         try:
             change(*arguments)
-        except (OSError, sqlite3.Error) as error:
+        except OSError as error:
             self._health.failed("the index could not be written", error, reading=False)
 
     def look(self, info: SegmentInfo, given_up: bool = False) -> Verdict:
@@ -284,5 +282,5 @@ class DiskWorker:
                 self._health.failed("a segment could not be set aside", failure, reading=False)
                 return Verdict.UNCLEAR
             logger.error("%s; set aside in quarantine", error)
-        self.index(self.catalog.change, (), [error.segment_id])
+        self.index(self.journal.change, (), [error.segment_id])
         return Verdict.GONE if missing else Verdict.BAD

@@ -170,7 +170,7 @@ class OpenSegments:
     def _opened(self, stored: StoredSegment) -> OpenSegment:
         disk = self._disk
         assert disk is not None
-        path = disk.directory.segment_path(stored.segment_id)
+        path = disk.directory.segment_path(stored.segment_id, stored.home)
         opening = self._opener.submit(lambda: OpenSegment(path, disk.files, direct=disk.direct))
         try:
             error = opening.exception(self._patience)

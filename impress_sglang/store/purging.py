@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Hashable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
 
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
 
@@ -52,7 +54,8 @@ class Purged:
 class Purge:
     """Removes, in steps, what is stored of a prefix and of all that begins with it.
 
-    Between two steps requests are served; what they store of the prefix is removed as well.
+    Between two steps requests are served; what they store of the prefix is removed as well. Other
+    servers of the model are told, and remove what they had stored of it by then.
     """
 
     def __init__(
@@ -74,11 +77,31 @@ class Purge:
         self._before = None if older_than is None else time.time() - older_than
         self._old: list[StoredSegment] | None = None
         self._begun = False
+        self._unpins = older_than is None
         self.left = True
         """Whether another step is needed."""
 
-    def step(self, store: PrefixStore, most: int = MOST_SEGMENTS) -> Purged:
-        """Remove some segments; only the first step for old ones looks at all that are stored.
+    @classmethod
+    def told(cls, order: Mapping[str, Any]) -> Purge:
+        """The order of another server, which named the time; see `_order`."""
+        text = order["tokens"]
+        tokens = None if text is None else np.frombuffer(base64.b64decode(text), "<i4")
+        purge = cls(order["namespace"], None if tokens is None else tokens.astype(np.int32))
+        purge._before, purge._unpins = order["before"], order["unpins"]
+        return purge
+
+    def _order(self) -> dict[str, Any]:
+        now, text = time.time(), None
+        if self._tokens is not None:
+            text = base64.b64encode(self._tokens.astype("<i4", copy=False).tobytes()).decode()
+        before = now if self._before is None else self._before
+        place = {"namespace": self._namespace, "tokens": text}
+        return {"at": now, "before": before, "unpins": self._unpins, **place}
+
+    def step(self, store: Any, most: int = MOST_SEGMENTS) -> Purged:
+        """Remove some segments of a `PrefixStore`.
+
+        Only the first step for old ones looks at all that are stored.
 
         Files are unlinked in the background, in order with writes. Running writes are abandoned, or
         their files removed where it is too late for that. Pins of what is removed go as well, and
@@ -88,10 +111,25 @@ class Purge:
             return Purged()
         # Segments published since the last poll have other names, or are not known to be there.
         store.poll()
+        if not self._begun:
+            store.worker.submit(
+                store.worker.index, store.worker.journal.tell, {"purge": self._order()}
+            )
+        return self.obey(store, most)
+
+    def obey(self, store: Any, most: int = MOST_SEGMENTS) -> Purged:
+        """Take a step that other servers are not told of, within a poll."""
         first, self._begun = not self._begun, True
         writes, unpinned = list[StoredSegment](), 0
         tree = store.tree
+        if first and self._unpins:
+            unpinned = store.pins.unpin(self._namespace, self._tokens)
+            hidden = store.foreign.take_unplaced(self._namespace, self._tokens)
+            store.writes.remove_foreign(hidden)
         if self._before is not None:
+            if first and self._unpins:
+                place = tree, self._namespace, self._tokens
+                writes = [own for own, _ in store.writes if is_in(own, *place)]
             if self._old is None:
                 found = tree.below(self._namespace, self._tokens)
                 self._old = [own for own in found if own.on_disk and own.written <= self._before]
@@ -104,8 +142,6 @@ class Purge:
             going = list(itertools.islice(there, most + 1))
             self.left = len(going) > most
             going = going[:most]
-            if first:
-                unpinned = store.pins.unpin(self._namespace, self._tokens)
             if first or not self.left:
                 # All in the first step, as they read what is to be freed; newer ones in the last.
                 place = tree, self._namespace, self._tokens

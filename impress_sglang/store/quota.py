@@ -1,13 +1,18 @@
 """Whether a file fits under the quota and above the free-space floor, and what goes if not.
 
-Quarantine goes first, then stores of other models that no process serves, oldest first. Then go
-segments that nothing builds on and no request reads or waits for: lowest priority first, then least
-recently used. Namespaces that exceed their limit come before others.
+Quarantine goes first, then stores of other models that no process serves, oldest first, then the
+oldest segments of this model in folders that no process serves. Then go segments that nothing
+builds on and no request reads or waits for: lowest priority first, then least recently used.
+Namespaces that exceed their limit come before others.
+
+What other servers of this model have counts as well, but each removes its own: who lacks room asks
+the others, and those that have more than their share give some of it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +27,8 @@ from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 logger = logging.getLogger(__name__)
 
 _DAY_S, _HOURS = 86_400.0, 24
+# Seconds after which it is asked again whether a process serves a store.
+_LOCKED_SECONDS = 60.0
 
 
 class WriteBudget:
@@ -90,8 +97,11 @@ class Quota:
         self._worker = disk.worker
         self._health = disk.health
         self._others = disk.others
+        self._peers = disk.peers
         self._removing: dict[Path, Future[bool]] = {}
-        self._served: set[Path] = set()
+        self._trimming: dict[Path, Future[int]] = {}
+        # When it was found that a process serves a store.
+        self._served: dict[Path, float] = {}
         self.reserved_bytes = 0
         """Bytes of a file that is being written to replace another one."""
         self.used_bytes = 0
@@ -119,6 +129,7 @@ class Quota:
             "used_bytes": self.used_bytes + self.reserved_bytes,
             "quarantined_bytes": self._worker.quarantined_bytes,
             "other_models_bytes": self.other_models_bytes,
+            "other_servers_bytes": self._peers.num_bytes,
             "quota_bytes": bytes_of(self._config.ssd_gb),
             **self.budget.summary(),
         }
@@ -174,7 +185,8 @@ class Quota:
         worker, config = self._worker, self._config
         unserved = worker.quarantined_bytes + worker.unused_bytes
         unserved += sum(list(worker.undeleted.values()))
-        used = self.used_bytes + self.reserved_bytes + unserved + self.other_models_bytes
+        used = self.used_bytes + self.reserved_bytes + unserved
+        used += self.other_models_bytes + self._peers.num_bytes
         pending = self.pending_bytes + self.reserved_bytes
         available = self._health.free_bytes - pending - bytes_of(config.min_free_gb)
         return max(used + num_bytes - bytes_of(config.ssd_gb), num_bytes - available)
@@ -205,7 +217,7 @@ class Quota:
             # The worker does this before it writes anything else.
             self._worker.submit(self._worker.tidy, False)
             needed -= quarantined
-        if needed > 0 and self._remove_others(needed):
+        if needed > 0 and (self._remove_others(needed) or self._trim_others(needed)):
             return None
         # Of what is needed, the namespace must give at least its own excess.
         excess = self._exceeds(self._held.get(namespace, 0) + num_bytes)
@@ -236,7 +248,30 @@ class Quota:
             if removing.exception() is None and removing.result():
                 self._health.free_bytes += self._others.pop(path)
             else:
-                self._served.add(path)
+                self._served[path] = time.monotonic()
+
+    def share_out(self, num_bytes: int, is_needed: Callable[[str], bool]) -> list[StoredSegment]:
+        """What to evict for another server that lacks room: no more than what is above a share."""
+        share = bytes_of(self._config.ssd_gb) // (1 + len(self._peers.folders))
+        choice = _Choice(is_needed, StoredMatch())
+        choice.take_from(self._tree.order, min(num_bytes, self.used_bytes - share))
+        return choice.victims
+
+    def _trim_others(self, needed: int) -> bool:
+        """Start removing segments of this model that no process serves; returns whether that is
+        under way."""
+        for path, own in list(self._trimming.items()):
+            if own.done():
+                del self._trimming[path]
+                if own.exception() is not None or not own.result():
+                    self._served[path] = time.monotonic()
+        for path in self._peers.folders:
+            if self._may_be_free(path) and not self._trimming:
+                self._trimming[path] = self._worker.submit(self._peers.trim, path, needed)
+        return bool(self._trimming)
+
+    def _may_be_free(self, path: Path) -> bool:
+        return time.monotonic() - self._served.get(path, -math.inf) > _LOCKED_SECONDS
 
     def _remove_others(self, needed: int) -> bool:
         """Start removing stores of other models; returns whether a removal is under way."""
@@ -244,7 +279,7 @@ class Quota:
         for path in reversed(self._others):
             if going >= needed:
                 break
-            if path not in self._served and path not in self._removing:
+            if self._may_be_free(path) and path not in self._removing:
                 going += self._others[path]
                 self._removing[path] = self._worker.submit(remove_store, self._worker.files, path)
         return bool(self._removing)
@@ -267,6 +302,11 @@ class _Choice:
         """Choose a segment, if it may go."""
         built_on = self._staying.get(segment.segment_id, segment.num_dependents)
         if built_on or segment in self._spared or not segment.on_disk:
+            return
+        if segment.home is not None:
+            # It is for its server to remove, and does not keep what it builds on.
+            self._spared.add(segment)
+            _count_out(segment, self._staying)
             return
         if self._is_needed(segment.segment_id):
             self.in_use[segment] = None

@@ -20,11 +20,13 @@ from impress_sglang.storage.directory import StoreDirectory, segment_files
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens, read_header
-from impress_sglang.store.catalog import Catalog
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
+from impress_sglang.store.foreign import ForeignSegments
 from impress_sglang.store.health import Verdict
+from impress_sglang.store.journal import Journal
 from impress_sglang.store.losses import prompt_of
+from impress_sglang.store.peers import Peers
 from impress_sglang.store.prefix_hashes import begun_digest, extended
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
@@ -53,14 +55,13 @@ class Survey:
     unread_bytes: int = 0
 
 
-def survey(directory: StoreDirectory, catalog: Catalog, identity: str) -> Survey:
+def survey(directory: StoreDirectory, journal: Journal, identity: str) -> Survey:
     """Compare the files of an identity with their rows in the index; changes no file.
 
     Raises:
         OSError: the directory cannot be read.
-        sqlite3.Error: the index can neither be read nor made anew.
     """
-    files, known, found = directory.files, catalog.segments(), Survey()
+    files, known, found = directory.files, journal.segments(), Survey()
     for segment_id, path, finished in segment_files(files, directory.path):
         if not finished:
             found.unfinished.append(Path(path))
@@ -136,7 +137,7 @@ def recover(found: Survey, directory: StoreDirectory, worker: DiskWorker) -> Non
         logger.warning("segment %s is in the index but has no file", segment_id)
     if found.adopted or found.missing:
         adopted = [own.row for own in found.adopted]
-        worker.index(worker.catalog.change, adopted, found.missing)
+        worker.index(worker.journal.change, adopted, found.missing)
     worker.tidy_quarantine()
 
 
@@ -146,31 +147,39 @@ def recover_tree(
     identity: str,
     content: ContentIndex | None = None,
     ttl: float = 0.0,
-) -> tuple[StoredTree, bool]:
-    """Build the tree of the segments on the disk; files without a place in it are removed.
+    peers: Peers | None = None,
+) -> tuple[StoredTree, ForeignSegments, bool]:
+    """Build the tree of the segments on the disk; own files without a place in it are removed.
 
-    Returns the tree, and whether it is frozen, so that `gc.unfreeze` is due when it goes.
+    Returns the tree, what other servers have and has no place in it, and whether it is frozen, so
+    that `gc.unfreeze` is due when it goes.
 
     Garbage collection is off meanwhile, and a large tree is frozen: it has no garbage before the
     store closes, with 100,000 segments each collection would take 0.4 s longer, and requests would
-    wait for it. `content` and `ttl` are the tree's.
+    wait for it. `content` and `ttl` are the tree's; `peers`: followed for the first time here.
 
     Raises:
         OSError: the directory cannot be read.
-        sqlite3.Error: the index can neither be read nor made anew.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        found = survey(directory, worker.catalog, identity)
+        found = survey(directory, worker.journal, identity)
         large = enabled and len(found.segments) >= _MANY
         if large:
             # Present garbage would be frozen, too; it takes longer to collect with the tree there.
             gc.collect()
         recover(found, directory, worker)
+        others = [] if peers is None else peers.begin()
         tree = StoredTree(content, ttl)
-        useless, orphans = restore_segments(tree, found.segments)
-        if found.unread:
+        useless, orphans = restore_segments(tree, found.segments + others)
+        foreign = ForeignSegments(tree)
+        for own in useless + orphans:
+            if own.home is not None:
+                foreign.set_aside(own)
+        useless = [own for own in useless if own.home is None]
+        orphans = [own for own in orphans if own.home is None]
+        if found.unread or (peers is not None and peers.unreadable):
             # They may build on a file that cannot be read now.
             worker.unused_bytes += sum(own.file_bytes for own in orphans)
         else:
@@ -187,7 +196,7 @@ def recover_tree(
     finally:
         if enabled:
             gc.enable()
-    return tree, large
+    return tree, foreign, large
 
 
 def restore_segments(
@@ -214,10 +223,12 @@ def restore_segments(
             older.append(other)
     # Generations are versions of one segment, and say nothing of others.
     ordered = sorted(newest.values(), key=_age)
-    ordered.sort(key=lambda own: (own.info.prefix_len, -own.last_access))
+    # Those of other servers come last: where they begin like own ones, these stay.
+    ordered.sort(key=lambda own: (own.home is not None, own.info.prefix_len, -own.last_access))
     tree.order.go_on_from(max((own.last_access for own in ordered), default=0))
     restoring = _Restoring(tree)
     others = [own for own in ordered if not restoring.put_below(own)]
+    others.sort(key=lambda own: own.info.prefix_len)
     orphans = restoring.put_anywhere(others) if others else []
     tree.order.sort()
     return older, orphans
@@ -294,6 +305,7 @@ def _place_of(segment: StoredSegment) -> tuple[str, str]:
     return segment.info.namespace, segment.info.prefix_digest
 
 
-def _age(segment: StoredSegment) -> tuple[int, int, str]:
-    """Sort key of files, newest first."""
-    return -segment.info.generation, -segment.last_access, segment.segment_id
+def _age(segment: StoredSegment) -> tuple[bool, int, int, str]:
+    """Sort key of files: own ones first, then the newest."""
+    use = -segment.info.generation, -segment.last_access
+    return segment.home is not None, *use, segment.segment_id

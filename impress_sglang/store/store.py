@@ -31,7 +31,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.segment import Priority, Tokens
 from impress_sglang.store.disk import Answer, StoreDisk
 from impress_sglang.store.forecast import ReadForecast
 from impress_sglang.store.health import Task, Verdict, Work
@@ -39,6 +39,8 @@ from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.open_segments import OpenSegments
+from impress_sglang.store.peers import News
+from impress_sglang.store.purging import Purge
 from impress_sglang.store.quota import Quota, WriteBudget
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.store.writing import SegmentWrite, SegmentWrites
@@ -54,6 +56,8 @@ logger = logging.getLogger(__name__)
 MOST_EXPIRED = 64
 # The most that one step checks.
 CHECKED_SEGMENTS = 8
+# How long a segment of another server that cannot be read now is not used, in seconds.
+REST_SECONDS = 60.0
 CHECKED_CHUNKS = 1024
 
 
@@ -66,6 +70,8 @@ class Outcomes:
     """Of stores of other models, which may have failed."""
     tasks: list[tuple[Task, Future[Any]]]
     expired: list[StoredSegment]
+    news: list[News]
+    """What other servers have told."""
 
 
 class PrefixStore:
@@ -107,6 +113,7 @@ class PrefixStore:
         self._disk = disk or StoreDisk(config, identity, files)
         self.worker, self.health = self._disk.worker, self._disk.health
         self.tree, self.pins = self._disk.tree, self._disk.pins
+        self.foreign = self._disk.foreign
         self.namespace = self._disk.namespace
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
         self.cache = self._memory.cache
@@ -121,6 +128,8 @@ class PrefixStore:
         self._lookahead.tell_to(self.segments.expect)
         self._closed = False
         self._measuring: StoredSource | None = None
+        # Those of other servers.
+        self._orders: list[Purge] = []
         self.quota = Quota(config, self._disk, budget or WriteBudget(config.write_gb_per_day))
         self.writes = SegmentWrites(
             config,
@@ -209,6 +218,7 @@ class PrefixStore:
             removals=self.quota.ended(),
             tasks=self._disk.ended(),
             expired=self.tree.order.take_due(time.time(), MOST_EXPIRED),
+            news=list(self._disk.peers.take()),
         )
 
     def _take(self, outcomes: Outcomes) -> None:
@@ -219,6 +229,13 @@ class PrefixStore:
             self.writes.finish(write)
         self.quota.take(outcomes.removals)
         self.expire(outcomes.expired)
+        for news in outcomes.news:
+            self._hear(news)
+        self.foreign.place_again()
+        if self._orders:
+            self._orders[0].obey(self)
+            if not self._orders[0].left:
+                del self._orders[0]
         for task, future in outcomes.tasks:
             if task.work is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
@@ -228,6 +245,23 @@ class PrefixStore:
                 # A look that failed for another reason says nothing about the segment.
                 verdict = Verdict.UNCLEAR if future.exception() else future.result()
                 self._judge(task.info.segment_id, verdict)
+
+    def _hear(self, news: News) -> None:
+        """Act on what another server has told."""
+        if news.added is not None:
+            self.foreign.add(news.added)
+        elif news.gone:
+            self.foreign.forget(news.gone)
+            segment = self.tree.get(news.gone)
+            if segment is not None and segment.home is not None:
+                self.writes.lose(segment, Cause.EVICTED)
+        elif news.want:
+            self.writes.give(news.want)
+        elif news.purge is not None:
+            try:
+                self._orders.append(Purge.told(news.purge))
+            except (ValueError, KeyError, TypeError) as error:
+                logger.warning("an order of another server is of another version: %s", error)
 
     def _begin_due(self) -> None:
         self._disk.begin_due()
@@ -242,9 +276,25 @@ class PrefixStore:
 
     def report(self, error: PrefixUnreadable) -> None:
         """Report an unreadable segment: it is not used until a second look has found it good."""
+        segment = self.tree.get(error.segment_id)
+        if segment is not None and segment.home is not None:
+            # Its server finds out by itself what is wrong; the disk need not be.
+            logger.warning("%s; another server has it", error)
+            if isinstance(error, StoreUnavailable):
+                again = dataclasses.replace(
+                    segment,
+                    above=segment.use[3],
+                    dependents=[0] * len(Priority),
+                    parent=None,
+                    history=None,
+                )
+                self.foreign.set_aside(again, REST_SECONDS)
+            else:
+                self.foreign.refuse(segment.segment_id)
+            self.writes.lose(segment, Cause.DAMAGED)
+            return
         if isinstance(error, StoreUnavailable):
             self.health.failed("a prefix could not be read", error, reading=True)
-        segment = self.tree.get(error.segment_id)
         if segment is not None and segment.ready:
             logger.warning("%s; a second look will decide", error)
             self.stats.segments_unreadable += 1
@@ -256,6 +306,7 @@ class PrefixStore:
             **dataclasses.asdict(self.stats),
             "directory": str(self._disk.directory.path),
             "segments": len(self.tree),
+            "other_servers": len(self._disk.peers.folders),
             "writes_pending": len(self.writes),
             "health": self.health.summary(),
             "segments_suspect": len(self.health.suspects),
@@ -371,7 +422,8 @@ class PrefixStore:
             else:
                 # A segment that the answer lacks may have been written after the probe.
                 for segment in self.tree.segments():
-                    if segment.ready and segment.segment_id not in found:
+                    own = segment.ready and segment.home is None
+                    if own and segment.segment_id not in found:
                         self.health.suspect(segment)
         # This comes before `catch_up`, which may fail again.
         self.health.probed(error, readable=found is not None)

@@ -7,6 +7,7 @@ import enum
 import functools
 import math
 import time
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from impress_sglang.storage.quality import EXACT, Quality
@@ -33,6 +34,9 @@ class SegmentState(enum.Enum):
 class StoredSegment:
     """A segment in the tree.
 
+    `home` is the folder of the other server that has its file, None: it is ours; `file_bytes` are
+    those of ours.
+
     `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
     time; `history` is what `paper/` learns of its tokens; `written` is when its file was, as of
     `time.time`, and `due` when it expires; `above` is a hint of an earlier process, what it was
@@ -52,6 +56,7 @@ class StoredSegment:
     written: float = dataclasses.field(default_factory=time.time)
     due: float = math.inf
     above: str = ""
+    home: Path | None = None
     level: Priority = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

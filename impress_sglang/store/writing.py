@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 from torch import Tensor
 
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two looks, during a wait for writes, at whether they still make progress.
 LOOK_SECONDS = 0.25
+# Seconds between two requests to other servers to make room.
+_ASK_SECONDS = 0.5
 
 
 class StoreOutcome(enum.Enum):
@@ -162,6 +165,7 @@ class SegmentWrites:
         self._lookahead = lookahead
         self._codec = codec
         self._writes: collections.deque[SegmentWrite] = collections.deque()
+        self._asked_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -207,6 +211,7 @@ class SegmentWrites:
         victims = self._quota.make_room(segment, known, self.is_needed)
         if victims is None:
             self.stats.offers_without_space += 1
+            self._ask_for_room(segment.file_bytes)
             return StoreOutcome.NO_SPACE
         if victims:
             self.evict(victims, Cause.EVICTED)
@@ -273,12 +278,26 @@ class SegmentWrites:
         return count
 
     def evict(self, segments: Sequence[StoredSegment], cause: Cause) -> None:
-        """Remove segments and their files, each before the segment that it builds on."""
-        self.stats.count_removed(len(segments), cause)
+        """Remove segments and their files, each before what it builds on; see `remove_foreign`."""
         for segment in segments:
             self.lose(segment, cause)
-        # In one job, because with each job the other thread can take the GIL from this one.
-        self._worker.delete({own.segment_id: own.file_bytes for own in segments})
+            if segment.home is not None:
+                self._disk.foreign.refuse(segment.segment_id)
+        self.remove_foreign(segments)
+        going = {own.segment_id: own.file_bytes for own in segments if own.home is None}
+        self.stats.count_removed(len(going), cause)
+        if going:
+            # In one job, because with each job the other thread can take the GIL from this one.
+            self._worker.delete(going)
+
+    def remove_foreign(self, segments: Iterable[StoredSegment]) -> None:
+        """Remove files of folders that no server has; others are for their servers to remove."""
+        names: dict[Path, set[str]] = {}
+        for own in segments:
+            if own.home is not None:
+                names.setdefault(own.home, set()).add(own.segment_id)
+        for folder, only in names.items():
+            self._worker.submit(self._disk.peers.trim, folder, math.inf, only)
 
     def lose(self, segment: StoredSegment, cause: Cause) -> None:
         """Mark a segment as lost; it stays in the tree as long as others build on it."""
@@ -288,6 +307,18 @@ class SegmentWrites:
         self._tree.lose(segment)
         # Behind that: see `PrefixStore._opening`.
         self._segments.retire(segment.segment_id)
+
+    def _ask_for_room(self, num_bytes: int) -> None:
+        """Tell other servers that there is no room, if they have some of it."""
+        missing, now = self._quota.missing(num_bytes), time.monotonic()
+        if missing > 0 and self._disk.peers.num_bytes and now > self._asked_at + _ASK_SECONDS:
+            self._asked_at = now
+            self._worker.submit(self._worker.index, self._worker.journal.tell, {"want": missing})
+
+    def give(self, num_bytes: int) -> None:
+        """Make room for another server, which asks for it."""
+        if victims := self._quota.share_out(num_bytes, self.is_needed):
+            self.evict(victims, Cause.EVICTED)
 
     def is_needed(self, segment_id: str) -> bool:
         """Whether a segment must stay: it is read, awaited or pinned."""
@@ -363,6 +394,7 @@ class SegmentWrites:
         self._quota.end(segment, written=error is None)
         if error is None:
             segment.state = SegmentState.READY
+            self._disk.foreign.note_stored(segment)
             self.stats.segments_written += 1
             self.stats.bytes_written += segment.file_bytes
             if self._disk.meter.has_news:

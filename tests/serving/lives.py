@@ -16,7 +16,7 @@ import psutil
 
 from tests.damage import put_back, take_away
 from tests.fault_control import FaultControl
-from tests.faults import READS, Rule, dead_disk, read_only
+from tests.faults import INDEX, READS, Rule, dead_disk, read_only
 from tests.serving.clients import PART, Client
 from tests.serving.harness import BAD_WORDS, TRACEBACK, Server, Zygote, metrics_of, running, tail
 from tests.serving.traffic import Ask, read_answer
@@ -54,7 +54,7 @@ FAULTS: dict[str, tuple[Rule, ...]] = {
     "blocks are late": (Rule("delay", "block", probability=0.3, seconds=0.03),),
     "blocks hang": (Rule("hang", "block", count=3),),
     "reads are wrong": (Rule("flip", "read", probability=0.5),),
-    "no descriptors": (Rule("EMFILE", "open|open-write|database", probability=0.7),),
+    "no descriptors": (Rule("EMFILE", "open|open-write", probability=0.7),),
     "writes fail": (Rule("EIO", "write", probability=0.3),),
     "writes are torn": (Rule("torn", "write", probability=0.3),),
     "writes are torn and nobody knows": (Rule("torn-silent", "write", count=2),),
@@ -63,9 +63,8 @@ FAULTS: dict[str, tuple[Rule, ...]] = {
     "disk full": (Rule("ENOSPC", "write|open-write"), Rule("full", "free_bytes")),
     "syncs fail": (Rule("EIO", "sync|sync_directory", probability=0.5),),
     "renames fail": (Rule("EIO", "rename", probability=0.5),),
-    "index locked": (Rule("locked", "sql.*", probability=0.5),),
-    "index fails": (Rule("EIO", "sql.*", probability=0.5),),
-    "index malformed": (Rule("malformed", "sql.*", count=1),),
+    "index fails": (Rule("EIO", "write|rename|open-write", INDEX, probability=0.5),),
+    "index torn": (Rule("torn", "write", INDEX, probability=0.5),),
     "read-only": tuple(read_only()),
     "slow disk": (Rule("delay", "*", probability=0.5, seconds=0.01),),
     "dead disk": tuple(dead_disk()),

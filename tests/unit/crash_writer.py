@@ -25,7 +25,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.store.catalog import Catalog
+from impress_sglang.store.journal import Journal
 from impress_sglang.store.writing import Offer, StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
@@ -127,15 +127,15 @@ CRASH_POINTS: dict[str, Callable[[], None]] = {
     "before the sync": lambda: kill_at(FileSystem, "sync", 2),
     "before the rename": lambda: kill_at(os, "rename", 2),
     "after the rename": lambda: kill_at(os, "rename", 2, after=True),
-    "before the index": lambda: kill_at(Catalog, "change", 2),
-    "after the index": lambda: kill_at(Catalog, "change", 2, after=True),
-    "loss: before the index": lambda: kill_at(Catalog, "change", 1),
-    "loss: after the index": lambda: kill_at(Catalog, "change", 1, after=True),
+    "before the index": lambda: kill_at(Journal, "change", 2),
+    "after the index": lambda: kill_at(Journal, "change", 2, after=True),
+    "loss: before the index": lambda: kill_at(Journal, "change", 1),
+    "loss: after the index": lambda: kill_at(Journal, "change", 1, after=True),
     "reorder: between layers": lambda: kill_at(os, "pwritev", 2),
     "reorder: before the rename": lambda: kill_at(os, "rename", 1),
     "reorder: after the rename": lambda: kill_at(os, "rename", 1, after=True),
-    "reorder: before the index": lambda: kill_at(Catalog, "change", 1),
-    "reorder: after the index": lambda: kill_at(Catalog, "change", 1, after=True),
+    "reorder: before the index": lambda: kill_at(Journal, "change", 1),
+    "reorder: after the index": lambda: kill_at(Journal, "change", 1, after=True),
 }
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-from impress_sglang.store.catalog import Catalog
+from impress_sglang.store.journal import Journal, decode, encode
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
@@ -318,11 +317,11 @@ def check_index(store: PrefixStore) -> None:
     """Its rows are those of the tree; waits for the disk, and for pending writes."""
     store.writes.drain()
     if not (isinstance(store, PartStore) and store.reorders.pending):
-        store.worker.submit(store.worker.catalog.flush).result()
-        indexed = store.worker.submit(store.worker.catalog.segments).result()
+        store.worker.submit(store.worker.journal.flush).result()
+        indexed = store.worker.submit(store.worker.journal.segments).result()
         # An extra row is that of a file that could not be removed, which was logged.
         for segment in store.tree.segments():
-            if segment.on_disk:
+            if segment.on_disk and segment.home is None:
                 assert indexed[segment.segment_id].file_bytes == segment.file_bytes
 
 
@@ -374,21 +373,34 @@ def name_of(store: PrefixStore, tokens: Sequence[int], number: int = 0, **option
 
 def index_in(folder: Path) -> dict[str, StoredSegment]:
     """What the next process finds in the index of a store."""
-    with contextlib.closing(Catalog(FileSystem(), folder)) as catalog:
-        return catalog.segments()
+    return Journal(FileSystem(), folder).segments()
 
 
 def index_of(bench: Workbench) -> dict[str, StoredSegment]:
     """Of the only store of a directory."""
-    (path,) = bench.root.glob("*/catalog.sqlite")
+    (path,) = bench.root.glob("*/journal")
     return index_in(path.parent)
 
 
-def change_index(root: Path, statement: str, *values: object) -> int:
-    """By hand, in the only index below a folder; returns in how many rows."""
-    (path,) = root.rglob("catalog.sqlite")
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        return connection.execute(statement, values).rowcount
+def change_index(
+    root: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None], *, sound: bool = False
+) -> int:
+    """By hand, in the only index below a folder; returns how many lines are others now.
+
+    `change` returns a record, None to leave it out. Lines are damaged by that unless `sound`.
+    """
+    (path,) = root.rglob("journal")
+    lines, count = list[bytes](), 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        record = decode(line)
+        assert record is not None
+        changed = change(json.loads(json.dumps(record)))
+        count += changed != record
+        if changed is not None:
+            new = encode(json.dumps(changed).encode())
+            lines.append(line if changed == record else new if sound else line[:17] + new[17:])
+    path.write_bytes(b"".join(lines))
+    return count
 
 
 def three_prefixes(bench: Workbench, **options: Any) -> PartStore:

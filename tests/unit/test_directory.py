@@ -211,9 +211,8 @@ def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, name: str)
 def test_a_store_is_removed_with_all_that_is_ours(root: Path) -> None:
     folder = make_store(root, segments=(SEGMENT, "cd" + "0" * 30))
     for name in (
-        "catalog.sqlite",
-        "catalog.sqlite-wal",
-        "catalog.sqlite-shm",
+        "journal",
+        "journal.tmp",
         "probe",
         PINS,
         CODING,
@@ -235,7 +234,7 @@ def test_a_store_that_is_served_is_not_removed(root: Path) -> None:
     assert not remove_store(FILES, directory.path)
 
     assert contents(root) == before
-    with pytest.raises(StoreInUseError, match="--impress-ssd-dir"):
+    with pytest.raises(StoreInUseError, match="used by another"):
         StoreDirectory(FILES, root, OTHER)
     directory.close()
 
@@ -279,7 +278,7 @@ def test_a_link_to_a_store_is_no_store(root: Path, tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize("name", ["segments", "segments/ab", "quarantine", "catalog.sqlite"])
+@pytest.mark.parametrize("name", ["segments", "segments/ab", "quarantine", "journal"])
 def test_links_inside_a_store_are_not_followed(root: Path, tmp_path: Path, name: str) -> None:
     folder = make_store(root)
     inside = folder / name

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_control import ControlledFaults, FaultControl
-from tests.faults import Faults, FaultyFileSystem, Killed, Rule
+from tests.faults import Faults, FaultyFileSystem, Rule
 
 BLOCK = 4096
 CONTENT = bytes(range(256)) * 64
@@ -108,22 +108,3 @@ def test_power_loss_leaves_what_was_synced(files: FaultyFileSystem, file: Path) 
 
     found = {path.name: path.read_bytes() for path in root.iterdir()}
     assert found == {"new": CONTENT, "empty": b""}
-
-
-@pytest.mark.parametrize("database", ["kept", "lost"])
-def test_power_loss_of_a_database(files: FaultyFileSystem, root: Path, database: str) -> None:
-    base = files.database(root / "base")
-    base.execute("PRAGMA journal_mode = WAL")
-    base.execute("PRAGMA synchronous = NORMAL")
-    base.execute("CREATE TABLE t (x)")
-    base.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    with base:
-        base.execute("INSERT INTO t VALUES (1)")
-
-    files.power_loss(database=database)
-
-    again = FaultyFileSystem().database(root / "base")
-    assert again.execute("SELECT x FROM t").fetchall() == [(1,)] * (database == "kept")
-    again.close()
-    with pytest.raises(Killed):
-        base.execute("SELECT 1")

@@ -12,7 +12,6 @@ from impress_sglang.store.stored import StoredSegment
 from tests.unit import store_factory
 from tests.unit.store_factory import (
     Workbench,
-    change_index,
     gb,
     length,
     lengths,
@@ -77,16 +76,13 @@ def test_a_namespace_gives_up_its_own_low_ones_first(bench: Workbench) -> None:
     assert length(store, prompt(9), namespace="other") == 8
 
 
-@pytest.mark.parametrize("index", ["there", "gone", "of before"])
+@pytest.mark.parametrize("index", ["there", "gone"])
 def test_a_restart_knows_it(bench: Workbench, full: PrefixStore, index: str) -> None:
-    """An index that has no such column is made anew from the headers."""
     use(full, prompt(3))
     bench.close(full)
-    (path,) = bench.root.glob("*/catalog.sqlite")
+    (path,) = bench.root.glob("*/journal")
     if index == "gone":
         path.unlink()
-    if index == "of before":
-        change_index(bench.root, "ALTER TABLE segments DROP COLUMN file_bytes")
     store = bench.open(ssd_gb=gb(3 * bench.one))
     assert [segment_of(store, n).info.priority for n in (1, 2, 3)] == [HIGH, NORMAL, LOW]
     bench.put(store, prompt(4))

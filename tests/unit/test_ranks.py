@@ -14,7 +14,7 @@ import pytest
 
 from impress_sglang.config import ImpressConfig, share_of_rank
 from impress_sglang.serving.ranks import Agreement, Ranks, Vote, Wish
-from impress_sglang.storage.directory import is_identity, same_model
+from impress_sglang.storage.directory import identity_in, same_model
 from impress_sglang.store.identity import rank_identity
 from tests.unit.job_world import StepLoader, Tree
 from tests.unit.ranks_model import Lockstep
@@ -186,7 +186,7 @@ class TestRanks:
 
 def test_ranks_of_a_model_know_their_stores(tmp_path: Any) -> None:
     names = [rank_identity(["a", "b"], rank) for rank in range(2)]
-    assert all(is_identity(name) for name in names)
+    assert all(identity_in(name) == name for name in names)
     assert same_model(tmp_path / names[0], tmp_path / names[1]) and names[0] != names[1]
     assert not same_model(tmp_path / names[0], tmp_path / rank_identity(["a", "c"], 1))
     assert rank_identity(["a"], 0) == "a"

@@ -175,7 +175,7 @@ def test_what_was_set_aside_does_not_come_back_with_a_power_loss(
     with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     stores.until(store, lambda: store.stats.segments_quarantined == 1)
-    files.power_loss(database="lost")
+    files.power_loss()
     bench.forget(store)
 
     assert not path.exists()
@@ -190,8 +190,7 @@ def test_at_a_start_what_cannot_be_read_is_left_where_it_is(
     path, chats = shared_prefix(bench, store)
     used = store.summary()["used_bytes"]
     bench.close(store)
-    for index in bench.root.glob("*/catalog.sqlite*"):
-        index.unlink()
+    next(bench.root.glob("*/journal")).unlink()
     with faults.injected(Rule("EMFILE", "open", f"*{path.name}")):
         store = bench.open(files=FaultyFileSystem(faults), ssd_gb=stores.gb(used))
         assert length(store, chats[0]) == 0

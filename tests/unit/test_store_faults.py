@@ -20,7 +20,7 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests import damage
-from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
+from tests.faults import INDEX, Faults, FaultyFileSystem, Rule, dead_disk, read_only
 from tests.unit import failing_store
 from tests.unit import store_factory as stores
 from tests.unit.failing_store import read, until_well
@@ -121,12 +121,12 @@ def test_writes_that_hang_are_given_up_and_their_slots_with_them(
     until_well(store)
 
 
-@pytest.mark.parametrize("fault", ["EIO", "locked", "malformed", "raise"])
+@pytest.mark.parametrize("fault", ["EIO", "ENOSPC", "torn", "raise"])
 def test_the_index_may_refuse(
     bench: Workbench, store: PrefixStore, faults: Faults, fault: str
 ) -> None:
     """The files are the truth: what the index does not take is stored all the same."""
-    with faults.injected(Rule(fault, SQL)):
+    with faults.injected(Rule(fault, "write|open-write|rename", INDEX)):
         bench.offer(store, prompt(1, 40))
         store.writes.drain()
     if fault != "raise":
@@ -300,7 +300,7 @@ def test_what_was_published_outlives_a_power_loss(
     files.faults.add(Rule("kill", "write", "*.tmp", after=seed % 3))
     bench.offer(store, prompt(9, 24))
     wait_until(files.faults.hits.total)
-    files.power_loss(everything=not seed, seed=seed, database=("kept", "lost")[seed % 2])
+    files.power_loss(everything=not seed, seed=seed)
     bench._open.remove(store)
 
     again = bench.open()

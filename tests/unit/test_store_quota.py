@@ -90,7 +90,10 @@ def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
 def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     """Free space is what was measured last, and what is known to have changed since."""
     health = SimpleNamespace(free_bytes=100)
-    disk: Any = SimpleNamespace(tree=StoredTree(), worker=None, health=health, others={})
+    no_peers = SimpleNamespace(num_bytes=0, folders=[])
+    disk: Any = SimpleNamespace(
+        tree=StoredTree(), worker=None, health=health, others={}, peers=no_peers
+    )
     quota = Quota(ImpressConfig(), disk, WriteBudget())
     segment = stored_segment("a", prompt(1))
     segment.file_bytes = 30

@@ -251,7 +251,8 @@ class StoreMachine(StoreHistory):
         self.done.clear()
         self.accepted.clear()
         if without_index:
-            next(self.directory.glob("*/catalog.sqlite")).unlink()
+            for path in self.directory.glob("*/journal"):
+                path.unlink()
         before, self.stored = self.stored, {}
         self.names.clear()
         self.open()

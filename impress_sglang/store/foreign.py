@@ -1,0 +1,131 @@
+"""Segments of other servers, on their way into the tree and out of it.
+
+A segment names its place by what it builds on and by the digest of all tokens before it. It has no
+place as long as that is not in the tree, or if others that begin like it are there: two servers
+may store the same at once. It is kept, then, and tried again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+
+from impress_sglang.storage.segment import Tokens, common_prefix_len
+from impress_sglang.store.losses import prompt_of
+from impress_sglang.store.prefix_hashes import prefix_digest
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.tree import StoredTree
+
+# Seconds between two attempts to place what has no place, how many are tried, and for how long.
+_AGAIN_SECONDS, _TRIED_AGAIN, _MOST_SECONDS = 1.0, 64, 0.002
+
+
+class ForeignSegments:
+    """Those that have no place in the tree, and those that are not wanted there; the store's thread
+    owns it."""
+
+    def __init__(self, tree: StoredTree) -> None:
+        """Begin with none."""
+        self._tree = tree
+        self._unplaced: dict[str, StoredSegment] = {}
+        # Until when some of these are not tried.
+        self._resting: dict[str, float] = {}
+        self._unwanted: set[str] = set()
+        self._again_at = 0.0
+
+    def add(self, segment: StoredSegment) -> None:
+        """Put a segment of another server into the tree, or keep it until there is a place."""
+        if segment.segment_id in self._unwanted:
+            return
+        if self._place(segment):
+            self.note_stored(segment)
+        else:
+            self._unplaced[segment.segment_id] = segment
+
+    def note_stored(self, segment: StoredSegment) -> None:
+        """Let what has no place build on a new segment of the tree, if it has the right tokens."""
+        info, digests = segment.info, dict[int, str]()
+        for own in self._unplaced.values():
+            length = own.info.prefix_len - info.prefix_len
+            if own.info.namespace == info.namespace and 0 < length <= info.num_tokens:
+                if length not in digests:
+                    text = prompt_of(segment)[: own.info.prefix_len]
+                    digests[length] = prefix_digest(info.namespace, text)
+                if digests[length] == own.info.prefix_digest:
+                    own.above = segment.segment_id
+
+    def set_aside(self, segment: StoredSegment, seconds: float = 0.0) -> None:
+        """Keep a segment out of the tree until there is a place, and for so many seconds."""
+        self._unplaced[segment.segment_id] = segment
+        if seconds:
+            self._resting[segment.segment_id] = time.monotonic() + seconds
+
+    def forget(self, segment_id: str) -> None:
+        """Forget a segment whose server has removed it."""
+        self._unplaced.pop(segment_id, None)
+        self._resting.pop(segment_id, None)
+        self._unwanted.discard(segment_id)
+
+    def refuse(self, segment_id: str) -> None:
+        """Never use a segment again: it is damaged, or must not be served."""
+        self._unplaced.pop(segment_id, None)
+        self._unwanted.add(segment_id)
+
+    def place_again(self) -> None:
+        """Try again, now and then, to place what had no place."""
+        if not self._unplaced or time.monotonic() < self._again_at:
+            return
+        now = time.monotonic()
+        self._again_at = now + _AGAIN_SECONDS
+        for segment_id in list(itertools.islice(self._unplaced, _TRIED_AGAIN)):
+            # Behind the others, if it fails again.
+            segment = self._unplaced.pop(segment_id)
+            if now < self._resting.get(segment_id, now):
+                self._unplaced[segment_id] = segment
+            else:
+                self._resting.pop(segment_id, None)
+                self.add(segment)
+            if time.monotonic() - now > _MOST_SECONDS:
+                return
+
+    def take_unplaced(self, namespace: str | None, tokens: Tokens | None) -> list[StoredSegment]:
+        """Never use the segments without a place that belong to a prefix (see `Purge`), or may do;
+        returns them."""
+        found = []
+        for own in self._unplaced.values():
+            before = self._tokens_before(own)
+            if namespace in (None, own.info.namespace) and (
+                tokens is None
+                or before is None
+                or common_prefix_len(np.concatenate([before, own.info.tokens]), tokens)
+                == len(tokens)
+            ):
+                found.append(own)
+        for own in found:
+            self.refuse(own.segment_id)
+        return found
+
+    def _place(self, segment: StoredSegment) -> bool:
+        before = self._tokens_before(segment)
+        # Being told of counts as a use.
+        segment.last_access = 0
+        return before is not None and self._tree.insert(segment, before)
+
+    def _tokens_before(self, segment: StoredSegment) -> Tokens | None:
+        """The tokens before a segment, by what it builds on; None if that is not known."""
+        info, chain = segment.info, [segment]
+        while chain[-1].info.prefix_len and chain[-1].above not in self._tree:
+            above = self._unplaced.get(chain[-1].above)
+            if above is None or above in chain:
+                return None
+            chain.append(above)
+        known = self._tree.get(chain[-1].above) if chain[-1].info.prefix_len else None
+        tokens = info.tokens[:0] if known is None else prompt_of(known)
+        for own in reversed(chain):
+            tokens = tokens[: own.info.prefix_len]
+            if own is not segment:
+                tokens = np.concatenate([tokens, own.info.tokens])
+        same = prefix_digest(info.namespace, tokens) == info.prefix_digest
+        return tokens if same else None

@@ -1,0 +1,281 @@
+"""The journal of a store: what it has, so that a start reads one file and other servers can follow.
+
+A file of lines, each the XXH3-64 of a JSON object in hex, a space, and the object. The first names
+the file as written, the others are changes in order:
+
+    {"add": description, "tokens": base64, "bytes": n, "use": [last access, hits, builds on]}
+    {"use": [segment, last access, hits, builds on]}      {"gone": [segment, …]}
+    {"purge": {…}}      {"want": bytes}                   for servers that follow, see `peers.py`
+
+Only the holder of the folder's lock writes it: it appends, or replaces the file as a whole once
+most of it is out of date. The segment files are authoritative: a journal that is missing or damaged
+is made anew from their headers, an entry without its file is dropped, a file without an entry is
+read and added. So what the disk refuses now waits, and nothing else depends on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+
+from impress_sglang.storage.directory import JOURNAL
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.segment import SegmentInfo, info_from
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX
+from impress_sglang.store.stored import SegmentUse, StoredSegment
+
+logger = logging.getLogger(__name__)
+
+_INTEGERS = np.dtype("<i4")
+_READ_BYTES = 1 << 22
+# The most changes that wait for a disk that refuses them.
+_MOST_WAITING = 100_000
+# A journal is made anew when it is twice as long as it was then, and this many bytes more.
+_SLACK_BYTES = 1 << 24
+# Seconds after which every server has obeyed an order to purge, or starts without what it is about.
+_ORDER_SECONDS = 86_400.0
+_OPENING = "journal"
+
+Row: TypeAlias = tuple[SegmentInfo, int, SegmentUse]
+"""What a journal has of a segment: its description, the bytes of its file, and its use."""
+Record: TypeAlias = Mapping[str, Any]
+
+
+def encode(record: bytes) -> bytes:
+    """A line with a JSON object."""
+    return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(record).encode(), record)
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None if the line is damaged."""
+    digest, _, text = line.rstrip(b"\n").partition(b" ")
+    if xxhash.xxh3_64_hexdigest(text).encode() != digest:
+        return None
+    record: dict[str, Any] = json.loads(text)
+    return record
+
+
+def segment_of(record: Record) -> StoredSegment:
+    """The segment that was added.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is none, or of another version.
+    """
+    tokens = np.frombuffer(base64.b64decode(record["tokens"]), _INTEGERS).astype(np.int32)
+    if not 0 < len(tokens) == record["add"]["num_tokens"]:
+        raise ValueError("it has other tokens than it says")
+    last_access, hits, above = record["use"]
+    return StoredSegment(
+        info_from(record["add"], tokens),
+        record["bytes"],
+        last_access=last_access,
+        hits=hits,
+        above=above,
+    )
+
+
+def read_lines(files: FileSystem, path: Path, offset: int = 0) -> Iterator[bytes]:
+    """The lines of a file from a place on; the last one may lack its end.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size, rest = files.stat(path).st_size, b""
+    descriptor = files.open(path, os.O_RDONLY)
+    try:
+        while offset < size:
+            block = bytearray(min(size - offset, _READ_BYTES))
+            files.read(descriptor, offset, memoryview(block))
+            offset += len(block)
+            *lines, rest = (rest + block).split(b"\n")
+            yield from (line + b"\n" for line in lines)
+    except EOFError as error:
+        raise OSError(f"{path} became shorter while it was read") from error
+    finally:
+        files.close(descriptor)
+    if rest:
+        yield rest
+
+
+def append(files: FileSystem, folder: Path, record: Record) -> None:
+    """Append to the journal of a folder whose lock the caller holds for a moment only.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    path = folder / JOURNAL
+    if path.name in files.list(folder):
+        # A last line that lacks its end becomes a damaged one of its own.
+        line = b"\n" + encode(json.dumps(record).encode())
+        _write(files, path, files.stat(path).st_size, [line])
+
+
+class Journal:
+    """The journal of a folder whose lock this process holds; used by one thread at a time."""
+
+    def __init__(self, files: FileSystem, directory: Path) -> None:
+        """Touch nothing yet."""
+        self._files = files
+        self._path = directory / JOURNAL
+        # Lines that are still to be written, and where they go; None if that is not known.
+        self._waiting: list[bytes] = []
+        self._end: int | None = None
+        self._size_anew = 0
+        self._unsound = False
+        self._orders: list[Record] = []
+
+    def change(self, added: Iterable[Row] = (), removed: Iterable[str] = ()) -> None:
+        """Record that segments are gone, of which some may be unknown, and published ones.
+
+        Like every change, this waits if it cannot be made now.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        if gone := list(removed):
+            self._waiting.append(encode(json.dumps({"gone": gone}).encode()))
+        self._waiting += map(_added, added)
+        self.flush()
+
+    def record_uses(self, uses: Iterable[SegmentUse]) -> None:
+        """Record how segments were used, for the next start; unknown segments are ignored."""
+        self._waiting += [encode(json.dumps({"use": use}).encode()) for use in uses]
+        self.flush()
+
+    def tell(self, record: Record) -> None:
+        """Record something for servers that follow."""
+        self._waiting.append(encode(json.dumps(record).encode()))
+        if "purge" in record:
+            self._orders.append(record)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; raises like `change`."""
+        if not self._waiting:
+            return
+        try:
+            found = self.segments() if self._end is None else None
+            assert self._end is not None
+            if self._is_long(self._end):
+                self._write_anew(found or self.segments())
+            else:
+                self._end += _write(self._files, self._path, self._end, self._waiting)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                # Somebody has removed the folder.
+                self._end = None
+            self._forget_oldest()
+            raise
+        self._waiting.clear()
+
+    def _is_long(self, end: int) -> bool:
+        return self._unsound or not end or end > 2 * self._size_anew + _SLACK_BYTES
+
+    def _write_anew(self, segments: Mapping[str, StoredSegment]) -> None:
+        first = encode(json.dumps({_OPENING: secrets.token_hex(16)}).encode())
+        now = time.time()
+        self._orders = [own for own in self._orders if now - own["purge"]["at"] < _ORDER_SECONDS]
+        orders = [encode(json.dumps(own).encode()) for own in self._orders]
+        temporary = self._path.with_name(self._path.name + TEMPORARY_SUFFIX)
+        self._files.unlink(temporary)
+        lines = (_added(own.row) for own in segments.values())
+        every = itertools.chain([first], lines, orders, self._waiting)
+        size = _write(self._files, temporary, 0, every, sync=True)
+        self._files.rename(temporary, self._path)
+        self._end = self._size_anew = size
+        self._unsound = False
+
+    def _forget_oldest(self) -> None:
+        """Bound the changes that wait; the next start learns the same from the files."""
+        if len(self._waiting) > _MOST_WAITING:
+            logger.warning(
+                "%s refuses more than %d changes: the next start makes up for them, from the "
+                "segments",
+                self._path,
+                _MOST_WAITING,
+            )
+            self._waiting.clear()
+            # What is there of them may end anywhere.
+            self._end = None
+
+    def segments(self) -> dict[str, StoredSegment]:
+        """All segments by name; those in damaged lines are missing, and the file is made anew with
+        the next change.
+
+        Raises:
+            OSError: it cannot be read now.
+        """
+        found, end, unsound, orders = dict[str, StoredSegment](), 0, 0, list[Record]()
+        sizes = dict[str, int]()
+        there = self._path.name in self._files.list(self._path.parent)
+        for line in read_lines(self._files, self._path) if there else ():
+            try:
+                record = decode(line) if line.endswith(b"\n") else None
+                if record is None or (not end and _OPENING not in record):
+                    unsound += line != b"\n"
+                elif "add" in record:
+                    segment = segment_of(record)
+                    found[segment.segment_id] = segment
+                    sizes[segment.segment_id] = len(line)
+                elif "use" in record:
+                    segment_id, last_access, hits, above = record["use"]
+                    if (used := found.get(segment_id)) is not None:
+                        used.last_access, used.hits, used.above = last_access, hits, above
+                elif "gone" in record:
+                    for segment_id in record["gone"]:
+                        found.pop(segment_id, None)
+                elif "purge" in record:
+                    orders.append(record)
+            except (ValueError, KeyError, TypeError) as error:
+                logger.warning("%s has a line of another version: %s", self._path, error)
+                unsound += 1
+            end += len(line)
+        if unsound:
+            logger.warning("%s is damaged in %d lines; it is made anew", self._path, unsound)
+        self._end, self._unsound = end, bool(unsound)
+        self._orders = orders or self._orders
+        self._size_anew = sum(sizes[name] for name in found)
+        return found
+
+
+def _write(
+    files: FileSystem, path: Path, offset: int, lines: Iterable[bytes], *, sync: bool = False
+) -> int:
+    """Write lines to a file, from a place on; returns how many bytes that took."""
+    start, create = offset, 0 if offset else os.O_CREAT
+    descriptor = files.open(path, os.O_WRONLY | create)
+    try:
+        waiting = list[bytes]()
+        for line in itertools.chain(lines, (None,)):
+            if line is not None:
+                waiting.append(line)
+            if waiting and (line is None or len(waiting) == 1024):
+                block = b"".join(waiting)
+                files.write(descriptor, offset, memoryview(block))
+                offset += len(block)
+                waiting.clear()
+        if sync:
+            files.sync(descriptor)
+    finally:
+        files.close(descriptor)
+    return offset - start
+
+
+def _added(row: Row) -> bytes:
+    info, file_bytes, (_, *use) = row
+    tokens = base64.b64encode(info.tokens.astype(_INTEGERS, copy=False).tobytes())
+    rest = file_bytes, json.dumps(use).encode()
+    return encode(
+        b'{"add": %s, "tokens": "%s", "bytes": %d, "use": %s}' % (info.description(), tokens, *rest)
+    )

@@ -1,0 +1,231 @@
+"""What other servers of the model have stored in the same directory, as their journals say.
+
+Each server writes in a folder of its own (`storage.directory`) and follows the journals of the
+others: a thread looks every `LOOK_SECONDS` whether one has grown, with nothing but `open` and
+`stat`, so that it works on network file systems. What it finds enters the tree in
+`PrefixStore.poll`. Segments of others are read like own ones, but never written, moved, removed or
+counted in the tree: their `file_bytes` are 0 there. One whose file is gone or damaged is forgotten.
+
+A journal also has what a server asks of the others: to forget a prefix (`purge`), and to make room
+(`want`). An order to purge has the time at which it was given, so that who starts later obeys it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from impress_sglang.storage.directory import (
+    JOURNAL,
+    LOCK,
+    StoreDirectory,
+    identity_in,
+    segment_files,
+    try_lock,
+)
+from impress_sglang.store.journal import append, decode, read_lines, segment_of
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.threads import BackgroundThread
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.25
+# Seconds between two looks for folders of other servers.
+FOLDERS_SECONDS = 1.0
+# The most that one poll takes, in seconds.
+_MOST_SECONDS = 0.005
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class News:
+    """Something that another server has told: a segment, or that one is gone, or an order."""
+
+    added: StoredSegment | None = None
+    gone: str = ""
+    purge: Mapping[str, Any] | None = None
+    want: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Followed:
+    """The journal of one folder, and what was read of it."""
+
+    folder: Path
+    seen: tuple[int, ...] = ()
+    """What told that it has changed: its number, size and time."""
+    first: bytes = b""
+    end: int = 0
+    segments: dict[str, int] = dataclasses.field(default_factory=dict)
+    num_bytes: int = 0
+    """Of the files of these segments."""
+
+
+class Peers:
+    """The other servers of a model on one directory: what they have, and what is new of it."""
+
+    def __init__(self, directory: StoreDirectory) -> None:
+        """Follow nobody yet."""
+        self._directory, self._files = directory, directory.files
+        self._followed: dict[Path, _Followed] = {}
+        self._folders_at = 0.0
+        self._news: collections.deque[News] = collections.deque()
+        self._failed = False
+        self._stop = threading.Event()
+        self._thread: BackgroundThread | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files of other servers."""
+        return sum(own.num_bytes for own in list(self._followed.values()))
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the other servers, alive or not."""
+        return list(self._followed)
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether the last look has failed: then it is not known what others have."""
+        return self._failed
+
+    def look(self) -> None:
+        """See what is new, on the caller's thread; a failure of the disk is logged."""
+        with self._lock:
+            failed: Exception | None = None
+            try:
+                if time.monotonic() >= self._folders_at:
+                    self._look_for_folders()
+            except OSError as error:
+                failed = error
+            for own in self._followed.values():
+                try:
+                    self._news.extend(self._read(own))
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    failed = error
+            if failed is not None and self._followed and not self._failed:
+                logger.warning("what another server stores cannot be read: %s", failed)
+            self._failed = failed is not None
+
+    def begin(self) -> list[StoredSegment]:
+        """Look for the first time; returns the segments of others. What they want is not new."""
+        self.look()
+        news, self._news = list(self._news), collections.deque()
+        gone = {own.gone for own in news}
+        self._news.extend(own for own in news if own.purge is not None)
+        found = [own.added for own in news if own.added is not None]
+        for own in found:
+            # Used before all that is used here.
+            own.last_access = 1
+        return [own for own in found if own.segment_id not in gone]
+
+    def trim(self, folder: Path, num_bytes: float, only: Collection[str] | None = None) -> int:
+        """Remove the oldest segments of a folder if no server has it, on the caller's thread;
+        returns the bytes of the files. `only`: names of those that may go.
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
+        files, freed, gone = self._files, 0, list[str]()
+        lock = files.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
+        try:
+            if not try_lock(lock):
+                return 0
+            found = [(files.stat(own), name, own) for name, own, _ in segment_files(files, folder)]
+            for status, name, own in sorted(found, key=lambda own: own[0].st_mtime_ns):
+                if freed < num_bytes and (only is None or name in only):
+                    files.unlink(Path(own))
+                    freed += status.st_size
+                    gone.append(name)
+            append(files, folder, {"gone": gone})
+        finally:
+            files.close(lock)
+        self.look()
+        return freed
+
+    def start(self) -> None:
+        """Look again and again on a thread of its own, until `close`."""
+        self._thread = BackgroundThread("impress-follow")
+        self._thread.submit(self._follow)
+
+    def close(self, seconds: float) -> None:
+        """End the thread, or leave it behind if that takes more than `seconds`."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.close(seconds)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(LOOK_SECONDS):
+            self.look()
+
+    def _look_for_folders(self) -> None:
+        self._folders_at = time.monotonic() + FOLDERS_SECONDS
+        there = self._directory.siblings()
+        for folder in there:
+            self._followed.setdefault(folder, _Followed(folder))
+        for folder in self._followed.keys() - set(there):
+            left = self._followed.pop(folder)
+            self._news.extend(News(gone=own) for own in left.segments)
+
+    def _read(self, own: _Followed) -> Iterator[News]:
+        path = own.folder / JOURNAL
+        try:
+            # Opening a file tells a network file system to ask how long it is.
+            self._files.close(self._files.open(path, os.O_RDONLY))
+            status = self._files.stat(path)
+        except FileNotFoundError:
+            yield from (News(gone=gone) for gone in own.segments)
+            own.segments, own.num_bytes, own.end, own.seen = {}, 0, 0, ()
+            return
+        seen = status.st_ino, status.st_size, status.st_mtime_ns
+        if seen == own.seen:
+            return
+        first = next(read_lines(self._files, path), b"")
+        before = own.segments
+        if first != own.first or status.st_size < own.end:
+            own.segments, own.num_bytes, own.first, own.end = {}, 0, first, 0
+        for line in read_lines(self._files, path, own.end):
+            if not line.endswith(b"\n"):
+                break
+            own.end += len(line)
+            if (record := decode(line)) is not None:
+                yield from _news_of(record, own, before)
+        for gone in before.keys() - own.segments.keys():
+            yield News(gone=gone)
+        own.seen = seen
+
+    def take(self) -> Iterator[News]:
+        """What is new, as long as it does not take too long; the rest comes with the next call."""
+        if not self._news:
+            return
+        until = time.monotonic() + _MOST_SECONDS
+        while self._news and time.monotonic() < until:
+            yield self._news.popleft()
+
+
+def _news_of(record: dict[str, Any], own: _Followed, before: dict[str, int]) -> Iterator[News]:
+    if "add" in record:
+        segment = segment_of(record)
+        segment_id, known = segment.segment_id, segment.segment_id in before
+        own.num_bytes += segment.file_bytes - own.segments.get(segment_id, 0)
+        own.segments[segment_id] = segment.file_bytes
+        if not known and segment.info.identity == identity_in(own.folder.name):
+            segment.home, segment.file_bytes = own.folder, 0
+            segment.last_access = segment.hits = 0
+            yield News(added=segment)
+    for gone in record.get("gone", ()):
+        if (file_bytes := own.segments.pop(gone, None)) is not None:
+            own.num_bytes -= file_bytes
+            before.pop(gone, None)
+            yield News(gone=gone)
+    if "purge" in record:
+        yield News(purge=record["purge"])
+    if "want" in record:
+        yield News(want=record["want"])

@@ -1,0 +1,222 @@
+"""The journal: what the disk does not take now is kept, and made up for."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.quality import Quality
+from impress_sglang.store import journal as journal_module
+from impress_sglang.store.journal import Journal, Row, append, decode
+from impress_sglang.store.stored import StoredSegment
+from tests.faults import FaultyFileSystem, Rule
+from tests.unit.kv_factory import make_info, make_shape
+from tests.unit.store_factory import change_index, index_in
+
+SHAPE = make_shape(probe=())
+REFUSALS = {
+    "full": Rule("ENOSPC", "write"),
+    "torn": Rule("torn", "write"),
+    "dead": Rule("EIO", "write|open-write|rename"),
+    "cannot be opened": Rule("EMFILE", "open-write"),
+}
+
+
+def segment(name: str, count: int = 8, **fields: object) -> StoredSegment:
+    info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 1 / 3, 5.3, 0.15))
+    return dataclasses.replace(StoredSegment(info, 1000 + count), **fields)
+
+
+def rows(*names: str) -> list[Row]:
+    return [segment(name).row for name in names]
+
+
+def same(left: StoredSegment, right: StoredSegment) -> bool:
+    rest = [(e.file_bytes, e.last_access, e.hits) for e in (left, right)]
+    return left.info.describes_same(right.info) and rest[0] == rest[1]
+
+
+@pytest.fixture
+def files() -> FaultyFileSystem:
+    return FaultyFileSystem()
+
+
+@pytest.fixture
+def journal(files: FaultyFileSystem, tmp_path: Path) -> Journal:
+    return Journal(files, tmp_path)
+
+
+def test_rows_are_read_back(journal: Journal, tmp_path: Path) -> None:
+    coded = make_info(dataclasses.replace(SHAPE, code_bits=6.0), range(8), segment_id="c")
+    below = segment("b", 300, last_access=7, hits=3, parent=segment("a"))
+    wanted = [segment("a"), below, StoredSegment(coded, 1)]
+    journal.change(own.row for own in wanted)
+
+    for found in (journal.segments(), index_in(tmp_path)):
+        assert sorted(found) == ["a", "b", "c"]
+        assert all(same(found[own.segment_id], own) for own in wanted)
+        assert [found[name].info.shape.coded for name in "abc"] == [False, False, True]
+        assert [found[name].above for name in "abc"] == ["", "a", ""]
+
+
+def test_changes(journal: Journal, tmp_path: Path) -> None:
+    journal.change(rows("a", "b"))
+    journal.change(removed=["a", "unknown"])
+    journal.change([segment("c", last_access=2).row], ["b"])
+    journal.record_uses([("c", 9, 4, "a"), ("unknown", 9, 4, "")])
+
+    found = index_in(tmp_path)
+
+    assert list(found) == ["c"] and found["c"].above == "a"
+    assert same(found["c"], segment("c", last_access=9, hits=4))
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_changes_that_are_refused_are_made_later_in_their_order(
+    journal: Journal, files: FaultyFileSystem, tmp_path: Path, refusal: str
+) -> None:
+    journal.change(rows("old", "older", "kept"))
+    with files.faults.injected(REFUSALS[refusal]):
+        for change in (
+            lambda: journal.change(rows("new")),
+            lambda: journal.change(removed=["old"]),
+            lambda: journal.change(rows("newer", "old"), ["older"]),
+            lambda: journal.change(removed=["old"]),
+            lambda: journal.record_uses([("new", 5, 6, ""), ("old", 1, 1, "")]),
+            lambda: journal.record_uses([("kept", 9, 4, "")]),
+        ):
+            with pytest.raises(OSError):
+                change()
+        assert "kept" in index_in(tmp_path)
+
+    journal.flush()
+
+    for found in (index_in(tmp_path), journal.segments()):
+        assert sorted(found) == ["kept", "new", "newer"]
+        assert same(found["kept"], segment("kept", last_access=9, hits=4))
+        assert same(found["new"], segment("new", last_access=5, hits=6))
+
+
+def test_one_that_is_made_anew_is_the_old_one_until_it_is_whole(
+    journal: Journal, files: FaultyFileSystem, tmp_path: Path
+) -> None:
+    journal.change(rows("old"))
+    path = tmp_path / "journal"
+    path.write_bytes(path.read_bytes() + b"damaged\n")
+    journal = Journal(files, tmp_path)
+    for number, operation in enumerate(("write", "sync", "rename")):
+        with files.faults.injected(Rule("ENOSPC", operation)), pytest.raises(OSError):
+            journal.change(rows(str(number)))
+        assert list(index_in(tmp_path)) == ["old"]
+
+    journal.flush()
+
+    assert len(index_in(tmp_path)) == 4 and list(tmp_path.iterdir()) == [path]
+    assert b"damaged" not in path.read_bytes()
+
+
+def test_it_is_made_anew_once_most_of_it_is_out_of_date(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_SLACK_BYTES", 1000)
+    journal.change(rows("a"))
+    journal.tell({"purge": {"at": time.time()}})
+    journal.tell({"purge": {"at": 0.0}})
+    sizes = []
+    for number in range(300):
+        journal.record_uses([("a", number + 1, 1, "")])
+        sizes.append((tmp_path / "journal").stat().st_size)
+    assert max(sizes) < 10_000 and sizes != sorted(sizes)
+    assert index_in(tmp_path)["a"].last_access == 300
+    content = (tmp_path / "journal").read_bytes()
+    assert content.count(b'"purge"') == 1, "orders outlast that for a day"
+
+
+def test_too_many_changes_that_wait_are_forgotten(
+    journal: Journal,
+    files: FaultyFileSystem,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next start finds these segments by their files."""
+    monkeypatch.setattr(journal_module, "_MOST_WAITING", 3)
+    journal.change(rows("old"))
+    with files.faults.injected(REFUSALS["torn"]):
+        for name in "abcd":
+            with pytest.raises(OSError):
+                journal.change(rows(name))
+    assert caplog.text.count("refuses more than 3 changes") == 1
+
+    journal.change(rows("e"))
+
+    assert {"old", "e"} <= index_in(tmp_path).keys()
+    assert all(decode(line) for line in (tmp_path / "journal").read_bytes().splitlines(True))
+
+
+@pytest.mark.parametrize("fault", ["EIO", "EMFILE"])
+def test_one_that_cannot_be_read_now_is_left_as_it_is(
+    journal: Journal, files: FaultyFileSystem, fault: str
+) -> None:
+    journal.change(rows("a"))
+    with files.faults.injected(Rule(fault, "open|read")), pytest.raises(OSError):
+        journal.segments()
+
+    assert list(journal.segments()) == ["a"]
+
+
+def test_every_flipped_bit_costs_one_line_and_is_made_good(tmp_path: Path) -> None:
+    """Nobody knows what is in a damaged line, and it may have tokens of a prompt."""
+    Journal(FileSystem(), tmp_path).change(rows("a", "b", "c"))
+    path = tmp_path / "journal"
+    good = path.read_bytes()
+    for at in range(0, len(good), 37):
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        journal = Journal(FileSystem(), tmp_path)
+        found = journal.segments()
+        assert (len(found) >= 1 and found.keys() < {"a", "b", "c"}) or at < good.index(b"\n") + 1
+        journal.change(rows("d"))
+        assert index_in(tmp_path).keys() == found.keys() | {"d"}
+        assert all(decode(line) for line in path.read_bytes().splitlines(True))
+
+
+@pytest.mark.parametrize("change", [{"bytes": None, "add": 1}, {"tokens": "a"}])
+def test_a_line_of_another_version_is_none(
+    journal: Journal, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    journal.change(rows("a", "b"))
+    is_first = iter([True])
+
+    def other(record: dict[str, Any]) -> dict[str, Any]:
+        return record | change if "add" in record and next(is_first, False) else record
+
+    assert change_index(tmp_path, other, sound=True) == 1
+    assert list(journal.segments()) == ["b"]
+
+
+def test_a_removed_file_begins_anew(journal: Journal, tmp_path: Path) -> None:
+    journal.change(rows("a"))
+    (tmp_path / "journal").unlink()
+    with pytest.raises(FileNotFoundError):
+        journal.change(rows("b"))
+    journal.flush()
+    assert list(index_in(tmp_path)) == ["b"]
+
+
+def test_who_trims_a_folder_says_what_is_gone(journal: Journal, tmp_path: Path) -> None:
+    append(FileSystem(), tmp_path, {"gone": ["a"]})
+    assert not list(tmp_path.iterdir())
+    journal.change(rows("a", "b", "c"))
+    path = tmp_path / "journal"
+    append(FileSystem(), tmp_path, {"gone": ["a"]})
+    assert sorted(index_in(tmp_path)) == ["b", "c"]
+    path.write_bytes(path.read_bytes() + b"torn")
+    append(FileSystem(), tmp_path, {"gone": ["b"]})
+    assert sorted(index_in(tmp_path)) == ["c"]

@@ -1,0 +1,397 @@
+"""Several servers of a model on one directory: each finds what the others have stored."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreInUseError, StoreUnavailable
+from impress_sglang.paper.store import PartStore
+from impress_sglang.storage import directory as directory_module
+from impress_sglang.storage.directory import LOCK, StoreDirectory, take_free
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.store import foreign as foreign_module
+from impress_sglang.store import peers as peers_module
+from impress_sglang.store import quota as quota_module
+from impress_sglang.store import store as store_module
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.writing import StoreOutcome
+from tests.faults import FaultyFileSystem, Rule
+from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
+from tests.unit.store_factory import (
+    QUARTER,
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    lengths,
+    look_up,
+    name_of,
+    prompt,
+    until,
+)
+from tests.unit.store_factory import bench_of_one_shape as bench  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks, and attempts to place segments, do not wait for each other."""
+    monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.02)
+    monkeypatch.setattr(foreign_module, "_AGAIN_SECONDS", 0.01)
+
+
+@pytest.fixture
+def two(bench: Workbench) -> tuple[PartStore, PartStore]:  # noqa: F811
+    return bench.open(), bench.open()
+
+
+Two = tuple[PartStore, PartStore]
+
+
+def folder_of(store: PartStore) -> Path:
+    return store._disk.directory.path
+
+
+def until_stored(store: PartStore, tokens: tuple[int, ...], count: int | None = None) -> None:
+    wanted = len(tokens) if count is None else count
+    until(store, lambda: length(store, tokens) == wanted)
+
+
+def kill(bench: Workbench, store: PartStore) -> None:  # noqa: F811
+    """As if its process were gone: nobody has its lock, and nothing of it goes on."""
+    store.writes.drain()
+    store.worker.submit(int).result()
+    store._disk.peers.close(10)
+    bench.forget(store)
+    store._disk.directory.close()
+
+
+def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:  # noqa: F811
+    first, second = two
+    assert [folder_of(own).name for own in two] == [IDENTITY, f"{IDENTITY}.1"]
+    bench.put(first, prompt(1, 13))
+    bench.put(first, prompt(2), namespace="salt")
+    bench.put(first, prompt(3), quality=QUARTER)
+    until_stored(second, prompt(1, 13))
+    bench.put(second, prompt(1, 40))
+    until_stored(first, prompt(1, 40))
+    bench.put(first, prompt(1, 60))
+    until_stored(second, prompt(1, 60))
+    for store in two:
+        check_rows(store, prompt(1, 60))
+        check_rows(store, prompt(2), namespace="salt")
+        check_rows(store, prompt(3), quality=QUARTER, rows_of=QUARTER)
+        assert length(store, prompt(2)) == length(store, prompt(3)) == 0
+        assert bench.offer(store, prompt(1, 60)) is StoreOutcome.KNOWN
+    used = [own.summary() for own in two]
+    assert used[0]["used_bytes"] == used[1]["other_servers_bytes"]
+    assert used[1]["used_bytes"] == used[0]["other_servers_bytes"] > 0
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_folder_without_a_server_is_served_and_taken_over(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+    killed: bool,
+) -> None:
+    first, second = two
+    bench.put(first, prompt(1, 13))
+    until_stored(second, prompt(1, 13))
+    bench.put(second, prompt(1, 40))
+    until_stored(first, prompt(1, 40))
+    (kill if killed else Workbench.close)(bench, first)
+    check_rows(second, prompt(1, 40))
+    bench.put(second, prompt(3))
+    third = bench.open()
+    assert folder_of(third) == folder_of(first)
+    check_rows(third, prompt(1, 40))
+    check_rows(third, prompt(3))
+    (kill if killed else Workbench.close)(bench, second)
+    bench.put(third, prompt(1, 60))
+    bench.close(third)
+    alone = bench.open()
+    check_rows(alone, prompt(1, 60))
+    assert {folder_of(own).name for own in (alone,)} == {IDENTITY}
+
+
+def test_own_segments_outlive_a_start_while_others_cannot_be_read(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+) -> None:
+    """They may build on what another server has."""
+    first, second = two
+    bench.put(second, prompt(1, 13))
+    until_stored(first, prompt(1, 13))
+    bench.put(first, prompt(1, 40))
+    bench.close(first)
+    files = FaultyFileSystem()
+    files.faults.add(Rule("EIO", "open", f"*{IDENTITY}.1/journal"))
+    again = bench.open(files=files)
+    assert length(again, prompt(1, 40)) == 0 and len(bench.files()) == 2
+    bench.close(again)
+    check_rows(bench.open(), prompt(1, 40))
+
+
+@pytest.mark.parametrize("damage", ["gone", "flipped", "folder"])
+def test_a_file_that_another_has_lost_is_a_miss(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+    damage: str,
+) -> None:
+    first, second = two
+    bench.put(first, prompt(1, 13))
+    bench.put(first, prompt(2))
+    until_stored(second, prompt(2))
+    bench.put(second, prompt(1, 40))
+    name = name_of(second, prompt(1, 13))
+    path = bench.file_of(name)
+    if damage == "gone":
+        path.unlink()
+    elif damage == "flipped":
+        flip_byte(path, path.stat().st_size - 4096)
+    second.report(SegmentUnreadable(name, "a test"))
+    assert length(second, prompt(1, 40)) == 0 and second.health.state == "ok"
+    assert path.exists() == (damage != "gone"), "it is not ours to move"
+    for _ in range(3):
+        second._disk.peers.look()
+        second.poll()
+    second.check_integrity()
+    assert lengths(second, 1, 2) == [0, 8], "it is not used again"
+    bench.put(second, prompt(1, 13))
+    check_rows(second, prompt(1, 40))
+
+
+def test_a_file_of_another_that_cannot_be_read_now_is_used_later(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "REST_SECONDS", 0.2)
+    first, second = two
+    bench.put(first, prompt(1, 13))
+    until_stored(second, prompt(1, 13))
+    bench.put(second, prompt(1, 40))
+    second.report(StoreUnavailable(name_of(second, prompt(1, 13)), "a test"))
+    assert length(second, prompt(1, 40)) == 0 and second.health.state == "ok"
+    until_stored(second, prompt(1, 40))
+    check_rows(second, prompt(1, 40))
+
+
+def test_what_is_removed_is_forgotten(bench: Workbench, two: Two) -> None:  # noqa: F811
+    first, second = two
+    bench.put(first, prompt(1, 13))
+    until_stored(second, prompt(1, 13))
+    bench.put(second, prompt(1, 40))
+    own = look_up(first, prompt(1, 13)).spans[0].segment
+    first.writes.discard([own], Cause.PURGED)
+    until_stored(second, prompt(1, 40), 0)
+    bench.put(second, prompt(1, 13))
+    check_rows(second, prompt(1, 40))
+    until_stored(first, prompt(1, 40))
+
+
+def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:  # noqa: F811
+    """Each uses its own, and what builds on either is found; the other one stands in for it."""
+    first, second = two
+    for store in two:
+        bench.put(store, prompt(1, 13))
+    bench.put(first, prompt(1, 20))
+    bench.put(second, (*prompt(1, 13), 7, 8))
+    until_stored(second, prompt(1, 20))
+    until_stored(first, (*prompt(1, 13), 7, 8))
+    assert len(bench.files()) == 4
+    own = [span.segment for span in look_up(first, prompt(1, 13)).spans]
+    assert [one.home for one in own] == [None]
+    first.writes.discard(own, Cause.EVICTED)
+    until_stored(first, prompt(1, 20))
+    check_rows(first, prompt(1, 20))
+    bench.close(first)
+    check_rows(bench.open(), prompt(1, 20))
+
+
+def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:  # noqa: F811
+    """A third server may hear of what builds on something before it hears of that."""
+    first, second = two
+    third = bench.open()
+    bench.put(first, prompt(1, 13))
+    until_stored(second, prompt(1, 13))
+    bench.put(second, prompt(1, 40))
+    third._disk.peers.close(10)
+    third._disk.peers.look()
+    news = sorted(
+        third._disk.peers._news, key=lambda own: -own.added.info.prefix_len if own.added else 1
+    )
+    third._disk.peers._news.clear()
+    third._disk.peers._news.extend(news)
+    until_stored(third, prompt(1, 40))
+    check_rows(third, prompt(1, 40))
+
+
+@pytest.mark.parametrize("tail", [b"torn", b"0123456789abcdef {}\n", b"\n\n", bytes(100)])
+def test_damage_of_a_journal_costs_what_is_damaged(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+    tail: bytes,
+) -> None:
+    first, second = two
+    bench.put(first, prompt(1))
+    until_stored(second, prompt(1))
+    kill(bench, first)
+    path = folder_of(first) / "journal"
+    path.write_bytes(path.read_bytes() + tail)
+    second._disk.peers.look()
+    assert lengths(second, 1) == [8]
+    again = bench.open()
+    bench.put(again, prompt(2))
+    until_stored(second, prompt(2))
+    assert lengths(second, 1, 2) == lengths(again, 1, 2) == [8, 8]
+    bench.close(again)
+    path.unlink()
+    until_stored(second, prompt(1), 0)
+    bench.open()
+    until_stored(second, prompt(2))
+    assert lengths(second, 1, 2) == [8, 8]
+
+
+def test_a_journal_that_is_made_anew_says_the_same(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+) -> None:
+    first, second = two
+    bench.put_all(first, 1, 2, 3)
+    until_stored(second, prompt(3))
+    before = {own.segment_id: own for own in second.tree.segments()}
+    first.writes.discard([look_up(first, prompt(2)).spans[0].segment], Cause.EVICTED)
+    first.worker.submit(int).result()
+    first.worker.journal._unsound = True
+    first.worker.submit(first.worker.journal.tell, {"want": 0}).result()
+    until_stored(second, prompt(2), 0)
+    assert lengths(second, 1, 2, 3) == [8, 0, 8]
+    after = {own.segment_id: own for own in second.tree.segments()}
+    assert len(after) == 2 and all(before[name] is own for name, own in after.items())
+    assert second._disk.peers.num_bytes == first.tree.file_bytes
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_purge_reaches_all(bench: Workbench, two: Two, alive: bool) -> None:  # noqa: F811
+    first, second = two
+    for store in two:
+        bench.put(store, prompt(1, 13))
+    bench.put(first, prompt(1, 40))
+    bench.put(first, prompt(2))
+    until_stored(second, prompt(2))
+    bench.put(second, prompt(3))
+    until_stored(first, prompt(3))
+    assert first.pins.pin(first.namespace(""), as_tokens(prompt(1, 13))) is None
+    if not alive:
+        kill(bench, first)
+    purge = Purge(second.namespace(""), as_tokens(prompt(1, 8)))
+    while purge.left:
+        purge.step(second)
+    assert length(second, prompt(1, 40)) == 0
+    if not alive:
+        # It was there twice, and neither is in a folder without a server any more.
+        until(second, lambda: len(bench.files()) == 2)
+        assert lengths(second, 1, 2, 3) == [0, 8, 8]
+        first = bench.open()
+    until_stored(first, prompt(1, 40), 0)
+    until(first, lambda: len(bench.files()) == 2)
+    assert lengths(first, 1, 2, 3) == lengths(second, 1, 2, 3) == [0, 8, 8]
+    until(first, lambda: not len(first.pins))
+    # What is stored from then on is not what was purged.
+    bench.put(first, prompt(1, 13))
+    bench.close(first)
+    check_rows(bench.open(), prompt(1, 13))
+    until_stored(second, prompt(1, 13))
+
+
+def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:  # noqa: F811
+    options = {"ssd_gb": gb(8 * bench.one)}
+    first, second = bench.open(**options), bench.open(**options)
+
+    def bytes_there() -> int:
+        return sum(path.stat().st_size for path in bench.root.glob("*/segments/*/*"))
+
+    bench.put_all(first, *range(1, 9))
+    until_stored(second, prompt(8))
+    assert bench.offer(second, prompt(20)) is StoreOutcome.NO_SPACE
+    until(first, lambda: len(first.tree) < 8)
+    done = []
+
+    def stored() -> bool:
+        first.poll()
+        assert bytes_there() <= 8 * bench.one
+        number = 20 + len(done)
+        if bench.offer(second, prompt(number)) is StoreOutcome.ACCEPTED:
+            second.writes.drain()
+            done.append(number)
+        return len(done) == 6
+
+    until(second, stored)
+    first.worker.submit(int).result()
+    shares = [own.summary()["used_bytes"] // bench.one for own in (first, second)]
+    assert shares[0] >= 4 and sum(shares) <= 8, "nobody gives more than what is above its share"
+
+
+def test_room_comes_from_folders_without_a_server(
+    bench: Workbench,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quota_module, "_LOCKED_SECONDS", 0.0)
+    options = {"ssd_gb": gb(4 * bench.one)}
+    first, second = bench.open(**options), bench.open(**options)
+    bench.put_all(first, 1, 2)
+    bench.put_all(second, 3, 4)
+    until_stored(second, prompt(2))
+    kill(bench, first)
+    for path, age in zip(sorted(folder_of(first).rglob("*.kv")), (2, 1), strict=True):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    done = []
+
+    def stored() -> bool:
+        if bench.offer(second, prompt(5)) is StoreOutcome.ACCEPTED:
+            second.writes.drain()
+            done.append(1)
+        return bool(done)
+
+    until(second, stored)
+    until(second, lambda: second._disk.peers.num_bytes == bench.one)
+    assert lengths(second, 3, 4, 5) == [8, 8, 8] and sum(lengths(second, 1, 2)) == 8
+    assert len(bench.files()) == 4
+
+
+def test_servers_share_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = FileSystem()
+    first, second = (take_free(files, tmp_path, IDENTITY) for _ in range(2))
+    assert first.namespace("a") == second.namespace("a")
+    first.close()
+    shutil.rmtree(first.path)
+    again = take_free(files, tmp_path, IDENTITY)
+    assert again.path == first.path and again.namespace("a") == second.namespace("a")
+    with pytest.raises(StoreInUseError):
+        StoreDirectory(files, tmp_path, IDENTITY)
+    other = tmp_path / ("e" * 32)
+    other.mkdir()
+    lock = os.open(other / LOCK, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr(directory_module, "_KEY_SECONDS", 0.05)
+    with pytest.raises(ConfigError, match="remove it"):
+        take_free(files, tmp_path, "e" * 32)
+    os.close(lock)
+    second.close()
+    again.close()
+
+
+def test_folders_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "MOST_SERVERS", 2)
+    taken = [take_free(FileSystem(), tmp_path, IDENTITY) for _ in range(2)]
+    with pytest.raises(StoreInUseError):
+        take_free(FileSystem(), tmp_path, IDENTITY)
+    for own in taken:
+        own.close()
