@@ -34,7 +34,7 @@ _Answers = dict[str, list[tuple[float, dict[str, Any]]]]
 
 
 def measure(
-    server: Server, *, prefixes: int, tokens: int, clients: int, text: str | None, flush: bool
+    server: Server, prefixes: int, tokens: int, clients: int, *, text: str | None, flush: bool
 ) -> dict[str, Any]:
     """Measure a server with `prefixes` prefixes of `tokens` tokens, random ones or from a text.
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,23 +244,23 @@ def _carry_out(args: argparse.Namespace) -> Any:
     if getattr(args, "segment", None) is not None:
         raise Refused("--segment names a prefix in a directory: give --dir")
     server = Server(args.url, args.key, getattr(args, "api_key", None))
-    if args.command in _ASKED:
-        return _ASKED[args.command](server, args)
+    match args.command:
+        case "bench":
+            text = None if args.text is None else _read(args.text)
+            many = args.prefixes, args.prefix_tokens, args.clients
+            return measure(server, *many, text=text, flush=args.flush)
+        case "ls":
+            return _listed(server.overview())
+        case "verify":
+            return server.order("check")
+        case "stat":
+            return _shown(server.stats())
+        case "clear":
+            return server.order("purge", {"all": True})
     found = server.order(args.command, _prefix_of(args))
     if isinstance(found, list):
         return [{"file": str(own), **row} for own, row in zip(args.file, found, strict=True)]
     return found
-
-
-def _measured(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    return measure(
-        server,
-        prefixes=args.prefixes,
-        tokens=args.prefix_tokens,
-        clients=args.clients,
-        text=None if args.text is None else _read(args.text),
-        flush=args.flush,
-    )
 
 
 def _read(path: Path) -> str:
@@ -339,12 +339,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(own)}" for name, own in value.items()) or "none"
     return f"{value:,}" if type(value) is int else str(value)
-
-
-_ASKED: dict[str, Callable[[Server, argparse.Namespace], Any]] = {
-    "bench": _measured,
-    "ls": lambda server, _: _listed(server.overview()),
-    "verify": lambda server, _: server.check(),
-    "stat": lambda server, _: _shown(server.stats()),
-    "clear": lambda server, _: server.order("purge", {"all": True}),
-}

@@ -31,13 +31,9 @@ class Server:
         """See `GET /impress/overview`."""
         return self._ask("GET", "/impress/overview", self._key)
 
-    def order(self, verb: str, prefix: dict[str, Any]) -> Any:
-        """See `POST /impress/{warm,pin,unpin,purge,why}`."""
+    def order(self, verb: str, prefix: dict[str, Any] | None = None) -> Any:
+        """See `POST /impress/{warm,pin,unpin,purge,why,check}`."""
         return self._ask("POST", f"/impress/{verb}", self._key, prefix)
-
-    def check(self) -> dict[str, Any]:
-        """See `POST /impress/check`."""
-        return self._ask("POST", "/impress/check", self._key)
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request to SGLang's `/generate`; returns its `meta_info["impress"]`."""
