@@ -84,28 +84,26 @@ def _encode_column(layout: SegmentLayout, column: Column, rows: Tensor, memory: 
     if not len(memory):
         return
     data = rows.contiguous().view(torch.uint8).view(-1).numpy()
-    target = np.frombuffer(memory, np.uint8)
-    stride, chunk_bytes = layout.chunk_stride(column), layout.chunk_bytes(column, 0)
-    whole = layout.num_chunks - 1
-    body = target[: whole * stride].reshape(whole, stride)
-    body[:, :chunk_bytes] = data[: whole * chunk_bytes].reshape(whole, chunk_bytes)
-    body[:, chunk_bytes:] = 0
-    last = target[whole * stride :]
-    rest = data[whole * chunk_bytes :]
-    last[: len(rest)] = rest
-    last[len(rest) :] = 0
+    flat, whole, last = _chunks(layout, column, memory)
+    if len(data) < len(flat):
+        flat[:] = 0
+    whole[:] = data[: whole.size].reshape(whole.shape)
+    last[:] = data[whole.size :]
 
 
 def _decode_column(layout: SegmentLayout, column: Column, memory: memoryview) -> Tensor:
     """Rows [t, heads, D] of a column, in the order on disk."""
-    source = np.frombuffer(memory, np.uint8)
-    stride, chunk_bytes = layout.chunk_stride(column), layout.chunk_bytes(column, 0)
-    whole = layout.num_chunks - 1
-    data = np.empty(layout.shape.row_bytes(column) * layout.num_tokens, np.uint8)
-    body = source[: whole * stride].reshape(whole, stride)
-    data[: whole * chunk_bytes] = body[:, :chunk_bytes].reshape(-1)
-    rest = len(data) - whole * chunk_bytes
-    data[whole * chunk_bytes :] = source[whole * stride : whole * stride + rest]
-    rows = torch.from_numpy(data).view(layout.shape.dtype)
-    heads = len(layout.shape.heads(column))
-    return rows.view(layout.num_tokens, heads, layout.shape.head_dim(column))
+    _, whole, last = _chunks(layout, column, memory)
+    shape = layout.shape
+    rows = torch.from_numpy(np.concatenate([whole.reshape(-1), last])).view(shape.dtype)
+    return rows.view(layout.num_tokens, len(shape.heads(column)), shape.head_dim(column))
+
+
+def _chunks(
+    layout: SegmentLayout, column: Column, memory: memoryview
+) -> tuple[Uint8s, Uint8s, Uint8s]:
+    """The bytes of a column; in them the rows of all chunks but the last, and those of this one."""
+    flat, count = np.frombuffer(memory, np.uint8), layout.num_chunks - 1
+    stride, size = layout.chunk_stride(column), layout.chunk_bytes(column, 0)
+    begin, rest = count * stride, layout.chunk_bytes(column, count)
+    return flat, flat[:begin].reshape(count, stride)[:, :size], flat[begin : begin + rest]
