@@ -15,7 +15,7 @@ from typing import Any
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.options import OFF
-from impress_sglang.plugin.pools import EIGHT_BITS, LATENT, is_latent
+from impress_sglang.plugin.pools import EIGHT_BITS, LATENT, is_latent, pool_of
 
 # Why options must be off.
 _OFF = {
@@ -103,13 +103,14 @@ _SCHEDULED = ("fcfs", "lpm", "dfs-weight", "hrrn")
 # RoPE whose angles depend on the position alone. `longrope` chooses by the longest request of a
 # batch, `mrope` counts media.
 ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "deepseek_yarn", "llama3"})
-_LAYER_TYPES = frozenset({"full_attention", "attention"})
+_WINDOWED = "sliding_attention"
+_LAYER_TYPES = frozenset({"full_attention", "attention", _WINDOWED})
 # What a model's configurations, that of Hugging Face and SGLang's, must not have.
 _NOT_CAUSAL = (
     *("attention_chunk_size", "dual_chunk_attention_config", "attn_logit_softcapping"),
     *("num_kv_shared_layers", "cross_attention_layers", "add_cross_attention"),
-    *("alibi", "use_alibi", "has_attention_sinks", "is_local_attention_model", "model_is_mrope"),
-    *("is_hybrid_swa", "is_hybrid_swa_compress", "is_encoder_decoder", "is_multimodal"),
+    *("alibi", "use_alibi", "is_local_attention_model", "model_is_mrope"),
+    *("is_hybrid_swa_compress", "is_encoder_decoder", "is_multimodal"),
     *("use_ngram_embedding", "use_engram", "pointer_head", "decision_config", "joint_head_config"),
 )
 # In what attention layers of one model may differ from a plain one: what is compared with the pool;
@@ -237,24 +238,59 @@ def check_model(model_config: Any, options: ImpressConfig) -> None:
     for name in _NOT_CAUSAL:
         if getattr(config, name, None) or getattr(model_config, name, None):
             raise UnsupportedError(f"IMPRESS does not support models with {name}")
-    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if (_WINDOWED in kinds or model_config.is_hybrid_swa) and not may_have_windows(options):
+        raise UnsupportedError(
+            "IMPRESS blends, codes by a basis, and loads parts of prefixes, where all layers "
+            "attend to all tokens: drop --impress-policy, --impress-blend and --impress-basis"
+        )
+    unknown = kinds - _LAYER_TYPES
     if unknown:
         raise UnsupportedError(f"IMPRESS does not know layers of type {', '.join(sorted(unknown))}")
     for name in ("rope_parameters", "rope_scaling"):
-        rope = getattr(config, name, None) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        nested = any(isinstance(value, dict) for value in rope.values())
-        if kind not in ROPE_TYPES or nested or "mrope_section" in rope:
+        ropes = getattr(config, name, None) or {}
+        # Layers with windows may turn keys otherwise than the rest.
+        each = list(ropes.values()) if ropes.keys() <= _LAYER_TYPES else [ropes]
+        for rope in (own or {} for own in each):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            nested = any(isinstance(value, dict) for value in rope.values())
+            if kind not in ROPE_TYPES or nested or "mrope_section" in rope:
+                raise UnsupportedError(
+                    f"IMPRESS needs positions that count tokens, and knows RoPE of types "
+                    f"{', '.join(sorted(ROPE_TYPES))}; this model has {rope}"
+                )
+
+
+def may_have_windows(options: ImpressConfig) -> bool:
+    """Whether layers may attend to the last tokens only: all KVs of prefixes are restored."""
+    return not (options.needs_parts or options.blend != OFF or options.basis)
+
+
+def check_windows(options: Any) -> None:
+    """Refuse options with which layers with sliding windows are in a pool of their own.
+
+    Raises:
+        UnsupportedError: with one sentence for the first of them.
+    """
+    rules: dict[str, tuple[object, ...]] = {
+        "tp_size": (1,),
+        "speculative_algorithm": (None, "NGRAM"),
+        "disaggregation_mode": (None, "null"),
+    }
+    for name, right in rules.items():
+        if (value := getattr(options, name)) not in right:
             raise UnsupportedError(
-                f"IMPRESS needs positions that count tokens, and knows RoPE of types "
-                f"{', '.join(sorted(ROPE_TYPES))}; this model has {rope}"
+                "IMPRESS restores the pool of layers with sliding windows on one rank, without "
+                f"drafts, and not for other servers: drop --{name.replace('_', '-')} {value}, or "
+                "use --disable-hybrid-swa-memory"
             )
 
 
-def check_layers(runner: Any, tp_size: int = 1) -> None:
+def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> None:
     """Refuse a model whose layers attend in another way, or whose KVs have another layout.
 
-    `runner` is SGLang's `ModelRunner` after its pools are made; `tp_size` ranks share the heads.
+    `runner` is SGLang's `ModelRunner` after its pools are made; `tp_size` ranks share the heads;
+    with `windows`, layers may attend to the last tokens only.
 
     Raises:
         UnsupportedError: with one sentence for the first reason.
@@ -265,8 +301,9 @@ def check_layers(runner: Any, tp_size: int = 1) -> None:
     if (list(dict.fromkeys(ids)) if latent else ids) != list(range(pool.layer_num)):
         raise UnsupportedError("IMPRESS needs one attention layer per layer of the KV pool")
     plain = type(layers[0])(1, 1, 1.0, num_kv_heads=1, layer_id=0)
+    free = {*_FREE_IN_LAYERS.split(), *(["sliding_window_size"] if windows else [])}
     for layer in layers:
-        for name in sorted(_own_attributes(layer).difference(_FREE_IN_LAYERS.split())):
+        for name in sorted(_own_attributes(layer) - free):
             value = getattr(layer, name)
             if not hasattr(plain, name) or not _alike(value, getattr(plain, name)):
                 raise UnsupportedError(
@@ -274,7 +311,8 @@ def check_layers(runner: Any, tp_size: int = 1) -> None:
                     f"{getattr(value, 'value', value)}"
                 )
         if not latent:
-            _check_heads(layer, pool, runner.model_config.num_attention_heads // tp_size)
+            own = pool_of(pool, layer.layer_id)
+            _check_heads(layer, own, runner.model_config.num_attention_heads // tp_size)
 
 
 def attention_layers(model: Any) -> list[Any]:

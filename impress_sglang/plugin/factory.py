@@ -12,7 +12,7 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.plugin.capabilities import identity_of_options
-from impress_sglang.plugin.pools import streams_of
+from impress_sglang.plugin.pools import full_pool, streams_of
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
 from impress_sglang.store.policies import Policy
@@ -81,7 +81,7 @@ def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 
     Raises:
         UnsupportedError: it is not known how the pool keeps them.
     """
-    pool, model = runner.token_to_kv_pool, runner.model_config
+    pool, model = full_pool(runner.token_to_kv_pool), runner.model_config
     streams = streams_of(pool, model.dtype)
     return KVShape(
         num_layers=pool.layer_num,

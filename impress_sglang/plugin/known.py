@@ -10,6 +10,7 @@ import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from impress_sglang.plugin.allocation import Allocation
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
 from impress_sglang.plugin.keys import as_tokens, namespace_of_request
 from impress_sglang.plugin.pools import PoolLayers
@@ -131,6 +132,7 @@ class Shared:
     provenance: Provenance
     layers: PoolLayers
     forward_stream: Any
+    allocation: Allocation
     ranks: Ranks = ALONE
     adapters: Any = None
     known: dict[str, Known] = dataclasses.field(default_factory=dict)

@@ -24,6 +24,7 @@ EIGHT_BITS = (
 )
 
 LATENT = "latent vectors (MLA) are stored as they are"
+WINDOWED = "the KVs of layers with sliding windows are stored with the others, and only as they are"
 
 
 class PoolLayers:
@@ -31,18 +32,22 @@ class PoolLayers:
 
     def __init__(self, pool: Any) -> None:
         """`pool`: SGLang's KV pool."""
-        self._pool = pool
+        self._pool = full_pool(pool)
+        self._whole = None if self._pool is pool else pool
         self.packed: PackedLayers | None = None
-        """What other pools keep in the same slots."""
+        """What other pools keep of the same tokens."""
 
-    def add(self, shape: KVShape, pools: Sequence[Any]) -> KVShape:
-        """Take other pools with the same slots for further layers; returns the shape with these."""
+    def add(self, shape: KVShape, pools: Sequence[Any], window: int = 0) -> KVShape:
+        """Take other pools for further layers; returns the shape with these.
+
+        `window`: they are the pool of layers with windows of so many tokens.
+        """
 
         def parts() -> list[Tensor]:
             layers = (both for own in pools for both in map(PoolLayers(own), range(own.layer_num)))
             return [own.flatten(1).view(torch.uint8) for both in layers for own in both]
 
-        self.packed = PackedLayers(shape, shape.num_layers, parts)
+        self.packed = PackedLayers(shape, shape.num_layers, parts, window)
         return dataclasses.replace(shape, num_layers=shape.num_layers + len(self.packed))
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -60,9 +65,14 @@ class PoolLayers:
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """What slots, int64 [t], have of a layer of the store: [t, heads, dimensions] each."""
         if self.packed is not None and layer >= self.packed.first:
-            return self.packed.read(layer, slots)
+            return self.packed.read(layer, self.rows(slots))
         keys, values = (own[slots] for own in self(layer))
         return keys, values
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """Where other pools keep the tokens of slots; 0 for nowhere."""
+        pool = self._whole
+        return slots if pool is None else pool.translate_loc_from_full_to_swa(slots).long()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +117,36 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
             f"{type(pool).__name__} keeps more than keys and values, which IMPRESS would not store"
         )
     return streams
+
+
+def full_pool(pool: Any) -> Any:
+    """The pool of the layers that keep all tokens."""
+    return pool if window_pool(pool) is None else pool.full_kv_pool
+
+
+def window_pool(pool: Any) -> Any:
+    """The pool of the layers with sliding windows, in which tokens have other rows; None: without.
+
+    Raises:
+        UnsupportedError: it is not known how these are kept.
+    """
+    own = getattr(pool, "swa_kv_pool", None)
+    if own is not None and not (
+        getattr(pool, "full_layer_nums", 0)
+        and pool.swa_req_ring_size is pool.request_window is None
+        and not pool.swa_uses_full_indices
+        and not any(map(is_latent, (pool.full_kv_pool, own)))
+    ):
+        raise UnsupportedError(
+            f"IMPRESS does not know how {type(pool).__name__} keeps layers with sliding windows"
+        )
+    return own
+
+
+def pool_of(pool: Any, layer_id: int) -> Any:
+    """The pool that keeps a layer of a model."""
+    own = window_pool(pool)
+    return pool if own is None else (full_pool(pool), own)[pool.layers_mapping[layer_id][1]]
 
 
 def is_latent(pool: Any) -> bool:

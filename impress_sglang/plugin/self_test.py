@@ -14,18 +14,26 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import attention_layers
 from impress_sglang.plugin.eligibility import check_plain
-from impress_sglang.plugin.pools import PoolLayers, is_latent, streams_of
+from impress_sglang.plugin.pools import (
+    PoolLayers,
+    full_pool,
+    is_latent,
+    pool_of,
+    streams_of,
+    window_pool,
+)
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -68,7 +76,7 @@ def check_kvs(
             )
             device = layers(0)[0].device
             store = PrefixStore(own, "self-test", shape, device, FileSystem(), codec=codec)
-            with contextlib.closing(store):
+            with contextlib.closing(store), _rows_for(runners[0].token_to_kv_pool):
                 error = _error(runners, layers, store, shape, SlotFiller(shape, device, codec))
     except Exception as caught:
         # Whatever it is, requests would meet it as well.
@@ -91,7 +99,8 @@ def _error(
     filler: SlotFiller,
 ) -> str:
     """What goes wrong; empty if nothing does."""
-    random, size = torch.Generator().manual_seed(1), runners[0].token_to_kv_pool.size
+    random = torch.Generator().manual_seed(1)
+    size = _size_of(runners[0].token_to_kv_pool)
     count = min(MOST_TOKENS, size // 3)
     used = 1 + torch.randperm(size, generator=random)[: 3 * count].to(layers(0)[0].device)
     # Of the third part nothing may change.
@@ -118,13 +127,14 @@ def _error(
         for layer in range(shape.num_layers):
             stats = FillStats()
             if layers.packed is not None and layer >= layers.packed.first:
-                layers.packed.fill(filler, layer, source, filled, stats, contextlib.nullcontext)
+                rows = layers.rows(filled)
+                layers.packed.fill(filler, layer, source, rows, stats, contextlib.nullcontext)
             else:
-                rows = *layers(layer), filled
-                for own in layers(layer):
+                both = layers(layer)
+                for own in both:
                     # What was loaded before shows nothing.
                     own[filled] = 0
-                filler.fill(layer, source, *rows, stats, contextlib.nullcontext)
+                filler.fill(layer, source, *both, filled, stats, contextlib.nullcontext)
         store.close_source(source)
         most = 0.0 if exact else math.inf if shape.basis else WORST_ERROR
         for pool, kvs in given:
@@ -134,19 +144,45 @@ def _error(
     return ""
 
 
+def _size_of(pool: Any) -> int:
+    """How many slots, and rows for windows if there are any, a pool has at least."""
+    return int(min(pool.size, getattr(pool, "size_swa", pool.size)))
+
+
+@contextlib.contextmanager
+def _rows_for(pool: Any) -> Iterator[None]:
+    """Let each slot of a pool with windows have a row, which is another number."""
+    if window_pool(pool) is None:
+        yield
+        return
+    table, size = pool.full_to_swa_index_mapping, _size_of(pool)
+    table[1 : size + 1] = torch.arange(size, 0, -1, device=table.device)
+    yield
+    table[1 : size + 1] = 0
+
+
+def _rows_in(pool: Any, layer_id: int, slots: Tensor) -> Tensor:
+    """Where a layer has slots."""
+    whole = pool_of(pool, layer_id) is full_pool(pool)
+    return slots if whole else pool.full_to_swa_index_mapping[slots]
+
+
 def _give(runner: Any, slots: Tensor, random: torch.Generator) -> list[tuple[Tensor, Tensor]]:
     """Give random KVs [n, G, D] to slots int64 [n] of a pool as a pass does; returns them."""
     pool, given = runner.token_to_kv_pool, []
-    streams = streams_of(pool, pool.dtype)
+    where: Any = slots
+    if window_pool(pool) is not None:
+        where = KVWriteLoc(slots, pool.full_to_swa_index_mapping[slots])
     modules = {own.layer_id: own for own in attention_layers(runner.model)}
     for module in modules.values():
+        streams = streams_of(pool_of(pool, module.layer_id), pool.dtype)
         both = [
             torch.randn(len(slots), streams.heads, dim, generator=random).to(pool.dtype)
             for dim in streams.dims
         ]
         if is_latent(pool):
             both = [torch.cat(both, -1), both[0]]
-        pool.set_kv_buffer(module, slots, *(own.to(slots.device) for own in both))
+        pool.set_kv_buffer(module, where, *(own.to(slots.device) for own in both))
         given.append((both[0], both[1]))
     assert len(given) == pool.layer_num
     return given
@@ -157,6 +193,7 @@ def _difference(
 ) -> str:
     """What is not in the slots of a layer of a pool as it should be, if errors are `most`."""
     number, count = layer + pool.start_layer, len(filled)
+    filled, others = (_rows_in(pool, number, own) for own in (filled, others))
     found = pool.get_key_buffer(number), pool.get_value_buffer(number)
     for kind, kv, now in zip(("keys", "values"), own, found, strict=True):
         if not torch.equal(_rows(now, others), kv[2 * count :].double()):

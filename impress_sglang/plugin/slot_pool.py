@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
+from impress_sglang.plugin.allocation import Slots
 from impress_sglang.plugin.known import Shared, key_of
 from impress_sglang.plugin.tree_nodes import drop_below, match_resident
 from impress_sglang.serving.job_queue import Waiter
@@ -27,11 +29,12 @@ class TreeSlots:
         self._cache, self._known = shared.cache, shared.known
         self._provenance, self._usual = shared.provenance, shared.service.usual
         self._scheduler, self._put_back = scheduler, put_back
-        self._allocator = self._cache.token_to_kv_pool_allocator
+        self._allocation = shared.allocation
 
     def room(self) -> int:
         """See `SlotPool.room`."""
-        return int(self._allocator.available_size() + self._cache.evictable_size()) - self._promised
+        free, _ = self._allocation.available()
+        return free + int(self._cache.evictable_size()) - self._promised
 
     @property
     def _promised(self) -> int:
@@ -94,26 +97,24 @@ class TreeSlots:
         cache = self._cache
         match = match_resident(cache, self._key(job))
         start, hold = match.device_prefix_len, cache.lock(match.last_device_node)
-        count = job.stop - start
-        missing = count - self._allocator.available_size()
-        if missing > 0:
-            cache.evict(EvictParams(num_tokens=missing))
-        slots = self._allocator.alloc(count)
-        if slots is None:
+        taken = self._allocation.take(job.stop - start)
+        if taken is None:
             cache.unlock(hold)
             return False
         job.begin_at(start)
         job.hold = hold
-        job.slots = job.target = slots.to(torch.int64)
-        if slots.is_cuda:
+        job.slots, job.rows = taken
+        job.target = job.slots
+        if job.slots.is_cuda:
             # A pass in flight may still use them.
             job.after = self._scheduler.forward_stream.record_event()
         return True
 
     def give_back(self, job: LoadJob) -> None:
         """See `SlotPool.give_back`."""
-        slots, job.slots = job.slots, None
-        self._allocator.free(slots)
+        assert job.slots is not None and job.rows is not None
+        self._allocation.give_back(Slots(job.slots, job.rows))
+        job.slots = None
         self._cache.unlock(job.hold)
 
     def insert(self, job: LoadJob) -> None:
@@ -122,14 +123,15 @@ class TreeSlots:
         assert slots is not None
         path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
         self._note(job, path, slots)
-        result = cache.insert(
-            InsertParams(
-                key=self._key(job),
-                value=torch.cat([path, slots]),
-                prev_prefix_len=job.start,
-                inserted_len=job.start,
-            )
+        params = InsertParams(
+            key=self._key(job),
+            value=torch.cat([path, slots]),
+            prev_prefix_len=job.start,
+            inserted_len=job.start,
         )
+        if job.rows is not None and len(job.rows):
+            params.set_evicted_seqlen(ComponentType.SWA, job.stop - len(job.rows))
+        result = cache.insert(params)
         job.slots = None
         lock = cache.lock(result.last_device_node)
         cache.unlock(job.hold)

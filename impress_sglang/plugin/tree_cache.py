@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.options import OFF
+from impress_sglang.plugin.allocation import Allocation
 from impress_sglang.plugin.checking import IntegrityCheck
 from impress_sglang.plugin.known import Brought, Known, KnownRequests, Shared
 from impress_sglang.plugin.pools import PoolLayers
@@ -87,10 +88,13 @@ class ImpressTreeCache(UnifiedRadixCache):
         """
         self._service, keys = service, layers(0)[0]
         # Keys of pairs of tokens: drafts of EAGLE see the next one.
-        self._planner = LoadPlanner(service, self.page_size, int(self.tree_core.is_eagle))
+        beyond, packed = int(self.tree_core.is_eagle), layers.packed
+        self._planner = LoadPlanner(service, self.page_size, beyond, packed)
+        self._allocation = Allocation(self, packed.window if packed is not None else 0)
         self._provenance = Provenance(len(keys), keys.device)
         self._shared = Shared(
             *(self, service, self._planner, self._provenance, layers, forward_stream),
+            self._allocation,
             ranks=ranks,
             adapters=adapters,
         )
@@ -309,23 +313,29 @@ class ImpressTreeCache(UnifiedRadixCache):
         return self._evicting(params, super().evict_for_alloc(params, **keywords), jobs=True)
 
     def _evicting(self, params: EvictParams, result: EvictResult, *, jobs: bool) -> EvictResult:
-        left = params.num_tokens - result.num_tokens_evicted
-        if left <= 0 or self.loads is None:
+        slots = params.num_tokens - result.num_tokens_evicted
+        rows = params.swa_num_tokens - result.swa_num_tokens_evicted
+        if max(slots, rows) <= 0 or self.loads is None:
             return result
-        allocator = self.token_to_kv_pool_allocator
-        target = allocator.available_size() + left
+        left = max(slots, 0), max(rows, 0)
+        core, free = self.tree_core, self._allocation.available
+        target = [own + now for own, now in zip(left, free(), strict=True)]
+
+        def lacking() -> list[int]:
+            return [max(own - now, 0) for own, now in zip(target, free(), strict=True)]
 
         def missing() -> int:
-            lacking = target - allocator.available_size()
-            if lacking > 0 and self.tree_core.evictable_size():
-                super(ImpressTreeCache, self).evict(EvictParams(num_tokens=lacking))
-                lacking = target - allocator.available_size()
-            return int(lacking)
+            if any(lacking()) and (core.evictable_size() or core.swa_evictable_size()):
+                super(ImpressTreeCache, self).evict(EvictParams(*lacking()))
+            return max(lacking())
 
         self._saves.give_up(missing)
         if jobs and missing() > 0:
             self.loads.jobs.make_room(missing)
-        result.num_tokens_evicted += left - max(missing(), 0)
+        missing()
+        slots, rows = lacking()
+        result.num_tokens_evicted += left[0] - slots
+        result.swa_num_tokens_evicted += left[1] - rows
         return result
 
     def evictable_size(self) -> int:
@@ -344,11 +354,23 @@ class ImpressTreeCache(UnifiedRadixCache):
         """See `protected_size`."""
         return int(super().full_protected_size()) + self._loading() - self._locked_for_writes()
 
+    def swa_evictable_size(self) -> int:
+        """See `evictable_size`; rows of layers with windows."""
+        return int(super().swa_evictable_size()) + self._locked_for_writes(rows=True)
+
+    def swa_protected_size(self) -> int:
+        """See `protected_size`; rows of layers with windows."""
+        jobs = () if self.loads is None else self.loads.jobs.loading
+        loading = sum(len(job.rows) for job in jobs if job.rows is not None)
+        return int(super().swa_protected_size()) + loading - self._locked_for_writes(rows=True)
+
     def _loading(self) -> int:
         return 0 if self.loads is None else self.loads.jobs.loading_tokens
 
-    def _locked_for_writes(self) -> int:
-        return 0 if self.loads is None else self._saves.locked_tokens()
+    def _locked_for_writes(self, *, rows: bool = False) -> int:
+        core = self.tree_core
+        locked = core.swa_protected_size if rows else core.protected_size
+        return 0 if self.loads is None else self._saves.locked_tokens(locked)
 
     # The whole cache.
 
@@ -392,13 +414,12 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def _is_empty(self) -> bool:
         """Whether no KV is left in the pool."""
-        allocator = self.token_to_kv_pool_allocator
-        return bool(allocator.available_size() == allocator.size)
+        return self._allocation.is_empty
 
     def _describe_pool(self) -> dict[str, int]:
         """How many tokens of the pool are ours, by what they are for."""
         return {
-            "tokens": self.token_to_kv_pool_allocator.size,
+            "tokens": self.token_to_kv_pool_allocator.size_full,
             "loading_tokens": self._loading(),
             "writing_tokens": self._saves.writing_tokens,
         }

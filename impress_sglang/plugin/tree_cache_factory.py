@@ -12,11 +12,16 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig, share_of_rank
 from impress_sglang.options import CODES, EXACTLY, OFF
-from impress_sglang.plugin.capabilities import check_layers, check_options
+from impress_sglang.plugin.capabilities import (
+    check_layers,
+    check_options,
+    check_windows,
+    may_have_windows,
+)
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.drafts import DRAFTED, draft_runners
 from impress_sglang.plugin.factory import identity_of, kv_shape
-from impress_sglang.plugin.pools import PoolLayers, streams_of
+from impress_sglang.plugin.pools import WINDOWED, PoolLayers, full_pool, streams_of, window_pool
 from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
 from impress_sglang.plugin.rectangular import attend_rectangularly
 from impress_sglang.plugin.rotation import rotation_of
@@ -44,12 +49,17 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     options = resolved_view(context.server_args)
     check_options(config, options)
     ranks = ranks_of(context)
-    check_layers(runner, ranks.size)
-    streams = streams_of(runner.token_to_kv_pool, runner.model_config.dtype)
+    check_layers(runner, ranks.size, windows=may_have_windows(config))
+    pool, model_dtype = runner.token_to_kv_pool, runner.model_config.dtype
+    streams, windows = streams_of(full_pool(pool), model_dtype), window_pool(pool)
     drafts = draft_runners(context.tp_worker)
     for own in drafts:
         streams_of(own.token_to_kv_pool, own.model_config.dtype)
-    if no_codes := streams.no_codes or (DRAFTED if drafts else ""):
+    if windows is not None:
+        check_windows(options)
+        streams_of(windows, model_dtype)
+    why = DRAFTED if drafts else WINDOWED if windows is not None else ""
+    if no_codes := streams.no_codes or why:
         config = config.without_codes(no_codes)
         logger.info("prefixes are loaded exactly: %s", no_codes)
     attend_rectangularly(runner.attn_backend)
@@ -79,9 +89,13 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
             "they take two thirds of the bytes (--impress-basis)"
         )
 
-    layers = PoolLayers(runner.token_to_kv_pool)
+    layers = PoolLayers(pool)
     if drafts:
         shape = layers.add(shape, [own.token_to_kv_pool for own in drafts])
+    elif windows is not None:
+        # What SGLang looks for, in whole pages.
+        page, window = params.page_size, params.swa_retain_window
+        shape = layers.add(shape, [windows], -(-window // page) * page)
 
     def read_identity() -> str:
         return identity_of_rank(ranks, lambda: identity_of(context, shape, drafts))

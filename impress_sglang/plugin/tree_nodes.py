@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE, ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 
@@ -22,12 +22,32 @@ def match_resident(cache: UnifiedRadixCache, key: RadixKey) -> MatchResult:
 def last_node(cache: UnifiedRadixCache, key: RadixKey) -> tuple[Any, int]:
     """The last resident node of a key, and how many of its tokens are resident."""
     match = match_resident(cache, key)
-    return cache.tree_core.node_by_id(match.last_device_node), match.device_prefix_len
+    node, length = cache.tree_core.node_by_id(match.last_device_node), match.device_prefix_len
+    while length < match.full_kv_hit_length:
+        # Nobody can use it now: layers with windows have lost what is before the next token.
+        node = node.children[key.child_key_at(length, cache.page_size)]
+        length += len(node.key)
+    return node, length
 
 
 def is_locked(node: Any) -> bool:
     """Whether somebody has locked a node."""
     return bool(node.component_data[BASE_COMPONENT_TYPE].lock_ref)
+
+
+def lock_windows(cache: UnifiedRadixCache, last: Any, since: int) -> tuple[list[Any], int]:
+    """Lock what layers with windows have of the tokens from `since` on up to the node `last`.
+
+    A lock holds this of few tokens before its node. Returns the locks, and where the tokens begin
+    that have all KVs up to the last one.
+    """
+    locks, first = list[Any](), len(cache.path_device_indices(last))
+    node = cache.tree_core.node_by_id(last)
+    while first > since and node.component_data[ComponentType.SWA].value is not None:
+        locks.append(cache.lock(node.id))
+        first -= len(node.key)
+        node = node.parent
+    return locks, first
 
 
 def free_leaf(cache: UnifiedRadixCache, node: Any) -> int:

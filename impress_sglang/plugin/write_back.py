@@ -24,6 +24,7 @@ from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.known import Known, Shared
 from impress_sglang.plugin.query_sampling import QuerySampler
+from impress_sglang.plugin.tree_nodes import lock_windows
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.sights import Sights
@@ -40,14 +41,18 @@ _REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRI
 class _Save:
     """A write of slots, int64 [n], that are locked in the tree until it is over or abandoned.
 
+    `windows_from`: tokens before this one have nothing in layers with windows, or are not locked.
     `over`: whether this rank does not read them any more. A rank that writes nothing has such a
     lock all the same, as others may write.
     """
 
-    def __init__(self, slots: Tensor, lock: Any) -> None:
+    def __init__(self, slots: Tensor, last: Any) -> None:
+        """`last`: the node of SGLang's tree to which they lead."""
         self.slots = slots
         self.locked = len(slots)
-        self.lock = lock
+        self.last = last
+        self.locks: list[Any] = []
+        self.windows_from = 0
         self.over = False
         self._abandoned = threading.Event()
 
@@ -74,6 +79,7 @@ class WriteBack:
     def __init__(self, shared: Shared, sampler: QuerySampler) -> None:
         self._cache, self._service, self._planner = shared.cache, shared.service, shared.planner
         self._provenance, self._layers = shared.provenance, shared.layers
+        self._window = shared.allocation.window
         self._forward_stream, self._ranks = shared.forward_stream, shared.ranks
         self._sampler = sampler
         self._access = PoolAccess()
@@ -149,7 +155,8 @@ class WriteBack:
         if not self._wants(count):
             return
         slots = self._cache.path_device_indices(req.last_node)[:count].to(torch.int64)
-        save = _Save(slots, self._cache.lock(req.last_node))
+        save = _Save(slots, req.last_node)
+        self._lock(save)
         self._saves[save] = None
         self.writing_tokens += len(slots)
         if not self._offer(known, save):
@@ -173,21 +180,31 @@ class WriteBack:
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
             self._counted.note(known.namespace, tokens, len(req.origin_input_ids))
 
-    def locked_tokens(self) -> int:
-        """Tokens of SGLang's tree that only saves have locked.
+    def locked_tokens(self, protected: Callable[[], int]) -> int:
+        """Tokens of SGLang's tree that only saves have locked, of all that are `protected`.
 
         If these did not count as room, SGLang would make requests wait for the disk.
         """
         if not self._saves:
             return 0
-        cache = self._cache
-        before = cache.tree_core.protected_size()
+        before = protected()
         for save in self._saves:
-            cache.unlock(save.lock)
-        after = cache.tree_core.protected_size()
+            self._unlock(save)
+        after = protected()
         for save in self._saves:
-            save.lock = cache.lock(save.lock.node)
+            self._lock(save)
         return int(before - after)
+
+    def _lock(self, save: _Save) -> None:
+        """Lock the slots of a save; not with locks of before, as nodes may have been split."""
+        save.locks = [self._cache.lock(save.last)]
+        if self._window:
+            others, save.windows_from = lock_windows(self._cache, save.last, save.windows_from)
+            save.locks += others
+
+    def _unlock(self, save: _Save) -> None:
+        for lock in save.locks:
+            self._cache.unlock(lock)
 
     def give_up(self, missing: Callable[[], int]) -> None:
         """Give saves up, the latest first, until nothing is `missing`, which evicts what it can."""
@@ -235,7 +252,7 @@ class WriteBack:
         """Whether the pool can spare slots: half of them at most, or those of a single prefix."""
         if num_tokens < self._service.config.min_prefix_tokens:
             return False
-        spare = self._cache.token_to_kv_pool_allocator.size // 2 - self.writing_tokens
+        spare = self._cache.token_to_kv_pool_allocator.size_full // 2 - self.writing_tokens
         return not self._saves or num_tokens <= spare
 
     def _worth_of(self, known: Known, num_tokens: int) -> int:
@@ -266,6 +283,9 @@ class WriteBack:
         quality, first = self._quality_of(known, save.slots)
         if quality is None or first >= len(save.slots):
             return False
+        if save.windows_from and len(save.slots) - save.windows_from < self._window:
+            # Nobody could use it: of layers with windows too little is left.
+            return False
         layers = self._layers
         tokens = as_tokens(req.full_untruncated_fill_ids[: len(save.slots)])
 
@@ -287,6 +307,7 @@ class WriteBack:
             queries=lambda layer: queries.pop(layer).cpu() if layer in queries else None,
             ttl=ttl_of(req.sampling_params),
             priority=priority_of(req.sampling_params),
+            windows_from=save.windows_from,
         )
         outcome = store.writes.offer(known.namespace, offer)
         if (cause := _REFUSALS.get(outcome)) is not None:
@@ -309,4 +330,4 @@ class WriteBack:
         if save in self._saves:
             del self._saves[save]
             self.writing_tokens -= save.locked
-            self._cache.unlock(save.lock)
+            self._unlock(save)

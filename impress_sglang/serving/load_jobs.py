@@ -80,7 +80,9 @@ class LoadJob:
         beyond: how many more tokens its key in SGLang's tree has.
         waiters: ids of requests that wait for it.
         target: int64 [stop - start], the slots that are filled.
-        slots: the same while they belong to the job: neither given back nor in SGLang's tree.
+        rows: int64, where pools of layers with windows have the last of them.
+        slots: the same as `target` while they belong to the job: neither given back nor in SGLang's
+            tree.
         hold: what keeps the tokens before `start` resident, in the terms of the pool's owner.
         after: on an accelerator, the event after which slots may be written to.
     """
@@ -94,6 +96,7 @@ class LoadJob:
     beyond: int = 0
     waiters: set[str] = dataclasses.field(default_factory=set)
     target: Tensor | None = None
+    rows: Tensor | None = None
     slots: Tensor | None = None
     hold: Any = None
     after: Any = None
@@ -225,6 +228,25 @@ class LoadJob:
         finally:
             self.store.close_source(source)
 
+    def bring_windows(self, first: int, fill: FillLayer) -> None:
+        """Bring the layers from `first` on, which have sliding windows: its last tokens.
+
+        Raises:
+            PrefixUnreadable, JobRevoked: see `bring`.
+        """
+        assert self.rows is not None
+        source = self.store.open_whole(
+            self.match.slice(self.stop - len(self.rows), self.stop), exact=True
+        )
+        source.layer, source.next_ahead = first - 1, first
+        try:
+            self.store.ahead.join(source)
+            for layer in range(first, source.num_layers):
+                fill(layer, source, self.rows, None)
+        finally:
+            self.store.close_source(source)
+        self.reads.add(source.stats)
+
     def unread(self, num_layers: int) -> float:
         """The share of its reads that is left to do."""
         return 1.0 - self.layers / num_layers
@@ -256,6 +278,8 @@ class JobLoader:
         self._shape = shape
         self._layers = layers
         self._packed = packed
+        # These layers are brought by themselves.
+        self._windows_from = packed.first if packed is not None and packed.window else None
         self._filler = SlotFiller(shape, device, codec)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
@@ -318,6 +342,8 @@ class JobLoader:
             try:
                 job.began_at = time.monotonic()
                 source = job.open()
+                if self._windows_from is not None:
+                    source.num_layers = self._windows_from
                 job.store.ahead.wait(source, source.num_layers)
             except PrefixUnreadable as error:
                 self._end(job, JobState.FAILED, error)
@@ -346,6 +372,8 @@ class JobLoader:
                 if self._stream is not None:
                     self._stream.wait_event(job.after)
                 job.bring(source, fill)
+                if self._windows_from is not None:
+                    job.bring_windows(self._windows_from, fill)
                 if job.events:
                     job.events[-1].synchronize()
         except JobRevoked:

@@ -11,6 +11,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import StoredMatch, StoredSpan
+from impress_sglang.transfer.packed import PackedLayers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,15 +40,23 @@ class LoadPlan:
 class LoadPlanner:
     """Matches prompts with the store; on the scheduler's thread, and without a look at the disk."""
 
-    def __init__(self, service: Service, page_size: int, beyond: int = 0) -> None:
+    def __init__(
+        self,
+        service: Service,
+        page_size: int,
+        beyond: int = 0,
+        packed: PackedLayers | None = None,
+    ) -> None:
         """`page_size`: of SGLang's pool; prefixes are used in whole pages.
 
-        `beyond`: how many tokens behind a slot's own its KVs depend on.
+        `beyond`: how many tokens behind a slot's own its KVs depend on. `packed` are the layers
+        behind those of the pool.
         """
         self._service = service
         self._config = service.config
         self._page_size = page_size
         self.beyond = beyond
+        self._windows = packed if packed is not None and packed.window else None
 
     def looks_for(self, num_tokens: int) -> bool:
         """Whether to look up a prompt of `num_tokens` now; takes over a store that has opened."""
@@ -78,6 +87,8 @@ class LoadPlanner:
             return StoredMatch()
         match = self._service.store.match(namespace, tokens, least=least)
         usable = self.whole_pages(max(match.num_tokens - self.beyond, 0))
+        if self._windows is not None:
+            usable = match.with_windows(self._windows.window, self._page_size)
         return StoredMatch(match.slice(0, usable))
 
     def plan(
@@ -124,6 +135,11 @@ class LoadPlanner:
     ) -> Estimate:
         forecast, count = self._service.store.forecast, sum(map(len, spans))
         num_bytes = forecast.exact_bytes(spans) if own.exact else forecast.coded_bytes(spans)
+        if self._windows is not None:
+            # Of layers with windows only the last tokens are read.
+            layers, first = self._service.shape.num_layers, self._windows.first
+            read = min(self._windows.window / count, 1.0)
+            num_bytes *= (first + (layers - first) * read) / layers
         work = RequestLengths(start, count, total - start - count)
         io = forecast.seconds_to_read(num_bytes)
         return self._service.estimator.estimate(work, 1.0, io, own.bits)

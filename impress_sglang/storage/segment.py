@@ -68,7 +68,8 @@ class SegmentInfo:
     and of all `prefix_len` tokens before `tokens`; `quality` says how the KVs were computed;
     `generation` counts how often the segment was reordered (0: tokens are in logical order);
     `expires` is when it must be removed, in seconds as of `time.time`, 0: when room is needed;
-    `priority` decides which segments go first then.
+    `priority` decides which segments go first then. The first `windows_from` of its tokens lack the
+    KVs of layers with sliding windows.
     """
 
     segment_id: str
@@ -83,6 +84,7 @@ class SegmentInfo:
     generation: int = 0
     expires: int = 0
     priority: Priority = Priority.NORMAL
+    windows_from: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -175,6 +177,7 @@ class SegmentInfo:
         if self.priority is not Priority.NORMAL:
             fields |= {"priority": self.priority.name.lower()}
         fields |= {"share": self.quality.share} if self.quality.blended else {}
+        fields |= {"windows_from": self.windows_from} if self.windows_from else {}
         return json.dumps(fields, sort_keys=True).encode()
 
 
@@ -326,6 +329,7 @@ def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
         generation=fields["generation"],
         expires=fields.get("expires", 0),
         priority=Priority[fields.get("priority", "normal").upper()],
+        windows_from=fields.get("windows_from", 0),
     )
 
 

@@ -135,6 +135,19 @@ class StoredMatch:
         """The quality of the whole, that of its worst part."""
         return functools.reduce(Quality.worst, (s.segment.info.quality for s in self.spans), EXACT)
 
+    def with_windows(self, window: int, page: int) -> int:
+        """The longest prefix in whole pages whose last `window` tokens have all their KVs."""
+        longest = stop = first = 0
+        for span in self.spans:
+            missing = min(span.segment.info.windows_from - span.start, len(span))
+            # From here on there are all KVs without a gap.
+            first = stop + missing if missing > 0 else first
+            stop += len(span)
+            end = stop // page * page
+            if not first or end - first >= window:
+                longest = end
+        return longest
+
     def slice(self, start: int, stop: int) -> tuple[StoredSpan, ...]:
         """The spans of the tokens [start, stop)."""
         parts, first = [], 0

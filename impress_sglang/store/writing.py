@@ -108,6 +108,7 @@ class Offer:
         queries: gives the last queries of a layer; called after the KVs of the layer were read.
         ttl: seconds after which the new KVs are removed; 0: only when room is needed.
         priority: priority of the new KVs when room is needed.
+        windows_from: tokens before this one lack the KVs of layers with sliding windows.
         coding: how layers are coded, of tokens from a position on; None: as in any other offer.
     """
 
@@ -122,6 +123,7 @@ class Offer:
     queries: QuerySource = no_queries
     ttl: float = 0.0
     priority: Priority = Priority.NORMAL
+    windows_from: int = 0
     coding: Callable[[int], CodingRule | None] | None = None
 
 
@@ -360,6 +362,7 @@ class SegmentWrites:
             quality=offer.quality,
             expires=math.ceil(time.time() + offer.ttl) if offer.ttl else 0,
             priority=offer.priority,
+            windows_from=min(max(offer.windows_from, start), stop) - start,
         )
         return StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
 

@@ -1,4 +1,5 @@
-"""What other pools keep in the same slots, as further layers of a segment: those of a draft model.
+"""What other pools keep of the same tokens, as further layers of a segment: those of a draft model,
+or of layers with sliding windows.
 
 The bytes of a token in all of them stand in one row, which is cut into layers of the segment's
 shape; the last one ends with zeros. So storage needs to know no second shape. They are exact.
@@ -25,11 +26,13 @@ class PackedLayers:
         shape: of the segment, without these layers.
         first: number of the first of them.
         parts: gives uint8 [slots, bytes] for each stream of the other pools, in their order.
+        window: of how many of the last tokens they are needed; 0: of all.
     """
 
     shape: KVShape
     first: int
     parts: Callable[[], Sequence[Tensor]]
+    window: int = 0
 
     def __len__(self) -> int:
         return -(-sum(part.shape[1] for part in self.parts()) // self.shape.token_bytes)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 from sglang.srt import environ
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -31,6 +32,7 @@ from impress_sglang.plugin.capabilities import (
     check_layers,
     check_model,
     check_options,
+    check_windows,
     identity_of_options,
 )
 from impress_sglang.plugin.compat import NEWEST, sglang_version
@@ -95,6 +97,30 @@ def test_configurations(name: str, tmp_path: Path) -> None:
     setattr(config, name, 1)
     with pytest.raises(UnsupportedError, match=f"models with {name}"):
         check_model(config, ImpressConfig())
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "Gemma3Text", "Olmo3", "Cohere2"])
+def test_models_with_windows(kind: str, tmp_path: Path) -> None:
+    """By what Hugging Face says of them; not where layers must attend to all tokens."""
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=12)
+    config.architectures = [f"{kind.removesuffix('Text')}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    model = ModelConfig(str(tmp_path))
+    check_model(model, ImpressConfig())
+    for options in ({"blend": 0.2}, {"policy": "paper"}, {"basis": "some"}):
+        with pytest.raises(UnsupportedError, match="layers attend to all tokens"):
+            check_model(model, ImpressConfig(**options))
+    model.hf_text_config.rope_parameters = {"sliding_attention": {"rope_type": "longrope"}}
+    with pytest.raises(UnsupportedError, match=r"this model has .*longrope"):
+        check_model(model, ImpressConfig())
+
+
+def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
+    check_windows(options(speculative_algorithm="NGRAM"))
+    others = {"tp_size": 2, "speculative_algorithm": "EAGLE", "disaggregation_mode": "prefill"}
+    for name, value in others.items():
+        with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} {value}"):
+            check_windows(options(**{name: value}))
 
 
 @pytest.mark.parametrize("module", [llama, mistral, qwen2, qwen3])

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from impress_sglang.codes.groups import slots
 from impress_sglang.config import ImpressConfig
@@ -17,7 +19,7 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import self_test
 from impress_sglang.plugin.capabilities import check_layers
 from impress_sglang.plugin.factory import kv_shape
-from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.pools import PoolLayers, window_pool
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer import filling
@@ -45,11 +47,13 @@ def run(
         forward_stream=None,
     )
     if kind is MHATokenToKVPool:
-        check_layers(runner)
+        check_layers(runner, windows=True)
     config = ImpressConfig(policy=policy)
     shape = kv_shape(runner, make_policy(config), config)
     shape = dataclasses.replace(shape, exact=not shape.coded)
     layers, runners = PoolLayers(pool), [runner]
+    if (windows := window_pool(pool)) is not None:
+        shape = layers.add(shape, [windows], 8)
     if draft is not None:
         runners.append(SimpleNamespace(token_to_kv_pool=draft, model=Layers()))
         shape = layers.add(shape, [draft])
@@ -78,6 +82,31 @@ def test_pools_of_latent_vectors(dtype: torch.dtype) -> None:
     """Their two parts are what storage calls keys and values; drafts have one layer, say."""
     run(pool=latents(dtype), model_dtype=torch.bfloat16)
     run(pool=latents(dtype), model_dtype=torch.bfloat16, draft=latents(dtype))
+
+
+def windows(dtype: torch.dtype = torch.float32, **how: Any) -> SWAKVPool:
+    """The second layer has windows; its rows are fewer than slots."""
+    pool = SWAKVPool(300, 250, 1, dtype, 2, 16, [1], [0], "cpu", enable_memory_saver=False, **how)
+    SWATokenToKVPoolAllocator(300, 250, 1, dtype, "cpu", pool, False)
+    return pool
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
+def test_pools_with_windows(dtype: torch.dtype) -> None:
+    pool = windows(dtype)
+    run(pool=pool, policy="as", model_dtype=torch.bfloat16)
+    assert not pool.full_to_swa_index_mapping[:-1].any(), "nobody has a row"
+
+
+def test_windows_that_nobody_knows() -> None:
+    for name, value in (("swa_req_ring_size", 64), ("swa_uses_full_indices", True)):
+        pool = windows()
+        setattr(pool, name, value)
+        with pytest.raises(UnsupportedError, match="how SWAKVPool keeps layers with sliding"):
+            run(pool=pool)
+    for kind in (Scaled, Shifted, Copied):
+        with pytest.raises(UnsupportedError, match="layer 1"):
+            run(policy="as", pool=windows(swa_kv_pool_class=kind))
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16), (1, 24), (3, 40)])

@@ -82,6 +82,24 @@ def test_exact_kvs_are_those_that_were_computed(world: TreeWorld) -> None:
         assert torch.equal(own[1][:PREFIX], others[1][:PREFIX])
 
 
+@pytest.mark.parametrize("page", [32, 64, 128])
+def test_other_sizes_of_pages(tmp_path: Path, page: int) -> None:
+    """Those that GPUs have."""
+    world = TreeWorld(tmp_path, page, write_after=1, load="always", blend="off")
+    prompt = draw(5, 700)
+    _, computed = kvs_of(world, "computed", prompt)
+    world.flush()
+    for name, length in (("whole", 699), ("fork", 450)):
+        whole = length // page * page
+        told, loaded = kvs_of(world, name, [*prompt[:length], *draw(6, 9)], **EXACT)
+        assert told["loaded_tokens"] + told["resident_tokens"] == whole
+        for own, others in zip(loaded, computed, strict=True):
+            assert torch.equal(own[0][:whole], others[0][:whole])
+            assert torch.equal(own[1][:whole], others[1][:whole])
+        world.check_slots()
+    world.close()
+
+
 def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_size: int) -> None:
     """Routers follow SGLang's KV events."""
     world.run("loaded", ASKED)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ReqKvInfo
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -36,6 +36,7 @@ from impress_sglang.plugin.reports import report_of
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
+from impress_sglang.storage.layout import KVShape
 from tests.integration import tiny_model
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import DEFAULTS
@@ -107,29 +108,29 @@ class TreeWorld:
         defaults = DEFAULTS | {"policy": "impress", "retention": 1.0, "bits": 6.0}
         defaults |= {"min_prefix_tokens": 16}
         self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
-        self.pool, self.model = Pool(SHAPE, size + 64), Model()
+        self.model = Model()
         self.rows = ReqToTokenPool(16, size, "cpu", enable_memory_saver=False)
-        rest = torch.float32, "cpu", self.pool, False
-        self.allocator: Any = (
-            TokenToKVPoolAllocator(size, *rest)
-            if page_size == 1
-            else PagedTokenToKVPoolAllocator(size, page_size, *rest)
-        )
+        self.components: tuple[Any, ...] = (ComponentType.FULL,)
+        self.pool: Any
+        self.allocator: Any
+        self.make_pool(size, page_size)
+        layers = PoolLayers(self.pool)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
             page_size=page_size,
             is_eagle=eagle,
-            tree_components=(ComponentType.FULL,),
+            tree_components=self.components,
             tree_core_backend="python",
             enable_kv_cache_events=True,
+            sliding_window_size=self.window,
         )
         self.cache = ImpressTreeCache(params)
-        self.service = Service(self.config, SHAPE, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
+        shape = self.shape_with(layers)
+        self.service = Service(self.config, shape, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
         if self.config.blend != OFF:
             self.service.make_blends = blends.Blends
-        layers = PoolLayers(self.pool)
         self.cache.connect(self.service, self.model, layers, None, lambda: IDENTITY, ranks)
         self.scheduler = SimpleNamespace(
             waiting_queue=[],
@@ -144,6 +145,34 @@ class TreeWorld:
         )
         self.cache.attach(self.scheduler)
         wait_until(self.is_open)
+
+    window: int | None = None
+
+    def make_pool(self, size: int, page_size: int) -> None:
+        """Make the pool and its allocator."""
+        self.pool = Pool(SHAPE, size + 64)
+        rest = torch.float32, "cpu", self.pool, False
+        self.allocator = (
+            TokenToKVPoolAllocator(size, *rest)
+            if page_size == 1
+            else PagedTokenToKVPoolAllocator(size, page_size, *rest)
+        )
+
+    def shape_with(self, layers: PoolLayers) -> KVShape:
+        """What is stored of a token."""
+        return SHAPE
+
+    def place(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The pool of keys and that of values of a layer, and where these have slots."""
+        return self.pool.keys[layer], self.pool.values[layer], slots
+
+    def window_of(self, layer: int) -> int | None:
+        """To how many tokens before its own each one attends; None: to all."""
+        return None
+
+    def allocate(self, count: int) -> Tensor | None:
+        """Slots for tokens that are computed."""
+        return self.allocator.alloc(count)
 
     def is_open(self) -> bool:
         self.cache.check_hicache_events()
@@ -210,12 +239,10 @@ class TreeWorld:
         (row,) = self.rows.alloc_rows(1)
         tokens, page = len(req.origin_input_ids), self.cache.page_size
         prefix = self.cache.path_device_indices(req.last_node)[:length].long()
-        new = self.allocator.alloc(-(-(tokens - length) // page) * page)
+        new = self.allocate(-(-(tokens - length) // page) * page)
         assert new is not None
         self.rows.req_to_token[row, :tokens] = torch.cat([prefix, new])[:tokens]
-        req.kv = SimpleNamespace(
-            req_pool_idx=row, cache_protected_len=length, cache_inserted_len=length
-        )
+        req.kv = ReqKvInfo(req_pool_idx=row, cache_protected_len=length, cache_inserted_len=length)
         return length
 
     def compute(self, req: Any) -> None:
@@ -226,14 +253,15 @@ class TreeWorld:
         hidden, positions = self.model.embedding[tokens[first:]], torch.arange(first, len(tokens))
         for layer, own in enumerate(self.model.projections):
             q, k, v = self.model.projected(hidden, positions, layer)
-            self.pool.keys[layer][row[first:]] = k
-            self.pool.values[layer][row[first:]] = v
+            keys, values, places = self.place(layer, row)
+            keys[places[first:]], values[places[first:]] = k, v
             output = tiny_model.rectangular_attention(
                 q,
-                self.pool.keys[layer][row],
-                self.pool.values[layer][row],
+                keys[places],
+                values[places],
                 scaling=tiny_model.SCALING,
                 causal=True,
+                window=self.window_of(layer),
             )
             hidden = hidden + output.flatten(1) @ own[3]
 
@@ -283,10 +311,11 @@ class TreeWorld:
     def kvs(self, req: Any, count: int) -> tiny_model.KVs:
         """The KVs of the first tokens of an admitted request."""
         row = self.rows.req_to_token[req.kv.req_pool_idx, :count].long()
-        return [
-            (keys[row], values[row])
-            for keys, values in zip(self.pool.keys, self.pool.values, strict=True)
-        ]
+        found = []
+        for layer in range(len(self.model.projections)):
+            keys, values, places = self.place(layer, row)
+            found.append((keys[places], values[places]))
+        return found
 
     def close(self) -> None:
         self.cache.release_host_resources()

@@ -51,6 +51,20 @@ _LATENT: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+WINDOW = 64
+_KINDS = ["sliding_attention", "full_attention"] * 2
+_WINDOWS: dict[str, Any] = {
+    "num_hidden_layers": len(_KINDS),
+    "sliding_window": WINDOW,
+    "layer_types": _KINDS,
+}
+# SGLang keeps windows in a pool of their own where a configuration says so.
+_OWN_POOL: dict[str, Any] = {
+    "head_dim": 16,
+    "logit_scale": 1.0,
+    "is_hybrid_swa": True,
+    "hybrid_layer_pattern": [int("sliding" in kind) for kind in _KINDS],
+}
 FAMILIES = ("llama", "opt", "qwen2", "qwen3")
 
 
@@ -62,6 +76,10 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
     torch.manual_seed(5)
     if family == "deepseek_v2":
         config = transformers.DeepseekV2Config(**{**_GROUPED, **_LATENT, **overrides})
+    elif family == "cohere2":
+        config = transformers.Cohere2Config(**{**_GROUPED, **_WINDOWS, **_OWN_POOL, **overrides})
+    elif family == "olmo3":
+        config = transformers.Olmo3Config(**{**_GROUPED, **_WINDOWS, **overrides})
     elif family == "llama":
         config = transformers.LlamaConfig(**{**_GROUPED, **overrides})
     elif family == "qwen2":
@@ -81,6 +99,10 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
         )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
+    if family == "olmo3":
+        # SGLang has one class for both.
+        path = folder / "config.json"
+        path.write_text(path.read_text().replace("Olmo3ForCausalLM", "Olmo2ForCausalLM"))
     return folder
 
 

@@ -1,0 +1,205 @@
+"""Prefixes of a model with sliding windows, in SGLang's pool, allocator and tree for these."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from torch import Tensor
+
+from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.tree_nodes import match_resident
+from impress_sglang.storage.layout import KVShape
+from tests.integration.test_tree_loads import draw, kvs_of
+from tests.integration.tree_world import SHAPE, TreeWorld
+
+WINDOW, SIZE, ROWS = 100, 4096, 2048
+WINDOWED, WHOLE = (0, 2), (1, 3)
+
+
+class WindowWorld(TreeWorld):
+    """Every other layer has windows."""
+
+    window = WINDOW
+    components = (ComponentType.FULL, ComponentType.SWA)
+
+    def make_pool(self, size: int, page_size: int) -> None:
+        shape, rest = SHAPE, ("cpu",)
+        self.components = WindowWorld.components
+        self.pool = SWAKVPool(
+            *(size, ROWS, page_size, shape.dtype, shape.num_kv_heads, shape.key_dim),
+            *([*WINDOWED], [*WHOLE], *rest),
+            enable_memory_saver=False,
+            v_head_dim=shape.value_dim,
+        )
+        self.allocator = SWATokenToKVPoolAllocator(
+            *(size, ROWS, page_size, shape.dtype, "cpu", self.pool, False)
+        )
+
+    def shape_with(self, layers: PoolLayers) -> KVShape:
+        page = self.allocator.page_size
+        shape = dataclasses.replace(SHAPE, num_layers=len(WHOLE), code_bits=0.0)
+        return layers.add(shape, [self.pool.swa_kv_pool], -(-WINDOW // page) * page)
+
+    def place(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        number, windowed = self.pool.layers_mapping[layer]
+        own = self.pool.swa_kv_pool if windowed else self.pool.full_kv_pool
+        rows = self.pool.full_to_swa_index_mapping[slots] if windowed else slots
+        return own.k_buffer[number], own.v_buffer[number], rows
+
+    def window_of(self, layer: int) -> int | None:
+        return WINDOW if layer in WINDOWED else None
+
+    def allocate(self, count: int) -> Tensor | None:
+        own = self.allocator
+        own.evict_to_free_tokens(self.cache, count)
+        slots, rows = own.full_attn_allocator.alloc(count), own.swa_attn_allocator.alloc(count)
+        own.set_full_to_swa_mapping(slots, rows)
+        return slots
+
+    def check_slots(self) -> None:
+        cache, own = self.cache, self.allocator
+        whole = own.full_available_size(), cache.full_evictable_size(), cache.full_protected_size()
+        rows = own.swa_available_size(), cache.swa_evictable_size(), cache.swa_protected_size()
+        assert (sum(whole), sum(rows)) == (SIZE, ROWS)
+        cache._check_requests()
+        cache.sanity_check()
+
+    def resident(self, tokens: list[int]) -> int:
+        """How many tokens of a prompt a request could use now."""
+        return int(match_resident(self.cache, RadixKey(array("q", tokens))).device_prefix_len)
+
+
+@pytest.fixture(params=[1, 16, 32, 64, 128], ids="pages-of-{}".format)
+def page(request: pytest.FixtureRequest) -> int:
+    size: int = request.param
+    return size
+
+
+@pytest.fixture
+def world(tmp_path: Path, page: int) -> Iterator[WindowWorld]:
+    how: dict[str, Any] = {"write_after": 1, "load": "always", "blend": "off", "bits": "exact"}
+    world = WindowWorld(tmp_path, page, size=SIZE, **how)
+    yield world
+    world.service.store.writes.drain()
+    world.check_slots()
+    world.flush()
+    assert world.cache._is_empty()
+    world.close()
+
+
+def assert_same_kvs(left: Any, right: Any, length: int, page: int) -> None:
+    """Of layers with windows those that the next token needs, of others all."""
+    window = -(-WINDOW // page) * page
+    for layer, (own, others) in enumerate(zip(left, right, strict=True)):
+        first = max(length - window, 0) if layer in WINDOWED else 0
+        for mine, other in zip(own, others, strict=True):
+            torch.testing.assert_close(mine[first:length], other[first:length], rtol=0, atol=1e-5)
+
+
+def test_what_was_computed_comes_back(world: WindowWorld, page: int) -> None:
+    prompt = draw(1, 700)
+    stored = len(prompt) // page * page
+    told, computed = kvs_of(world, "computed", prompt)
+    assert told["path"] == "computed"
+    world.flush()
+    for name, asked, length in (
+        ("whole", [*prompt, 1], stored),
+        ("fork", [*prompt[:450], *draw(2, 200)], 450 // page * page),
+        ("shorter than a window", [*prompt[:90], *draw(3, 30)], 90 // page * page),
+    ):
+        told, loaded = kvs_of(world, name, asked)
+        assert told["loaded_tokens"] == length
+        assert_same_kvs(computed, loaded, length, page)
+        world.check_slots()
+        # What was computed behind it is what it would be behind what was computed.
+        world.flush()
+
+
+def test_a_tail_behind_what_is_resident(world: WindowWorld, page: int) -> None:
+    """It is shorter than a window, of which the beginning is resident."""
+    prompt = draw(4, 640)
+    _, computed = kvs_of(world, "computed", prompt)
+    world.flush()
+    world.run("first", [*prompt[:512], 1])
+    assert world.resident(prompt) == 512
+    told, loaded = kvs_of(world, "second", [*prompt[:576], *draw(5, 20)])
+    length = 576 // page * page
+    assert told["loaded_tokens"] + told["resident_tokens"] == length
+    assert_same_kvs(computed, loaded, length, page)
+
+
+def test_rows_that_were_evicted_come_back(world: WindowWorld, page: int) -> None:
+    """All slots are there, and nobody can use them until the last rows are."""
+    prompt = draw(6, 768)
+    _, computed = kvs_of(world, "computed", prompt)
+    length = 768 // page * page
+    assert world.resident(prompt) == length
+    world.run("other", draw(7, 256))
+    world.cache.evict(EvictParams(swa_num_tokens=ROWS))
+    fork = [*prompt[:640], *draw(8, 40)]
+    told, loaded = kvs_of(world, "fork", fork)
+    assert told["loaded_tokens"] == 640
+    assert_same_kvs(computed, loaded, 640, page)
+    told, loaded = kvs_of(world, "whole", [*prompt, 1])
+    assert told["loaded_tokens"] + told["resident_tokens"] == length
+    assert_same_kvs(computed, loaded, length, page)
+
+
+def test_only_what_has_its_rows_is_restored(world: WindowWorld, page: int) -> None:
+    """As if the prompt had been computed in chunks."""
+    prompt = draw(9, 768)
+    req = world.request("chunks", prompt)
+    world.settle(req)
+    world.admit(req)
+    world.compute(req)
+    row = world.rows.req_to_token[req.kv.req_pool_idx, :512].long()
+    world.allocator.free_swa(row)
+    req.kv.set_evicted_seqlen(ComponentType.SWA, 512)
+    world.end(req)
+    world.service.store.writes.drain()
+    world.flush()
+    assert world.run("fork", [*prompt[:500], 1])["path"] == "computed"
+    world.flush()
+    window = -(-WINDOW // page) * page
+    least = [*prompt[: 512 + window], *draw(10, 20)]
+    # What the fork has stored is followed by what has no rows, and that by what has.
+    assert world.run("least", least)["loaded_tokens"] == 512 + window
+
+
+def test_room_that_jobs_and_writes_have(world: WindowWorld, page: int) -> None:
+    """SGLang gets rows that are promised to others, if there are no more."""
+    world.run("stored", draw(11, 512))
+    world.flush()
+    req = world.request("waits", [*draw(11, 512), 1])
+    world.poll()
+    assert [len(job.rows) for job in world.jobs.loading] == [-(-WINDOW // page) * page]
+    world.check_slots()
+    world.cache.evict_for_alloc(EvictParams(swa_num_tokens=ROWS))
+    assert world.allocator.swa_available_size() == ROWS and not list(world.jobs.loading)
+    world.settle(req)
+    world.admit(req)
+    world.compute(req)
+    world.end(req)
+
+
+def test_a_purge_reaches_what_has_no_rows(world: WindowWorld, page: int) -> None:
+    prompt = draw(12, 512)
+    world.run("stored", prompt)
+    world.cache.evict(EvictParams(swa_num_tokens=ROWS))
+    assert world.cache.full_evictable_size() >= 256 and not world.resident(prompt)
+    assert world.cache.impress is not None
+    sweeps = world.cache.impress.sweeps
+    while sweeps.step("purge", None, RadixKey(array("q", prompt[:256])))[1]:
+        pass
+    assert not world.cache.full_evictable_size()
