@@ -133,7 +133,7 @@ class ImpressStorage(HiCacheStorage):
         options = self._weights.context.server_args
         check_values(resolved_view(options))
         for name in ("pp_size", "attn_cp_size", "dcp_size"):
-            if getattr(storage_config, name) > 1:
+            if getattr(storage_config, name, 1) > 1:
                 raise UnsupportedError(f"pages of HiCache are not stored with {name} > 1")
         if options.enable_dp_attention or storage_config.should_split_heads:
             raise UnsupportedError(
