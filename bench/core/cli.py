@@ -20,7 +20,7 @@ from impress_sglang.errors import ImpressError
 
 ROOMS = {
     "policies": ("serving", "capacity"),
-    "traffic": ("beside", "trace"),
+    "traffic": ("beside", "pages", "trace"),
     "quality": ("accuracy", "blend", "precision"),
     "engine": ("engine",),
     "micro": ("overhead", "kernels"),

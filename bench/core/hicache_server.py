@@ -1,9 +1,9 @@
-"""SGLang with HiCache and its `file` backend on a CPU, with the attention that all servers share.
+"""SGLang with HiCache on a CPU, with its `file` backend or ours and the attention of all servers.
 
 HiCache's tree, controller, policies, host pool and files are SGLang's own. Replaced is what only a
 GPU has: streams and events (copies are made at once), pinned memory, the kernel that copies between
-pools, and 10 GB that it leaves free in the host. `HICACHE_MBPS` slows reads of its files down,
-which the kernel's page cache would otherwise serve.
+pools, and 10 GB that it leaves free in the host. `HICACHE_MBPS` slows reads of its files and ours
+down, which the kernel's page cache would otherwise serve.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import functools
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
 import bench.core.stock_server
 from bench.core.emulation import Drive
 from bench.core.servers import HICACHE_MBPS
+from impress_sglang.storage.files import FileSystem, install
 
 assert bench.core.stock_server
 
@@ -80,17 +82,33 @@ def _on_a_cpu() -> None:
     mha.transfer_kv_direct = _copy_rows
 
 
+class _SlowFiles(FileSystem):
+    """Of our backend, on a drive."""
+
+    def __init__(self, drive: Drive) -> None:
+        self._drive = drive
+
+    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
+        super().read(descriptor, offset, target)
+        _pass(self._drive, len(target))
+
+
+def _pass(drive: Drive, num_bytes: int) -> None:
+    (end,) = drive.ask(np.array([num_bytes]))
+    drive.wait(int(end))
+
+
 def _slow_down(mbps: float) -> None:
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
     drive, get = Drive(), HiCacheFile.get
     drive.set_rate(mbps * 1e6)
+    install(_SlowFiles(drive))
 
     def get_slowly(self: Any, key: str, target_location: torch.Tensor, *rest: Any) -> Any:
         found = get(self, key, target_location, *rest)
         if found is not None:
-            (end,) = drive.ask([target_location.nbytes])
-            drive.wait(int(end))
+            _pass(drive, target_location.nbytes)
         return found
 
     HiCacheFile.get = get_slowly
