@@ -65,6 +65,18 @@ def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
     assert lengths(store, 2, 4) == [0, 8]
 
 
+def test_a_hole_has_the_level_of_what_builds_on_it(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1), priority=LOW)
+    bench.put(store, prompt(1, 16), priority=HIGH)
+    bench.put(store, prompt(1, 24), priority=NORMAL)
+    middle = segment_of(store, 1, 16)
+    store_factory.lose(bench, store, middle.segment_id, gone=True)
+    assert segment_of(store, 1).level is NORMAL
+    bench.put(store, prompt(1, 16), priority=HIGH)
+    levels = [own.segment.level for own in look_up(store, prompt(1, 24)).spans]
+    assert levels == [HIGH, HIGH, NORMAL]
+
+
 def test_a_namespace_gives_up_its_own_low_ones_first(bench: Workbench) -> None:
     store = bench.open(namespace_gb=gb(2 * bench.one))
     bench.put(store, prompt(9), namespace="other", priority=LOW)
