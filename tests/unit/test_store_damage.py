@@ -61,6 +61,31 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
         stores.check_index(store)
 
 
+@pytest.mark.parametrize(
+    ("least", "expected"), [(12, StoreOutcome.ACCEPTED), (13, StoreOutcome.KNOWN)]
+)
+def test_a_short_part_of_a_hole_is_not_worth_a_file(
+    bench: Workbench, least: int, expected: StoreOutcome
+) -> None:
+    store = stores.three_prefixes(bench)
+    stores.lose(bench, store, stores.name_of(store, prompt(1, 40)))
+
+    assert bench.offer(store, prompt(1, 12), min_tokens=least) is expected
+
+
+def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> None:
+    store = bench.open()
+    for count in (13, 40, 60):
+        bench.put(store, prompt(1, count))
+    stores.lose(bench, store, stores.name_of(store, prompt(1, 60), 1))
+    assert length(store, prompt(1, 60)) == 13
+
+    assert bench.offer(store, prompt(1, 60), available_from=14) is StoreOutcome.UNREACHABLE
+    bench.put(store, prompt(1, 60), available_from=13)
+
+    check_rows(store, prompt(1, 60))
+
+
 def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
     store = bench.open(ssd_gb=stores.gb(7 * bench.one))
     names = []
