@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from torch import Tensor
 
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
@@ -102,3 +103,12 @@ def test_what_is_purged_after_it_was_read_gets_no_name(bench: Workbench) -> None
     assert loss is not None and loss.cause is Cause.PURGED
     spent = budget - store.summary()["write_budget_left_bytes"]
     assert spent > 0.9 * segment.file_bytes, "the drive took it; a little time has passed"
+
+
+@pytest.mark.parametrize(("new", "expected"), [(4, StoreOutcome.KNOWN), (5, StoreOutcome.ACCEPTED)])
+def test_a_short_rest_is_not_worth_a_file(
+    bench: Workbench, store: PrefixStore, new: int, expected: StoreOutcome
+) -> None:
+    bench.put(store, prompt(1, 20))
+
+    assert bench.offer(store, prompt(1, 20 + new), min_tokens=5) is expected
