@@ -210,6 +210,23 @@ class TestPassing:
         desk.load()
         assert again.state is JobState.WAITING and desk.waiting == ["a", "b"], "b may not"
 
+    def test_what_is_held_for_those_who_may_not_pass_is_released(self, desk: Desk) -> None:
+        """Otherwise there might never be room."""
+        desk.ask("b", prompt(2, 7), held := new_job(prompt(2, 6)))
+        desk.poll()
+        desk.load()
+        assert held.state is JobState.LOADED and not desk.waiting
+        job = new_job(prompt(1, 13))
+        desk.ask("a", prompt(1, 14), job)
+        desk.queue.reverse()
+        desk.poll()
+        assert job.state is JobState.WAITING and desk.waiting == ["a"], "b may pass"
+        desk.clock.now += 2.0
+        desk.poll()
+        assert desk.waiting == ["a", "b"] and not desk.tree.holds
+        desk.poll()
+        assert job.state is JobState.LOADING
+
 
 class TestAlone:
     def test_a_job_for_which_there_is_too_little_room_begins_alone(self, desk: Desk) -> None:

@@ -380,6 +380,17 @@ class TestClosing:
         assert job.state is JobState.FAILED and isinstance(job.error, ValueError)
         desk.check(desk.load(FIRST))
 
+    def test_a_drive_that_hangs_ends_a_measurement(self, make: Callable[..., Desk]) -> None:
+        """And what comes after it is loaded."""
+        desk = make(io_timeout=0.5)
+        desk.put(FIRST)
+        hang = Rule("hang", "block")
+        with desk.faults.injected(hang):
+            desk.loader.measure(desk.store, look_up(desk.store, FIRST).spans, exact=False)
+            wait_until(lambda: not desk.store.health.readable)
+        wait_until(lambda: not desk.store.poll() and desk.store.health.readable)
+        desk.check(desk.load(FIRST))
+
 
 @pytest.mark.parametrize("caches", CACHES.values(), ids=CACHES)
 def test_random_jobs(make: Callable[..., Desk], caches: dict[str, float]) -> None:
