@@ -485,3 +485,19 @@ def test_pages_of_other_sites_neither_see_nor_order_anything(
     arguments.api_key = "secret"
     for headers in foreign:
         assert client.post("/impress/pin", headers=headers, json={"a": 1}).status_code == 400
+
+
+def test_replicas_answer_as_one() -> None:
+    stats = [{"store": own} for own in ({"directory": "/kv/a.1"}, {"directory": "/kv/a"}, None)]
+    assert routes.merged("stats", stats)["replicas"] == [stats[2], stats[1], stats[0]]
+    overviews = [{"stats": own} for own in stats[:2]]
+    assert routes.merged("overview", overviews) is overviews[1]
+    for states, told in (("ok ok", "ok"), ("ok failed", "failed"), ("failed running", "running")):
+        answers = [{"integrity": own} for own in states.split()]
+        assert routes.merged("check", answers) == {"integrity": told}
+    steps = [{"segments": 2, "left": False}, {"segments": 1, "left": True}]
+    assert routes.merged("purge", steps) == {"segments": 3, "left": True}
+    stored = [{"stored_tokens": 64}, {"stored_tokens": 128}]
+    assert routes.merged("why", stored) is stored[1]
+    pins = [{"unpinned": n, "pins": {"prefixes": 1, "bytes": n}} for n in (0, 1)]
+    assert routes.merged("unpin", pins) == {"unpinned": 1, "pins": {"prefixes": 1, "bytes": 1}}

@@ -20,7 +20,8 @@ def assert_hit(server: Server, prompt: list[int], stock: Server) -> None:
     """It is loaded, and the answer is right."""
     answer = server.generate([*prompt, 5, 6, 7], 4, return_logprob=True)
     assert report(answer)["path"] == "ssd", report(answer)["why"]
-    assert_same(stock.generate([*prompt, 5, 6, 7], 4, return_logprob=True), answer, 1e-4)
+    expected = stock.generate([*prompt, 5, 6, 7], 4, return_logprob=True)
+    assert_same([expected], [answer], 1e-4)
 
 
 def test_two_servers(workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server) -> None:
