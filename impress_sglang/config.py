@@ -99,6 +99,11 @@ class ImpressConfig:
                 f"--impress-retention {self.retention} needs --impress-policy paper or another of "
                 f"{', '.join(PART_POLICIES[1:])}: {self.policy} uses prefixes whole"
             )
+        if self.schedule != OFF and self.needs_parts:
+            raise ConfigError(
+                f"--impress-schedule {self.schedule} needs a policy that loads before a request "
+                f"runs, and {self.policy} loads in its pass"
+            )
         coded = {
             f"--impress-blend {self.blend}": self.blend != OFF,
             f"--impress-keep {self.keep}": self.keep in (CODES, EXACTLY),
@@ -176,14 +181,6 @@ class ImpressConfig:
     def usual_bits(self) -> float:
         """Bits per element for a request that sets none; with auto, the least that it gets."""
         return number_of_bits(self.bits)
-
-    def depth(self, retention: float) -> int:
-        """How many approximations stored KVs may rest on, if this retention was used.
-
-        Errors of few bits do not add up over as many turns as the default allows (docs/results.md,
-        conversations); this has not been shown for dropped tokens.
-        """
-        return self.approximation_depth if retention >= 1.0 else min(1, self.approximation_depth)
 
     @property
     def usual_blend(self) -> float | str:

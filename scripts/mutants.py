@@ -47,11 +47,9 @@ TARGETS = (
     "store/versions",
     "store/quota",
     "store/health",
-    "paper/admission",
-    "paper/opening",
+    "paper/runtime",
     "paper/plugin/radix_cache",
-    "paper/plugin/prompt_saves",
-    "paper/plugin/passes",
+    "plugin/write_back",
 )
 SWAPS = {
     old: new

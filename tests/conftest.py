@@ -39,7 +39,6 @@ LONGEST = (
     "test_store_stateful",
     "test_streams",
     "test_coded_paths",
-    "test_selection",
     "test_scores",
     "test_store_crash",
     "test_engine_bench",

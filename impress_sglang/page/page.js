@@ -94,8 +94,7 @@ function showTiers(stats) {
 }
 
 function showFacts({ totals, store, pins, integrity }) {
-  const rows = [["Requests", count(totals.requests)], ["Computing was faster", count(totals.requests_declined)],
-    ["Could not be read", count(totals.requests_recomputed)]];
+  const rows = [["Requests", count(totals.requests)], ["Computing was faster", count(totals.requests_declined)]];
   if (store) {
     const amplified = totals.ssd_needed_bytes ? (totals.ssd_bytes / totals.ssd_needed_bytes).toFixed(2) : "none";
     const damaged = store.segments_quarantined + store.segments_gone;
@@ -167,7 +166,7 @@ function requestDetail(own, split) {
     ["Loading", `${duration(own.loading_ms)}, of it ${duration(own.wait_ms)} for the drive`], ["Computing", duration(own.computing_ms)],
     ["Read from SSD", bytes(own.ssd_bytes) + (own.prefetched ? ", begun while it waited" : "")],
     ["Bits", own.bits_mean ?? "16"], ["Attended", `${count(own.used_tokens)} tokens of its prefix`],
-    ["Approximate", own.approximate ? "yes" : "no"], ["Computed again", own.recomputed ? "yes" : "no"]];
+    ["Approximate", own.approximate ? "yes" : "no"]];
   if (own.blended_tokens) rows.push(["Stored behind other text", `${count(own.blended_tokens)} tokens`]);
   if (own.not_stored) rows.push(["Not stored", own.not_stored]);
   return el("tr", { className: "detail" }, el("td", { colSpan: 6 }, el("p", {}, own.why ? own.why.text : "It was not admitted."),

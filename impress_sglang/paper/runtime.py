@@ -1,4 +1,4 @@
-"""The runtime that serves stored prefixes in one process: its store, and the requests that use it.
+"""What serves parts of stored prefixes in one process: plans them, opens them, and ends them.
 
 The scheduler (SGLang's tree cache, a benchmark) plans, opens and releases requests; the attention
 backend loads their layers in between. One thread.
@@ -6,32 +6,95 @@ backend loads their layers in between. One thread.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.cost import Estimate, RequestLengths
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.options import OFF
-from impress_sglang.paper.admission import Admission, AdmissionPlan
-from impress_sglang.paper.loader import PartLoader
-from impress_sglang.paper.request import StoredRequest
+from impress_sglang.options import EXACT_BITS
+from impress_sglang.paper.loader import LoadStats, PartLoader
+from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore
+from impress_sglang.paper.tokens import retained_tokens
+from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.report import split_again
-from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.service import Service
-from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.quality import EXACT
+from impress_sglang.store.policies import LoadOptions
+from impress_sglang.store.stored import StoredMatch
 
 logger = logging.getLogger(__name__)
 
+# Retentions that auto chooses from, besides its floor.
+RETENTIONS = (1.0, 0.75, 0.5, 0.35)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class StoredRequest:
+    """A request that runs with `k` tokens of a stored prefix of `m` tokens.
+
+    If k < m, its row begins with an offset, and attention sees only what comes after it:
+
+        |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
+
+    Invariants: the k slots are private (counted as protected by the tree) until `adopted`; layers
+    below `layers_loaded` are in them, or zeros if the request has `failed`.
+    """
+
+    resident_slots: Tensor  # int64 [resident]
+    slots: Tensor  # int64 [k]
+    num_tokens: int
+    store: PartStore
+    source: PartSource
+    report: dict[str, object]
+    stats: LoadStats = dataclasses.field(default_factory=LoadStats)
+    layers_loaded: int = 0
+    loading: bool = True  # the source is open
+    failed: bool = False  # they could not be loaded: SGLang drops what its pass computes
+    adopted: bool = False  # its slots belong to SGLang's tree
+
+    @property
+    def k(self) -> int:
+        """Tokens of the stored prefix that each layer uses."""
+        return len(self.slots)
+
+    @property
+    def start(self) -> int:
+        """First entry of the row that attention sees; 0: all of the prefix is used."""
+        return self.num_tokens - self.k
+
+    def end_layer(self) -> None:
+        """Note that the next layer is in its slots; after the last one, end loading."""
+        if self.loading:
+            self.source.end_layer(self.layers_loaded)
+        self.layers_loaded += 1
+        if self.layers_loaded == self.source.num_layers:
+            self.end_loading()
+
+    def end_loading(self) -> None:
+        """Close the source, and write what is known so far into the report; may be called again."""
+        if self.loading:
+            self.loading = False
+            # What was read ahead is counted then.
+            self.store.close_source(self.source)
+        self.report.update(
+            {
+                name: round(value, 3) if isinstance(value, float) else value
+                for name, value in dataclasses.asdict(self.stats).items()
+            },
+            bits_mean=EXACT_BITS,
+            **self.source.stats.as_dict(),
+        )
+
 
 class ServingRuntime(Service):
-    """Store, admission, loader and live requests of one scheduler."""
+    """Store, loader and live requests of one scheduler."""
 
     def __init__(
         self,
@@ -41,37 +104,53 @@ class ServingRuntime(Service):
         device: torch.device,
         hidden_size: int,
     ) -> None:
-        """Open the store.
-
-        Args:
-            config: the server's options.
-            shape: shapes and dtype of the model's KVs.
-            identity: the model identity.
-            device: where attention runs and the slots are.
-            hidden_size: hidden size of the model.
-
-        Raises:
-            ConfigError: a directory cannot be written, or the caches do not fit in memory.
-            StoreInUseError: another server uses it for the same model.
-        """
+        """Open the store; see `Service`."""
         super().__init__(config, shape, identity, device, hidden_size, make_store=PartStore)
         self.live: dict[str, StoredRequest] = {}
-        """Requests that were opened and not yet released, by id."""
+        """Requests that run with a stored prefix, by id."""
         self.loader = PartLoader(shape, config.alpha)
         """Fills slots with what a layer uses."""
-        self.queue_order: QueueOrder | None = None
-        """Reorders SGLang's queue; None if `--impress-schedule` is off."""
-        if config.schedule != OFF:
-            # Nothing is read before a request is admitted.
-            self.queue_order = QueueOrder(config.schedule, lambda rid: 1.0)
-        self.admission = Admission(config, self.policy, self.served, self.estimator)
-        self.explainer = Explainer(config, self.served, self.admission.least)
-        """Says why a request got its prefix, or got none."""
+
+    def plan(
+        self, match: StoredMatch, resident_len: int, num_tokens: int, wanted: LoadOptions
+    ) -> LoadPlan | None:
+        """Plan how a request would use a match; None if it would not use it.
+
+        With auto, it uses the largest share whose reads hide behind computing.
+
+        Args:
+            match: the stored prefix of its prompt of `num_tokens` tokens.
+            resident_len: how many tokens are in SGLang's tree.
+            num_tokens: of the prompt.
+            wanted: what the request asks for.
+        """
+        count = match.num_tokens - resident_len
+        if count < self.config.min_prefix_tokens:
+            return None
+        store, spans = self.served.store, match.slice(resident_len, match.num_tokens)
+        assert isinstance(store, PartStore)
+        if not store.forecast.can_read(spans, in_codes=False):
+            return None
+        work = RequestLengths(resident_len, count, num_tokens - match.num_tokens)
+        shares = [wanted.retention]
+        if self.config.auto_retention and not wanted.chosen:
+            shares = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
+
+        def estimate(share: float) -> Estimate:
+            whole = share >= 1.0
+            exact = store.forecast.exact_bytes
+            num_bytes = exact(spans) if whole else store.expected_bytes(spans, share)
+            return self.estimator.estimate(work, share, store.forecast.seconds_to_read(num_bytes))
+
+        found = map(estimate, shares)
+        chosen = next(own for own in found if own.retention == shares[-1] or not own.unhidden())
+        loads = self.config.load == "always" or chosen.loads_faster()
+        return LoadPlan(match, resident_len, chosen, loads)
 
     def open(
         self,
         rid: str,
-        plan: AdmissionPlan,
+        plan: LoadPlan,
         resident_slots: Tensor,
         report: dict[str, object],
         allocate: Callable[[int], Tensor | None],
@@ -81,78 +160,41 @@ class ServingRuntime(Service):
         Args:
             rid: id of the request.
             plan: how it uses its prefix.
-            resident_slots: int64 [plan.resident_len].
+            resident_slots: int64 [plan.start].
             report: its report; is changed.
             allocate: takes n slots from SGLang's pool, int64 [n]; None if there is no room.
         """
-        store = self.served.store
+        store, stored, k = self.served.store, plan.stop - plan.start, tokens_used(plan)
         assert isinstance(store, PartStore)
         try:
-            whole = plan.k == plan.work.stored
-            source = store.open_part(plan.match, plan.resident_len, plan.stop, whole=whole)
+            source = store.open_part(plan.match, plan.start, plan.stop, whole=k == stored)
         except PrefixUnreadable as error:
             logger.warning("request %s does without its stored prefix: %s", rid, error)
             store.report(error)
             return None
-        slots = allocate(plan.k)
+        slots = allocate(k)
         if slots is None:
             store.close_source(source)
             return None
         store.ahead.join(source)
+        parts = {"resident": plan.start, "loaded": k, "unused": stored - k}
         report.update(
             path="ssd",
             prefix_tokens=plan.stop,
-            used_tokens=plan.resident_len + plan.k,
-            stored_tokens=plan.work.stored,
-            loaded_tokens=plan.k,
-            tokens=split_again(
-                report,
-                resident=plan.resident_len,
-                loaded=plan.k,
-                unused=plan.work.stored - plan.k,
-            ),
-            approximate=plan.quality != EXACT,
+            used_tokens=plan.start + k,
+            stored_tokens=stored,
+            loaded_tokens=k,
+            tokens=split_again(report, **parts),
         )
-        request = StoredRequest(
-            rid=rid,
-            resident_slots=resident_slots,
-            slots=slots,
-            num_tokens=plan.work.stored,
-            quality=plan.quality,
-            store=store,
-            source=source,
-            report=report,
-        )
+        request = StoredRequest(resident_slots, slots, stored, store, source, report)
         self.live[rid] = request
         return request
 
-    def note_queue(self, rids: Sequence[str]) -> None:
-        """Note the order of the queue: what earlier requests use is evicted last."""
-        if self._looks_ahead:
-            self.lookahead.order(rids)
-
-    def reorder(self) -> dict[str, int]:
-        """Search for prefixes worth reordering."""
-        assert isinstance(self.store, PartStore)
-        self.store.reorders.enqueue()
-        self.store.poll()
-        return self.store.reorders.summary()
-
-    def end_waiting(self, rid: str) -> None:
-        """Note that a request has been admitted or is gone, and no longer waits.
-
-        While others wait, the caches are told only after its pass: told now, they would evict first
-        what it is about to read. If nobody waits, they are told now, and keep nothing for a queue.
-        """
-        if not self.lookahead.awaits:
-            self.lookahead.tell()
-        if self.queue_order is not None:
-            self.queue_order.forget(rid)
-
     def fail(self, request: StoredRequest, error: Exception) -> None:
         """Give up a prefix that cannot be loaded; an unreadable segment is forgotten."""
-        logger.warning("the stored prefix of request %s is computed: %s", request.rid, error)
-        request.fail()
+        logger.warning("the stored prefix of a request cannot be loaded: %s", error)
+        request.failed = True
+        request.end_loading()
         if isinstance(error, PrefixUnreadable):
             self.store.report(error)
 
@@ -166,8 +208,20 @@ class ServingRuntime(Service):
             request.end_loading()
         return request
 
+    def reorder(self) -> dict[str, int]:
+        """Search for prefixes worth reordering."""
+        assert isinstance(self.store, PartStore)
+        self.store.reorders.enqueue()
+        self.store.poll()
+        return self.store.reorders.summary()
+
     def summary(self) -> dict[str, Any]:
         """See `Service.summary`."""
         store = self.served.opened
         reorders = store.reorders.summary() if isinstance(store, PartStore) else None
         return {**super().summary(), "reorder": reorders}
+
+
+def tokens_used(plan: LoadPlan) -> int:
+    """k: how many of the stored tokens of a plan each layer uses."""
+    return retained_tokens(plan.stop - plan.start, plan.estimate.retention)

@@ -1,7 +1,6 @@
 """From scores to tokens: top-k sets, their similarity, the vote, the per-head fallback.
 
-Pure functions of scores, which compute where these are (IMPRESS, 4.3). On a GPU a kernel finds the
-top-k sets of probe heads.
+Pure functions of scores, which compute where these are (IMPRESS, 4.3).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
     Returns:
         Ascending int64 [k] on the CPU: the tokens that most heads chose; None if heads differ.
     """
-    sets = _sets_of_probe_heads(scores, k)
+    sets = top_tokens(scores, k)
     if len(sets) > 1 and mean_jaccard(sets, scores.shape[1]) <= threshold:
         return None
     return vote(scores, sets, k).cpu()
@@ -73,16 +72,6 @@ def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
 def top_tokens(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores of each row: [H, m] -> int64 [H, k], in no order."""
     return torch.topk(scores, k, dim=-1, sorted=False).indices
-
-
-def _sets_of_probe_heads(scores: Tensor, k: int) -> Tensor:
-    """The same as `top_tokens`."""
-    if not scores.is_cuda:
-        return top_tokens(scores, k)
-    # Imported only where it is used: Triton is not needed on a CPU.
-    from impress_sglang.triton import selection
-
-    return selection.top_tokens(scores, k).long()
 
 
 def mean_jaccard(token_sets: Tensor, num_tokens: int) -> float:

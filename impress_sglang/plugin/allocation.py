@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
 
@@ -26,7 +25,7 @@ class Slots(NamedTuple):
 class Allocation:
     """Takes slots and gives them back; the scheduler's thread owns it."""
 
-    def __init__(self, cache: UnifiedRadixCache, window: int) -> None:
+    def __init__(self, cache: Any, window: int) -> None:
         """`window`: how many of the last tokens have rows, in whole pages; 0: none."""
         self._cache = cache
         self._own = cache.token_to_kv_pool_allocator

@@ -1,7 +1,7 @@
 """Entry point of SGLang's plugin group `sglang.srt.plugins`: registers, and does nothing else.
 
 SGLang calls `activate` in each of its processes and swallows exceptions, so correct answers may not
-depend on anything here: the tree factory checks that the attention backend is ours, or refuses.
+depend on anything here.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
 
 
 def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """For a server that loads within a pass: choose a backend, and keep prefill eager."""
+    """For a server that loads within a pass: choose a backend, and keep passes eager."""
     config = config_of(server_args)
     if config is None or not config.needs_parts:
         previous(server_args)
         return
-    from impress_sglang.paper.plugin.backends import choose_attention, refuse_whole_graphs
+    from impress_sglang.paper.plugin.options import choose_attention, turn_off_graphs
 
     choose_attention(server_args)
     previous(server_args)
-    _or_exit_if_cli(server_args, lambda: refuse_whole_graphs(server_args))
+    _or_exit_if_cli(server_args, lambda: turn_off_graphs(server_args))
 
 
 def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -100,7 +100,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         check_environment()
         check_options(config, resolved_view(server_args))
         if config.needs_parts:
-            from impress_sglang.paper.plugin.backends import check_parts
+            from impress_sglang.paper.plugin.options import check_parts
 
             check_parts(config, resolved_view(server_args))
         check_model(model_config_of(server_args), config)
@@ -137,10 +137,6 @@ def _around_init(
         from sglang.srt.layers.rotary_embedding import base
 
         base._is_cpu = True
-    if config is not None and config.needs_parts:
-        from impress_sglang.paper.plugin.hooks import add_hooks
-
-        add_hooks()
     weights = None
     if server_args.hicache_storage_backend == "dynamic":
         # If it is ours, it asks for the identity of the weights while the scheduler is made.

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from impress_sglang.plugin.allocation import Allocation
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
@@ -120,13 +119,14 @@ class Shared:
     """What the parts of one tree cache have in common; the scheduler's thread owns it.
 
     Attributes:
+        cache: a tree cache of ours.
         layers: of SGLang's pool.
         forward_stream: SGLang's, on which passes run.
         adapters: SGLang's `LoRAManager`, if it has one.
         known: the requests that are not over, by id.
     """
 
-    cache: UnifiedRadixCache
+    cache: Any
     service: Service
     planner: LoadPlanner
     provenance: Provenance

@@ -9,7 +9,7 @@ as a diff for SGLang.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,18 +99,35 @@ def _extend(
         lengths = seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens
         where = query, output, k_cache, v_cache, req_to_token, req_pool_indices
         return original(*where, *lengths, **named)
+    rows = zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+    slots = [req_to_token[row, :num_keys] for row, num_keys in rows]
+    return attend_rows(query, output, k_cache, v_cache, slots, extend_seq_lens.tolist(), **named)
+
+
+def attend_rows(
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Sequence[Tensor],
+    counts: Sequence[int],
+    *,
+    scaling: float | None = None,
+    causal: bool = False,
+    sliding_window_size: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attend for the new tokens of each request over its slots; `counts` are new tokens of each."""
     first = 0
-    for row, num_keys, num_new in zip(
-        req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True
-    ):
-        slots, new = req_to_token[row, :num_keys], slice(first, first + num_new)
+    for own, count in zip(slots, counts, strict=True):
+        new = slice(first, first + count)
         output[new] = rectangular_attention(
             query[new],
-            k_cache[slots],
-            v_cache[slots],
-            scaling=named.get("scaling"),
-            causal=named.get("causal", False),
-            window=named.get("sliding_window_size"),
+            k_cache[own],
+            v_cache[own],
+            scaling=scaling,
+            causal=causal,
+            window=sliding_window_size,
         )
-        first += num_new
+        first += count
     return output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.known import Known, Shared, key_of
 from impress_sglang.plugin.tree_nodes import match_resident
@@ -107,10 +109,15 @@ class RequestReports:
                 report["bits"] = known.kv_class.bits
 
     def count(self, known: Known) -> None:
-        """Count a request that has ended, and learn how long computing takes."""
+        """Count a request that has ended, list it, and learn how long computing takes.
+
+        The probes of SGLang's /health are not listed: they may outnumber all other requests.
+        """
         req, service = known.req, self._service
         times, report = req.time_stats, known.report
         service.count(report)
+        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            return
         prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
         computing = prefill - known.gated
         # It is loaded while it waits, and perhaps while its pass waits for the last layers.
@@ -126,7 +133,6 @@ class RequestReports:
             loading=loading,
             computing=max(computing, 0.0),
         )
-        before = report["prefix_tokens"]
-        new = len(req.origin_input_ids) - before
+        new = len(req.origin_input_ids) - report["prefix_tokens"]
         if new > 0 and computing > 0 and not (known.disturbed or req.retraction_count):
-            service.estimator.note_request(before, new, computing)
+            service.estimator.note_request(report["used_tokens"], new, computing)

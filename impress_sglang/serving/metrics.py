@@ -86,8 +86,6 @@ COUNTERS = _series(
      "Requests for which reading began while they waited."),
     ("requests_declined_total", "", "totals.requests_declined", "",
      "Requests whose stored prefix was computed, as was estimated to be faster."),
-    ("requests_recomputed_total", "", "totals.requests_recomputed", "",
-     "Requests whose stored prefix was computed, as it could not be read."),
     ("requests_not_served_total", "reason", "totals.requests_not_served", "",
      "Requests that may not be served from the store, by the field that forbids it."),
     ("requests_not_stored_total", "reason", "totals.requests_not_stored", "",
@@ -143,7 +141,7 @@ GAUGES = _series(
     ("cache_evicted_score", "tier", "cache.*.evicted_score", "device host",
      "Score of the chunk that was evicted last."),
     ("pool_tokens", "kind", "device_pool.*tokens",
-     "size= loading=loading_ private=private_ held=held_ writing=writing_",
+     "size= loading=loading_ private=private_ writing=writing_",
      "Slots of SGLang's pool: all of them, and those being loaded or written."),
     ("store_state", "state", "state", "", "1 for the state of the store."),
 )

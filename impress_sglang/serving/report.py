@@ -21,7 +21,7 @@ from impress_sglang.transfer.stored_source import ReadStats
 
 DECISIONS = ("none", "load", "recompute")
 PATHS = ("ssd", "device", "computed")
-_FLAGS = ("recomputed", "prefetched", "approximate")
+_FLAGS = ("prefetched", "approximate")
 _USES = ("not_served", "not_stored")
 # The fields of a report about a decision before there is one.
 NO_ESTIMATE: dict[str, object] = {
@@ -44,7 +44,7 @@ MOST_WORDS = 32
 # Fields of a report that the page shows, beside how the tokens of the prompt are split.
 _SHOWN = (
     *("path", "why", "decision", "approximate", "bits_mean", "used_tokens", "blended_tokens"),
-    *("ssd_bytes", "wait_ms", "prefetched", "recomputed", "not_stored"),
+    *("ssd_bytes", "wait_ms", "prefetched", "not_stored"),
     *("estimated_load_ms", "estimated_recompute_ms"),
 )
 
@@ -105,7 +105,6 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
         "probe_ms": 0.0,
         "load_ms": 0.0,
         "attention_ms": 0.0,
-        "recomputed": False,
         "prefetched": False,
         **NO_ESTIMATE,
         "not_served": None,

@@ -47,8 +47,6 @@ class Reason(enum.StrEnum):
     EVICTED = "evicted", "it was stored, and removed from SSD to make room"
     NO_ROOM = "no_room", "it was not stored: no room could be made"
     WRITE_BUDGET = "write_budget", "it was not stored: --impress-write-gb-per-day is used up"
-    READ_ONLY = "read_only", "it was not stored: the disk accepted no writes"
-    BUSY = "busy", "it was not stored: other writes held half of the pool"
     NOT_CODABLE = "not_codable", "it was not stored: few bits say too little of it, or nothing"
     PURGED = "purged", "it was stored, and purged by an administrator"
     EXPIRED = "expired", "it was stored, and has expired (--impress-ttl or impress_ttl)"

@@ -32,9 +32,7 @@ class Cause(enum.Enum):
     PURGED = 3
     EXPIRED = 4
     WRITE_BUDGET = 5
-    READ_ONLY = 6
-    BUSY = 7
-    NOT_CODABLE = 8
+    NOT_CODABLE = 6
 
 
 _CAUSES = tuple(Cause)

@@ -1,5 +1,5 @@
-"""Triton kernels: scores of the probe column, selection, gathering rows.
+"""Triton kernels: codes and rows into slots, copies of pages, scores of probe heads.
 
-Each kernel has a torch reference beside it or in `impress_sglang.importance`. Nothing here is
+Each kernel has a torch reference in `impress_sglang.codes` or `paper.scores`. Nothing here is
 needed or imported on a CPU, except that tests run the kernels in Triton's interpreter.
 """

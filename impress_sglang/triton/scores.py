@@ -1,33 +1,28 @@
 """Importance of prefix tokens on a GPU: column sums of the attention weights (H2O's metric).
 
-In: queries of the new tokens of a request, and keys. Out: one score per query head
-and prefix token. `impress_sglang.paper.scores.column_sums` is the reference and defines the
-numbers.
+`impress_sglang.paper.scores.column_sums` is the reference and defines the numbers. Two launches:
 
-This module lays out and launches the work; the kernels are in `score_kernels`.
+1. `row_sums`: each program takes a tile of queries of one head, and writes the logarithm of the sum
+   of each row's exponentials over all keys that it sees.
+2. `weight_sums`: each program takes a tile of prefix keys, and sums the weights of all rows.
+
+The weights themselves stay in registers. Exponentials and logarithms have base 2.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.triton.score_kernels import row_sums, weight_sums
 from impress_sglang.triton.sizes import power_of_two
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-# Programs of the first launch per multiprocessor: enough to hide the latency of each other's loads.
-WAVES = 2
-# What stands for the number of multiprocessors in Triton's interpreter.
-INTERPRETED_PROCESSORS = 4
 
 
 def column_sums(
@@ -37,221 +32,110 @@ def column_sums(
     new_keys: Tensor,
     scaling: float,
     *,
-    heads: tuple[int, ...],
-    resident_rows: Tensor | None = None,
+    heads: Sequence[int],
+    resident_rows: Tensor,
 ) -> Tensor:
-    """Sum, over the new tokens, the attention weights that they give to each prefix token.
+    """The same as `impress_sglang.paper.scores.column_sums`, on a GPU or in Triton's interpreter.
 
-    The same numbers as `impress_sglang.paper.scores.column_sums`: the softmax runs over
-    [resident, prefix, causal new tokens], and query head `h` uses the probed KV head
-    `h // (Hq // Hk)`. Products are summed in float32; float32 inputs are not rounded to TF32.
-
-    Nothing waits for the device. All tensors are on the current CUDA device, or on the CPU in
-    Triton's interpreter; their last stride is 1, the others are free. A new combination of dtypes,
-    D, group and tile (see `tile_shape`) is compiled when it first occurs.
-
-    Args:
-        queries: [n, Hq, D] of the new tokens, after rotation; float16, bfloat16 or float32.
-        prefix_keys: [m, Hk, D] of the stored tokens, of the dtype of the queries like all keys.
-        resident_keys: [c, G, D] of the tokens before them that are in the device pool, of all KV
-            heads.
-        new_keys: [n, G, D] of the new tokens, of all KV heads.
-        scaling: factor of the attention logits.
-        heads: the Hk of the G heads that are probed, in the order of `prefix_keys`.
-        resident_rows: int64 [c], contiguous: rows of `resident_keys` that are these tokens; None:
-            all rows. Keys are read in place.
-
-    Returns:
-        [Hq, m] float32 on the device of `queries`.
+    Products are summed in float32; float32 inputs are not rounded to TF32.
 
     Raises:
-        UnsupportedError: the dtype of queries or keys has no kernel.
+        UnsupportedError: the dtype of queries and keys has no kernel.
     """
-    _check(queries, prefix_keys, resident_keys, new_keys, heads, resident_rows)
-    num_queries, num_query_heads, dim = queries.shape
-    num_prefix = len(prefix_keys)
-    num_resident = len(resident_keys if resident_rows is None else resident_rows)
-    num_heads, device = len(heads), queries.device
-    sums = torch.empty(num_query_heads, num_prefix, dtype=torch.float32, device=device)
-    if not num_prefix:
+    if queries.dtype not in DTYPES:
+        raise UnsupportedError(f"no scoring kernel for queries of {queries.dtype}")
+    (num_queries, num_query_heads, dim), num_prefix = queries.shape, len(prefix_keys)
+    sums = torch.zeros(num_query_heads, num_prefix, device=queries.device)
+    if not num_prefix or not num_queries:
         return sums
-
-    group, processors = num_query_heads // num_heads, _processors(device)
-    tile = tile_shape(num_queries, num_prefix, num_heads, group, dim, queries.dtype, processors)
-    tokens = (num_resident, num_prefix, len(new_keys))
-    split = split_rows(num_queries, tokens, tile, num_heads, processors)
-    partial = torch.empty(
-        split.parts, num_heads, num_queries, tile.group, dtype=torch.float32, device=device
-    )
+    probed, group = list(heads), num_query_heads // len(heads)
+    before = resident_keys.index_select(0, resident_rows)[:, probed]
+    # [Hk, keys, D]: what a query sees, in the order of positions.
+    keys = torch.cat([before, prefix_keys, new_keys[:, probed]]).transpose(0, 1).contiguous()
+    rows = queries.transpose(0, 1).contiguous()
+    logs = torch.empty(num_query_heads, num_queries, device=queries.device)
+    wide = queries.dtype == torch.float32
+    tile_rows, tile_keys = (16, 32) if wide else (64, 64)
+    common = rows, keys, logs, scaling * math.log2(math.e)
+    counts = num_queries, keys.shape[1], len(before), num_prefix
     constants = {
-        "GROUP_PAD": tile.group,
-        "BLOCK_ROWS": tile.rows,
-        "BLOCK_KEYS": tile.keys,
-        "BLOCK_DIM": tile.dim,
-        "DIM": dim,
         "GROUP": group,
+        "DIM": dim,
+        "BLOCK_DIM": max(16, power_of_two(dim)),
+        "ROWS": tile_rows,
+        "KEYS": tile_keys,
         # The interpreter takes the bits of bfloat16 numbers for integers when it multiplies.
         "WIDEN": not isinstance(row_sums, triton.JITFunction),
     }
-    # Without resident tokens nothing is read there; any keys can stand in for them.
-    before = resident_keys if len(resident_keys) else new_keys
-    scale = scaling * math.log2(math.e)
-    common = (*_strided(queries), *_strided(prefix_keys))
-    others = (*_strided(before), resident_rows, *_strided(new_keys))
-    key_heads = _head_map(heads, device, _stream(device))
-    counts = (num_queries, num_prefix, split.parts)
-    _launch(
-        row_sums,
-        (split.tiles * split.parts, num_heads),
-        (*common, *others, key_heads, partial, scale, *counts, num_resident, split.blocks),
-        tile,
-        constants,
-    )
-    _launch(
-        weight_sums,
-        (-(-num_prefix // tile.keys), num_heads),
-        (*common, partial, sums, scale, *counts),
-        tile,
-        constants,
-    )
+    row_sums[(triton.cdiv(num_queries, tile_rows), num_query_heads)](*common, *counts, **constants)
+    grid = triton.cdiv(num_prefix, tile_keys), num_query_heads
+    weight_sums[grid](*common, sums, *counts, **constants)
     return sums
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """What one program multiplies at once: `rows` queries and `keys` keys of `dim` channels.
-
-    The `group` query heads of a token, padded to a power of two, are neighbouring rows.
-    """
-
-    group: int
-    rows: int
-    keys: int
-    dim: int
-    warps: int
-    stages: int
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens have their queries in one tile."""
-        return self.rows // self.group
+@triton.jit
+def _tile(
+    vectors: tl.tensor, first: tl.tensor, count: tl.tensor,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SIZE: tl.constexpr, WIDEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Load contiguous vectors from number `first` on: [SIZE, BLOCK_DIM], zeros where none are."""
+    number, channels = first + tl.arange(0, SIZE), tl.arange(0, BLOCK_DIM)
+    mask = (number < count)[:, None] & (channels < DIM)[None, :]
+    tile = tl.load(vectors + number.to(tl.int64)[:, None] * DIM + channels, mask=mask, other=0.0)
+    return tile.to(tl.float32) if WIDEN else tile
 
 
-# All layers of a request have the same tile and split.
-@functools.lru_cache(maxsize=256)
-def tile_shape(
-    num_queries: int,
-    num_prefix: int,
-    num_heads: int,
-    group: int,
-    dim: int,
-    dtype: torch.dtype,
-    processors: int,
-) -> Tile:
-    """The tile for a request; there are few different ones, because each must be compiled.
-
-    Rows: 16, 64 or 128, as few as hold all; at most 64 if vectors have more than 128 channels, so
-    that two tiles of keys fit into shared memory beside them. Keys: 64, or 128 where the prefix is
-    so long that each multiprocessor gets several such blocks. Float32 is multiplied outside the
-    tensor cores, from registers, so its tiles are small.
-    """
-    padded_group, padded_dim = power_of_two(group), max(16, power_of_two(dim))
-    long = padded_dim > 128
-    if dtype == torch.float32:
-        rows = max(16, padded_group)
-        return Tile(padded_group, rows, 16 if long else 32, padded_dim, warps=8, stages=2)
-    wanted = num_queries * padded_group
-    sizes = (16, 64) if long else (16, 64, 128)
-    rows = max(padded_group, next((size for size in sizes if size >= wanted), sizes[-1]))
-    blocks = -(-num_prefix // 128) * num_heads
-    keys = 64 if long or blocks < 4 * processors else 128
-    return Tile(padded_group, rows, keys, padded_dim, warps=8 if rows >= 128 else 4, stages=2)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Split:
-    """Programs of the first launch: `parts` for each of the `tiles` of queries.
-
-    A part is `blocks` blocks of keys; blocks are numbered through the resident, then the prefix,
-    then the new tokens.
-    """
-
-    tiles: int
-    parts: int
-    blocks: int
+# Counts differ from request to request.
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_before", "num_prefix"])
+def row_sums(
+    queries: tl.tensor, keys: tl.tensor, logs: tl.tensor, scale: tl.tensor,
+    num_queries: tl.tensor, num_keys: tl.tensor, num_before: tl.tensor, num_prefix: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WIDEN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the logarithms of the sums of exponentials to logs [Hq, n]."""
+    head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS
+    keys += head // GROUP * num_keys * DIM
+    queries += head * num_queries * DIM
+    tile = _tile(queries, first, num_queries, DIM, BLOCK_DIM, ROWS, WIDEN)
+    numbers = first + tl.arange(0, ROWS)
+    # Query i sees all that was there before, and new tokens up to its own.
+    last = num_before + num_prefix + numbers
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    for start in range(0, tl.minimum(num_before + num_prefix + first + ROWS, num_keys), KEYS):
+        other = _tile(keys, start, num_keys, DIM, BLOCK_DIM, KEYS, WIDEN)
+        logits = tl.dot(tile, tl.trans(other), input_precision="ieee") * scale
+        columns = start + tl.arange(0, KEYS)
+        logits = tl.where(columns[None, :] <= last[:, None], logits, float("-inf"))
+        # The first key is seen by all, so that no peak is -inf after it.
+        highest = tl.maximum(peak, tl.max(logits, 1))
+        total = total * tl.exp2(peak - highest) + tl.sum(tl.exp2(logits - highest[:, None]), 1)
+        peak = highest
+    tl.store(logs + head * num_queries + numbers, peak + tl.log2(total), mask=numbers < num_queries)
 
 
-@functools.lru_cache(maxsize=256)
-def split_rows(
-    num_queries: int,
-    tokens: tuple[int, int, int],
-    tile: Tile,
-    num_heads: int,
-    processors: int,
-) -> Split:
-    """Split the first launch into as many programs as keep the multiprocessors busy, and no more.
-
-    `tokens` are the numbers of resident, prefix and new tokens.
-    """
-    tiles = -(-num_queries // tile.tokens)
-    blocks = sum(-(-count // tile.keys) for count in tokens)
-    per_part = max(1, -(-num_heads * tiles * blocks // (WAVES * processors)))
-    return Split(tiles, -(-blocks // per_part), per_part)
-
-
-# The stream is part of the key because the upload is ordered before kernels of that stream only.
-@functools.lru_cache(maxsize=64)
-def _head_map(heads: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    host = torch.tensor(heads, dtype=torch.int32)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def _stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    arguments: tuple[object, ...],
-    tile: Tile,
-    constants: dict[str, int],
-) -> None:
-    if all(grid):
-        kernel[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
-
-
-def _strided(vectors: Tensor) -> tuple[Tensor, int, int]:
-    """Vectors and their strides, as the kernels take them."""
-    return vectors, vectors.stride(0), vectors.stride(1)
-
-
-def _check(
-    queries: Tensor,
-    prefix: Tensor,
-    resident: Tensor,
-    new: Tensor,
-    heads: tuple[int, ...],
-    rows: Tensor | None,
-) -> None:
-    dtype, dim, every = queries.dtype, queries.shape[2], (queries, prefix, resident, new)
-    if dtype not in DTYPES or any(own.dtype != dtype for own in every):
-        dtypes = {own.dtype for own in every}
-        raise UnsupportedError(
-            f"no scoring kernel for queries and keys of {', '.join(map(str, dtypes))}; both must "
-            "have the same of float16, bfloat16 and float32"
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_before", "num_prefix"])
+def weight_sums(
+    queries: tl.tensor, keys: tl.tensor, logs: tl.tensor, scale: tl.tensor, sums: tl.tensor,
+    num_queries: tl.tensor, num_keys: tl.tensor, num_before: tl.tensor, num_prefix: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WIDEN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Sum the weights of a tile of prefix keys over the queries, into sums [Hq, m]."""
+    head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * KEYS
+    keys += (head // GROUP * num_keys + num_before) * DIM
+    queries += head * num_queries * DIM
+    own = _tile(keys, first, num_prefix, DIM, BLOCK_DIM, KEYS, WIDEN)
+    weights = tl.full([ROWS, KEYS], 0.0, tl.float32)
+    for start in range(0, num_queries, ROWS):
+        tile = _tile(queries, start, num_queries, DIM, BLOCK_DIM, ROWS, WIDEN)
+        numbers = start + tl.arange(0, ROWS)
+        log = tl.load(
+            logs + head * num_queries + numbers, mask=numbers < num_queries, other=float("inf")
         )
-    assert len(new) == len(queries)
-    assert rows is None or (rows.dtype == torch.int64 and rows.is_contiguous())
-    assert rows is None or rows.device == queries.device
-    assert prefix.shape[1] == len(heads) and queries.shape[1] % len(heads) == 0
-    assert max(heads) < new.shape[1] == resident.shape[1]
-    for vectors in every:
-        assert vectors.shape[2] == dim and vectors.stride(2) == 1
+        products = tl.dot(tile, tl.trans(own), input_precision="ieee")
+        weights += tl.exp2(products * scale - log[:, None])
+    columns = first + tl.arange(0, KEYS)
+    out = sums + head * num_prefix + columns
+    tl.store(out, tl.sum(weights, 0), mask=columns < num_prefix)

@@ -20,21 +20,19 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
 from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.attention import adopt_backend
-from impress_sglang.paper.request import StoredRequest
+from impress_sglang.paper.runtime import StoredRequest
 from impress_sglang.plugin.rectangular import rectangular_attention
 from tests.integration.tiny_model import LLAMA, write_config
 from tests.unit.request_factory import stored_request
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SCALING = DIM**-0.5
-CAPTURED = 4
 
 
 class Store:
@@ -61,9 +59,6 @@ class Store:
         self.inputs[source.rid] = inputs
         for pool in (keys, values):
             pool[rows] = torch.randn(len(rows), KV_HEADS, DIM)
-
-    def begin_saves(self, rids: Any, lengths: Any) -> dict[int, Any]:
-        return {}
 
 
 class Row:
@@ -172,8 +167,8 @@ class World:
         return Row(self, known, prefix)
 
     def adopted(self, backend: Any) -> Any:
-        adopt_backend(backend, self.runner)
-        backend.connect(self.store, self.store)
+        store: Any = self.store
+        adopt_backend(backend, store, self.runner.token_to_kv_pool, pytest.fail)
         return backend
 
     def extend(self, rows: Sequence[tuple[Row, int]]) -> Any:
@@ -246,21 +241,13 @@ def decode(backend: Any, world: World, rows: Sequence[Row]) -> None:
     attend(backend, world, batch, [(row, 1) for row in rows])
 
 
-def attend(
-    backend: Any, world: World, batch: Any, rows: Sequence[tuple[Row, int]], total: int = 0
-) -> None:
-    """Run each layer, and compare with attention over the slots that each row should have.
-
-    A batch may be filled up to a total: slot 0 is written by what fills it up.
-    """
-    pool, used = world.runner.token_to_kv_pool, sum(count for _, count in rows)
-    total = total or used
-    filling = torch.zeros(total - used, dtype=torch.int64)
-    batch.out_cache_loc = torch.cat([batch.out_cache_loc, filling])
+def attend(backend: Any, world: World, batch: Any, rows: Sequence[tuple[Row, int]]) -> None:
+    """Run each layer, and compare with attention over the slots that each row should have."""
+    pool, total = world.runner.token_to_kv_pool, sum(count for _, count in rows)
     for layer in layers():
         q = torch.randn(total, QUERY_HEADS * DIM)
         k, v = (torch.randn(total, KV_HEADS, DIM) for _ in range(2))
-        output = backend.forward(q, k, v, layer, batch)[:used].view(used, QUERY_HEADS, DIM)
+        output = backend.forward(q, k, v, layer, batch).view(total, QUERY_HEADS, DIM)
         first = 0
         for row, count in rows:
             new = slice(first, first + count)
@@ -298,52 +285,3 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, 
     with runtime_context.use_context(context):
         context.parallel.override_permanently(attn_dcp_rank=0)
         yield ModelConfig(str(folder)), args
-
-
-class Beam(Row):
-    """A row that SGLang makes of another one: it is allocated and filled, and never extended."""
-
-    def __init__(self, world: World, leader: Row) -> None:
-        super().__init__(world, 0)
-        self.slots = list(leader.slots)
-        self._write(0, self.slots)
-
-
-def beams_on_rows_of(world: World, backend: Any, starts: Sequence[tuple[int, int]]) -> list[Row]:
-    """A leader without a prefix and its beams, on rows that earlier requests started late."""
-    gone = [world.row(0, prefix=prefix) for prefix in starts]
-    prepare(backend, world, *((row, 2) for row in gone))
-    leader = world.row(70)
-    prepare(backend, world, (leader, 3))
-    world.store.live.clear()
-    world.rows.free_rows([row.index for row in gone])
-    beams = [Beam(world, leader) for _ in gone]
-    assert {row.index for row in beams} == {row.index for row in gone}
-    return [leader, *beams]
-
-
-def captured(backend: Any, world: World, size: int) -> Any:
-    """Prepare a batch size for capture, as SGLang's runner does; returns what a graph would use."""
-    batch = forward_batch(ForwardMode.DECODE, [(0, 1)] * size, [0] * size)
-    world.runner.kv_index_translator.bind_runner_slots(batch)
-    backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    return backend.forward_metadata
-
-
-def replayed(world: World, batch: Any, size: int) -> Any:
-    """SGLang's view of a batch that is filled up to a captured size."""
-
-    def filled(values: Tensor, fill: int) -> Tensor:
-        return torch.cat([values, torch.full((size - len(values),), fill, dtype=values.dtype)])
-
-    buffers = SimpleNamespace(
-        input_ids=filled(batch.input_ids, 0),
-        positions=filled(batch.positions, 0),
-        req_pool_indices=filled(batch.req_pool_indices, 0),
-        seq_lens=filled(batch.seq_lens, 1),
-        seq_lens_cpu=filled(batch.seq_lens_cpu, 1),
-        mamba_track_indices=None,
-    )
-    return build_replay_fb_view(
-        batch, buffers, size, batch.batch_size, size, None, 1, ForwardMode.DECODE, False
-    )

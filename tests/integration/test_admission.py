@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.options import AUTO
-from impress_sglang.paper.admission import AdmissionPlan
-from impress_sglang.paper.plugin import radix_cache
-from impress_sglang.paper.plugin.passes import KnownRequest
+from impress_sglang.plugin import known
 from impress_sglang.plugin.reports import report_of
+from impress_sglang.serving.load_planner import LoadPlan
 from tests.integration.worlds import STORED, TOKENS, World
 
 
@@ -40,7 +37,7 @@ def test_what_is_against_a_request_is_asked_once(
         asked.append(req.rid)
         return refusal
 
-    monkeypatch.setattr(radix_cache, "serve_refusal", refuse)
+    monkeypatch.setattr(known, "serve_refusal", refuse)
     req = world.request("r", STORED)
 
     assert (world.match(req).host_hit_length > 0) == (refusal is None)
@@ -49,11 +46,12 @@ def test_what_is_against_a_request_is_asked_once(
     assert asked == ["r"]
 
 
-def planned(world: World, rid: str) -> AdmissionPlan:
+def planned(world: World) -> LoadPlan:
     """How a request would use what is stored."""
-    req = world.request(rid, [*STORED, *range(5000, 5008)])
-    _, plan = world.cache._plan(RadixKey(array("q", STORED), None), 0, KnownRequest(req))
-    assert plan is not None and plan.stop == TOKENS
+    world.match(world.request("asks", [*STORED, *range(5000, 5008)]))
+    plan = world.cache._plans["asks"]
+    assert plan.stop == TOKENS
+    del world.cache._known["asks"]
     return plan
 
 
@@ -61,7 +59,7 @@ def planned(world: World, rid: str) -> AdmissionPlan:
 def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets reading take a second per byte, and computing so many seconds."""
     runtime = world.runtime
-    runtime.admission._config = dataclasses.replace(runtime.config, load="always")
+    runtime.config = dataclasses.replace(runtime.config, load="always")
     monkeypatch.setattr(runtime.store.forecast, "seconds_to_read", lambda count: count)
     computing = runtime.estimator.computing
 
@@ -77,9 +75,9 @@ def test_what_takes_longer_to_read_is_computed(
     world: World, load: str, loads: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.runtime
-    runtime.admission._config = dataclasses.replace(runtime.config, load=load)
     req = world.request("r", [*STORED, *range(5000, 5008)], retention=1.0)
-    slow_reads(runtime.store.forecast.exact_bytes(planned(world, "r").spans) * 0.9)
+    slow_reads(runtime.store.forecast.exact_bytes(planned(world).spans) * 0.9)
+    runtime.config = dataclasses.replace(runtime.config, load=load)
 
     assert world.match(req).host_hit_length == loads * TOKENS
     report = report_of(req)
@@ -93,11 +91,11 @@ def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
     world: World, hides: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.runtime
-    num_bytes = runtime.store.forecast.exact_bytes(planned(world, "r").spans)
+    num_bytes = runtime.store.forecast.exact_bytes(planned(world).spans)
     slow_reads((1.0 if hides else 0.5) * num_bytes)
     config = dataclasses.replace(runtime.config, retention=AUTO, load="always")
-    runtime.config = runtime.admission._config = config
+    runtime.config = config
 
-    estimate = planned(world, "r").estimate
+    estimate = planned(world).estimate
 
     assert (estimate.retention == 1.0) is hides

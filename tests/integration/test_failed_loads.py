@@ -1,4 +1,4 @@
-"""A prefix that cannot be loaded in a pass: the request goes through it and is then computed."""
+"""A prefix that cannot be loaded in a pass: the request goes through it, and others are served."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.paper.plugin import attention
 from impress_sglang.paper.plugin.attention import PrefixAttention
-from impress_sglang.paper.request import StoredRequest
-from impress_sglang.paper.runtime import ServingRuntime
-from impress_sglang.plugin.reports import report_of
-from impress_sglang.serving.why import Reason
+from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from tests.integration.tiny_model import Pool, layer_of
-from tests.integration.worlds import TOKENS, World, make_runtime
+from tests.integration.worlds import make_runtime
 from tests.unit.kv_factory import make_shape
 from tests.unit.request_factory import stored_request
 
@@ -61,16 +56,13 @@ class Backend(PrefixAttention, Stock):
     """Of one pass over all layers."""
 
     def __init__(self, runtime: ServingRuntime, pool: Pool, failed: list[str]) -> None:
-        rows = SimpleNamespace(req_to_token=torch.zeros(8, 512, dtype=torch.int32))
-        self.begin_serving(SimpleNamespace(req_to_token_pool=rows, token_to_kv_pool=pool))
-        self.connect(runtime, SimpleNamespace(fail=failed.append))
+        self._runtime, self._pool, self._fail = runtime, pool, failed.append
 
     def extend(self, runtime: ServingRuntime, requests: list[StoredRequest]) -> None:
         """A pass of one new token per request."""
         shape = runtime.shape
-        self._rows = [
-            attention._BatchRow(i, own, slice(i, i + 1)) for i, own in enumerate(requests)
-        ]
+        rids = {id(own): rid for rid, own in runtime.live.items()}
+        self._loading = [(rids[id(own)], own, slice(i, i + 1)) for i, own in enumerate(requests)]
         new = torch.ones(len(requests), shape.num_query_heads * shape.key_dim)
         keys = torch.ones(len(requests), shape.num_kv_heads * shape.key_dim)
         batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
@@ -135,59 +127,3 @@ def test_another_error_is_not_hidden(serving: Serving) -> None:
     request = serving.request("r", 1, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         serving.backend.extend(serving.runtime, [request])
-
-
-@pytest.mark.parametrize("options", [{"load": "always"}])
-def test_one_that_is_aborted_stays_ended(world: World) -> None:
-    """While its prompt is computed in chunks, say."""
-    world.store_prompt(1000)
-    req = world.ask("r", retention=1.0)
-    request = world.admit(req)
-    assert request is not None
-    (segment,) = world.runtime.store.tree.segments()
-    world.runtime.fail(request, SegmentUnreadable(segment.segment_id, "test"))
-    world.cache.passes.fail("r")
-    req.finished_reason = FINISH_ABORT("its client has left")
-    world.cache.on_release(req, checkpointed=False)
-    assert not req.finished_output and req.discard_output_reason is None
-    assert req.finished() and not world.runtime.live and not world.cache._private_tokens
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_failed_request_is_computed(world: World, finished: bool) -> None:
-    """SGLang ends it after its pass, or may have put it back before."""
-    queued: list[Any] = []
-    running = SimpleNamespace(reqs=[])
-    world.cache.impress.attach(
-        SimpleNamespace(
-            running_batch=running,
-            _add_request_to_queue=lambda *own, is_retracted: queued.extend(own),
-        )
-    )
-    world.store_prompt(1000)
-    req = world.ask("r", retention=1.0)
-    request = world.admit(req)
-    assert request is not None and req.storage_hit_length == TOKENS
-    (segment,) = world.runtime.store.tree.segments()
-    world.runtime.fail(request, SegmentUnreadable(segment.segment_id, "test"))
-    world.cache.passes.fail("r")
-    if finished:
-        req.to_finish = req.discard_output_reason
-        req.update_finish_state(0)
-    world.cache.on_release(req, checkpointed=False)
-    assert not world.runtime.live and not world.cache._private_tokens
-    assert req.discard_output_reason is None and bool(req.finished_output) == finished
-
-    world.cache.flush_pending_backups()
-    assert not queued, "the next pass, which was launched already, may have it"
-    running.reqs = [req]
-    world.cache.impress.tell_idle()
-    assert not queued, "the running batch still has it"
-    running.reqs = []
-    world.cache.impress.tell_idle()
-    assert queued == [req] * finished and not req.finished()
-    assert not req.finished_output and world.match(req).host_hit_length == 0
-    assert not world.cache.passes.begin_saves(["r"], [1])
-    report = report_of(req)
-    assert report is not None and report["recomputed"] and report["path"] == "computed"
-    assert report["why"]["reason"] == Reason.DAMAGED

@@ -42,7 +42,10 @@ def seen(world: World, **wanted: Any) -> Any:
 
 def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
     req = world.request(rid, tokens, namespace="tenant")
-    world.cache.passes.note_end(req, new_report("impress", 0))
+    known = world.cache._requests.note(req)
+    known.report = new_report("impress", 0)
+    world.cache._reports.count(known)
+    del world.cache._known[rid]
 
 
 def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

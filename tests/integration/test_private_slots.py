@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.paper.saving import Save
-from impress_sglang.storage.quality import Quality
+from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.plugin.reports import report_of
+from impress_sglang.serving.why import Reason
 from tests.integration.worlds import SHAPE, TOKENS, World
 
 pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
@@ -40,7 +40,6 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
     assert request is not None and req.host_hit_length == TOKENS // 4
     assert request.k == TOKENS // 4 and request.start == TOKENS - TOKENS // 4
     assert world.cache._private_tokens == TOKENS // 4
-    assert request.quality == Quality(1, 0.25)
     assert request.report["used_tokens"] == request.report["loaded_tokens"] == TOKENS // 4
     assert request.report["shared_tokens"] == 0 and request.report["bits"] == 16.0
     world.load(request)
@@ -54,13 +53,46 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
 def test_a_prompt_is_saved_from_the_shortest_length_on(
     world: World, length: int, saved: int
 ) -> None:
-    assert len(saves_of(world, length)) == saved
-
-
-def saves_of(world: World, length: int) -> list[Save]:
-    """Of a pass that completes a prompt nobody has stored."""
     req = world.request("p", range(3000, 3000 + length))
-    (row,) = world.rows.alloc_rows(1)
-    req.kv = SimpleNamespace(req_pool_idx=row)
-    world.cache._known.note(req)
-    return [*world.cache.passes.begin_saves(["p"], [length]).values()]
+    world.match(req)
+    world._offer(req)
+    assert len(world.cache._saves._saves) == saved
+    del world.cache._known["p"]
+
+
+def test_slots_that_are_written_count_as_room(world: World) -> None:
+    """SGLang admits a prompt by its budget, and evicts only for what it has admitted."""
+    world.pool.go_on.clear()
+    used = [world.prefill(rid, first) for rid, first in (("a", 2000), ("b", 3000))][1].last_node
+    assert world.cache._saves.pending
+    budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
+    assert budget.remaining_total == TOKENS * 4
+    world.check_slots()
+    lock = world.cache.lock(used)
+    assert world.cache.evictable_size() == TOKENS
+    assert world.cache.evict(EvictParams(num_tokens=2 * TOKENS)).num_tokens_evicted == TOKENS
+    assert not world.cache._saves.pending, "given up"
+    world.cache.unlock(lock)
+
+
+@pytest.mark.parametrize("part", [0.25, 1.0])
+def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: World, part: float) -> None:
+    """SGLang drops what its pass computes, nothing of it is kept, and the next one is computed."""
+    req = world.ask("r", retention=part)
+    request = world.admit(req)
+    assert request is not None
+    world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
+    (segment,) = world.runtime.store.tree.segments()
+    world.runtime.fail(request, SegmentUnreadable(segment.segment_id, "test"))
+    world.cache.fail("r")
+    for _ in range(SHAPE.num_layers):
+        request.end_layer()
+    world.cache.checkpoint(req, up_to=len(req.origin_input_ids))
+    req.to_finish = req.discard_output_reason
+    req.update_finish_state(0)
+    world.cache.on_release(req, checkpointed=False)
+    report = report_of(req)
+    assert report is not None and report["why"]["reason"] == Reason.DAMAGED
+    assert not world.runtime.live and not world.cache._private_tokens
+    assert not world.ask("again", retention=part).host_hit_length
+    del world.cache._known["again"]

@@ -10,7 +10,6 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +21,6 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.paper.plugin.factory import make_tree_cache
-from impress_sglang.paper.plugin.hooks import HOOKS as PAPER_HOOKS
-from impress_sglang.paper.plugin.hooks import add_hooks
 from impress_sglang.plugin import capabilities, compat, hooks
 from impress_sglang.plugin import entry as plugin
 from impress_sglang.plugin.flags import config_of
@@ -35,7 +31,6 @@ from tests.integration.tiny_model import LLAMA, write_config
 @pytest.fixture(scope="module", autouse=True)
 def _plugins() -> None:
     load_plugins()
-    add_hooks()
 
 
 @pytest.fixture
@@ -76,15 +71,14 @@ def test_accepted(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("usual", "flags", "kept"),
+    ("usual", "flags", "name"),
     [
-        ("breakable", [], "breakable"),
-        ("full", [], "full"),
-        ("breakable", ["--impress-policy=paper"], "breakable"),
-        ("full", ["--impress-policy=paper"], "disabled"),
+        ("breakable", [], "triton"),
+        ("full", [], "flashinfer"),
+        ("breakable", ["--impress-policy=paper"], "triton"),
+        ("full", ["--impress-policy=paper"], "triton"),
     ],
 )
-@pytest.mark.parametrize("name", ["triton", "flashinfer"])
 def test_backends_of_accelerators(
     llama: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -92,9 +86,8 @@ def test_backends_of_accelerators(
     name: str,
     usual: str,
     flags: list[str],
-    kept: str,
 ) -> None:
-    """They keep their CUDA graphs, but for those of a prefill that has to load within."""
+    """They keep their CUDA graphs, but where a pass has to load within."""
     monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: usual)
     flag = f"--attention-backend={name}"
     graphs = resolve(llama, flag, enabled=False).cuda_graph_config
@@ -102,10 +95,10 @@ def test_backends_of_accelerators(
     assert "switched off" not in capsys.readouterr().err
     view = resolve(llama, flag, *flags)
     assert view.attention_backend == name
-    assert view.cuda_graph_config.prefill.backend == kept
-    assert view.cuda_graph_config.decode.backend == "full"
-    log = capsys.readouterr().err
-    assert ("full CUDA graphs of prefill are switched off" in log) == (kept != usual)
+    graphs, log = view.cuda_graph_config, capsys.readouterr().err
+    for phase, own in (("prefill", usual), ("decode", "full")):
+        assert getattr(graphs, phase).backend == ("disabled" if flags else own)
+        assert (f"CUDA graphs of {phase} are switched off" in log) == bool(flags)
 
 
 WHOLE = "--impress-policy=as"
@@ -169,7 +162,7 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         ),
         (
             [PARTS, "--attention-backend=triton", "--cuda-graph-backend-prefill=full"],
-            "a graph of the whole pass skips that: drop --cuda-graph-backend-prefill full",
+            "which a CUDA graph skips: drop --cuda-graph-backend-prefill full",
         ),
         (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
         (["--cpu-offload-gb=4"], "--cpu-offload-gb"),
@@ -300,25 +293,14 @@ def test_hook_that_cannot_be_applied(
     assert "no_such_method" in refusal()
 
 
-ALL_HOOKS = (*plugin.HOOKS, *PAPER_HOOKS)
-
-
-@pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
+@pytest.mark.parametrize("hook", plugin.HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
 def test_every_hook_is_looked_for(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another plugin that replaces a function leaves our hook out of it."""
-    hooks.check_in_place(ALL_HOOKS)
+    hooks.check_in_place(plugin.HOOKS)
     holder, _, name = hook.target.rpartition(".")
     monkeypatch.setattr(pkgutil.resolve_name(holder), name, lambda *_, **__: None)
     with pytest.raises(UnsupportedError, match=name):
-        hooks.check_in_place(ALL_HOOKS)
-
-
-def test_attention_hook_not_in_place(tmp_path: Path) -> None:
-    """The tree factory never serves offset rows with a backend that is not ours."""
-    runner = SimpleNamespace(attn_backend=object())
-    context = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
-    with pytest.raises(UnsupportedError, match="attention hook of IMPRESS is not in place"):
-        make_tree_cache(context, ImpressConfig(ssd_dir=str(tmp_path)))
+        hooks.check_in_place(plugin.HOOKS)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.cost import RequestLengths
-from impress_sglang.paper.plugin.passes import Passes
+from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.plugin import reports
 from impress_sglang.plugin.reports import (
     after_built,
@@ -232,7 +232,7 @@ PART = {
             (15, 5, 0.05),
             (RequestLengths(2, 13, 5), 0.04, True),
         ),
-        (PART | {"recomputed": True}, None, None),
+        (PART | {"failed": True}, None, None),
         (PART | {"load_ms": 900.0}, None, None),
     ],
     ids=["computed", "a part", "a whole", "unreadable", "nothing but loading"],
@@ -255,7 +255,15 @@ def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
             note_load=lambda work, seconds, whole: loads.append((work, round(seconds, 6), whole)),
         ),
     )
-    nothing: Any = None
-    Passes(runtime, nothing, nothing).note_end(req, new_report("paper", 0, 20) | told)
+    shared: Any = SimpleNamespace(cache=None, service=runtime, provenance=None)
+    reports = RequestReports(shared, counts=False)
+    known: Any = SimpleNamespace(
+        req=req,
+        report=new_report("paper", 0, 20) | told,
+        namespace="",
+        disturbed="failed" in told,
+    )
+    cache: Any = SimpleNamespace(runtime=runtime, _reports=reports)
+    ImpressRadixCache._learn(cache, known)
     assert requests == ([] if request_took is None else [pytest.approx(request_took)])
     assert loads == ([] if load_took is None else [load_took])

@@ -61,8 +61,8 @@ def test_update_that_leaves_kvs(world: World) -> None:
     assert world.call("update_weights_from_disk", flush_cache=False).success
     assert world.runtime.served.suspended == "update_weights_from_disk"
     assert world.stored(1000) == 0
-    with pytest.raises(ValueError, match="not enough values to unpack"):
-        world.prefill("mixed", 2000)
+    world.prefill("mixed", 2000)
+    assert not world.cache._saves.pending
     # Back to the first weights, but KVs of the others may be among what is resident.
     assert world.call("update_weights_from_disk", model_path=OLD, flush_cache=False).success
     assert world.runtime.served.suspended and world.stored(1000) == 0
@@ -91,10 +91,9 @@ def test_session(world: World) -> None:
 
 @pytest.mark.parametrize("action", ["snapshot", "compare", "checksum"])
 def test_checks_that_only_look(world: World, action: str) -> None:
-    save = world.prefill("written", 5)
+    world.prefill("written", 5)
     assert world.call("check_weights", action=action).success
     assert world.runtime.served.suspended is None and world.asked == 0
-    save.open(SHAPE.num_layers)
     world.runtime.store.writes.drain()
     assert world.stored(5) == TOKENS
 
@@ -103,8 +102,7 @@ def test_write_under_way_is_given_up(world: World) -> None:
     """A layer that is being read is waited for, no other is read, and nothing is published."""
     world.pool.go_on.clear()
     world.pool.reading.clear()
-    save = world.prefill("written", 5)
-    save.open(1)
+    world.prefill("written", 5)
     assert world.pool.reading.wait(30)
     done = threading.Event()
 
@@ -118,10 +116,8 @@ def test_write_under_way_is_given_up(world: World) -> None:
     world.pool.go_on.set()
     thread.join(30)
     assert done.is_set() and world.pool.paused
-    save.open(SHAPE.num_layers)
     world.runtime.store.writes.drain()
-    assert save.finished and world.cache._saves.writing_tokens == 0
-    del world.cache._saves._begun["written"]
+    assert not world.cache._saves.pending and world.cache._saves.writing_tokens == 0
     world.call("resume_memory_occupation", tags=["kv_cache"])
     assert world.runtime.served.suspended is None
     assert world.stored(5) == 0 and world.stored(1000) == TOKENS
@@ -149,7 +145,7 @@ def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptur
     assert world.flush()
     assert world.runtime.served.suspended == "no identity" and world.stored(1000) == 0
     assert "the next flush tries again" in caplog.text
-    assert world.cache.impress.summary()["suspended"] == "no identity"
+    assert world.impress.summary()["suspended"] == "no identity"
     world.weights = OLD
     assert world.flush()
     assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
@@ -167,7 +163,7 @@ def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixt
         assert world.flush() and not world.used()
         assert world.runtime.served.suspended == "not opened"
         world.cache.flush_pending_backups()
-        world.cache.check_integrity()
+        world.check_integrity()
         assert caplog.text.count("the next flush tries again") == 1
     # The first weights again: their store was closed.
     world.weights = OLD
@@ -204,6 +200,6 @@ def test_calls_of_methods(world: World, method: str, cause: str | None) -> None:
         return "answer"
 
     request = SimpleNamespace(method=method)
-    scheduler, weights = world.updater.scheduler, world.cache.weights
+    scheduler, weights = world.updater.scheduler, world.impress.weights
     assert around_handler(called, scheduler, weights, request) == "answer"
     assert world.runtime.served.suspended == cause

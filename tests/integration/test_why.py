@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from impress_sglang.paper.plugin import radix_cache
-from impress_sglang.paper.plugin.passes import KnownRequest
+from impress_sglang.plugin import known
 from impress_sglang.plugin.reports import report_of
 from impress_sglang.serving.why import Reason
 from impress_sglang.store.losses import Cause
@@ -42,14 +42,13 @@ def admitted(
     world.match(req)
     if req.host_hit_length:
         world.admit(req)
-    assert not world.cache.passes.begin_saves([req.rid], [1])
+    world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
     report = report_of(req)
     assert report is not None
     why: dict[str, Any] = report["why"]
     if req.rid in world.runtime.live:
         world.end(world.runtime.live[req.rid])
-    world.cache._forget(req.rid)
-    world.cache._saves.drop(req.rid)
+    world.cache._known.pop(req.rid, None)
     assert why["reason"] in Reason and why["text"].endswith(".")
     return why
 
@@ -96,14 +95,6 @@ def test_what_was_not_taken_for_want_of_room(world: World) -> None:
     world.runtime.store.quota.used_bytes = 0
 
 
-def test_what_was_not_taken_by_the_disk(world: World) -> None:
-    """It is offered again when the request ends, and the disk may answer then."""
-    world.runtime.store.health.failed("a test", OSError("no"), reading=False)
-    assert world.compute("r", 2000) == 0
-    assert admitted(world)["reason"] == Reason.READ_ONLY
-    assert not world.cache._saves._refused
-
-
 @pytest.mark.parametrize("options", [{"write_after": 2}])
 def test_what_was_seen_too_seldom(world: World) -> None:
     why = admitted(world)
@@ -122,7 +113,7 @@ SET: tuple[tuple[Callable[[World], object], str, object, Reason, str], ...] = (
     (the_segment, "state", SegmentState.SUSPECT, Reason.DAMAGED, ""),
     (lambda world: world.runtime.store._memory.pool, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
     (lambda world: world.runtime.served, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
-    (lambda _: radix_cache, "serve_refusal", lambda _: "lora_id", Reason.NOT_SERVED, ": lora_id."),
+    (lambda _: known, "serve_refusal", lambda _: "lora_id", Reason.NOT_SERVED, ": lora_id."),
 )
 
 
@@ -158,8 +149,15 @@ def test_a_disk_that_does_not_answer(world: World) -> None:
 
 @pytest.mark.usefixtures("stored")
 def test_what_could_not_be_opened(world: World) -> None:
-    world.cache._known["asks"] = KnownRequest(None, declined=True)
-    assert admitted(world)["reason"] == Reason.NOT_OPENED
+    req = world.request("asks", [*STORED, 7], retention=1.0)
+    world.match(req)
+    for path in Path(world.runtime.config.ssd_path).glob("*/segments/*/*"):
+        path.unlink()
+    assert world.admit(req) is None
+    world.match(req)
+    world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
+    assert (report_of(req) or {})["why"]["reason"] == Reason.NOT_OPENED
+    del world.cache._known["asks"]
 
 
 @pytest.mark.usefixtures("stored")

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -35,14 +36,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
 from impress_sglang.paper.loader import LayerInputs
-from impress_sglang.paper.plugin.passes import KnownRequest
 from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
-from impress_sglang.paper.request import StoredRequest
-from impress_sglang.paper.runtime import ServingRuntime
-from impress_sglang.paper.saving import Save
+from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from impress_sglang.plugin.admin import MESSAGE, around_message
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.weights import around_handler
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.quality import EXACT
+from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import make_config
 from tests.unit.waiting import wait_until
@@ -128,7 +129,12 @@ class World:
             token_to_kv_pool_allocator=self.allocator,
             page_size=1,
         )
-        self.cache = ImpressRadixCache(params, self.runtime, self.read_identity, None)
+        layers, model = PoolLayers(self.pool), torch.nn.Module()
+        self.cache = ImpressRadixCache(
+            params, self.runtime, model, layers, None, self.read_identity
+        )
+        assert self.cache.impress is not None
+        self.impress = self.cache.impress
         self.updater = self._updater()
 
     def _updater(self) -> Any:
@@ -197,7 +203,7 @@ class World:
             "skip_tensor_list": None,
         }
         original, message = getattr(self.updater, handler), SimpleNamespace(**(request | fields))
-        return around_handler(original, self.updater.scheduler, self.cache.weights, message)
+        return around_handler(original, self.updater.scheduler, self.impress.weights, message)
 
     def told(self, verb: str, **fields: Any) -> Any:
         """The answer to an admin request that came by SGLang's way."""
@@ -266,9 +272,10 @@ class World:
             request.end_layer()
 
     def end(self, request: StoredRequest) -> None:
-        """As `on_release` does."""
-        self.cache._forget(request.rid)
-        self.runtime.release(request.rid)
+        """Its request is over, and nobody counts it."""
+        rid = next(rid for rid, own in self.runtime.live.items() if own is request)
+        self.cache._known.pop(rid, None)
+        self.runtime.release(rid)
         self.cache._private_tokens -= request.k
         self.allocator.free(request.slots)
 
@@ -292,47 +299,44 @@ class World:
     ) -> int:
         """How many tokens are stored after a request for a prompt and a question of its own."""
         tokens = [*prompt, *range(question, question + TOKENS)]
-        req, save_row = self.request(rid, tokens, **how), self._row(len(tokens))
-        req.kv = SimpleNamespace(req_pool_idx=save_row[0])
+        req = self.request(rid, tokens, **how)
         for number in range(matches):
             if retracted and number:
-                self.cache._forget(rid)
+                self.cache.on_release(req, checkpointed=False)
             self.match(req)
-        for save in self.cache.passes.begin_saves([rid], [len(tokens)]).values():
-            save.open(SHAPE.num_layers)
+        self._offer(req)
         self.runtime.store.writes.drain()
-        self.cache._saves._begun.pop(rid, None)
         req.output_ids = array("q", answer)
-        self.cache._forget(rid)
-        self.cache._saves.end(req)
-        self.rows.free_slots.append(save_row[0])
-        self.allocator.free(save_row[1])
+        self.cache._saves.end(self.cache._known[rid])
+        del self.cache._known[rid]
+        node = req.last_node
+        while node is not self.cache.root_node and not node.children:
+            above = node.parent
+            self.cache._free_leaf(node)
+            node = above
         return sum(segment.info.num_tokens for segment in self.runtime.store.tree.segments())
 
-    def _row(self, length: int) -> tuple[int, Tensor]:
-        """A row of SGLang's table, and its new slots."""
-        (row,) = self.rows.alloc_rows(1)
-        slots = self.allocator.alloc(length)
-        assert slots is not None
-        self.rows.req_to_token[row, :length] = slots
-        return row, slots
+    def _offer(self, req: Any) -> None:
+        """The prompt of a request is computed, and in SGLang's tree."""
+        self.make_resident(req.origin_input_ids, req.extra_key)
+        key = RadixKey(req.origin_input_ids, req.extra_key)
+        req.last_node = self.cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+        self.cache._saves.offer(self.cache._known[req.rid], len(req.origin_input_ids))
 
-    def prefill(self, rid: str, first: int, fork: int = TOKENS) -> Save:
-        """A pass begins that completes a prompt; its write waits for the layers."""
-        return self._begin_save(rid, prompt_of(first, fork))
-
-    def _begin_save(self, rid: str, tokens: Sequence[int]) -> Save:
-        req, (row, _) = self.request(rid, tokens), self._row(len(tokens))
-        req.kv = SimpleNamespace(req_pool_idx=row)
-        self.cache._known.note(req)
-        (save,) = self.cache.passes.begin_saves([rid], [len(tokens)]).values()
-        return save
+    def prefill(self, rid: str, first: int, fork: int = TOKENS) -> Any:
+        """A prompt is computed and resident; its write may still go on. Returns its request."""
+        req = self.request(rid, prompt_of(first, fork))
+        self.match(req)
+        self._offer(req)
+        return req
 
     def store(self, tokens: Sequence[int]) -> None:
         """A prompt is in the store, and nothing is resident."""
-        self._begin_save("stored", tokens).open(SHAPE.num_layers)
+        req = self.request("stored", tokens)
+        self.match(req)
+        self._offer(req)
         self.runtime.store.writes.drain()
-        del self.cache._saves._begun["stored"]
+        del self.cache._known["stored"]
         assert self.flush()
 
     def store_prompt(self, first: int, fork: int = TOKENS) -> None:
@@ -350,9 +354,8 @@ class World:
 
     def stored(self, first: int) -> int:
         """How many tokens of a prompt the tree cache would find in the store."""
-        key = RadixKey(array("q", range(first, first + TOKENS)), None)
-        match, _ = self.cache._plan(key, 0, KnownRequest(self.request("looking", [first])))
-        return match.num_tokens
+        tokens = np.arange(first, first + TOKENS, dtype=np.int32)
+        return self.cache._planner.match(namespace_text(None, None), tokens, EXACT).num_tokens
 
     def used(self) -> bool:
         """Whether the store is used, once it is open: that is done in the background."""
@@ -372,8 +375,6 @@ class World:
         self.pool.go_on.set()
         for request in list(self.runtime.live.values()):
             self.end(request)
-        for save in self.cache._saves._begun.values():
-            save.abandon()
         if self.runtime.served.in_use:
             self.runtime.store.writes.drain()
 
@@ -382,11 +383,16 @@ class World:
         cache = self.cache
         held = self.allocator.available_size() + cache.evictable_size() + cache.protected_size()
         assert held == self.allocator.size
-        cache.check_integrity()
+        self.check_integrity()
+
+    def check_integrity(self) -> None:
+        self.cache._check_requests()
+        if self.runtime.served.opened is not None:
+            self.runtime.store.check_integrity()
 
     def close(self) -> None:
         self.settle()
-        self.cache.check_integrity()
+        self.check_integrity()
         self.runtime.close()
 
 
@@ -394,10 +400,7 @@ def install_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a server; what needs several processes or an accelerator is left out."""
     from sglang.srt.plugins import load_plugins
 
-    from impress_sglang.paper.plugin.hooks import add_hooks
-
     load_plugins()
-    add_hooks()
     monkeypatch.setattr(torch.distributed, "barrier", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda **_: 1)
     # SGLang asks for the module of the build's accelerator, which a CPU machine lacks.

@@ -28,6 +28,8 @@ KINDS = {
     "override": 2,
     "talk": 1,
 }
+# How a request ends whose prefix is damaged, where it is loaded in the pass.
+ASK_AGAIN = "its prefix cannot be loaded; ask again"
 # Of these each request is answered, and its answer has its report.
 REPORTED = ("plain", "logprob", "json")
 WAYS = {"whole": 8, "part": 3, "bits": 2, "blend": 3, "abort": 1, "hang up": 1}
@@ -42,7 +44,6 @@ WISHES: dict[str, dict[str, Any]] = {
 
 COUNTED = (
     "approximate",
-    "recomputed",
     "prefix_tokens",
     "loaded_tokens",
     "blended_tokens",
@@ -132,6 +133,9 @@ class Client(threading.Thread):
         if ask.kind == "beam" and NOT_RETRACTED in response.text:
             self._world.count("beams that SGLang ended")
             return
+        if ASK_AGAIN in response.text:
+            self._world.count("ended in the pass")
+            return
         if not response.ok:
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
             return
@@ -189,7 +193,7 @@ class Client(threading.Thread):
         try:
             answers = have_talk(self._must_post, talk, session, _custom(wanted))
         except (TalkFailed, requests.RequestException) as error:
-            if not self._world.is_disturbed(KILL, began):
+            if ASK_AGAIN not in str(error) and not self._world.is_disturbed(KILL, began):
                 self._world.problem(f"{session} {talk.name}: {error}")
             return
         exact = (wanted or self._usual) == "whole"

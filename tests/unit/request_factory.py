@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from impress_sglang.paper.request import StoredRequest
+from impress_sglang.paper.runtime import StoredRequest
 from impress_sglang.serving.report import new_report
-from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.stored_source import ReadStats
 
 
@@ -18,7 +17,6 @@ def stored_request(
 ) -> StoredRequest:
     """Its prefix of these tokens is resident in some slots, and of the rest a part is loaded."""
     m = len(tokens) - len(resident)
-    quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
     report = new_report("impress", len(resident), len(tokens))
     source = SimpleNamespace(
         rid=rid, num_layers=99, stats=ReadStats(), end_layer=lambda layer: None
@@ -26,5 +24,5 @@ def stored_request(
     store = SimpleNamespace(
         close_source=lambda source: None, ahead=SimpleNamespace(top_up=lambda: None)
     )
-    own = {"quality": quality, "store": store, "source": source, "report": report}
-    return StoredRequest(rid, resident, slots, m, **(own | fields))
+    own: dict[str, Any] = {"store": store, "source": source, "report": report}
+    return StoredRequest(resident, slots, m, **(own | fields))

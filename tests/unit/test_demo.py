@@ -27,7 +27,6 @@ def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
         "approximate": False,
         "bits_mean": None if served_by == "computed" else 16.0,
         "ssd_bytes": 1000 if served_by == "ssd" else 0,
-        "recomputed": False,
     }
     return {"impress": {**found, **changes}}
 
@@ -54,7 +53,6 @@ def test_prompts_share_all_but_the_question() -> None:
         (report.COMPUTED, {"path": "device"}, "'computed' was served by path 'device'"),
         (report.DEVICE, {"path": "ssd"}, "not 'device'"),
         (report.FEW_BITS, {"path": "computed"}, "not 'ssd'"),
-        (report.FEW_BITS, {"recomputed": True}, "unreadable"),
         (report.FEW_BITS, {"approximate": False}, "in few bits"),
         (report.WHOLE, {"approximate": True}, "as it was computed"),
         (report.SHARED, {"path": "ssd"}, "not 'device'"),

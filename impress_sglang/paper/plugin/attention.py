@@ -1,122 +1,65 @@
-"""What every attention backend does for IMPRESS: loads the prefixes of requests, layer by layer.
+"""Attention that loads the prefixes of requests, layer by layer, and begins rows at an offset.
 
-SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes,
-graph flags and identity checks stay what they are. How a backend starts a row at an offset differs
-between kinds: see `torch_native.py` and `paged.py`.
+SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes and
+identity checks stay what they are. A prefix is put into slots of the pool before a layer attends.
+So a backend must read the KVs of a row's earlier tokens in that layer, from the pool, in the slots
+that `req_to_token` had when the batch was prepared.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import pkgutil
+import copy
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.paper.loader import LayerInputs
-from impress_sglang.paper.plugin.judged_backends import BACKENDS
-from impress_sglang.paper.plugin.passes import Passes
-from impress_sglang.paper.plugin.row_starts import RowStarts
-from impress_sglang.paper.request import StoredRequest
-from impress_sglang.paper.runtime import ServingRuntime
-from impress_sglang.paper.saving import Save
-
-logger = logging.getLogger(__name__)
-
-# From the name of SGLang's class to the name of ours.
-ADOPTED = {backend.kind: backend.own for backend in BACKENDS.values()}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _BatchRow:
-    """A request of the batch with a stored prefix: its place, and its rows of the new tokens."""
-
-    index: int
-    request: StoredRequest
-    new: slice
+from impress_sglang.paper.plugin.options import BACKENDS
+from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
+from impress_sglang.plugin.rectangular import attend_rows
 
 
 class PrefixAttention(AttentionBackend):
-    """Notes which requests of a batch have a stored prefix, and loads what each layer uses of it.
+    """Loads what each layer uses of the stored prefixes of a batch.
 
     A mixin: it stands before one of SGLang's backends among the bases of a class. It subclasses
     `AttentionBackend` because Python lets an object change only to a class with the same layout.
-    Prefixes are loaded in eager passes only.
     """
 
-    times_each = False
-    """Whether a subclass itself records the attention time of each request."""
-
-    _runtime: ServingRuntime | None
-    _passes: Passes | None
-    _starts: RowStarts
-    _rows: list[_BatchRow]
-    _saves: list[tuple[Save, slice]]
-    _model_runner: Any
-
-    def begin_serving(self, model_runner: Any) -> None:
-        """Set the attributes that this class needs on an object made as SGLang's own class."""
-        self._runtime = None
-        self._passes = None
-        self._rows = []
-        self._saves = []
-        self._model_runner = model_runner
-        self._starts = RowStarts(model_runner.req_to_token_pool)
-
-    def connect(self, runtime: ServingRuntime, passes: Passes) -> None:
-        """Connect the backend to the runtime; until then no row has a stored prefix."""
-        self._runtime = runtime
-        self._passes = passes
-
-    def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
-        """Whether a batch loads nothing; SGLang asks before it runs one in a graph."""
-        if self._runtime is None:
-            return True
-        live, layers = self._runtime.live, self._runtime.shape.num_layers
-        for request in filter(None, map(live.get, forward_batch.rids or ())):
-            loaded = request.layers_loaded == layers and not request.failed and not request.start
-            if not (request.adopted or loaded):
-                return False
-        return True
+    _runtime: ServingRuntime
+    _fail: Callable[[str], None]
+    _pool: Any
+    _starts: list[int]
+    """Where each row of the batch begins."""
+    _loading: list[tuple[str, StoredRequest, slice]]
+    """Requests of an extend with a stored prefix, and which rows their new tokens are."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note which requests have a stored prefix, and where their rows start, then plan."""
-        self._rows = []
-        self._saves = []
-        self._starts.void_reallocated()
+        # SGLang's warm-up batches have no requests.
+        rids = forward_batch.rids or [None] * forward_batch.batch_size
+        requests = [self._runtime.live.get(rid) for rid in rids]
+        self._starts = [0 if own is None else own.start for own in requests]
+        self._loading = []
         if forward_batch.forward_mode.is_extend():
-            self._begin_extend(forward_batch)
+            stop = 0
+            counts = forward_batch.extend_seq_lens_cpu
+            for rid, request, count in zip(rids, requests, counts, strict=True):
+                stop += count
+                if request is not None and not request.adopted:
+                    self._loading.append((rid, request, slice(stop - count, stop)))
         self._plan(forward_batch)
 
     def _plan(self, forward_batch: Any) -> None:
         """Prepare a batch as SGLang does."""
         super().init_forward_metadata(forward_batch)
-
-    def _begin_extend(self, forward_batch: Any) -> None:
-        live = {} if self._runtime is None else self._runtime.live
-        starts, new, first, lengths = [], [], 0, forward_batch.seq_lens_cpu.tolist()
-        # SGLang's warm-up batches have no requests.
-        rids = forward_batch.rids or [None] * forward_batch.batch_size
-        for index, rid in enumerate(rids):
-            stop = first + forward_batch.extend_seq_lens_cpu[index]
-            request = live.get(rid)
-            start = 0 if request is None or request.adopted else request.start
-            starts.append(start)
-            new.append(slice(first, stop))
-            if request is not None and not request.adopted:
-                self._rows.append(_BatchRow(index, request, new[-1]))
-            first = stop
-        rows = forward_batch.req_pool_indices
-        host_rows = forward_batch.req_pool_indices_cpu
-        self._starts.set(rows, rows.cpu() if host_rows is None else host_rows, starts)
-        if self._passes is not None:
-            saves = self._passes.begin_saves(rids, lengths)
-            self._saves = [(save, new[place]) for place, save in saves.items()]
 
     def forward(
         self,
@@ -128,74 +71,47 @@ class PrefixAttention(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """SGLang's entry point, even if it then dispatches to an object of another class.
-
-        An extend first loads what the layer uses of each stored prefix.
-        """
-        arguments = q, k, v, layer, forward_batch, save_kv_cache
-        if not forward_batch.forward_mode.is_extend():
-            output: Tensor = super().forward(*arguments, **kwargs)
-            return output
-        for row in self._rows:
-            if row.request.layers_loaded == layer.layer_id:
-                self._load_layer(row, q, k, layer, forward_batch)
-        output = self._attend(*arguments, **kwargs)
-        for save, new in self._saves:
-            if self._runtime is not None and self._runtime.shape.coded:
-                queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[new]
-                save.note_queries(layer.layer_id, queries)
-            save.open(layer.layer_id + 1)
-        return output
-
-    def _attend(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """Run SGLang's attention for a layer, for all requests of the batch at once.
-
-        On an accelerator only the time of the launch is recorded.
-        """
-        rows = () if self.times_each else self._rows
+        """SGLang's entry point; an extend first loads what the layer uses of each stored prefix."""
+        for rid, request, new in self._loading:
+            if request.layers_loaded == layer.layer_id:
+                self._load_layer(rid, request, new, q, k, layer, forward_batch)
         began = time.perf_counter()
-        output: Tensor = super().forward(*arguments, **keywords)
-        for row in rows:
-            row.request.stats.attention_ms += (time.perf_counter() - began) * 1e3
+        output: Tensor = super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        # On an accelerator only the time of the launch.
+        for _, request, _ in self._loading:
+            request.stats.attention_ms += (time.perf_counter() - began) * 1e3
         return output
 
     def _load_layer(
-        self, row: _BatchRow, q: Tensor, k: Tensor | None, layer: Any, forward_batch: Any
+        self,
+        rid: str,
+        request: StoredRequest,
+        new: slice,
+        q: Tensor,
+        k: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
     ) -> None:
-        """Fill a request's slots for a layer; if that is impossible, the request begins again.
+        """Fill a request's slots for a layer; if that is impossible, the request ends.
 
         Where SGLang fuses rotating keys with writing them, `k` is None: the keys are in the pool.
         """
-        runtime, passes = self._runtime, self._passes
-        assert runtime is not None and passes is not None
-        request, pool = row.request, self._model_runner.token_to_kv_pool
-        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        keys = self._pool.get_key_buffer(layer.layer_id)
+        values = self._pool.get_value_buffer(layer.layer_id)
         if not request.failed:
             if k is None:
-                new_keys = keys[forward_batch.out_cache_loc[row.new]]
+                new_keys = keys[forward_batch.out_cache_loc[new]]
             else:
-                new_keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[row.new]
-            inputs = LayerInputs(
-                queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
-                new_keys=new_keys,
-                resident_keys=keys,
-                resident_rows=request.resident_slots,
-                scaling=layer.scaling,
-            )
+                new_keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[new]
+            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[new]
+            inputs = LayerInputs(queries, new_keys, keys, request.resident_slots, layer.scaling)
             try:
-                runtime.loader.load(
-                    layer.layer_id,
-                    request.source,
-                    inputs,
-                    keys,
-                    values,
-                    request.slots,
-                    request.stats,
-                )
+                rest = keys, values, request.slots, request.stats
+                self._runtime.loader.load(layer.layer_id, request.source, inputs, *rest)
                 request.store.ahead.top_up()
             except (PrefixUnreadable, MemoryError, torch.OutOfMemoryError) as error:
-                runtime.fail(request, error)
-                passes.fail(request.rid)
+                self._runtime.fail(request, error)
+                self._fail(rid)
         if request.failed:
             # The row stays in the pass to its end and must not bring NaN into it.
             keys.index_fill_(0, request.slots, 0)
@@ -203,20 +119,129 @@ class PrefixAttention(AttentionBackend):
         request.end_layer()
 
 
-def adopt_backend(backend: Any, model_runner: Any) -> None:
+class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
+    """torch_native with rectangular attention, over each row from its start on."""
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        extend_prefix_lens: Tensor,
+        extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **named: Any,
+    ) -> Tensor:
+        assert encoder_lens is None and not named.get("is_cross_attn")
+        rows = zip(req_pool_indices.tolist(), self._starts, seq_lens.tolist(), strict=True)
+        slots = [req_to_token[row, start:stop] for row, start, stop in rows]
+        counts = extend_seq_lens.tolist()
+        return attend_rows(query, output, k_cache, v_cache, slots, counts, **named)
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **named: Any,
+    ) -> Tensor:
+        # An extend of each row by one token that sees all of it.
+        where = query, output, k_cache, v_cache, req_to_token, req_pool_indices
+        one = torch.ones_like(seq_lens)
+        named["causal"] = True
+        return self._run_sdpa_forward_extend(
+            *where, seq_lens, seq_lens - one, one, encoder_lens, **named
+        )
+
+
+class ImpressTritonBackend(PrefixAttention, TritonAttnBackend):
+    """SGLang's triton backend with row starts and prefix loading.
+
+    It asks SGLang's index translator once per batch which slots each row has, and keeps nothing
+    else of a row. So it is enough to prepare it with lengths that count from the rows' starts, and
+    to let the translator begin there. Positions, and the lengths that the model and the scheduler
+    see, still count from the beginning of the prompt.
+    """
+
+    kv_index_translator: Any
+
+    def _plan(self, forward_batch: Any) -> None:
+        if not any(self._starts):
+            super()._plan(forward_batch)
+            return
+        starts = torch.tensor(self._starts, device=forward_batch.seq_lens.device)
+        # Lengths on the host stay: they only bound sizes.
+        batch = copy.copy(forward_batch)
+        batch.seq_lens = _less(batch.seq_lens, starts)
+        if batch.extend_prefix_lens is not None:
+            batch.extend_prefix_lens = _less(batch.extend_prefix_lens, starts)
+        translator = self.kv_index_translator
+        self.kv_index_translator = reads = _OffsetReads(translator, starts)
+        try:
+            super()._plan(batch)
+        finally:
+            # SGLang checks that a backend keeps the runner's.
+            self.kv_index_translator = translator
+        assert reads.asked, "rows were read without their starts"
+
+
+class _OffsetReads:
+    """Stands in for SGLang's `KVIndexTranslator` while one batch is prepared.
+
+    It has only what is known to be right with an offset, so that any other way of reading rows
+    fails instead of reading from the beginning of the rows.
+    """
+
+    def __init__(self, translator: Any, starts: Tensor) -> None:
+        self.asked = False
+        self._translator = translator
+        self._starts = starts
+
+    def pack_read_stream(self, plan: Any, *, seq_lens: Tensor, **keywords: Any) -> Any:
+        """Gather the batch's slots like SGLang, `seq_lens` entries of each row from its start."""
+        assert keywords.get("kv_start_idx") is None, "a window starts rows by itself"
+        self.asked = True
+        keywords["kv_start_idx"] = self._starts[: seq_lens.numel()]
+        return self._translator.pack_read_stream(plan, seq_lens=seq_lens, **keywords)
+
+
+def _less(lengths: Tensor, starts: Tensor) -> Tensor:
+    """Lengths counted from the starts, in their own dtype."""
+    return lengths - starts.to(lengths.dtype)
+
+
+# By the exact class: a subclass may read rows differently.
+ADOPTED = {
+    TorchNativeAttnBackend: ImpressTorchNativeBackend,
+    TritonAttnBackend: ImpressTritonBackend,
+}
+
+
+def adopt_backend(
+    backend: Any, runtime: ServingRuntime, pool: Any, fail: Callable[[str], None]
+) -> None:
     """Turn SGLang's backend object into ours, in place.
 
+    `pool`: SGLang's KV pool. `fail` is told the id of a request whose prefix cannot be loaded.
+
     Raises:
-        UnsupportedError: backends of this class have not been judged.
+        UnsupportedError: it is of another class.
     """
-    kind = type(backend)
-    # Its exact class: a subclass of a judged one may read rows differently.
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("sglang.srt.layers.attention.")
-    own = ADOPTED.get(name)
+    own = ADOPTED.get(type(backend))
     if own is None:
         raise UnsupportedError(
-            f"IMPRESS does not know how {kind.__name__} attends; "
+            f"IMPRESS does not know how {type(backend).__name__} attends; "
             f"use --attention-backend {', '.join(BACKENDS)}"
         )
-    backend.__class__ = pkgutil.resolve_name(f"impress_sglang.paper.plugin.{own}")
-    backend.begin_serving(model_runner)
+    backend.__class__ = own
+    backend._runtime, backend._pool, backend._fail = runtime, pool, fail
+    backend._starts, backend._loading = [], []

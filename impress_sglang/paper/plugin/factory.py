@@ -10,12 +10,11 @@ from sglang.srt.arg_groups.overrides import resolved_view
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.paper.plugin.attention import PrefixAttention
-from impress_sglang.paper.plugin.backends import check_parts
+from impress_sglang.paper.plugin.attention import adopt_backend
+from impress_sglang.paper.plugin.options import check_parts
 from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.paper.runtime import ServingRuntime
 from impress_sglang.paper.tokens import probe_kv_heads
-from impress_sglang.paper.warm_up import warm_up
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.eligibility import plain_fields
@@ -23,7 +22,8 @@ from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.serving.metrics import ServingMetrics
-from impress_sglang.store.policies import LoadOptions, make_policy
+from impress_sglang.store.policies import make_policy
+from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +32,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     """Build the tree cache for SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedError: the attention backend is not ours, so that prefixes would be read wrong;
-            the options or the model are not known to be right; the options ask for parts of
-            prefixes that this server cannot use; or a kernel for the model does not fit the GPU.
+        UnsupportedError: the options or the model are not known to be right; the options ask for
+            parts of prefixes that this server cannot use; or a kernel does not fit the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
         StoreInUseError: another server uses it for the same model.
     """
     runner = context.tp_worker.model_runner
-    backend = runner.attn_backend
-    if not isinstance(backend, PrefixAttention):
-        raise UnsupportedError(
-            f"the attention hook of IMPRESS is not in place ({type(backend).__name__} is active), "
-            "so prefixes would be read wrong; check that no other plugin replaces "
-            "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
-        )
     options = resolved_view(context.server_args)
     check_options(config, options)
     check_parts(config, options)
@@ -76,19 +68,25 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     def read_identity() -> str:
         return identity_of(context, shape)
 
-    device = PoolLayers(runner.token_to_kv_pool)(0)[0].device
-    self_test = None
+    layers = PoolLayers(runner.token_to_kv_pool)
+    device = layers(0)[0].device
     # Kernels first: opening the store takes much memory.
-    if policy.stores:
-        selects = not policy.exact(LoadOptions(config.min_retention))
-        warm_up(shape, config.chunk_tokens, device, selects=selects)
-        self_test = check_kvs([runner], PoolLayers(runner.token_to_kv_pool), config, plain, None)
+    warm_up(dataclasses.replace(shape, probe_kv_heads=()), config.chunk_tokens, device)
+    self_test = check_kvs([runner], layers, config, plain, None)
     warn_if_untested()
     hidden_size = runner.model_config.hidden_size
     runtime = ServingRuntime(config, shape, read_identity(), device, hidden_size)
     runtime.self_test_seconds = self_test
-    cache = ImpressRadixCache(context.params, runtime, read_identity, runner.forward_stream)
+    cache = ImpressRadixCache(
+        context.params,
+        runtime,
+        runner.model,
+        layers,
+        runner.forward_stream,
+        read_identity,
+        runner.lora_manager,
+    )
     if cache.metrics_collector is not None:
         runtime.metrics = ServingMetrics(cache.metrics_collector.labels)
-    backend.connect(runtime, cache.passes)
+    adopt_backend(runner.attn_backend, runtime, runner.token_to_kv_pool, cache.fail)
     return cache

@@ -16,11 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
-from impress_sglang.paper import loader, tokens
+from impress_sglang.paper import loader
 from impress_sglang.tiers import cache
 from impress_sglang.tiers.page_copies import KernelCopier
 from impress_sglang.triton import scores
-from impress_sglang.triton import selection as selection_kernels
 
 KERNELS = "impress_sglang.triton"
 
@@ -126,9 +125,6 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on."""
     monkeypatch.setattr(cache, "make_copier", KernelCopier)
     monkeypatch.setattr(loader, "probe_scorer", lambda _: scores.column_sums)
-    monkeypatch.setattr(
-        tokens, "_sets_of_probe_heads", lambda *own: selection_kernels.top_tokens(*own).long()
-    )
 
 
 @pytest.fixture

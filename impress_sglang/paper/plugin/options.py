@@ -1,7 +1,4 @@
-"""Which attention backends can load within a pass: chooses one, or refuses what was asked for.
-
-What is known of each is in `judged_backends.py`.
-"""
+"""What a server that loads within a pass needs of SGLang's options: chosen for it, or refused."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ from typing import Any
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.paper.plugin.judged_backends import BACKENDS
 
-# The backend for a device if none is asked for and SGLang's own choice is not supported.
+# The attention backends whose rows can start at an offset.
+BACKENDS = ("torch_native", "triton")
+# That of a device if none is asked for and SGLang's own choice is another one.
 DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
 # What SGLang logs as the cause of what is declared here.
 CHOSEN_BY = "impress"
@@ -52,28 +50,30 @@ def _usual_attention(server_args: Any) -> str:
     return usual
 
 
-def refuse_whole_graphs(server_args: Any) -> None:
-    """Turn off CUDA graphs of a whole prefill, and log it; refuse them if the user asks for them.
+def turn_off_graphs(server_args: Any) -> None:
+    """Turn off CUDA graphs, in which nothing is loaded and rows begin at 0; log it.
 
-    Breakable ones leave attention out, and only batches that load nothing run in them
-    (`PrefixAttention.can_run_prefill_cuda_graph`).
+    Raises:
+        UnsupportedError: the user asks for them.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     graphs = resolved_view(server_args).cuda_graph_config
-    if graphs is None or graphs.prefill.backend in (Backend.DISABLED, Backend.BREAKABLE):
+    if graphs is None:
         return
-    kind = graphs.prefill.backend
-    why = "IMPRESS works between the layers of prefill, and a graph of the whole pass skips that"
-    if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
-        raise UnsupportedError(f"{why}: drop --cuda-graph-backend-prefill {kind}")
-    logger.info("%s CUDA graphs of prefill are switched off: %s", kind, why)
-    declare_resolution(
-        server_args,
-        CHOSEN_BY,
-        cuda_graph_config=with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED),
-    )
+    for phase in Phase.ALL:
+        kind = getattr(graphs, phase).backend
+        if kind == Backend.DISABLED:
+            continue
+        if (phase, "backend") in server_args._cuda_graph_config_locked:
+            raise UnsupportedError(
+                "parts of prefixes are loaded between the layers of a pass, which a CUDA graph "
+                f"skips: drop --cuda-graph-backend-{phase} {kind}"
+            )
+        logger.info("CUDA graphs of %s are switched off: IMPRESS works in the pass", phase)
+        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    declare_resolution(server_args, CHOSEN_BY, cuda_graph_config=graphs)
 
 
 def check_parts(config: ImpressConfig, options: Any) -> None:
