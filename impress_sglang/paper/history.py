@@ -1,4 +1,4 @@
-"""Moving averages of what was selected: which tokens of a segment tend to matter.
+"""Moving averages of what was selected: which tokens of a segment tend to matter, and their order.
 
 Kept per layer, head group and token, updated at every access. Each access tells for *every* token
 whether it was selected, because the probe column is read whole (and all keys where a layer falls
@@ -7,12 +7,15 @@ back), so the average is not biased towards tokens that happened to be loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.loops.types import Float32s, Indices
+from impress_sglang.loops.types import Float32s, Floats, Indices
+from impress_sglang.storage.layout import SegmentLayout
+from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.rules import AVERAGE_WEIGHT
 
 # Averages of zeros and ones are kept as bytes: the error is smaller than the change by an access.
@@ -38,15 +41,14 @@ class TokenHistory:
         self._importance = np.zeros(shape, np.float16) if by_importance else None
         self.accesses = np.zeros(num_tokens, np.uint8)
         """How often each token was part of an access, at most 255."""
-        self._means: Float32s | None = None
 
     @property
-    def average(self) -> npt.NDArray[np.float32]:
+    def average(self) -> Float32s:
         """How likely each token is selected, float32 [L, head groups, t]."""
         return self._selected.astype(np.float32) / np.float32(STEPS)
 
     @property
-    def order_key(self) -> npt.NDArray[np.float32]:
+    def order_key(self) -> Float32s:
         """The key by which tokens are ordered, descending, float32 [L, head groups, t]."""
         key = self._selected if self._importance is None else self._importance
         return key.astype(np.float32)
@@ -78,7 +80,6 @@ class TokenHistory:
         accesses = self.accesses[part]
         if layer == 0:
             accesses += accesses < _MAX_COUNT
-            self._means = None
         weight = np.maximum(1.0 / np.maximum(accesses, 1), AVERAGE_WEIGHT).astype(np.float32)
         average = self._selected[layer, :, part]
         seen = np.zeros(average.shape, np.float32)
@@ -89,11 +90,43 @@ class TokenHistory:
             sums = self._importance[layer, :, part]
             sums[:] = sums + weight * (_relative(importance, sums.shape) - sums)
 
-    def token_means(self) -> Float32s:
-        """Mean of `average` over layers and head groups, float32 [t]; as of the last access."""
-        if self._means is None:
-            self._means = self._selected.mean((0, 1), dtype=np.float32) / np.float32(STEPS)
-        return self._means
+
+def mapping_lists(key: Float32s, node_starts: Sequence[int]) -> MappingLists:
+    """Mapping lists of the best order known (IMPRESS, 4.4.1): by descending key in each node.
+
+    Tokens of different nodes of the tree are never mixed: a request that shares only the first node
+    would otherwise read past tokens that its prompt does not have.
+
+    Args:
+        key: [L, head groups, t]; tokens with large values come first.
+        node_starts: first token of each node, ascending, the first one 0.
+
+    Returns:
+        unsigned [L, head groups, t]: the row of each token; a permutation of each node's own rows.
+    """
+    num_tokens = key.shape[-1]
+    mapping = np.empty(key.shape, np.int64)
+    for start, stop in zip(node_starts, [*node_starts[1:], num_tokens], strict=True):
+        order = np.argsort(-key[..., start:stop], axis=-1, kind="stable")
+        rows = np.broadcast_to(np.arange(start, stop), order.shape)
+        np.put_along_axis(mapping[..., start:stop], order, rows, axis=-1)
+    return mapping.astype(np.dtype("<u2" if num_tokens <= 1 << 16 else "<u4"))
+
+
+def chunk_shares(average: Float32s, mapping: MappingLists, layout: SegmentLayout) -> Floats:
+    """Expected share of wanted rows of every chunk of a segment, in the order of its ids.
+
+    float64 [chunks of all layers]; probe columns are read whole at each access.
+    """
+    by_row, shape = np.empty_like(average), layout.shape
+    np.put_along_axis(by_row, mapping.astype(np.int64), average, axis=-1)
+    starts = np.arange(0, layout.num_tokens, layout.chunk_tokens)
+    rows = np.diff([*starts, layout.num_tokens])
+    means = np.add.reduceat(by_row.astype(np.float64), starts, axis=-1) / rows
+    shares = np.ones((shape.num_layers, len(shape.columns), layout.num_chunks))
+    for column in shape.columns[1:]:
+        shares[:, column] = means[:, shape.head_group_of(column)]
+    return shares.reshape(-1)
 
 
 def _relative(importance: Tensor | None, shape: tuple[int, ...]) -> Float32s:

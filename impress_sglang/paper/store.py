@@ -104,15 +104,11 @@ class PartStore(PrefixStore):
         super()._begin_due()
         if not self.health.writable:
             return
-        gap_bytes, removing_bytes = self._reader.cost.gap_bytes, self.worker.removing_bytes
         try:
-            self.reorders.poll(gap_bytes, self.quota.has_room, removing_bytes)
+            self.reorders.poll(self.quota.has_room, self.worker.removing_bytes)
         except PrefixUnreadable as error:
             self.report(error)
         self.quota.reserved_bytes = self.reorders.reserved_bytes
-
-    def _open_to_measure(self, match: StoredMatch) -> StoredSource:
-        return self.open_part(match, 0, match.num_tokens, whole=True)
 
     def _history(self, segment: StoredSegment) -> TokenHistory:
         if segment.history is None:

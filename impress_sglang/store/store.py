@@ -127,7 +127,6 @@ class PrefixStore:
         self._lookahead = lookahead or LookAhead()
         self._lookahead.tell_to(self.segments.expect)
         self._closed = False
-        self._measuring: StoredSource | None = None
         # Those of other servers.
         self._orders: list[Purge] = []
         self.quota = Quota(config, self._disk, budget or WriteBudget(config.write_gb_per_day))
@@ -178,23 +177,6 @@ class PrefixStore:
                 if self.tree.get(segment.segment_id) is not segment:
                     self.segments.retire(segment.segment_id)
 
-    def measure_reading(self, match: StoredMatch) -> None:
-        """Read a little of a match in the background, only to measure how fast reads are now: a
-        prefix that is not loaded because reads were slow would never be loaded again."""
-        if self._measuring is not None:
-            return
-        try:
-            source = self._open_to_measure(match)
-        except PrefixUnreadable as error:
-            self.report(error)
-            return
-        if self._memory.pool.has_room(source.layer_bytes):
-            source.read_ahead()
-        self._measuring = source
-
-    def _open_to_measure(self, match: StoredMatch) -> StoredSource:
-        return self.open_whole(match.spans, exact=self._shape.exact)
-
     def close_source(self, source: StoredSource) -> None:
         """Close a source: count what it has read, and allow its segments to be removed again."""
         self.segments.close_source(source)
@@ -222,7 +204,6 @@ class PrefixStore:
         )
 
     def _take(self, outcomes: Outcomes) -> None:
-        self._end_measuring()
         self._lookahead.tell()
         self.segments.settle()
         for write in outcomes.writes:
@@ -383,7 +364,6 @@ class PrefixStore:
         self._closed = True
         # The next store that gets the memory has other chunks in it.
         self._lookahead.tell_to(None)
-        self._end_measuring(wait=True)
         return self._memory
 
     def leave_disk(self) -> None:
@@ -395,12 +375,6 @@ class PrefixStore:
             self._reader.close()
         finally:
             self._disk.close(self.tree.order.take_changed(len(self.tree)))
-
-    def _end_measuring(self, *, wait: bool = False) -> None:
-        """Close the source of a measurement if that has ended; with `wait`, in any case."""
-        if self._measuring is not None and (wait or not self._measuring.is_reading):
-            self.close_source(self._measuring)
-            self._measuring = None
 
     def _judge(self, segment_id: str, verdict: Verdict) -> None:
         if (segment := self.health.looked(segment_id, verdict)) is None:

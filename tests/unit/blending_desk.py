@@ -20,7 +20,6 @@ from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.cost import Estimator
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.store.policies import LoadOptions, make_policy
-from impress_sglang.store.stored import StoredMatch
 from tests.unit.kv_factory import as_tokens, make_shape
 from tests.unit.store_factory import Workbench, make_config
 
@@ -78,7 +77,7 @@ class Desk:
         self.policy = make_policy(self.config)
         self.blending = BlendPlanner(
             *(self.config, bench.shape, served, self.estimator, page_size, block),
-            lambda spans: self.store.measure_reading(StoredMatch(tuple(spans))),
+            lambda spans: None,
         )
 
     def plan(

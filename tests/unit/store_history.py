@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.paper.reordering import Rewrite, Shares
+from impress_sglang.paper.reordering import Rewrite
 from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.layout import KVShape
@@ -27,7 +27,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store.health import Task, Verdict, Work
-from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
 from tests.faults import FaultyFileSystem
 from tests.unit import kv_factory as kv
@@ -131,7 +131,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.begin_task = self.store._disk._begin
         mock.patch.object(self.store._disk, "_begin", self.hold_look).start()
-        self.held_rewrite: tuple[Rewrite, Future[Shares | None]] | None = None
+        self.held_rewrite: tuple[Rewrite, Future[Any]] | None = None
         self.run_rewrite = self.store.reorders._submit
         mock.patch.object(self.store.reorders, "_submit", self.hold_rewrite).start()
         self.store._memory.pool.limit_bytes = ROOM_BYTES
@@ -146,7 +146,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.looks.append((task.info, look))
         return look
 
-    def hold_rewrite(self, rewrite: Rewrite) -> Future[Shares | None]:
+    def hold_rewrite(self, rewrite: Rewrite) -> Future[Any]:
         assert self.held_rewrite is None, "one at a time"
         self.held_rewrite = rewrite, Future()
         return self.held_rewrite[1]
@@ -311,8 +311,6 @@ class StoreHistory(RuleBasedStateMachine):
         if not path:
             return
         start = data.draw(st.integers(0, len(path) - 1))
-        if data.draw(st.sampled_from([False, False, True])):
-            self.measure(match)
         spans = match.slice(start, len(path))
         part = self.store.expected_bytes(spans, 0.1)
         whole = self.store.forecast.exact_bytes(spans)
@@ -327,13 +325,6 @@ class StoreHistory(RuleBasedStateMachine):
         elif beginning != "nothing":
             self.store.ahead.wait(source, 0.0 if "one" in beginning else 1e9)
             self.waiting.append(source)
-
-    def measure(self, match: StoredMatch) -> None:
-        """Read some of it; when that ends, it is over at the next look-up, so steps wait for it."""
-        self.store.measure_reading(match)
-        measured = self.store._measuring
-        assert measured is not None
-        wait_until(lambda: not measured.is_reading)
 
     def check_rows(self, number: int, layer: int, selected: Tensor | None) -> PartSource:
         """Whatever was evicted, dropped or rewritten since: an open source gives its rows.

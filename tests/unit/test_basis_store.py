@@ -226,8 +226,6 @@ def test_codes_alone_take_the_bytes_of_rows(make: Callable[..., Desk]) -> None:
     sizes = read_header(path, FileSystem()).info.layout()
     assert sizes.columns_bytes == 0
     assert path.stat().st_size < 1.1 * sum(own.layer_bytes for own in sizes.codes) + 3 * BLOCK_BYTES
-    desk.store.measure_reading(look_up(desk.store, LONG))
-    wait_until(lambda: not desk.store.poll() and desk.store.stats.bytes_read > 0)
 
 
 def test_what_is_not_finite_is_not_stored(make: Callable[..., Desk]) -> None:

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.paper.history import AVERAGE_WEIGHT, STEPS, TokenHistory
+from impress_sglang.paper.history import (
+    AVERAGE_WEIGHT,
+    STEPS,
+    TokenHistory,
+    chunk_shares,
+    mapping_lists,
+)
+from impress_sglang.storage.layout import SegmentLayout
+from tests.unit.kv_factory import make_shape
 
 # What half precision keeps of an importance of this size, over many updates.
 CLOSE = {"rtol": 5e-3, "atol": 5e-3}
@@ -114,3 +122,43 @@ def test_key_selected_pays_no_heed_to_the_scores() -> None:
     note(history, 0, [1], start=0, count=3, scores=torch.tensor([[9.0, 0.0, 5.0]]))
 
     assert history.average[0, 0].tolist() == [0, 1, 0]
+
+
+SOME = st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9, 1.0]), min_size=1, max_size=24)
+
+
+@given(average=SOME, cuts=st.sets(st.integers(1, 23)))
+def test_a_mapping_list_orders_each_node_by_average_and_keeps_ties(
+    average: list[float], cuts: set[int]
+) -> None:
+    starts = [0, *sorted(cut for cut in cuts if cut < len(average))]
+    head_groups = [average, average[::-1], np.roll(average, 1), np.roll(average[::-1], 2)]
+    both = np.array(head_groups, np.float32).reshape(2, 2, -1)
+
+    mapping = mapping_lists(both, starts)
+
+    assert mapping.shape == both.shape
+    for layer, head_group in np.ndindex(2, 2):
+        for start, stop in zip(starts, [*starts[1:], len(average)], strict=True):
+            tokens = range(start, stop)
+            ranked = sorted(tokens, key=lambda token: -both[layer, head_group, token])
+            rows = mapping[layer, head_group, ranked].tolist()
+            assert rows == list(range(start, stop)), "sorted() is stable as well"
+
+
+def test_shares_of_chunks_are_those_of_their_head_group() -> None:
+    # A row of keys takes a quarter of a block, one of values half of one, of each of two heads.
+    shape = make_shape(layers=2, kv_heads=2, query_heads=4, key_dim=256, value_dim=512, probe=())
+    where = SegmentLayout(shape, 8, 50, 4096)
+    average = np.random.default_rng(1).random((2, 2, 50)).astype(np.float32)
+    mapping = mapping_lists(average, [0])
+
+    found = chunk_shares(average, mapping, where)
+
+    assert found.shape == (where.total_chunks,)
+    for layer, head_group in np.ndindex(2, 2):
+        by_row = np.sort(average[layer, head_group])[::-1]
+        for column in (1 + head_group, 3 + head_group):
+            first = where.chunk_index(layer, column, 0)
+            means = [by_row[start : start + 8].mean() for start in range(0, 50, 8)]
+            np.testing.assert_allclose(found[first : first + 7], means, rtol=1e-6)

@@ -62,56 +62,6 @@ def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str)
     assert read_layers(store).stats.ssd_bytes == 0, "which is so"
 
 
-def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: PartStore) -> None:
-    bench.put(store, TOKENS)
-    match = look_up(store, TOKENS)
-    observed = store._reader.cost.observations
-
-    store.measure_reading(match)
-    measured = store._measuring
-    assert measured is not None
-    store.measure_reading(match)
-    assert store._measuring is measured, "one at a time"
-    assert store.segments.is_open(match.spans[0].segment.segment_id)
-    wait_for_reads(measured)
-    store.check_integrity()
-    store.poll()
-
-    assert store._measuring is None
-    assert not store.segments.is_open(match.spans[0].segment.segment_id)
-    assert store._reader.cost.observations > observed
-    per_layer = disk_bytes(bench, *bench.shape.columns) // bench.shape.num_layers
-    assert store.stats.bytes_read == store.stats.bytes_read_ahead == per_layer
-    assert store.summary()["buffer_used_bytes"] == 0
-    store.check_integrity()
-    store.measure_reading(match)
-    assert store._measuring is not None, "and again"
-
-
-@pytest.mark.parametrize("damage", ["lost", "gone", "damaged header", "damaged block"])
-def test_measuring_never_fails(bench: Workbench, store: PartStore, damage: str) -> None:
-    bench.put(store, TOKENS)
-    match = look_up(store, TOKENS)
-    path = stores.path_of(bench, match)
-    if damage == "lost":
-        stores.lose(bench, store, path.stem)
-    elif damage == "gone":
-        path.unlink()
-    else:
-        kv.flip_byte(path, 100 if "header" in damage else 4096)
-
-    store.measure_reading(match)
-    if store._measuring is not None:
-        wait_for_reads(store._measuring)
-    stores.look_again(store)
-
-    store.check_integrity()
-    assert store._measuring is None
-    if damage != "damaged block":
-        assert stores.length(store, TOKENS) == 0, "what cannot be opened is lost"
-        assert store.stats.segments_unreadable == 1
-
-
 def slow_store(bench: Workbench) -> PartStore:
     """Reads take some tenths of a second, and begin without delay."""
     store = bench.open(files=SlowFileSystem(1.0), readahead=0.5)

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from impress_sglang.paper import reordering
+from impress_sglang.paper.history import mapping_lists
 from impress_sglang.paper.store import PartStore
-from impress_sglang.paper.token_order import mapping_lists
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory as stores
-from tests.unit.kv_factory import flip_byte, head_groups_of, kv_of, row_size
+from tests.unit.kv_factory import flip_byte, head_groups_of
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import Workbench, check_rows, length, look_up, prompt
 
@@ -212,7 +211,7 @@ def test_what_is_purged_while_it_is_rewritten_gets_no_name(
     assert bench.files() == set()
     finish(store)
     nothing = dict.fromkeys(store.reorders.summary(), 0)
-    assert store.reorders.summary() == nothing, "neither failed, nor would it not have paid"
+    assert store.reorders.summary() == nothing, "it has not failed"
 
 
 @pytest.mark.parametrize("reason", ["quota", "free space"])
@@ -252,76 +251,33 @@ def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PartStore) -
     assert len(bench.files()) == 1
 
 
-def spread_prompt(shape: KVShape) -> tuple[int, ...]:
-    """Four blocks of keys, of whose tokens every 16th is selected: see `spread_units`."""
-    return prompt(1, 4 * 4096 // row_size(shape, shape.key_columns[0]))
-
-
-def spread_units(shape: KVShape) -> tuple[int, int]:
-    """Blocks of a layer that are touched, and how many it were if the selected stood together."""
-    tokens = len(spread_prompt(shape))
-    touched = sum(tokens * row_size(shape, column) for column in kv_of(shape)) // 4096
-    return touched, len(kv_of(shape))
-
-
-def spread_store(bench: Workbench, **options: Any) -> PartStore:
-    tokens = spread_prompt(bench.shape)
-    store = bench.open(chunk_tokens=len(tokens) // 4, **options)
-    bench.put(store, tokens)
-    return store
-
-
-def select_spread(store: PartStore, first: int = 0, *, times: int = 1) -> None:
-    tokens = spread_prompt(store._shape)
-    for _ in range(times):
-        select(store, tokens, *range(first, len(tokens), 16))
-
-
-def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_gaps: None) -> None:
-    store = spread_store(bench)
-    select_spread(store, times=2)
-
-    assert store.reorders.enqueue() == 1
-    finish(store)
-
-    assert store.reorders.summary()["segments"] == 1
-    before = store.stats.bytes_read
-    select_spread(store)
-    together = 2 * spread_units(bench.shape)[1] * 4096
-    assert store.stats.bytes_read - before == together
-    (segment,) = store.tree.segments()
-    assert segment.history is not None and segment.history.ssd_bytes == together
-    select_spread(store, times=60)
-    assert segment.history.ssd_bytes > segment.file_bytes
-    store.reorders.enqueue()
-    finish(store)
-    assert store.reorders.summary()["segments"] == 1, "there is nothing left to save"
-    assert store.reorders.summary()["not_worth"] == 1
-
-
-def test_reordering_begins_at_each_interval(
+def test_reordering_begins_at_each_interval_if_reads_were_many(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """More bytes of selected tokens than the file has, and then twice as many."""
     now = [1000.0]
     monkeypatch.setattr(reordering, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    store = spread_store(bench, reorder_interval=600.0)
-    select_spread(store, times=2)
-    now[0] += 599
-    store.poll()
-    assert store.reorders.summary()["pending"] == 0
+    store = bench.open(reorder_interval=600.0)
+    put_selected(bench, store, tokens := prompt(1, 40), 3, 17, 39)
+    (segment,) = store.tree.segments()
 
-    now[0] += 2
-    store.poll()
-    assert store.reorders.summary()["pending"] == 1
-    finish(store)
+    def rewritten(read_bytes: int) -> int:
+        assert segment.history is not None
+        segment.history.ssd_bytes = read_bytes
+        store.reorders.note_read([segment.segment_id])
+        for seconds in (590, 20):
+            now[0] += seconds
+            store.poll()
+            assert seconds == 20 or not store.reorders.pending
+        finish(store)
+        return store.reorders.stats.segments
 
-    select_spread(store, 5, times=4)
-    now[0] += 590
-    store.poll()
-    assert store.reorders.summary()["not_worth"] == 0, "not looked at again"
-    now[0] += 20
-    store.poll()
-    assert store.reorders.summary()["pending"] + store.reorders.summary()["not_worth"] == 1
+    assert rewritten(segment.file_bytes) == 0
+    assert rewritten(segment.file_bytes + 1) == 1
+    assert segment.history is not None and segment.history.ssd_bytes == 0
+    assert rewritten(2 * segment.file_bytes) == 1
+    assert rewritten(2 * segment.file_bytes + 1) == 2
+    check_rows(store, tokens)
 
 
 def test_closing_finishes_the_rewrite_in_work_and_forgets_the_others(bench: Workbench) -> None:
