@@ -5,7 +5,7 @@ There the last tokens of a prefix have such rows beside their slots, and SGLang'
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
