@@ -23,7 +23,6 @@ _OFF = {
     "has its own tiers": "enable_hierarchical_cache enable_lmcache enable_flexkv "
     "hicache_storage_backend enable_unified_cache_external_linker",
     "drafts and verifies in one process": "decoupled_spec_role",
-    "does not support DP attention": "enable_dp_attention",
     "follows one batch at a time": "enable_two_batch_overlap enable_pdmux",
     "writes KVs to slots that do not move": "enable_unified_memory",
     "stores prefixes where they are computed": "enable_pd_role_switch",
@@ -54,7 +53,7 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
     ),
     "was never tried with data parallelism (run one server per replica)": ("dp_size", (1,)),
     "needs a model and its KVs in one place": (
-        "attn_dp_size dcp_size attn_cp_size moe_dp_size dwdp_size",
+        "dcp_size attn_cp_size moe_dp_size dwdp_size",
         (1,),
     ),
     "stores KVs of 8 to 32 bits, without scales of their own": (

@@ -102,6 +102,8 @@ class LateStart:
             not self._possible
             # What is resident leaves such a server before its pass.
             or self._scheduler.disaggregation_mode is DisaggregationMode.PREFILL
+            # Others would wait for layers that only this rank lacks.
+            or self._scheduler.require_mlp_sync
             or job is None
             or job.done.is_set()
             or job.revoked

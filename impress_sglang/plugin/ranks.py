@@ -29,12 +29,39 @@ def ranks_of(context: Any) -> Ranks:
         agreed: list[int] = votes.tolist()
         return agreed
 
+    return Ranks(distributed.get_rank(group), size, least, _gathering(group, size))
+
+
+def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Callable[[], str]:
+    """What reads the name of the store of this rank, as `identity_of_rank` does.
+
+    With DP attention the other experts are with ranks of other batches, and nothing but a start is
+    done by all of them together: later, weights must be those of then.
+    """
+    if ranks.size == context.tp_size:
+        return lambda: identity_of_rank(ranks, read)
+    gather = _gathering(context.tp_group.cpu_group, context.tp_size)
+    everyone = Ranks(ranks.rank, context.tp_size, gather=gather)
+    identity = identity_of_rank(everyone, read)
+    own = identity_of_rank(ranks, read)
+
+    def read_again() -> str:
+        if identity_of_rank(ranks, read) != own:
+            raise UnsupportedError(
+                "with DP attention other weights have a store only after a restart"
+            )
+        return identity
+
+    return read_again
+
+
+def _gathering(group: Any, size: int) -> Callable[[str], Sequence[str]]:
     def gather(text: str) -> Sequence[str]:
         texts = [""] * size
         distributed.all_gather_object(texts, text, group=group)
         return texts
 
-    return Ranks(distributed.get_rank(group), size, least, gather)
+    return gather
 
 
 def identity_of_rank(ranks: Ranks, read: Callable[[], str]) -> str:

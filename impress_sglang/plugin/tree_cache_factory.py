@@ -22,7 +22,7 @@ from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.drafts import DRAFTED, draft_runners
 from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import WINDOWED, PoolLayers, full_pool, streams_of, window_pool
-from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
+from impress_sglang.plugin.ranks import identity_reader, ranks_of
 from impress_sglang.plugin.rectangular import attend_rectangularly
 from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.plugin.self_test import check_kvs
@@ -97,9 +97,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         page, window = params.page_size, params.swa_retain_window
         shape = layers.add(shape, [windows], -(-window // page) * page)
 
-    def read_identity() -> str:
-        return identity_of_rank(ranks, lambda: identity_of(context, shape, drafts))
-
+    read_identity = identity_reader(context, ranks, lambda: identity_of(context, shape, drafts))
     device = layers(0)[0].device
     self_test = None
     # Kernels first: opening the store takes much memory.

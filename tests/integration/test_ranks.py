@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import distributed
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.admin import handle
-from impress_sglang.plugin.ranks import identity_of_rank
+from impress_sglang.plugin.ranks import identity_of_rank, identity_reader, ranks_of
 from impress_sglang.plugin.tree_nodes import is_locked
 from impress_sglang.serving.ranks import Ranks
 from impress_sglang.store import disk_worker
@@ -214,3 +216,33 @@ def test_without_weights_that_all_can_read_nobody_has_an_identity() -> None:
     ranks = Ranks(1, 2, gather=lambda text: ["", text])
     with pytest.raises(UnsupportedError):
         identity_of_rank(ranks, lambda: "b")
+
+
+def test_ranks_of_dp_attention_know_the_whole_model_by_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of two runs batches of its own, and has half of the experts."""
+    own = {0: "a", 1: "b"}
+
+    def gather(texts: list[str], text: str, group: Any) -> None:
+        assert group == "both"
+        texts[:] = own.values()
+
+    monkeypatch.setattr(distributed, "all_gather_object", gather)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: {"this one": 1}[group])
+    context = SimpleNamespace(
+        tp_size=2,
+        params=SimpleNamespace(tp_cache_group="this one"),
+        tp_group=SimpleNamespace(cpu_group="both"),
+    )
+    assert ranks_of(context).alone
+    readers = [
+        identity_reader(context, ranks_of(context), lambda rank=rank: own[rank]) for rank in own
+    ]
+    names = {read() for read in readers}
+    assert names == {rank_identity(["a", "b"], 0)}, "they share a store"
+    own[1] = "c"
+    assert readers[0]() in names
+    with pytest.raises(UnsupportedError, match="restart"):
+        readers[1]()
+    assert identity_reader(context, ranks_of(context), lambda: "a")() not in names

@@ -213,6 +213,9 @@ def test_a_pass_begins_early_only_beside_nobody(
         world.scheduler.disaggregation_mode = DisaggregationMode.PREFILL
         assert world.waits(req), "it would send slots that are not filled"
         world.scheduler.disaggregation_mode = DisaggregationMode.NULL
+        world.scheduler.require_mlp_sync = True
+        assert world.waits(req), "ranks of other batches would wait as well"
+        world.scheduler.require_mlp_sync = False
         other = world.request("other", draw(5, 40))
         assert world.waits(req) and not world.waits(other), "both would be in one pass"
         world.scheduler.waiting_queue.remove(other)

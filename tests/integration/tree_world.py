@@ -139,6 +139,7 @@ class TreeWorld:
             chunked_req=None,
             chunked_prefill_size=chunk,
             disaggregation_mode=DisaggregationMode.NULL,
+            require_mlp_sync=False,
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
             forward_stream=None,
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
