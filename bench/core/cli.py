@@ -23,7 +23,7 @@ ROOMS = {
     "traffic": ("beside", "pages", "trace"),
     "quality": ("accuracy", "blend", "precision"),
     "engine": ("engine",),
-    "micro": ("overhead", "kernels"),
+    "micro": ("overhead", "kernels", "gpu"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}
 
