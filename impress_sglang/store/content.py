@@ -9,6 +9,7 @@ A hash alone decides nothing, and each namespace has its own hash seed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -17,16 +18,18 @@ import numpy as np
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens, common_prefix_len
-from impress_sglang.store.prefix_hashes import PrefixHashes
+from impress_sglang.store.prefix_hashes import Hashes, PrefixHashes
 from impress_sglang.store.stored import StoredSegment, StoredSpan
 
 WINDOW_TOKENS = 64
-# How many equal windows are kept, in different segments or in one; text that occurs everywhere need
-# not be found everywhere.
+# How many equal windows, in different segments or in one, are compared with a prompt, the oldest
+# first; text that occurs everywhere need not be found everywhere.
 SAME_WINDOWS = 4
 # A value is the number of a segment and, in these lower bits, that of a window.
 _WINDOW_BITS = 32
 _WINDOW_MASK = (1 << _WINDOW_BITS) - 1
+# Each window may have a mark of its own among so many: of others, few are looked up in vain.
+_MARKS_EACH = 32
 # So many tokens are compared at first.
 _FIRST_COMPARED = 256
 
@@ -97,7 +100,11 @@ class ContentIndex:
         self._version = 0
         # Nearly all windows have a key of their own: the values of others are in `_more`.
         self._first: dict[int, int] = {}
-        self._more: dict[int, list[int]] = {}
+        self._more: dict[int, dict[int, None]] = {}
+        # By the lower bits of keys, whether any window has them: asked of all places of a prompt at
+        # once. Marks of windows that are gone stay for a while; so many were made.
+        self._marks: Flags = np.zeros(1 << 12, np.bool_)
+        self._marked = 0
 
     def __len__(self) -> int:
         """How many windows can be found."""
@@ -112,9 +119,8 @@ class ContentIndex:
         self._numbers[segment.segment_id] = number
         for value, key in self._windows_of(segment, number):
             if self._first.setdefault(key, value) != value:
-                more = self._more.setdefault(key, [])
-                if len(more) + 1 < SAME_WINDOWS:
-                    more.append(value)
+                self._more.setdefault(key, {})[value] = None
+        self._mark(self._keys_of(segment))
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
@@ -122,14 +128,14 @@ class ContentIndex:
         if number is None:
             return
         for value, key in self._windows_of(segment, number):
-            more = self._more.get(key, [])
-            if value in more:
-                more.remove(value)
-            elif self._first.get(key) == value:
-                if more:
-                    self._first[key] = more.pop(0)
-                else:
-                    del self._first[key]
+            more = self._more.get(key, {})
+            if self._first[key] != value:
+                del more[value]
+            elif more:
+                self._first[key] = oldest = next(iter(more))
+                del more[oldest]
+            else:
+                del self._first[key]
             if not more:
                 self._more.pop(key, None)
         del self._segments[number]
@@ -164,15 +170,15 @@ class ContentIndex:
         """
         if kept is not None and self._holds(kept, len(tokens), start):
             return kept
-        keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS).tolist()
-        known = [at for at, key in enumerate(keys, start) if key in self._first]
+        keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS)
+        marked = np.flatnonzero(self._marks[self._places(keys)])
         runs: list[Run] = []
         first = position = start
         vain = 0
-        for at in known:
-            if at < position:
+        for at, key in zip((marked + start).tolist(), keys[marked].tolist(), strict=True):
+            if at < position or key not in self._first:
                 continue
-            run = self._longest(namespace, tokens, first, at, keys[at - start], only_ready)
+            run = self._longest(namespace, tokens, first, at, key, only_ready)
             if run is None:
                 # In periodic text, a segment that is not ready may match at every place.
                 vain += 1
@@ -195,9 +201,9 @@ class ContentIndex:
             there.update(self._windows_of(self._segments[number], number))
         more = [(value, key) for key, own in self._more.items() for value in own]
         found = [*((value, key) for key, value in self._first.items()), *more]
-        assert len(set(found)) == len(found) and set(found) <= there
+        assert len(set(found)) == len(found) and set(found) == there
         assert all(self._more.values()) and self._more.keys() <= self._first.keys()
-        assert {key for _, key in there} == self._first.keys()
+        assert self._marks[self._places(np.fromiter(self._first, np.uint64))].all()
 
     def _holds(self, kept: FoundRuns, num_tokens: int, start: int) -> bool:
         same = (kept.num_tokens, kept.start, kept.version) == (num_tokens, start, self._version)
@@ -208,7 +214,8 @@ class ContentIndex:
     ) -> Run | None:
         """The longest run around a window with this key; not before `first`."""
         best, longest, now = None, 0, time.time()
-        for value in (self._first[key], *self._more.get(key, ())):
+        same = itertools.chain([self._first[key]], self._more.get(key, ()))
+        for value in itertools.islice(same, SAME_WINDOWS):
             segment = self._segments[value >> _WINDOW_BITS]
             # The seed keeps namespaces apart; this does so even where hashes are equal.
             if segment.info.namespace != namespace or (only_ready and not segment.may_be_read(now)):
@@ -226,9 +233,25 @@ class ContentIndex:
 
     def _windows_of(self, segment: StoredSegment, number: int) -> Sequence[tuple[int, int]]:
         """Values and keys of the windows of a segment with this number."""
-        info = segment.info
-        keys = self._hashes.apart_windows(info.namespace, info.tokens, WINDOW_TOKENS).tolist()
+        keys = self._keys_of(segment).tolist()
         return [((number << _WINDOW_BITS) + window, key) for window, key in enumerate(keys)]
+
+    def _keys_of(self, segment: StoredSegment) -> Hashes:
+        info = segment.info
+        return self._hashes.apart_windows(info.namespace, info.tokens, WINDOW_TOKENS)
+
+    def _mark(self, keys: Hashes) -> None:
+        """Mark windows that were added."""
+        self._marked += len(keys)
+        if self._marked * _MARKS_EACH > len(self._marks):
+            # Anew, without those that are gone.
+            keys = np.fromiter(self._first, np.uint64)
+            size = 2 * _MARKS_EACH * len(keys)
+            self._marks, self._marked = np.zeros(1 << size.bit_length(), np.bool_), len(keys)
+        self._marks[self._places(keys)] = True
+
+    def _places(self, keys: Hashes) -> Indices:
+        return (keys & np.uint64(len(self._marks) - 1)).astype(np.int64)
 
 
 def _equal(left: Tokens, right: Tokens) -> int:

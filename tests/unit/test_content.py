@@ -104,15 +104,26 @@ def test_nobody_can_foretell_where_windows_stand() -> None:
     assert not one._first.keys() & other._first.keys()
 
 
-def test_what_is_everywhere_is_kept_a_few_times() -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_everywhere_is_found_until_the_last_of_it_is_gone(order: int) -> None:
     boilerplate = text(1, 64)
     segments = [stored_segment(f"s{n}", [*boilerplate, *text(100 + n, 64)]) for n in range(50)]
     index = index_of(*segments)
-    assert len(index) == 50 + SAME_WINDOWS
-    for segment in segments:
+    for segment in segments[::order]:
+        assert find(index, as_tokens(boilerplate))
         index.discard(segment)
-    index.check_integrity()
-    assert len(index) == 0
+        index.check_integrity()
+    assert len(index) == 0 and not find(index, as_tokens(boilerplate))
+
+
+def test_marks_of_what_is_gone_go() -> None:
+    """However many segments came and went: marks take the memory of those that are there."""
+    index = ContentIndex()
+    for number in range(400):
+        segment = stored_segment("s", text(number, 640))
+        index.add(segment)
+        index.discard(segment)
+    assert len(index._marks) <= 1 << 12 and index._marks.mean() < 0.1
 
 
 @pytest.mark.parametrize("state", [SegmentState.READY, SegmentState.PENDING])
