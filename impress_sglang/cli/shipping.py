@@ -27,7 +27,7 @@ from impress_sglang.cli.directory import Directory, check_file, namespace_in, op
 from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.codes.groups.energy import Coding, CodingRule
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.directory import identity_in, segment_files
 from impress_sglang.storage.files import FileSystem
@@ -43,8 +43,13 @@ from impress_sglang.store.writing import Offer, StoreOutcome
 
 CONTENTS = "contents.json"
 KIND = "impress-sglang prefixes"
+# Seconds; later ones are nonsense.
+_LATEST = 1 << 40
 # Exceptions that malformed contents raise.
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, IndexError, PrefixUnreadable)
+_DAMAGE = (
+    *(OSError, ValueError, KeyError, TypeError, IndexError, RecursionError),
+    PrefixUnreadable,
+)
 
 
 def export(
@@ -151,6 +156,8 @@ class Exported:
             if told["kind"] != KIND:
                 raise ValueError("it was written by something else")
             self._key, self._namespace = str(told["key"]), told["namespace"]
+            if len(self._key.encode()) > hashlib.blake2b.MAX_KEY_SIZE:
+                raise ValueError("its key is too long")
             self._above: list[int | None] = [above for _, above in told["segments"]]
             for number, (name, above) in enumerate(told["segments"]):
                 if identity_in(name) != name or not (above is None or 0 <= above < number):
@@ -185,6 +192,13 @@ class Exported:
     def _check(self, number: int, name: str) -> None:
         first, own, prompt = self.infos[0], self.infos[number], self.prompt(number)
         alike = (first.identity, first.namespace, first.shape)
+        # A folder of this name will be made.
+        if identity_in(own.identity) != own.identity:
+            raise ValueError(f"segment {name} is of no model")
+        if not (isinstance(own.expires, int) and 0 <= own.expires < _LATEST):
+            raise ValueError(f"segment {name} does not say when it expires")
+        if len(prompt) != own.prefix_len + own.num_tokens:
+            raise ValueError(f"segment {name} has a gap before it")
         if own.segment_id != name or (own.identity, own.namespace, own.shape) != alike:
             raise ValueError(f"segment {name} is not one of these")
         if prefix_digest(own.namespace, prompt[: own.prefix_len]) != own.prefix_digest:
@@ -205,7 +219,9 @@ def _write(
     key = secrets.token_hex(16)
     try:
         for own in chosen:
-            source = paths[own.segment_id]
+            source = paths.get(own.segment_id)
+            if source is None:
+                raise SegmentUnreadable(own.segment_id, "another server has just removed it")
             check_file(files, source)
             shutil.copyfile(source, folder / source.name)
         contents = {
@@ -256,6 +272,7 @@ def _store(store: PrefixStore, segment: OpenSegment, prompt: Tokens, namespace: 
         coding=coding,
         ttl=max(info.expires - time.time(), 1.0) if info.expires else 0.0,
         priority=info.priority,
+        windows_from=info.prefix_len + info.windows_from,
     )
     outcome = store.writes.offer(namespace, offer)
     store.writes.drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from impress_sglang.cli import shipping
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, REFUSED, UNREACHABLE
 from impress_sglang.cli.shipping import CONTENTS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.segment import read_header
+from impress_sglang.storage.segment import encode_header, read_header
 from impress_sglang.store.prefix_hashes import namespace_text
 from impress_sglang.transfer.kv_codec import shape_by
 from tests.unit.basis_factory import codec_for
@@ -164,14 +166,56 @@ def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: S
         {"segments": [first, [second[0], 3], *rest]},
         {"segments": [first, [second[0], -1], *rest]},
         {"segments": "none"},
+        {"key": "0" * 100},
     ):
         (file / CONTENTS).write_text(json.dumps(contents | changes))
         assert run(capsys, "import", file, target) == REFUSED, changes
+    (file / CONTENTS).write_text("[" * 100_000)
+    assert run(capsys, "import", file, target) == REFUSED
     for path in (file / "missing", file / CONTENTS):
         assert run(capsys, "import", path, target) == REFUSED
     assert not target.root.exists()
     (file / CONTENTS).write_text(json.dumps(contents))
     assert run(capsys, "import", file, target)["segments"] == 4
+
+
+@pytest.mark.parametrize("shape", [SHAPES["codes float16"]])
+def test_headers_that_somebody_made_up(file: Path, target: Workbench, capsys: Said) -> None:
+    headers = {own: read_header(own, FileSystem()) for own in file.glob("*.kv")}
+    before = set(target.root.parent.iterdir())
+    for changes in (
+        {"identity": "../outside"},
+        {"identity": "0"},
+        {"expires": "soon"},
+        {"expires": 10**400},
+    ):
+        for path, header in headers.items():
+            info = dataclasses.replace(header.info, **changes)
+            body = path.read_bytes()[read_header(path, FileSystem()).info.layout().header_bytes :]
+            path.write_bytes(encode_header(dataclasses.replace(header, info=info)) + body)
+        assert run(capsys, "import", file, target) == REFUSED, changes
+        assert set(target.root.parent.iterdir()) == before
+
+
+def test_tokens_without_windows_stay_so(tmp_path: Path, capsys: Said) -> None:
+    benches = [Workbench(tmp_path / name, SHAPES["codes float16"]) for name in ("one", "other")]
+    store = benches[0].open(**OPTIONS)
+    benches[0].put(store, LONG[:100], namespace=NONE, windows_from=30)
+    benches[0].put(store, LONG, namespace=NONE, windows_from=150)
+    benches[0].close(store)
+    run(capsys, "export", tmp_path / "file", benches[0])
+    assert run(capsys, "import", tmp_path / "file", benches[1])["segments"] == 2
+    for bench in benches:
+        headers = [read_header(own, FileSystem()) for own in bench.root.glob("*/segments/*/*")]
+        assert sorted(own.info.windows_from for own in headers) == [30, 50]
+
+
+@pytest.mark.parametrize("shape", [SHAPES["codes float16"]])
+def test_what_is_removed_while_it_is_exported(
+    source: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shipping, "segment_files", lambda *_: [])
+    assert run(capsys, "export", tmp_path / "new", source) == REFUSED
 
 
 def test_beside_a_server(file: Path, source: Workbench, target: Workbench, capsys: Said) -> None:
