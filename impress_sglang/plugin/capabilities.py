@@ -51,7 +51,6 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
         "disaggregation_mode",
         ("prefill", "null"),
     ),
-    "was never tried with data parallelism (run one server per replica)": ("dp_size", (1,)),
     "needs a model and its KVs in one place": (
         "dcp_size attn_cp_size moe_dp_size dwdp_size",
         (1,),

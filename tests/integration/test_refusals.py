@@ -152,7 +152,6 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--disable-radix-cache"], "--disable-radix-cache"),
         (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
         (["--pp-size=2"], "pipeline parallelism"),
-        (["--dp-size=2"], "data parallelism"),
         (["--kv-cache-dtype=fp8_e4m3", "--impress-bits=6"], "drop --impress-bits 6"),
         ([PARTS, "--attention-backend=wave"], "and this server has wave"),
         ([PARTS, "--speculative-algorithm=NGRAM"], "passes without drafts"),

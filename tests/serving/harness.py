@@ -299,6 +299,7 @@ def launch(
     retracts: bool = False,
     preload: str | None = None,
     ranks: int = 1,
+    replicas: int = 1,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
@@ -314,6 +315,11 @@ def launch(
     if faults is not None:
         preload = FAULTY
         own[CONTROL_VARIABLE] = str(faults.path)
+    if replicas > 1:
+        preload = RANKED
+        argv.append(f"--dp-size={replicas}")
+        own["TESTS_ALSO"] = ""
+        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(replicas)))
     if ranks > 1:
         # Which has faults and retracts as well, and what else a server is.
         own[ALSO] = preload or ""

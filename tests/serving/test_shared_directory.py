@@ -1,4 +1,4 @@
-"""Servers on one directory: each finds what any of them has stored."""
+"""Servers and replicas on one directory: each finds what any of them has stored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.serving.compare import assert_same, report
+from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, launch, running, wait_until_ready
 from tests.serving.tiny_models import random_tokens
@@ -64,3 +64,26 @@ def _stored(server: Server, prompt: list[int]) -> int:
     answer = server.post("/impress/why", input_ids=prompt)
     answer.raise_for_status()
     return int(answer.json()["stored_tokens"])
+
+
+def test_two_replicas(workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server) -> None:
+    flags = impress_flags(workdir / "store-replicas", *FLAGS, "--enable-metrics")
+    log = workdir / "replicas.log"
+    with running(tiny_llama, log, *flags, zygote=zygote, replicas=2) as server:
+        stats = server.stats()
+        assert len({own["store"]["directory"] for own in stats["replicas"]}) == 2
+        prompt = random_tokens(300, seed=81)
+        stored = server.generate(prompt, 1, routed_dp_rank=0)
+        assert report(stored)["path"] == "computed"
+        wait_until(lambda: _stored(server, prompt))
+        time.sleep(HITS_S)
+        answer = server.generate([*prompt, 7, 8], 4, routed_dp_rank=1, return_logprob=True)
+        assert paths([answer]) == ["ssd"]
+        expected = stock.generate([*prompt, 7, 8], 4, return_logprob=True)
+        assert_same([expected], [answer], 1e-4)
+        assert server.post("/impress/pin", input_ids=prompt).json()["pins"]["prefixes"] == 1
+        purged = server.post("/impress/purge", input_ids=prompt).json()
+        assert purged["segments"] >= 1 and purged["unpinned"] == 2
+        assert server.post("/impress/check").json() == {"integrity": "ok"}
+        assert not _stored(server, prompt)
+        server.assert_quiet()
