@@ -344,7 +344,11 @@ class JobLoader:
                 source = job.open()
                 if self._windows_from is not None:
                     source.num_layers = self._windows_from
-                job.store.ahead.wait(source, source.num_layers)
+                try:
+                    job.store.ahead.wait(source, source.num_layers)
+                except BaseException:
+                    job.store.close_source(source)
+                    raise
             except PrefixUnreadable as error:
                 self._end(job, JobState.FAILED, error)
             except BaseException as error:

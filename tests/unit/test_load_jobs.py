@@ -20,6 +20,7 @@ from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch
+from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.sources import CodedSource
 from tests.faults import Faults, FaultyFileSystem, Rule
@@ -371,14 +372,17 @@ class TestClosing:
         desk = make()
         desk.put(FIRST, OTHER)
 
-        def fails(layer: int) -> tuple[Tensor, Tensor]:
+        def fails(*_: object) -> None:
             raise ValueError("a bug")
 
-        monkeypatch.setattr(desk.loader, "_layers", fails)
-        job = desk.load(FIRST)
-        monkeypatch.undo()
-        assert job.state is JobState.FAILED and isinstance(job.error, ValueError)
-        desk.check(desk.load(FIRST))
+        segments = desk.store.segments
+        for owner, name in ((BufferPool, "_new_memory"), (desk.loader, "_layers")):
+            monkeypatch.setattr(owner, name, fails)
+            job = desk.load(FIRST)
+            monkeypatch.undo()
+            assert job.state is JobState.FAILED and isinstance(job.error, ValueError)
+            wait_until(lambda: segments.settle() or not segments._open)
+            desk.check(desk.load(FIRST))
 
     def test_a_drive_that_hangs_ends_a_measurement(self, make: Callable[..., Desk]) -> None:
         """And what comes after it is loaded."""
