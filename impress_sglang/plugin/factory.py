@@ -12,7 +12,7 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.plugin.capabilities import identity_of_options
-from impress_sglang.plugin.pools import full_pool, streams_of
+from impress_sglang.plugin.pools import full_pool, streams_of, window_pool
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
 from impress_sglang.store.policies import Policy
@@ -30,6 +30,9 @@ def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
     runner = context.tp_worker.model_runner
     tensors = kv_tensors(runner.model)
     architecture = _architecture(runner.model_config.hf_text_config) | _scaling(runner)
+    if window_pool(runner.token_to_kv_pool) is not None:
+        # Layers with windows are stored behind the others, and not of all tokens.
+        architecture["windows"] = runner.token_to_kv_pool.layers_mapping
     for number, own in enumerate(drafts):
         tensors += [(f"draft {number} {name}", tensor) for name, tensor in kv_tensors(own.model)]
         config = _architecture(own.model_config.hf_text_config)

@@ -30,6 +30,7 @@ class TreeSlots:
         self._provenance, self._usual = shared.provenance, shared.service.usual
         self._scheduler, self._put_back = scheduler, put_back
         self._allocation = shared.allocation
+        self.windows = bool(self._allocation.window)
 
     def room(self) -> int:
         """See `SlotPool.room`."""

@@ -65,6 +65,9 @@ class SlotPool(Protocol):
     what is left.
     """
 
+    windows: bool
+    """Whether layers with windows have rows of their own, of which `room` tells nothing."""
+
     def room(self) -> int:
         """What could be allocated, by evicting if need be, without what running requests need."""
 
@@ -260,10 +263,14 @@ class JobQueue:
         return all(job.done.is_set() for job in self.jobs)
 
     def _grant(self, queue: Iterable[str]) -> None:
+        first = list(itertools.islice(queue, WINDOW))
+        if self._pool.windows and first and not self.waits(first[0]) and self._pool.is_idle():
+            # If rows that others hold keep it from being admitted, nobody ever is.
+            self._release_behind({first[0]})
         room = budget = self._pool.room()
         counted, seen = set[object](), set[str]()
         blocked = False
-        for rid in itertools.islice(queue, WINDOW):
+        for rid in first:
             if budget <= 0:
                 break
             waiter = self.waiters.get(rid) or Waiter(rid)

@@ -42,8 +42,8 @@ def test_namespaces_of_adapters() -> None:
     assert namespace("id", None) != namespace("same", None), "it was replaced"
 
 
-def test_drafts_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that have KVs."""
+def test_other_pools_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of drafts that have KVs, and of layers with windows."""
     monkeypatch.setattr(factory, "resolved_view", lambda options: options)
     monkeypatch.setattr(factory, "identity_of_options", lambda _: {})
 
@@ -67,3 +67,8 @@ def test_drafts_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(set(found)) == len(found)
     note_drafts(None, SimpleNamespace(tp_worker=worker, draft_worker=None))
     assert factory.identity_of(context, make_shape(), draft_runners(worker)) == found[0]
+    # With --disable-hybrid-swa-memory the same layers are stored in another order, and the first
+    # tokens have all of them.
+    monkeypatch.setattr(factory, "window_pool", lambda pool: pool)
+    worker.model_runner.token_to_kv_pool.layers_mapping = {0: (0, True), 1: (0, False)}
+    assert factory.identity_of(context, make_shape()) not in found

@@ -193,6 +193,40 @@ def test_room_that_jobs_and_writes_have(world: WindowWorld, page: int) -> None:
     world.end(req)
 
 
+def test_whoever_is_next_needs_rows_that_others_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs, so nobody would ever give them back."""
+    monkeypatch.setattr("tests.integration.test_window_loads.ROWS", 320)
+    how: dict[str, Any] = {"write_after": 1, "load": "always", "blend": "off", "bits": "exact"}
+    world = WindowWorld(tmp_path, size=SIZE, **how)
+    prompts = [draw(seed, 200) for seed in (13, 14, 15)]
+    for number, prompt in enumerate(prompts):
+        world.run(f"stored {number}", prompt)
+    world.flush()
+    waiting = [world.request(f"next {n}", [*own, *draw(16, 90)]) for n, own in enumerate(prompts)]
+    for req in waiting:
+        world.settle(req)
+    world.poll()
+    assert world.match(waiting[0]) == 200
+    fits, _ = world.allocator.create_prefill_budget(world.cache).check_prefill(
+        extend_input_len=90,
+        total_tokens=95,
+        max_new_tokens=4,
+        input_tokens=90,
+        swa_host_hit_length=0,
+        chunk_limit=256,
+    )
+    assert fits, "SGLang would not admit it"
+    for req in waiting:
+        world.settle(req)
+        world.admit(req)
+        world.compute(req)
+        world.end(req)
+    world.check_slots()
+    world.close()
+
+
 def test_a_purge_reaches_what_has_no_rows(world: WindowWorld, page: int) -> None:
     prompt = draw(12, 512)
     world.run("stored", prompt)

@@ -196,6 +196,8 @@ class StepLoader:
 class Pool:
     """`SlotPool` on a tree; the rest of SGLang says what it needs."""
 
+    windows = False
+
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.promised = 0
