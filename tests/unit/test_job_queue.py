@@ -101,8 +101,7 @@ def test_who_needs_more_than_what_became_resident_gets_another_job(desk: Desk) -
     resident(desk, prompt(1, 8))
     desk.poll()
     assert desk.replanned == [("a", job), ("b", job)] and not desk.ended
-    assert desk.waiting == ["b"]
-    desk.poll()
+    assert desk.waiting == ["b"] and more.state is JobState.LOADING, "begun by the same poll"
     desk.load()
     assert more.state is JobState.LOADED and desk.tree.written(prompt(1, 12))
 
@@ -156,7 +155,9 @@ class TestPassing:
         job = new_job(prompt(1, 6))
         desk.ask("a", prompt(1, 7), job, patience=patience)
         desk.ask("b", prompt(2, 2))
+        assert not desk.waiters["a"].is_blocked
         desk.poll()
+        assert desk.waiters["a"].is_blocked and not desk.waiters["b"].is_blocked
         return job
 
     @pytest.mark.parametrize(
@@ -176,6 +177,9 @@ class TestPassing:
         desk.pool.promised = 0
         desk.poll()
         assert job.state is JobState.LOADING and desk.waiting == ["a"]
+        assert not desk.waiters["a"].is_blocked
+        desk.leave("a")
+        assert desk.waiters["a"].blocked_at is None, "it may be put back"
 
     def test_nothing_is_held_against_a_request_that_came_to_the_head(self, desk: Desk) -> None:
         """No job waits: SGLang would wait for room for ever."""
@@ -200,6 +204,13 @@ class TestPassing:
         desk.clock.now += 5.0
         desk.pool.promised = 17
         return job
+
+    def test_patience_begins_again_when_something_was_brought(self, desk: Desk) -> None:
+        more = desk.again["a"] = new_job(prompt(1, 10), 6)
+        self.begun(desk)
+        desk.pool.prompts["a"], desk.pool.promised = prompt(1, 11), 11
+        desk.load()
+        assert more.state is JobState.WAITING and desk.waiting == ["a"], "b may pass"
 
     def test_but_not_when_slots_were_taken_away(self, desk: Desk) -> None:
         """Otherwise it might wait for its patience again and again."""
@@ -274,11 +285,14 @@ class TestOverlapping:
         assert overlapping([own], new_job((100, *prompt(2, 5))), 2) is None
         assert overlapping([own], new_job((100, 101, *prompt(2, 5))), 2) is own
         assert overlapping([own], new_job((5, *prompt(1, 8)[1:])), 2) is None
+        assert overlapping([own], new_job((*prompt(1, 5), 7, 8, 9), 4), 2) is None
 
     def test_who_needs_earlier_tokens_joins_a_job_that_waits(self) -> None:
         """It will begin behind what is resident then."""
         own = new_job(prompt(1, 8), 4)
         assert overlapping([own], new_job(prompt(1, 8)), 2) is own
+        own.state = JobState.LOADING
+        assert overlapping([own], new_job(prompt(1, 8)), 2) is None
 
     def test_neither_does_one_of_others(self) -> None:
         new = new_job(prompt(1, 8))

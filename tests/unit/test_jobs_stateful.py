@@ -1,7 +1,6 @@
 """The job queue in the middle of a model of SGLang, over random histories.
 
-Nothing waits for ever, no slot has two owners, and nothing that was promised is taken. That this
-would be noticed is shown by mutants of the queue and the pool, each with a fault.
+Nothing waits for ever, no slot has two owners, and nothing that was promised is taken.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from tests.unit.job_world import Path
-from tests.unit.sglang_model import NUM_SLOTS, ModelPool, SGLangModel
+from tests.unit.sglang_model import NUM_SLOTS, SGLangModel
 
 
 @st.composite
@@ -171,10 +170,3 @@ class JobsMachine(RuleBasedStateMachine):
 
 TestJobs = JobsMachine.TestCase
 TestJobs.settings = settings(max_examples=2 * settings.default.max_examples)
-
-
-class Greedy(ModelPool):
-    """The second one: jobs take what SGLang has promised."""
-
-    def room(self) -> int:
-        return self.model.available

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -133,7 +134,9 @@ class Desk:
             return not left
 
         wait_until(ended)
-        assert all(job.done.is_set() and job.ended_at >= job.began_at for job in jobs)
+        assert all(
+            job.done.is_set() and job.ended_at >= job.began_at >= job.planned_at for job in jobs
+        )
 
     def expected(self, job: LoadJob) -> list[Tensor]:
         """What its slots must hold, by the definition of exact KVs, or by the other loader."""
@@ -339,6 +342,12 @@ class TestLayers:
         began = time.monotonic()
         assert not job.wait_for_layer(1) and job.wait_for_layer(0)
         assert time.monotonic() - began < 10.0
+
+    def test_slots_are_taken_away_behind_what_the_device_writes(self) -> None:
+        job, event = self.job(), mock.Mock()
+        job.note_layer(event)
+        job.revoke()
+        event.synchronize.assert_called_once()
 
     def test_what_is_left_is_judged_by_what_was_loaded(self) -> None:
         job = self.job()

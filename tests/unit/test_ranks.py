@@ -149,7 +149,7 @@ class TestVote:
         heard: list[list[int]] = []
         first = agreement(0, heard)
         mine = vote(
-            wishes=[Wish(700, loads=True, patience=2.5), Wish(300, loads=False)],
+            wishes=[Wish(700, loads=True, patience=2.5), Wish(300), Wish(0, patience=0.0)],
             ended=[True, True, False],
             whole=[True, True, True],
             worth=[True, True, True],
@@ -158,14 +158,14 @@ class TestVote:
         assert first.vote(mine) == mine and first.now() == 5.0
         second = agreement(1, heard, now=1.0)
         theirs = vote(
-            wishes=[Wish(600, loads=False, patience=0.1), Wish(400, loads=True, patience=9.0)],
+            wishes=[Wish(600, patience=0.1), Wish(400, loads=True, patience=9.0), Wish()],
             ended=[True, False, False],
             whole=[False, True, True],
             worth=[True, True, False],
             saves=2,
         )
         assert second.vote(theirs) == vote(
-            wishes=[Wish(600, loads=True, patience=2.5), Wish(300, loads=False)],
+            wishes=[Wish(600, loads=True, patience=2.5), Wish(300), Wish(0, patience=0.0)],
             ended=[True, False, False],
             whole=[False, True, True],
             worth=[True, True, False],
@@ -182,6 +182,7 @@ class TestRanks:
         assert ranks.all(True) == other and not ranks.all(False)
         ranks = Ranks(0, 2, lambda numbers: [min(numbers[0], not other)])
         assert ranks.any(False) == other and ranks.any(True)
+        assert Ranks().alone and not ranks.alone
 
 
 def test_ranks_of_a_model_know_their_stores(tmp_path: Any) -> None:
