@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.writing import StoreOutcome
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSpan
+from impress_sglang.store.writing import Offer, StoreOutcome, _missing
 from tests.unit import kv_factory as kv
 from tests.unit.store_factory import Workbench, check_rows, length, prompt
 from tests.unit.waiting import wait_until
@@ -112,3 +115,29 @@ def test_a_short_rest_is_not_worth_a_file(
     bench.put(store, prompt(1, 20))
 
     assert bench.offer(store, prompt(1, 20 + new), min_tokens=5) is expected
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ("", (0, 20)),
+        (".", (3, 20)),
+        ("o", (0, 20)),
+        ("..o", (6, 20)),
+        (".oo", (3, 20)),
+        (".oo.o", (3, 9)),
+        ("x", (0, 0)),
+        (".ox", (3, 6)),
+    ],
+)
+def test_holes_next_to_each_other_are_filled_at_once(known: str, expected: tuple[int, int]) -> None:
+    """Three tokens each: `.` is stored, `o` a hole, `x` one of another quality."""
+    spans = []
+    for number, kind in enumerate(known):
+        state = SegmentState.READY if kind == "." else SegmentState.LOST
+        quality = Quality(1, 1.0, 8.0, 0.5) if kind == "x" else EXACT
+        own = kv.stored_segment(str(number), range(3), state=state, quality=quality)
+        spans.append(StoredSpan(own, 0, 3))
+    nothing: Any = None
+    offer = Offer(kv.as_tokens(range(20)), nothing, nothing, nothing, min_tokens=1)
+    assert _missing(StoredMatch(tuple(spans)), offer) == expected
