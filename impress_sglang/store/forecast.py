@@ -68,12 +68,15 @@ class ReadForecast:
         for span in spans:
             lengths[span.segment] += len(span)
         for segment, length in lengths.items():
-            info, layers = segment.info, range(segment.info.shape.num_layers)
+            # Looked up once: there are many layers, and a queue of requests is planned.
+            info, geometry = segment.info, segment.info.geometry
             if cached:
                 on_ssd = self._segments.tiers(info, codes=codes) == Tier.SSD
-                pages = chunk_pages(info.geometry, codes=codes)[on_ssd]
+                pages = chunk_pages(geometry, codes=codes)[on_ssd]
                 num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
+            elif codes:
+                num_bytes = sum(own.layer_bytes for own in geometry.codes)
             else:
-                num_bytes = sum(info.geometry.part(own, codes=codes)[1] for own in layers)
+                num_bytes = info.shape.num_layers * geometry.columns_bytes
             found += length / info.num_tokens * num_bytes
         return found
