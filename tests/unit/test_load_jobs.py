@@ -156,6 +156,8 @@ class Desk:
     def close(self) -> None:
         self.faults.clear()
         assert self.loader.close(20.0)
+        names = [own.segment_id for own in self.store.tree.segments()]
+        assert not any(map(self.store.segments.is_open, names)), "nobody reads any more"
         self.store.poll()
         self.bench.close_all()
 
