@@ -87,7 +87,10 @@ class TreeSlots:
         """See `SlotPool.is_idle`."""
         scheduler, last = self._scheduler, self._scheduler.last_batch
         ended = last is None or all(own.finished() for own in last.reqs)
-        return bool(scheduler.running_batch.is_empty() and scheduler.chunked_req is None and ended)
+        # What a prefill server sends has slots that come back.
+        sends = bool(getattr(scheduler, "disagg_prefill_inflight_queue", None))
+        runs = scheduler.chunked_req is not None or not scheduler.running_batch.is_empty()
+        return ended and not runs and not sends
 
     def lacking(self, job: LoadJob) -> int:
         """See `SlotPool.lacking`."""

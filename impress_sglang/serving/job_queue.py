@@ -78,7 +78,7 @@ class SlotPool(Protocol):
         """
 
     def is_idle(self) -> bool:
-        """Whether no request is running."""
+        """Whether no request is running, or sent to another server."""
 
     def lacking(self, job: LoadJob) -> int:
         """How many tokens of a job are not resident now."""

@@ -232,3 +232,27 @@ def test_a_pass_begins_early_only_beside_nobody(
             world.cache.release_aborted_request(own.cache_request_handle)
         end_job(world, job)
         world.poll()
+
+
+def test_what_is_sent_to_others_gives_its_slots_back(tmp_path: Path) -> None:
+    """A prefill server runs nothing, and has no room until it was sent."""
+    world = TreeWorld(tmp_path, size=512, write_after=1, load="always", blend="off")
+    world.run("first", STORED)
+    world.flush()
+    sent = world.request("sent", draw(6, 300))
+    world.admit(sent)
+    world.compute(sent)
+    world.scheduler.disagg_prefill_inflight_queue = [sent]
+    req = world.request("next", ASKED)
+    for _ in range(3):
+        world.poll()
+        assert world.waits(req), "it would be computed, as soon as there is room"
+    world.scheduler.disagg_prefill_inflight_queue = []
+    world.end(sent)
+    world.settle(req)
+    world.admit(req)
+    assert told_of(req)["loaded_tokens"] == PREFIX
+    world.compute(req)
+    world.end(req)
+    world.check_slots()
+    world.close()
