@@ -265,7 +265,8 @@ class PageStore:
     def _forget(self, pack: str) -> None:
         with self._lock:
             for key in self._packs.pop(pack, ()):
-                if self._index[key].pack == pack:
+                # Another pack had it as well, if it is not there.
+                if (page := self._index.get(key)) is not None and page.pack == pack:
                     del self._index[key]
 
     # On the threads.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import TypeAlias
 
 import numpy as np
 
 from impress_sglang.storage.segment import Tokens, common_prefix_len
+from impress_sglang.store.journal import ORDER_SECONDS
 from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import StoredSegment
@@ -20,6 +22,9 @@ from impress_sglang.store.tree import StoredTree
 
 # Seconds between two attempts to place what has no place, how many are tried, and for how long.
 _AGAIN_SECONDS, _TRIED_AGAIN, _MOST_SECONDS = 1.0, 64, 0.002
+
+_Order: TypeAlias = tuple[str | None, bytes | None, float]
+"""What is purged: namespace or all, the bytes of a prefix or all of it, written until when."""
 
 
 class ForeignSegments:
@@ -33,13 +38,23 @@ class ForeignSegments:
         # Until when some of these are not tried.
         self._resting: dict[str, float] = {}
         self._unwanted: set[str] = set()
+        # Orders to purge, and when they were heard: what is told later may be of before them.
+        self._purged: dict[_Order, float] = {}
+        self._late: list[StoredSegment] = []
         self._again_at = 0.0
 
     def add(self, segment: StoredSegment) -> None:
         """Put a segment of another server into the tree, or keep it until there is a place."""
         if segment.segment_id in self._unwanted:
             return
-        if self._place(segment):
+        before = self._tokens_before(segment)
+        if before is not None and any(_is_of(segment, before, own) for own in self._purged):
+            self.refuse(segment.segment_id)
+            self._late.append(segment)
+            return
+        # Being told of counts as a use.
+        segment.last_access = 0
+        if before is not None and self._tree.insert(segment, before):
             self.note_stored(segment)
         else:
             self._unplaced[segment.segment_id] = segment
@@ -90,28 +105,28 @@ class ForeignSegments:
             if time.monotonic() - now > _MOST_SECONDS:
                 return
 
-    def take_unplaced(self, namespace: str | None, tokens: Tokens | None) -> list[StoredSegment]:
-        """Never use the segments without a place that belong to a prefix (see `Purge`), or may do;
-        returns them."""
-        found = []
-        for own in self._unplaced.values():
-            before = self._tokens_before(own)
-            if namespace in (None, own.info.namespace) and (
-                tokens is None
-                or before is None
-                or common_prefix_len(np.concatenate([before, own.info.tokens]), tokens)
-                == len(tokens)
-            ):
-                found.append(own)
+    def take_unplaced(
+        self, namespace: str | None, tokens: Tokens | None, before: float
+    ) -> list[StoredSegment]:
+        """Never use the segments without a place that belong to a prefix (see `Purge`), or may do,
+        and were written by then; returns them. Those that are told of later are refused as well."""
+        now = time.monotonic()
+        self._purged = {own: at for own, at in self._purged.items() if now - at < ORDER_SECONDS}
+        order = namespace, None if tokens is None else tokens.tobytes(), before
+        self._purged[order] = now
+        found = [
+            own
+            for own in self._unplaced.values()
+            if _may_be_of(own, order) and _is_of(own, self._tokens_before(own), order)
+        ]
         for own in found:
             self.refuse(own.segment_id)
         return found
 
-    def _place(self, segment: StoredSegment) -> bool:
-        before = self._tokens_before(segment)
-        # Being told of counts as a use.
-        segment.last_access = 0
-        return before is not None and self._tree.insert(segment, before)
+    def take_late(self) -> list[StoredSegment]:
+        """What was purged before it was told of."""
+        late, self._late = self._late, []
+        return late
 
     def _tokens_before(self, segment: StoredSegment) -> Tokens | None:
         """The tokens before a segment, by what it builds on; None if that is not known."""
@@ -129,3 +144,22 @@ class ForeignSegments:
                 tokens = np.concatenate([tokens, own.info.tokens])
         same = prefix_digest(info.namespace, tokens) == info.prefix_digest
         return tokens if same else None
+
+
+def _may_be_of(segment: StoredSegment, order: _Order) -> bool:
+    """Whether an order to purge may concern a segment, as far as that says itself."""
+    namespace, prefix, before = order
+    if segment.written > before or namespace not in (None, segment.info.namespace):
+        return False
+    rest = np.frombuffer(prefix or b"", np.int32)[segment.info.prefix_len :]
+    return common_prefix_len(segment.info.tokens, rest) == len(rest)
+
+
+def _is_of(segment: StoredSegment, before: Tokens | None, order: _Order) -> bool:
+    """Whether an order to purge concerns a segment behind these tokens; None: unknown ones."""
+    if not _may_be_of(segment, order):
+        return False
+    if before is None:
+        return True
+    prefix = np.frombuffer(order[1] or b"", np.int32)[: segment.info.prefix_len]
+    return common_prefix_len(before, prefix) == len(prefix)

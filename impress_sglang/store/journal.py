@@ -3,7 +3,8 @@
 A file of lines, each the XXH3-64 of a JSON object in hex, a space, and the object. The first names
 the file as written, the others are changes in order:
 
-    {"add": description, "tokens": base64, "bytes": n, "use": [last access, hits, builds on]}
+    {"add": description, "tokens": base64, "bytes": n, "at": time written,
+     "use": [last access, hits, builds on]}
     {"use": [segment, last access, hits, builds on]}      {"gone": [segment, …]}
     {"purge": {…}}      {"want": bytes}                   for servers that follow, see `peers.py`
 
@@ -44,11 +45,12 @@ _MOST_WAITING = 100_000
 # A journal is made anew when it is twice as long as it was then, and this many bytes more.
 _SLACK_BYTES = 1 << 24
 # Seconds after which every server has obeyed an order to purge, or starts without what it is about.
-_ORDER_SECONDS = 86_400.0
+ORDER_SECONDS = 86_400.0
 _OPENING = "journal"
 
-Row: TypeAlias = tuple[SegmentInfo, int, SegmentUse]
-"""What a journal has of a segment: its description, the bytes of its file, and its use."""
+Row: TypeAlias = tuple[SegmentInfo, int, SegmentUse, float]
+"""What a journal has of a segment: its description, the bytes of its file, its use, and when it was
+written, as of `time.time`."""
 Record: TypeAlias = Mapping[str, Any]
 
 
@@ -82,10 +84,13 @@ def segment_of(record: Record) -> StoredSegment:
         last_access=last_access,
         hits=hits,
         above=above,
+        written=float(record["at"]),
     )
 
 
-def read_lines(files: FileSystem, path: Path, offset: int = 0) -> Iterator[bytes]:
+def read_lines(
+    files: FileSystem, path: Path, offset: int = 0, block_bytes: int = _READ_BYTES
+) -> Iterator[bytes]:
     """The lines of a file from a place on; the last one may lack its end.
 
     Raises:
@@ -95,7 +100,7 @@ def read_lines(files: FileSystem, path: Path, offset: int = 0) -> Iterator[bytes
     descriptor = files.open(path, os.O_RDONLY)
     try:
         while offset < size:
-            block = bytearray(min(size - offset, _READ_BYTES))
+            block = bytearray(min(size - offset, block_bytes))
             files.read(descriptor, offset, memoryview(block))
             offset += len(block)
             *lines, rest = (rest + block).split(b"\n")
@@ -160,6 +165,13 @@ class Journal:
             self._orders.append(record)
         self.flush()
 
+    @property
+    def orders(self) -> list[Any]:
+        """The orders to purge that are still told."""
+        now = time.time()
+        orders = [own["purge"] for own in self._orders]
+        return [own for own in orders if now - own["at"] < ORDER_SECONDS]
+
     def flush(self) -> None:
         """Write what waits; raises like `change`."""
         if not self._waiting:
@@ -184,8 +196,7 @@ class Journal:
 
     def _write_anew(self, segments: Mapping[str, StoredSegment]) -> None:
         first = encode(json.dumps({_OPENING: secrets.token_hex(16)}).encode())
-        now = time.time()
-        self._orders = [own for own in self._orders if now - own["purge"]["at"] < _ORDER_SECONDS]
+        self._orders = [{"purge": own} for own in self.orders]
         orders = [encode(json.dumps(own).encode()) for own in self._orders]
         temporary = self._path.with_name(self._path.name + TEMPORARY_SUFFIX)
         self._files.unlink(temporary)
@@ -236,6 +247,7 @@ class Journal:
                     for segment_id in record["gone"]:
                         found.pop(segment_id, None)
                 elif "purge" in record:
+                    float(record["purge"]["at"])
                     orders.append(record)
             except (ValueError, KeyError, TypeError) as error:
                 logger.warning("%s has a line of another version: %s", self._path, error)
@@ -273,9 +285,10 @@ def _write(
 
 
 def _added(row: Row) -> bytes:
-    info, file_bytes, (_, *use) = row
+    info, file_bytes, (_, *use), written = row
     tokens = base64.b64encode(info.tokens.astype(_INTEGERS, copy=False).tobytes())
-    rest = file_bytes, json.dumps(use).encode()
+    rest = file_bytes, json.dumps(written).encode(), json.dumps(use).encode()
     return encode(
-        b'{"add": %s, "tokens": "%s", "bytes": %d, "use": %s}' % (info.description(), tokens, *rest)
+        b'{"add": %s, "tokens": "%s", "bytes": %d, "at": %s, "use": %s}'
+        % (info.description(), tokens, *rest)
     )

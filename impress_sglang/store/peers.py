@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.25
 # Seconds between two looks for folders of other servers.
 FOLDERS_SECONDS = 1.0
+# The first line of a journal has fewer bytes.
+_FIRST_BYTES = 256
 # The most that one poll takes, in seconds.
 _MOST_SECONDS = 0.005
 
@@ -65,6 +67,8 @@ class _Followed:
     segments: dict[str, int] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
     """Of the files of these segments."""
+    unsure: set[str] = dataclasses.field(default_factory=set)
+    """Segments of a journal that was replaced by one that is not read to its end yet."""
 
 
 class Peers:
@@ -103,19 +107,24 @@ class Peers:
             try:
                 if time.monotonic() >= self._folders_at:
                     self._look_for_folders()
-            except OSError as error:
+            except Exception as error:
                 failed = error
             for own in self._followed.values():
                 try:
                     self._news.extend(self._read(own))
-                except (OSError, ValueError, KeyError, TypeError) as error:
+                except Exception as error:
+                    # Of the disk, or a line of another version: nothing ends the thread.
                     failed = error
             if failed is not None and self._followed and not self._failed:
                 logger.warning("what another server stores cannot be read: %s", failed)
             self._failed = failed is not None
 
-    def begin(self) -> list[StoredSegment]:
-        """Look for the first time; returns the segments of others. What they want is not new."""
+    def begin(self, orders: Iterable[Mapping[str, Any]] = ()) -> list[StoredSegment]:
+        """Look for the first time; returns the segments of others. What they want is not new.
+
+        `orders`: to purge, which an earlier process of this folder has given.
+        """
+        self._news.extend(News(purge=own) for own in orders)
         self.look()
         news, self._news = list(self._news), collections.deque()
         gone = {own.gone for own in news}
@@ -172,7 +181,7 @@ class Peers:
             self._followed.setdefault(folder, _Followed(folder))
         for folder in self._followed.keys() - set(there):
             left = self._followed.pop(folder)
-            self._news.extend(News(gone=own) for own in left.segments)
+            self._news.extend(News(gone=own) for own in left.unsure.union(left.segments))
 
     def _read(self, own: _Followed) -> Iterator[News]:
         path = own.folder / JOURNAL
@@ -181,28 +190,28 @@ class Peers:
             self._files.close(self._files.open(path, os.O_RDONLY))
             status = self._files.stat(path)
         except FileNotFoundError:
-            yield from (News(gone=gone) for gone in own.segments)
-            own.segments, own.num_bytes, own.end, own.seen = {}, 0, 0, ()
+            yield from (News(gone=gone) for gone in own.unsure.union(own.segments))
+            own.segments, own.num_bytes, own.end, own.seen, own.unsure = {}, 0, 0, (), set()
             return
         seen = status.st_ino, status.st_size, status.st_mtime_ns
         if seen == own.seen:
             return
-        first = next(read_lines(self._files, path), b"")
-        before = own.segments
+        first = next(read_lines(self._files, path, block_bytes=_FIRST_BYTES), b"")
         if first != own.first or status.st_size < own.end:
+            own.unsure.update(own.segments)
             own.segments, own.num_bytes, own.first, own.end = {}, 0, first, 0
         for line in read_lines(self._files, path, own.end):
             if not line.endswith(b"\n"):
                 break
             own.end += len(line)
             if (record := decode(line)) is not None:
-                yield from _news_of(record, own, before)
-        for gone in before.keys() - own.segments.keys():
-            yield News(gone=gone)
-        own.seen = seen
+                yield from _news_of(record, own)
+        yield from (News(gone=gone) for gone in own.unsure - own.segments.keys())
+        own.seen, own.unsure = seen, set()
 
     def take(self) -> Iterator[News]:
-        """What is new, as long as it does not take too long; the rest comes with the next call."""
+        """What is new, as long as that and what the caller does with it does not take too long; the
+        rest comes with the next call."""
         if not self._news:
             return
         until = time.monotonic() + _MOST_SECONDS
@@ -210,10 +219,11 @@ class Peers:
             yield self._news.popleft()
 
 
-def _news_of(record: dict[str, Any], own: _Followed, before: dict[str, int]) -> Iterator[News]:
+def _news_of(record: dict[str, Any], own: _Followed) -> Iterator[News]:
     if "add" in record:
         segment = segment_of(record)
-        segment_id, known = segment.segment_id, segment.segment_id in before
+        segment_id = segment.segment_id
+        known = segment_id in own.segments or segment_id in own.unsure
         own.num_bytes += segment.file_bytes - own.segments.get(segment_id, 0)
         own.segments[segment_id] = segment.file_bytes
         if not known and segment.info.identity == identity_in(own.folder.name):
@@ -223,7 +233,7 @@ def _news_of(record: dict[str, Any], own: _Followed, before: dict[str, int]) -> 
     for gone in record.get("gone", ()):
         if (file_bytes := own.segments.pop(gone, None)) is not None:
             own.num_bytes -= file_bytes
-            before.pop(gone, None)
+            own.unsure.discard(gone)
             yield News(gone=gone)
     if "purge" in record:
         yield News(purge=record["purge"])

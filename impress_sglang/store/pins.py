@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import json
 import logging
+import math
 import time
 
 import numpy as np
@@ -35,6 +36,8 @@ class _Pin:
     namespace: str
     tokens: Tokens
     segments: tuple[StoredSegment, ...] = ()
+    at: float = dataclasses.field(default_factory=time.time)
+    """When it was pinned."""
 
 
 class Pins:
@@ -106,10 +109,16 @@ class Pins:
         self._write()
         return None
 
-    def unpin(self, namespace: str | None = None, tokens: Tokens | None = None) -> int:
+    def unpin(
+        self,
+        namespace: str | None = None,
+        tokens: Tokens | None = None,
+        before: float = math.inf,
+    ) -> int:
         """Unpin the prefixes that begin with these tokens; returns how many there were.
 
-        None: those of all namespaces, or whatever they begin with.
+        None: those of all namespaces, or whatever they begin with. `before`: only what was pinned
+        by then.
         """
         tokens = np.empty(0, np.int32) if tokens is None else tokens
         left = [
@@ -117,6 +126,7 @@ class Pins:
             for pin in self._pins
             if namespace not in (None, pin.namespace)
             or common_prefix_len(pin.tokens, tokens) < len(tokens)
+            or pin.at > before
         ]
         count, self._pins = len(self._pins) - len(left), left
         if count:
@@ -148,7 +158,10 @@ class Pins:
         try:
             for fields in json.loads(content):
                 tokens = np.frombuffer(base64.b64decode(fields["tokens"], validate=True), "<i4")
-                found.append(_Pin(str(fields["namespace"]), tokens.astype(np.int32)))
+                pin = _Pin(
+                    str(fields["namespace"]), tokens.astype(np.int32), at=float(fields["at"])
+                )
+                found.append(pin)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             path = self._directory.path / PINS
             logger.warning("%s is damaged (%s): nothing is pinned", path, error)
@@ -159,5 +172,5 @@ class Pins:
         fields = []
         for pin in self._pins:
             tokens = base64.b64encode(pin.tokens.astype("<i4", copy=False).tobytes()).decode()
-            fields.append({"namespace": pin.namespace, "tokens": tokens})
+            fields.append({"namespace": pin.namespace, "tokens": tokens, "at": pin.at})
         self._worker.submit(self._worker.keep, PINS, json.dumps(fields).encode())

@@ -87,7 +87,7 @@ class Purge:
         text = order["tokens"]
         tokens = None if text is None else np.frombuffer(base64.b64decode(text), "<i4")
         purge = cls(order["namespace"], None if tokens is None else tokens.astype(np.int32))
-        purge._before, purge._unpins = order["before"], order["unpins"]
+        purge._before, purge._unpins = float(order["before"]), order["unpins"]
         return purge
 
     def _order(self) -> dict[str, Any]:
@@ -121,15 +121,19 @@ class Purge:
         """Take a step that other servers are not told of, within a poll."""
         first, self._begun = not self._begun, True
         writes, unpinned = list[StoredSegment](), 0
-        tree = store.tree
-        if first and self._unpins:
-            unpinned = store.pins.unpin(self._namespace, self._tokens)
-            hidden = store.foreign.take_unplaced(self._namespace, self._tokens)
+        tree, before = store.tree, time.time() if self._before is None else self._before
+        if first:
+            if self._unpins:
+                unpinned = store.pins.unpin(self._namespace, self._tokens, before)
+            hidden = store.foreign.take_unplaced(self._namespace, self._tokens, before)
             store.writes.remove_foreign(hidden)
         if self._before is not None:
             if first and self._unpins:
+                # An order may be heard again: what is newer than it stays.
                 place = tree, self._namespace, self._tokens
-                writes = [own for own, _ in store.writes if is_in(own, *place)]
+                writes = [
+                    own for own, _ in store.writes if own.written <= before and is_in(own, *place)
+                ]
             if self._old is None:
                 found = tree.below(self._namespace, self._tokens)
                 self._old = [own for own in found if own.on_disk and own.written <= self._before]

@@ -250,11 +250,17 @@ class Quota:
             else:
                 self._served[path] = time.monotonic()
 
+    @property
+    def lacks(self) -> int:
+        """How many bytes are missing to a share of the directory; negative: more are used."""
+        return bytes_of(self._config.ssd_gb) // (1 + len(self._peers.folders)) - self.used_bytes
+
     def share_out(self, num_bytes: int, is_needed: Callable[[str], bool]) -> list[StoredSegment]:
         """What to evict for another server that lacks room: no more than what is above a share."""
-        share = bytes_of(self._config.ssd_gb) // (1 + len(self._peers.folders))
         choice = _Choice(is_needed, StoredMatch())
-        choice.take_from(self._tree.order, min(num_bytes, self.used_bytes - share))
+        choice.take_from(self._tree.order, min(num_bytes, -self.lacks))
+        for used in choice.in_use:
+            self._tree.order.note(used)
         return choice.victims
 
     def _trim_others(self, needed: int) -> bool:
@@ -292,7 +298,7 @@ class _Choice:
         self.victims: list[StoredSegment] = []
         self.num_bytes = 0
         self.in_use: dict[StoredSegment, None] = {}
-        """Segments that were passed over because they are needed."""
+        """Segments that were passed over because they are needed, or not ours."""
         self._is_needed = is_needed
         self._spared = {span.segment for span in keep.spans}
         # For segments that lose some of their dependents: how many of these stay.
@@ -306,6 +312,7 @@ class _Choice:
         if segment.home is not None:
             # It is for its server to remove, and does not keep what it builds on.
             self._spared.add(segment)
+            self.in_use[segment] = None
             _count_out(segment, self._staying)
             return
         if self._is_needed(segment.segment_id):

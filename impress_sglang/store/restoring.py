@@ -170,7 +170,7 @@ def recover_tree(
             # Present garbage would be frozen, too; it takes longer to collect with the tree there.
             gc.collect()
         recover(found, directory, worker)
-        others = [] if peers is None else peers.begin()
+        others = [] if peers is None else peers.begin(worker.journal.orders)
         tree = StoredTree(content, ttl)
         useless, orphans = restore_segments(tree, found.segments + others)
         foreign = ForeignSegments(tree)

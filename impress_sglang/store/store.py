@@ -70,8 +70,8 @@ class Outcomes:
     """Of stores of other models, which may have failed."""
     tasks: list[tuple[Task, Future[Any]]]
     expired: list[StoredSegment]
-    news: list[News]
-    """What other servers have told."""
+    news: Iterator[News]
+    """What other servers have told, as long as there is time for it."""
 
 
 class PrefixStore:
@@ -200,7 +200,7 @@ class PrefixStore:
             removals=self.quota.ended(),
             tasks=self._disk.ended(),
             expired=self.tree.order.take_due(time.time(), MOST_EXPIRED),
-            news=list(self._disk.peers.take()),
+            news=self._disk.peers.take(),
         )
 
     def _take(self, outcomes: Outcomes) -> None:
@@ -213,6 +213,8 @@ class PrefixStore:
         for news in outcomes.news:
             self._hear(news)
         self.foreign.place_again()
+        if late := self.foreign.take_late():
+            self.writes.remove_foreign(late)
         if self._orders:
             self._orders[0].obey(self)
             if not self._orders[0].left:

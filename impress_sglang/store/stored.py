@@ -81,9 +81,9 @@ class StoredSegment:
         return sum(self.dependents)
 
     @property
-    def row(self) -> tuple[SegmentInfo, int, SegmentUse]:
+    def row(self) -> tuple[SegmentInfo, int, SegmentUse, float]:
         """Its row of the index."""
-        return self.info, self.file_bytes, self.use
+        return self.info, self.file_bytes, self.use, self.written
 
     @property
     def segment_id(self) -> str:

@@ -215,8 +215,9 @@ class SegmentWrites:
             self.stats.offers_without_space += 1
             self._ask_for_room(segment.file_bytes)
             return StoreOutcome.NO_SPACE
-        if victims:
-            self.evict(victims, Cause.EVICTED)
+        if victims and self._quota.lacks > 0:
+            self._ask_for_room(segment.file_bytes)
+        self.evict(victims, Cause.EVICTED)
         if start:
             above = known.slice(0, start)[-1]
             attached = self._tree.insert_below(segment, above.segment, above.stop)
@@ -319,8 +320,7 @@ class SegmentWrites:
 
     def give(self, num_bytes: int) -> None:
         """Make room for another server, which asks for it."""
-        if victims := self._quota.share_out(num_bytes, self.is_needed):
-            self.evict(victims, Cause.EVICTED)
+        self.evict(self._quota.share_out(num_bytes, self.is_needed), Cause.EVICTED)
 
     def is_needed(self, segment_id: str) -> bool:
         """Whether a segment must stay: it is read, awaited or pinned."""

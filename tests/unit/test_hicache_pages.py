@@ -287,3 +287,15 @@ def test_a_directory_that_cannot_be_used_is_refused(opened: Open, tmp_path: Path
     (tmp_path / "hicache").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         opened()
+
+
+def test_a_page_in_two_packs_may_lose_both(opened: Open) -> None:
+    first, second = opened(), opened()
+    for own in (first, second):
+        assert store(own, 1) == [True]
+    third = opened()
+    assert third.has(keys(1)) == [True]
+    names = sorted(third._packs)
+    for name in (names[1], names[0]):
+        third._give_up(name)
+    assert third.has(keys(1)) == [False] and load(third, 1) == []

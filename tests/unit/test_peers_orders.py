@@ -1,0 +1,208 @@
+"""What servers on one directory tell each other, when it comes late, twice, or is too much."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from impress_sglang.paper.store import PartStore
+from impress_sglang.store import foreign as foreign_module
+from impress_sglang.store import journal as journal_module
+from impress_sglang.store import peers as peers_module
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.stored import StoredMatch
+from impress_sglang.store.writing import StoreOutcome
+from tests.unit.kv_factory import as_tokens
+from tests.unit.store_factory import Workbench, gb, length, lengths, prompt, until
+from tests.unit.store_factory import bench_of_one_shape as bench  # noqa: F401
+from tests.unit.test_peers import folder_of, kill, until_stored
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks do not wait for each other."""
+    monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.02)
+    monkeypatch.setattr(foreign_module, "_AGAIN_SECONDS", 0.01)
+
+
+@pytest.fixture
+def two(bench: Workbench) -> tuple[PartStore, PartStore]:  # noqa: F811
+    """Two servers, of which the second one does not look by itself."""
+    first, second = bench.open(), bench.open()
+    second._disk.peers.close(10)
+    return first, second
+
+
+Two = tuple[PartStore, PartStore]
+
+
+def hear(store: PartStore) -> None:
+    """Look, and act on all that is new."""
+    store._disk.peers._folders_at = 0.0
+    store._disk.peers.look()
+    while store._disk.peers._news:
+        store.poll()
+    store.poll()
+    store.check_integrity()
+
+
+def purge(store: PartStore, *numbers: int) -> None:
+    for number in numbers:
+        order = Purge(store.namespace(""), as_tokens(prompt(number)))
+        while order.left:
+            order.step(store)
+    store.worker.submit(int).result()
+
+
+def write_anew(store: PartStore) -> None:
+    store.worker.submit(int).result()
+    store.worker.journal._unsound = True
+    store.worker.submit(store.worker.journal.tell, {"want": 0}).result()
+
+
+def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:  # noqa: F811
+    """The one who stored it is dead, so that nobody else removes it."""
+    first, second = two
+    bench.put_all(first, 1, 2)
+    kill(bench, first)
+    purge(second, 1)
+    hear(second)
+    assert lengths(second, 1, 2) == [0, 8]
+    until(second, lambda: len(bench.files()) == 1)
+    bench.put(second, prompt(1))
+    assert lengths(second, 1, 2) == [8, 8]
+
+
+def test_a_restarted_server_keeps_its_own_order(bench: Workbench, two: Two) -> None:  # noqa: F811
+    first, second = two
+    bench.put_all(first, 1, 2)
+    kill(bench, first)
+    purge(second, 1)
+    bench.close(second)
+    (again,) = [own for own in (bench.open(), bench.open()) if folder_of(own) == folder_of(second)]
+    until(again, lambda: lengths(again, 1, 2) == [0, 8])
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_order_that_is_heard_again_leaves_what_is_newer(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+    restarted: bool,
+) -> None:
+    first, second = two
+    bench.put(first, prompt(1))
+    hear(second)
+    purge(first, 1)
+    hear(second)
+    bench.put(second, prompt(1))
+    assert second.pins.pin(second.namespace(""), as_tokens(prompt(1))) is None
+    bench.put(first, prompt(3))
+    write_anew(first)
+    if restarted:
+        second = bench.reopen(second)
+    hear(second)
+    assert lengths(second, 1, 3) == [8, 8] and len(second.pins) == 1
+
+
+def test_a_new_journal_that_is_read_in_parts(bench: Workbench, two: Two) -> None:  # noqa: F811
+    """What an interrupted look has not seen any more is gone all the same, and nothing is twice."""
+    first, second = two
+    bench.put_all(first, 1, 2, 3)
+    hear(second)
+    assert lengths(second, 1, 2, 3) == [8, 8, 8]
+    first.writes.discard(
+        [first.tree.match(first.namespace(""), as_tokens(prompt(2))).spans[0].segment],
+        Cause.EVICTED,
+    )
+    write_anew(first)
+    path = folder_of(first) / "journal"
+    lines = path.read_bytes().splitlines(keepends=True)
+    bad = journal_module.encode(json.dumps({"add": {}, "tokens": ""}).encode())
+    path.write_bytes(b"".join([*lines[:2], bad, *lines[2:]]))
+    second._disk.peers.look()
+    assert second._disk.peers.unreadable
+    hear(second)
+    assert lengths(second, 1, 2, 3) == [8, 0, 8]
+    assert not second.foreign._unplaced and second._disk.peers.num_bytes == first.tree.file_bytes
+
+
+def test_a_poll_takes_no_more_news_than_it_has_time_for(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = two
+    bench.put_all(first, *range(1, 21))
+    second._disk.peers.look()
+    heard, hear_one = [], second._hear
+
+    def slow(news: peers_module.News) -> None:
+        heard.append(news)
+        time.sleep(0.002)
+        hear_one(news)
+
+    monkeypatch.setattr(second, "_hear", slow)
+    second.poll()
+    assert 0 < len(heard) < 10
+    until(second, lambda: len(heard) == 20)
+    assert length(second, prompt(20)) == 8
+
+
+def test_room_is_found_without_passing_what_others_have_each_time(
+    bench: Workbench,  # noqa: F811
+) -> None:
+    options = {"ssd_gb": gb(30 * bench.one)}
+    first, second = bench.open(**options), bench.open(**options)
+    bench.put_all(first, *range(1, 11))
+    until_stored(second, prompt(10))
+    second = bench.reopen(second, **options)
+    bench.put_all(second, *range(20, 40))
+    segment = second.tree.match(second.namespace(""), as_tokens(prompt(39))).spans[0].segment
+
+    def finds_room() -> bool:
+        # Whether a process serves the other folder is asked first.
+        found = second.quota.make_room(segment, StoredMatch(), lambda name: False)
+        return found is not None and [own.home for own in found] == [None]
+
+    until(second, finds_room)
+    assert next(iter(second.tree.order)).home is None
+
+
+def test_who_has_less_than_a_share_gets_it(bench: Workbench) -> None:  # noqa: F811
+    options = {"ssd_gb": gb(8 * bench.one)}
+    first, second = bench.open(**options), bench.open(**options)
+    bench.put_all(first, *range(1, 9))
+    until_stored(second, prompt(8))
+    stored = []
+
+    def has_its_share() -> bool:
+        first.poll()
+        if bench.offer(second, prompt(20 + len(stored))) is StoreOutcome.ACCEPTED:
+            second.writes.drain()
+            stored.append(1)
+        return second.tree.file_bytes >= 3 * bench.one
+
+    until(second, has_its_share)
+
+
+def test_nothing_that_is_read_ends_the_thread(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+) -> None:
+    first, second = two
+    path = folder_of(first) / "journal"
+    bench.put(first, prompt(1))
+    first.worker.submit(int).result()
+    with path.open("ab") as file:
+        file.write(journal_module.encode(b"[]") + journal_module.encode(b'{"gone": 3}'))
+    end = path.stat().st_size
+    first.worker.submit(setattr, first.worker.journal, "_end", end).result()
+    bench.put(first, prompt(2))
+    for _ in range(4):
+        second._disk.peers.look()
+    hear(second)
+    assert lengths(second, 1, 2) == [8, 8]
