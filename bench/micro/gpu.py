@@ -81,7 +81,7 @@ class Step(NamedTuple):
 _TESTS = "tests/unit/triton"
 _SERVERS = "tests/serving/test_exact.py tests/serving/test_bits.py tests/serving/test_weights.py"
 STEPS = (
-    Step("tests", _TESTS, f"{_TESTS}/test_rows.py -k nothing", 1),
+    Step("tests", _TESTS, f"{_TESTS}/test_pages.py", 1),
     Step("kernels", "kernels", "kernels --quick", 1, "cuda"),
     Step("host", f"engine {_ENGINE} --host-share=1.5", f"engine {_SMALL}", 3),
     Step("drive", f"engine {_ENGINE} --host-share=0", None, 3, "cuda"),
