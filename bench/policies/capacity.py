@@ -164,6 +164,7 @@ class _NoFiles:
 
     writable, has_news, free_bytes = True, False, math.inf
     quarantined_bytes, unused_bytes, keeps_quarantine = 0, 0, False
+    num_bytes, folders = 0, ()
     undeleted = others = MappingProxyType[Any, int]({})
     suspects: dict[str, Any]
     namespace, pins = str, ()
@@ -188,6 +189,13 @@ class _NoFiles:
     def rule(self, *_: Any) -> None:
         """Nothing is coded."""
 
+    def is_open(self, _: str) -> bool:
+        """Nobody reads."""
+        return False
+
+    def note_stored(self, _: Any) -> None:
+        """No other server builds on it."""
+
 
 class Store:
     """The product's store with the sizes of files instead of files, and its cache on the host."""
@@ -204,6 +212,7 @@ class Store:
         self._places: dict[str, tuple[int, int]] = {}
         none: Any = _NoFiles()
         none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
+        none.peers = none.foreign = none
         self.quota = Quota(config, none, WriteBudget())
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)

@@ -185,7 +185,6 @@ def test_options_without_the_switch(refusal: Callable[..., str]) -> None:
     assert "--impress-retention needs --enable-impress" in said
 
 
-SLIDING = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 GEMMA = {
     **LLAMA,
     "architectures": ["Gemma2ForCausalLM"],
@@ -229,7 +228,6 @@ HYBRID = {
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        ({**SLIDING, "layer_types": ["sliding_attention"]}, "type sliding_attention"),
         (GEMMA, "attn_logit_softcapping"),
         (DSA, "index keys of sparse attention"),
         (HYBRID, "hybrid"),
@@ -241,7 +239,7 @@ HYBRID = {
         ({**LLAMA, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope"),
     ],
     ids=[
-        *("mistral", "gemma2", "deepseek", "qwen3-next"),
+        *("gemma2", "deepseek", "qwen3-next"),
         *("layer-types", "chunks", "soft-cap", "kv-sharing", "longrope", "mrope"),
     ],
 )

@@ -13,8 +13,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from impress_sglang.plugin.factory import kv_tensors
 from impress_sglang.plugin.weights import around_handler, watch_messages
-from impress_sglang.store.store import PrefixStore
-from tests.integration.worlds import NEW, OLD, SHAPE, TOKENS, World
+from tests.integration.worlds import NEW, OLD, TOKENS, World
 
 
 @pytest.fixture
@@ -152,12 +151,13 @@ def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptur
 
 
 def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Another server has the one of the new weights; without one all else goes on.
+    """There is a file in its place; without a store all else goes on.
 
     Nobody tells of these weights: a flush notices them.
     """
     world.weights = NEW
-    taken = PrefixStore(world.runtime.config, NEW, SHAPE)
+    place = world.runtime.config.ssd_path / NEW
+    place.touch()
     for _ in range(2):
         caplog.clear()
         assert world.flush() and not world.used()
@@ -169,7 +169,7 @@ def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixt
     world.weights = OLD
     assert world.flush()
     assert world.used() and world.stored(1000) == TOKENS
-    taken.close()
+    place.unlink()
     world.weights = NEW
     assert world.flush() and world.used() and world.runtime.served.identity == NEW
 
