@@ -132,7 +132,7 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     retracts = chance.random() < 0.5 or scheduler == PRIORITIES
     weights = chance.choice("ab")
     if not parts:
-        flags += ["--impress-blend=0", LEAST_BLEND]
+        flags += ["--impress-blend=0", LEAST_BLEND, "--impress-schedule=shortest"]
     is_killed = number % 2 == 0
     return Setting(weights, usual, tuple(flags), retracts, not parts, parts, is_killed, quota_gb)
 

@@ -40,7 +40,6 @@ IMPRESS_FLAGS = (
     "--impress-io-timeout=1",
     "--impress-device-gb=0.002",
     "--impress-host-gb=0.008",
-    "--impress-schedule=shortest",
 )
 LIFE_SECONDS = 12
 ENOUGH_LIVES = 8
