@@ -43,8 +43,9 @@ class PrefixAttention(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note which requests have a stored prefix, and where their rows start, then plan."""
-        # SGLang's warm-up batches have no requests.
-        rids = forward_batch.rids or [None] * forward_batch.batch_size
+        # SGLang's warm-up batches have no requests; rows of beams, which use no store, come last.
+        rids = list[Any](forward_batch.rids or ())
+        rids += [None] * (len(forward_batch.seq_lens) - len(rids))
         requests = [self._runtime.live.get(rid) for rid in rids]
         self._starts = [0 if own is None else own.start for own in requests]
         self._loading = []
