@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,8 +43,9 @@ def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Call
         return lambda: identity_of_rank(ranks, read)
     gather = _gathering(context.tp_group.cpu_group, context.tp_size)
     everyone = Ranks(ranks.rank, context.tp_size, gather=gather)
-    identity = identity_of_rank(everyone, read)
-    own = identity_of_rank(ranks, read)
+    read_once = functools.cache(read)
+    identity = identity_of_rank(everyone, read_once)
+    own = identity_of_rank(ranks, read_once)
 
     def read_again() -> str:
         if identity_of_rank(ranks, read) != own:

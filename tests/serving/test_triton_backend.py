@@ -81,7 +81,7 @@ def test_rows_of_backends(workdir: Path, zygote: Zygote) -> None:
     told = zygote.run(
         Path(pytest.__file__).with_name("__main__.py"), log, "-p", "no:cacheprovider", file
     )
-    assert " passed" in told and " failed" not in told
+    assert "6 passed" in told
 
 
 def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: Server) -> None:
