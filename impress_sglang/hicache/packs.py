@@ -10,7 +10,6 @@ on the drive.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import struct
@@ -21,8 +20,9 @@ import xxhash
 
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
+from impress_sglang.storage.writer import publishing
 
-SUFFIX, TEMPORARY_SUFFIX = ".pages", ".tmp"
+SUFFIX = ".pages"
 KEY_BYTES = 16
 _MAGIC = b"IMPRPAG\x01"
 _PREAMBLE = struct.Struct("<8sQQ16s")
@@ -85,21 +85,8 @@ def write_pack(files: FileSystem, path: Path, content: memoryview, *, direct: bo
     Raises:
         OSError: the file system refused; nothing is left behind, if it can be removed.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
-    try:
-        descriptor = files.open(temporary, flags)
-        try:
-            files.write(descriptor, 0, content)
-            files.sync(descriptor)
-            files.rename(temporary, path)
-        finally:
-            files.close(descriptor)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            files.unlink(temporary)
-        raise
-    files.sync_directory(path.parent)
+    with publishing(files, path, direct=direct) as descriptor:
+        files.write(descriptor, 0, content)
 
 
 def read_pack(files: FileSystem, path: Path, identity: bytes) -> dict[bytes, Page]:

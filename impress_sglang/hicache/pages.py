@@ -27,7 +27,6 @@ from typing import TypeVar
 from impress_sglang.errors import ConfigError
 from impress_sglang.hicache.packs import (
     SUFFIX,
-    TEMPORARY_SUFFIX,
     BadPack,
     Page,
     fill_pack,
@@ -38,6 +37,7 @@ from impress_sglang.hicache.packs import (
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 from impress_sglang.store.health import Health, Work
 from impress_sglang.threads import BackgroundThread
 

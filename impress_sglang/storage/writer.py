@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -76,16 +76,31 @@ def write_segment(
         WriteAbandoned: the reader gave up, or the segment is not wanted; nothing is left behind.
     """
     files.make_directory(path.parent)
+    with publishing(files, path, direct=direct, is_wanted=is_wanted) as descriptor:
+        _write_contents(files, descriptor, info, read_layer, buffer, mapping, coding)
+        if written_ns is not None:
+            # Where a network file system refuses this, the age begins anew.
+            with contextlib.suppress(OSError):
+                files.date(descriptor, written_ns)
+
+
+@contextlib.contextmanager
+def publishing(
+    files: FileSystem, path: Path, *, direct: bool, is_wanted: Callable[[], bool] = lambda: True
+) -> Iterator[int]:
+    """The descriptor of a new file, which gets its name once it is durable; `is_wanted` is called
+    last.
+
+    Raises:
+        OSError: the file system refused; like all that the block raises, nothing is left behind.
+        WriteAbandoned: it is not wanted any more.
+    """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
         descriptor = files.open(temporary, flags)
         try:
-            _write_contents(files, descriptor, info, read_layer, buffer, mapping, coding)
-            if written_ns is not None:
-                # Where a network file system refuses this, the age begins anew.
-                with contextlib.suppress(OSError):
-                    files.date(descriptor, written_ns)
+            yield descriptor
             files.sync(descriptor)
         finally:
             files.close(descriptor)
