@@ -133,7 +133,7 @@ def window_pool(pool: Any) -> Any:
     own = getattr(pool, "swa_kv_pool", None)
     if own is not None and not (
         getattr(pool, "full_layer_nums", 0)
-        and pool.swa_req_ring_size is pool.request_window is None
+        and pool.swa_req_ring_size is getattr(pool, "request_window", None) is None
         and not pool.swa_uses_full_indices
         and not any(map(is_latent, (pool.full_kv_pool, own)))
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,19 +53,21 @@ def host_pool(
     layout: str, kind: str = "MHA", dtype: torch.dtype = torch.bfloat16, page: int = PAGE
 ) -> Any:
     """With KVs that are told apart."""
-    how = {"layout": layout, "pin_memory": False, "host_to_device_ratio": 2.0, "host_size": 0}
-    where = {"device_capacity_tokens": TOKENS, "start_layer": 0, "end_layer": LAYERS, **how}
-    pool: Any
+    how: dict[str, Any] = {"layout": layout, "pin_memory": False, "page_size": page}
+    how |= {"host_to_device_ratio": 2.0, "host_size": 0}
+    device: Any
     if kind == "MHA":
         device = MHATokenToKVPool(TOKENS, page, dtype, 2, 16, LAYERS, "cpu", False)
-        (info,) = device.get_device_pool_infos()
-        pool = MHATokenToKVPoolHost(info.buffer_info, page_size=page, **where)
+        host: Any = MHATokenToKVPoolHost
     else:
-        latent = MLATokenToKVPool(TOKENS, PAGE, dtype, 32, 8, LAYERS, "cpu", False)
-        (info,) = latent.get_device_pool_infos()
-        pool = MLATokenToKVPoolHost(
-            info.buffer_info, page_size=PAGE, target_layer_num=LAYERS, **where
-        )
+        device = MLATokenToKVPool(TOKENS, page, dtype, 32, 8, LAYERS, "cpu", False)
+        host = functools.partial(MLATokenToKVPoolHost, target_layer_num=LAYERS)
+    if hasattr(device, "get_device_pool_infos"):
+        (info,) = device.get_device_pool_infos()
+        how |= {"device_capacity_tokens": TOKENS, "start_layer": 0, "end_layer": LAYERS}
+        pool = host(info.buffer_info, **how)
+    else:  # before SGLang 0.5.23
+        pool = getattr(host, "func", host)(device, **how)
     pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
     return pool
 
@@ -103,7 +106,8 @@ def make(tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> I
         made.append(backend)
         backend.register_mem_pool_host(pool)
         backend.register_mem_host_pool_v2(pool, PoolName.KV)
-        backend.on_host_pools_registered()
+        if hasattr(backend, "on_host_pools_registered"):  # since SGLang 0.5.23
+            backend.on_host_pools_registered()
         return backend
 
     yield make_backend
