@@ -49,6 +49,8 @@ class ImpressConfig:
     write_gb_per_day: float = 0.0
     write_after: int = 2
     ttl: float = 0.0
+    store: str = ""
+    store_gb: float = 0.0
     retention: float | str = 1.0
     min_retention: float = 0.05
     bits: float | str = USUAL
@@ -249,7 +251,7 @@ class ImpressConfig:
 
 def share_of_rank(config: ImpressConfig, size: int) -> ImpressConfig:
     """The options of one of `size` ranks of a model, which share disk and memory of the host."""
-    shared = "ssd_gb", "namespace_gb", "write_gb_per_day", "host_gb", "buffer_gb"
+    shared = "ssd_gb", "namespace_gb", "write_gb_per_day", "store_gb", "host_gb", "buffer_gb"
     return dataclasses.replace(config, **{name: getattr(config, name) / size for name in shared})
 
 

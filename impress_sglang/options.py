@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -50,6 +51,11 @@ USUAL_BITS = 6.0
 ON, OFF = "on", "off"
 CLASSES, SHORTEST = "classes", "shortest"
 SCHEDULES = (OFF, CLASSES, SHORTEST)
+
+
+def _is_bucket(text: str) -> bool:
+    """Whether this is a bucket with or without a prefix, or empty."""
+    return not text or re.fullmatch(r"s3://[^/\s]+(/\S*)?", text) is not None
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -144,6 +150,8 @@ _RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
     "write_after": (int, between(1, 255)),
     "write_gb_per_day": (float, at_least(0)),
     "ttl": (float, at_least(0)),
+    "store": (str, Rule("s3://bucket/prefix", _is_bucket)),
+    "store_gb": (float, at_least(0)),
     "retention": (
         _number_or_word,
         Rule(f"0 < r <= 1, or {AUTO}", lambda r: r == AUTO or (is_number(r) and 0 < r <= 1)),
@@ -197,6 +205,8 @@ _MEANINGS = {
     "write_gb_per_day": "Daily write budget, in GB. Once it is spent, nothing is stored until it "
     "refills. 0: no limit.",
     "ttl": "Seconds after which a stored prefix is removed, used or not. 0: no limit.",
+    "store": "Object store that servers share, s3://bucket/prefix. The directory is then a cache.",
+    "store_gb": "Quota of the object store, in GB. The oldest objects go. 0: no quota.",
     "retention": "Policies paper* and as+h2o*: fraction of a stored prefix that each layer "
     f"attends to. auto: the largest whose I/O hides behind compute, at least {AUTO_FLOOR:g}.",
     "min_retention": "Floor under the retention that a request asks for.",

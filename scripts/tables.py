@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- {0}: made by `python -m scripts.tables --write` -->", "<!-- /{0} -->"
 GROUPS = {
     "Store": "ssd_dir ssd_gb min_free_gb namespace_gb write_after write_gb_per_day ttl "
-    "min_prefix_tokens approximation_depth chunk_tokens",
+    "store store_gb min_prefix_tokens approximation_depth chunk_tokens",
     "Precision and retention": "bits basis keep retention min_retention load",
     "Text that is no prefix": "blend blend_min_tokens blend_seconds truncate",
     "Memory": "device_gb host_gb buffer_gb half_life",

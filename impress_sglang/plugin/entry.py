@@ -92,11 +92,13 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
     def check() -> None:
         from impress_sglang.plugin.capabilities import check_environment, check_model, check_options
         from impress_sglang.storage.directory import require_writable
+        from impress_sglang.store.bucket import open_bucket
 
         config = config_of(server_args)
         assert config is not None
         _check_seams()
         require_writable(config.ssd_path)
+        open_bucket(config)
         check_environment()
         check_options(config, resolved_view(server_args))
         if config.needs_parts:

@@ -81,13 +81,18 @@ class StoreDirectory:
         try:
             self._lock, self._marker = self._claim(None)
             self._device = files.stat(self.root).st_dev
-            self._key = _key_in(self._marker)
+            self.key = _key_in(self._marker)
         except OSError as error:
             raise ConfigError(f"--impress-ssd-dir {root} cannot be written: {error}") from error
 
+    def take_key(self, key: bytes) -> None:
+        """Use another key, of a store that shares the segments; there are none here yet."""
+        self._mark(key, new=False)
+        self._marker, self.key = _read_small(self.files, self.path / MARKER), key
+
     def namespace(self, text: str) -> str:
         """The stored name of a namespace: a keyed hash, because the text may hold a secret."""
-        return hashlib.blake2b(text.encode(), key=self._key, digest_size=16).hexdigest()
+        return hashlib.blake2b(text.encode(), key=self.key, digest_size=16).hexdigest()
 
     def segment_path(self, segment_id: str, folder: Path | None = None) -> Path:
         """The path of a segment's file; 256 folders keep each one small.
@@ -166,7 +171,7 @@ class StoreDirectory:
         """
         if _stat_existing(self.files, self.root).st_dev != self._device:
             raise FileNotFoundError(f"the file system of {self.root} is not mounted")
-        lock, marker = self._claim(self._key)
+        lock, marker = self._claim(self.key)
         with self._closing:
             # A thread that was given up while the disk did not answer may get here late.
             if self._closed:
@@ -223,9 +228,8 @@ class StoreDirectory:
                 raise ConfigError(f"{self.root / self.identity} has no {MARKER}: remove it")
             time.sleep(_KEY_SECONDS / 1000)
 
-    def _mark(self, key: bytes) -> None:
-        foreign = set(self.files.list(self.path)) - {LOCK, f"{MARKER}{TEMPORARY_SUFFIX}"}
-        if foreign:
+    def _mark(self, key: bytes, *, new: bool = True) -> None:
+        if new and set(self.files.list(self.path)) - {LOCK, f"{MARKER}{TEMPORARY_SUFFIX}"}:
             raise ConfigError(
                 f"{self.path} has files but no valid {MARKER}, so it is not a store of this "
                 "version of impress-sglang; remove it, or choose another --impress-ssd-dir"

@@ -14,6 +14,7 @@ import os
 import platform
 import queue
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -173,12 +174,19 @@ class AioEngine:
 
 
 class ThreadEngine:
-    """A thread per read in flight, `MAX_THREADS` at most."""
+    """A thread per read in flight."""
 
     name = "threads"
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth = min(depth, MAX_THREADS)
+    def __init__(
+        self,
+        depth: int,
+        read: Callable[[int, int, memoryview], None] = read_exactly,
+        most: int = MAX_THREADS,
+    ) -> None:
+        """`read`: fills memory from a descriptor and an offset; `most`: threads."""
+        self.depth = depth = min(depth, most)
+        self._read = read
         self._wanted: queue.SimpleQueue[tuple[int, int, int, int, int] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._next = 0
@@ -219,7 +227,7 @@ class ThreadEngine:
             number, descriptor, offset, address, size = read
             target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
             try:
-                read_exactly(descriptor, offset, target)
+                self._read(descriptor, offset, target)
             except EOFError:
                 size = 0
             except OSError as error:

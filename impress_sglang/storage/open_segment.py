@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,8 @@ class OpenSegment:
         """How many read from it, of those that share it."""
         self.retired = False
         """Whether its segment has left the store, or has another file."""
+        self.reader: Any = None
+        """The `BlockReader` of its blocks; None: that of the drive."""
         with reading(self.segment_id):
             self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
 

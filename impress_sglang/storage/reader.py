@@ -85,9 +85,8 @@ class BlockRuns:
 class PendingRead:
     """Runs that are being read, in pieces; made by `BlockReader.submit`."""
 
-    def __init__(self, runs: BlockRuns, has_stopped: Callable[[], bool], *, ahead: bool) -> None:
-        self._has_stopped = has_stopped
-        self.runs = runs.split(PIECE_BYTES)
+    def __init__(self, pieces: BlockRuns, has_stopped: Callable[[], bool], *, ahead: bool) -> None:
+        self._has_stopped, self.runs = has_stopped, pieces
         self.ahead = ahead
         self._sizes = self.runs.stops - self.runs.starts
         # Single numbers are read faster from a list.
@@ -180,8 +179,9 @@ class BlockReader:
         *,
         engine: str = "auto",
         patience: float = math.inf,
+        piece_bytes: int | None = None,
     ) -> None:
-        """Begin with nothing to read, with at most `depth` reads in flight.
+        """Begin with nothing to read, with at most `depth` reads in flight, of `piece_bytes` each.
 
         `files` gives the engine of this name; None for the installed file system. `patience`:
         seconds without any arrival after which the device counts as stopped.
@@ -191,8 +191,7 @@ class BlockReader:
         """
         self.cost = ReadCost()
         self._make_engine = functools.partial((files or installed()).engine, engine, depth)
-        self._patience = patience
-        self._arrived_at = time.monotonic()
+        self._patience, self._piece, self._arrived_at = patience, piece_bytes, time.monotonic()
         self._unsettled: set[PendingRead] = set()
         self._closed = False
         self._failed: BaseException | None = None
@@ -230,7 +229,8 @@ class BlockReader:
 
         The memory must stay alive and the segment open until the read is done.
         """
-        read = PendingRead(runs, self._has_stopped, ahead=ahead)
+        pieces = runs.split(self._piece or PIECE_BYTES)
+        read = PendingRead(pieces, self._has_stopped, ahead=ahead)
         with self._changed:
             assert not self._closed
             if self._failed is not None:

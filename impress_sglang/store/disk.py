@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import logging
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from impress_sglang.codes.groups.energy import QueryMeter
@@ -27,11 +30,13 @@ from impress_sglang.storage.directory import (
     take_free,
 )
 from impress_sglang.storage.files import FileSystem, installed
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.store.bucket_peer import peer_of
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.health import Health, Task, Work
-from impress_sglang.store.peers import Peers
+from impress_sglang.store.peers import News, Peers
 from impress_sglang.store.pins import Pins
 from impress_sglang.store.restoring import recover_tree
 from impress_sglang.store.stored import StoredSegment
@@ -75,9 +80,12 @@ class StoreDisk:
         self.meter = QueryMeter()
         self.directory = directory or take_free(self.files, config.ssd_path, identity)
         self.peers = Peers(self.directory)
-        self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)
+            self.bucket = peer_of(config, self.directory)
+            if self.bucket is not None:
+                undo.callback(self.bucket.close, self._seconds)
+            self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
             self.health = Health(self._seconds)
             self._tasks: list[tuple[Task, Future[Any]]] = []
             try:
@@ -106,6 +114,8 @@ class StoreDisk:
                 ) from error
             undo.pop_all()
         self.peers.start()
+        if self.bucket is not None:
+            self.bucket.begin(self.tree.segments(), self.worker.journal.orders)
         logger.info(
             "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
             self.directory.path,
@@ -113,6 +123,41 @@ class StoreDisk:
             self.tree.file_bytes / 1e6,
             "on" if self.direct else "off",
         )
+
+    def is_far(self, segment: StoredSegment) -> bool:
+        """Whether only the bucket has a segment."""
+        return self.bucket is not None and segment.home == self.bucket.home
+
+    def take_news(self) -> Iterator[News]:
+        """What other servers and the bucket have told, as long as there is time for it."""
+        return itertools.chain(self.peers.take(), () if self.bucket is None else self.bucket.take())
+
+    def has(self, segment: StoredSegment) -> bool:
+        """Whether what the bucket tells of is stored here, or by another server, anyhow."""
+        if self.bucket is None or not self.is_far(segment):
+            return False
+        known = self.tree.get(segment.segment_id)
+        return known is not None or self.bucket.is_here(segment)
+
+    def open(self, segment: StoredSegment) -> OpenSegment:
+        """Open a segment's file, wherever it is; raises like `OpenSegment`."""
+        if self.bucket is not None and self.is_far(segment):
+            path = self.bucket.path_of(segment.info)
+            return OpenSegment(path, self.bucket.files, direct=False)
+        path = self.directory.segment_path(segment.segment_id, segment.home)
+        return OpenSegment(path, self.files, direct=self.direct)
+
+    def remove_foreign(self, segments: Iterable[StoredSegment]) -> None:
+        """Remove objects, and files of folders that no server has; others are for their servers to
+        remove."""
+        names: dict[Path, set[str]] = {}
+        for own in segments:
+            if self.bucket is not None and self.is_far(own):
+                self.bucket.delete(own)
+            elif own.home is not None:
+                names.setdefault(own.home, set()).add(own.segment_id)
+        for folder, only in names.items():
+            self.worker.submit(self.peers.trim, folder, math.inf, only)
 
     def ended(self) -> list[tuple[Task, Future[Any]]]:
         """Collect the tasks that have ended since the last call.
@@ -151,6 +196,8 @@ class StoreDisk:
         """
         self._record(used)
         self.peers.close(self._seconds)
+        if self.bucket is not None:
+            self.bucket.close(self._seconds)
         if not self.worker.close(self._seconds):
             logger.warning("access times are not kept for the next start")
         self._prober.close(self._seconds)

@@ -146,6 +146,18 @@ class DiskWorker:
         # The file is authoritative: the next start reads files that the index does not have.
         self.index(self.journal.change, [row])
 
+    def adopt(self, row: Row, fetched: Path) -> None:
+        """Make a whole file that is synced one of the store.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        path = self._directory.segment_path(row[0].segment_id)
+        self.files.make_directory(path.parent)
+        self.files.rename(fetched, path)
+        self.files.sync_directory(path.parent)
+        self.index(self.journal.change, [row])
+
     def _delete(self, segments: Mapping[str, int], successor: Row | None) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)

@@ -18,6 +18,9 @@ from impress_sglang.transfer.wanted import chunk_pages
 
 logger = logging.getLogger(__name__)
 
+# Over so many bytes SSD and bucket are compared.
+_SOME_BYTES = 1e7
+
 
 class ReadForecast:
     """Estimates reads before any are made; owned by one thread."""
@@ -53,7 +56,8 @@ class ReadForecast:
         return False
 
     def coded_bytes(self, spans: Sequence[StoredSpan]) -> float:
-        """Bytes of spans in codes that would have to come from SSD."""
+        """Bytes of spans in codes that would have to come from SSD; of those in a bucket, so many
+        as SSD gives in the time that they take."""
         return self._bytes(spans, codes=True)
 
     def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
@@ -61,7 +65,7 @@ class ReadForecast:
         return self._bytes(spans, codes=False)
 
     def _bytes(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
-        found = 0.0
+        found, far = 0.0, self._segments.far_cost
         cached = (self._memory.codes if codes else self._memory.cache).placement.enabled
         # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
@@ -78,5 +82,8 @@ class ReadForecast:
                 num_bytes = sum(own.layer_bytes for own in geometry.codes)
             else:
                 num_bytes = info.shape.num_layers * geometry.columns_bytes
-            found += length / info.num_tokens * num_bytes
+            slower = 1.0
+            if far is not None and self._segments.is_far(segment):
+                slower = far.seconds_for(_SOME_BYTES) / self.seconds_to_read(_SOME_BYTES)
+            found += slower * length / info.num_tokens * num_bytes
         return found

@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.cost import ReadCost
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Floats
 from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.store.bucket_files import MOST_READS, RANGE_BYTES
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import AwaitedRange, turns_of
 from impress_sglang.store.memory import StoreMemory
@@ -67,12 +69,31 @@ class OpenSegments:
         self._certain = np.array([PROBE] if shape.probe_kv_heads else shape.columns)
         self._patience = config.io_timeout
         self._opener = BackgroundThread("impress-open")
+        self.far_reader: BlockReader | None = None
+        """Reads what a bucket has."""
+        self._far_opener = self._opener
+        if disk is not None and disk.bucket is not None:
+            # Local files do not wait for the network.
+            self._far_opener = BackgroundThread("impress-open-s3")
+            own = disk.bucket.files
+            self.far_reader = BlockReader(
+                MOST_READS, own, patience=config.io_timeout, piece_bytes=RANGE_BYTES
+            )
         self._open: dict[str, OpenSegment] = {}
         # By segment, and whether codes are meant: the first id of its chunks, and what the file is.
         self._ids: dict[tuple[str, bool], tuple[int, SegmentInfo]] = {}
         # What requests wait for, including segments that were not read yet.
         self._awaited: dict[str, Sequence[AwaitedRange]] = {}
         self._closing: list[StoredSource] = []
+
+    def is_far(self, segment: StoredSegment) -> bool:
+        """Whether only a bucket has a segment."""
+        return self._disk is not None and self._disk.is_far(segment)
+
+    @property
+    def far_cost(self) -> ReadCost | None:
+        """What reads from the bucket take; None without one."""
+        return None if self.far_reader is None else self.far_reader.cost
 
     def is_open(self, segment_id: str) -> bool:
         """Whether a segment has readers."""
@@ -170,8 +191,8 @@ class OpenSegments:
     def _opened(self, stored: StoredSegment) -> OpenSegment:
         disk = self._disk
         assert disk is not None
-        path = disk.directory.segment_path(stored.segment_id, stored.home)
-        opening = self._opener.submit(lambda: OpenSegment(path, disk.files, direct=disk.direct))
+        far = disk.is_far(stored)
+        opening = (self._far_opener if far else self._opener).submit(disk.open, stored)
         try:
             error = opening.exception(self._patience)
         except TimeoutError:
@@ -186,6 +207,7 @@ class OpenSegments:
         if not segment.info.describes_same(stored.info):
             segment.close()
             raise SegmentUnreadable(stored.segment_id, "index and segment file do not agree")
+        segment.reader = self.far_reader if far else None
         return segment
 
     @locked
@@ -314,6 +336,9 @@ class OpenSegments:
             self.settle()
             time.sleep(1e-3)
         self._opener.close(seconds)
+        if self.far_reader is not None:
+            self._far_opener.close(seconds)
+            self.far_reader.close()
 
     @locked
     def check_integrity(self, live: Iterable[str]) -> None:

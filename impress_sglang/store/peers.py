@@ -53,6 +53,8 @@ class News:
     gone: str = ""
     purge: Mapping[str, Any] | None = None
     want: int = 0
+    far: bool = False
+    """Whether a bucket has it, and not a folder."""
 
 
 @dataclasses.dataclass(slots=True)

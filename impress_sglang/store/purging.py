@@ -112,9 +112,7 @@ class Purge:
         # Segments published since the last poll have other names, or are not known to be there.
         store.poll()
         if not self._begun:
-            store.worker.submit(
-                store.worker.index, store.worker.journal.tell, {"purge": self._order()}
-            )
+            store.tell(self._order())
         return self.obey(store, most)
 
     def obey(self, store: Any, most: int = MOST_SEGMENTS) -> Purged:
@@ -126,7 +124,7 @@ class Purge:
             if self._unpins:
                 unpinned = store.pins.unpin(self._namespace, self._tokens, before)
             hidden = store.foreign.take_unplaced(self._namespace, self._tokens, before)
-            store.writes.remove_foreign(hidden)
+            store.remove_foreign(hidden)
         if self._before is not None:
             if first and self._unpins:
                 # An order may be heard again: what is newer than it stays.

@@ -104,6 +104,8 @@ class Quota:
         self._served: dict[Path, float] = {}
         self.reserved_bytes = 0
         """Bytes of a file that is being written to replace another one."""
+        self.adopting_bytes = 0
+        """Bytes of a file of another store that is becoming ours."""
         self.used_bytes = 0
         """Bytes of the segments in the tree, including those that are being written."""
         # The part of it that each namespace has; no value is 0.
@@ -162,6 +164,11 @@ class Quota:
         self._count(segment.info.namespace, more)
         self._health.free_bytes -= more
 
+    def take_over(self, segment: StoredSegment) -> None:
+        """Account for a file of another store that is ours now."""
+        self.budget.spend(segment.file_bytes)
+        self._count(segment.info.namespace, segment.file_bytes)
+
     def _count(self, name: str, more: int) -> None:
         """Add `more` bytes, perhaps fewer than 0, to the count of a namespace."""
         self.used_bytes += more
@@ -185,7 +192,7 @@ class Quota:
         worker, config = self._worker, self._config
         unserved = worker.quarantined_bytes + worker.unused_bytes
         unserved += sum(list(worker.undeleted.values()))
-        used = self.used_bytes + self.reserved_bytes + unserved
+        used = self.used_bytes + self.reserved_bytes + self.adopting_bytes + unserved
         used += self.other_models_bytes + self._peers.num_bytes
         pending = self.pending_bytes + self.reserved_bytes
         available = self._health.free_bytes - pending - bytes_of(config.min_free_gb)

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from impress_sglang.storage.segment import Priority, Tokens
 from impress_sglang.store.disk import Answer, StoreDisk
 from impress_sglang.store.forecast import ReadForecast
 from impress_sglang.store.health import Task, Verdict, Work
+from impress_sglang.store.keeping import FetchedSegments
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
@@ -140,6 +141,7 @@ class PrefixStore:
             self._lookahead,
             codec,
         )
+        self._fetched = FetchedSegments(self._disk, self.quota, self.writes)
         self.stats, self.losses = self.writes.stats, self.writes.losses
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
@@ -200,7 +202,7 @@ class PrefixStore:
             removals=self.quota.ended(),
             tasks=self._disk.ended(),
             expired=self.tree.order.take_due(time.time(), MOST_EXPIRED),
-            news=self._disk.peers.take(),
+            news=self._disk.take_news(),
         )
 
     def _take(self, outcomes: Outcomes) -> None:
@@ -212,13 +214,16 @@ class PrefixStore:
         self.expire(outcomes.expired)
         for news in outcomes.news:
             self._hear(news)
+        self._fetched.poll()
         self.foreign.place_again()
         if late := self.foreign.take_late():
-            self.writes.remove_foreign(late)
+            self._disk.remove_foreign(late)
         if self._orders:
             self._orders[0].obey(self)
             if not self._orders[0].left:
                 del self._orders[0]
+        elif self._disk.bucket is not None:
+            self._disk.bucket.catch_up()
         for task, future in outcomes.tasks:
             if task.work is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
@@ -232,11 +237,13 @@ class PrefixStore:
     def _hear(self, news: News) -> None:
         """Act on what another server has told."""
         if news.added is not None:
-            self.foreign.add(news.added)
+            if not self._disk.has(news.added):
+                self.foreign.add(news.added)
         elif news.gone:
             self.foreign.forget(news.gone)
             segment = self.tree.get(news.gone)
-            if segment is not None and segment.home is not None:
+            other = segment is not None and segment.home is not None
+            if segment is not None and other and self._disk.is_far(segment) == news.far:
                 self.writes.lose(segment, Cause.EVICTED)
         elif news.want:
             self.writes.give(news.want)
@@ -256,6 +263,16 @@ class PrefixStore:
         if there := [own for own in segments if self.tree.get(own.segment_id) is own]:
             there.sort(key=lambda own: -own.info.prefix_len)
             self.writes.discard(there, Cause.EXPIRED)
+
+    def tell(self, order: Mapping[str, Any]) -> None:
+        """Tell other servers an order to purge."""
+        self.worker.submit(self.worker.index, self.worker.journal.tell, {"purge": order})
+        if self._disk.bucket is not None:
+            self._disk.bucket.tell(order)
+
+    def remove_foreign(self, segments: Iterable[StoredSegment]) -> None:
+        """Remove what other servers, or a bucket, have; see `StoreDisk.remove_foreign`."""
+        self._disk.remove_foreign(segments)
 
     def report(self, error: PrefixUnreadable) -> None:
         """Report an unreadable segment: it is not used until a second look has found it good."""
@@ -290,6 +307,7 @@ class PrefixStore:
             "directory": str(self._disk.directory.path),
             "segments": len(self.tree),
             "other_servers": len(self._disk.peers.folders),
+            **({} if self._disk.bucket is None else {"bucket": self._disk.bucket.summary()}),
             "writes_pending": len(self.writes),
             "health": self.health.summary(),
             "segments_suspect": len(self.health.suspects),

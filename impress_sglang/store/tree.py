@@ -171,6 +171,13 @@ class StoredTree:
         for own in (segment, *self.on_top(segment)):
             self.order.change(own)
 
+    def take_over(self, segment: StoredSegment, file_bytes: int) -> None:
+        """Make a segment that another store has one of ours, with a file of its own."""
+        assert segment.home is not None and not segment.file_bytes
+        self.file_bytes += file_bytes
+        segment.home, segment.file_bytes = None, file_bytes
+        self.order.change(segment)
+
     def node_starts(self, segment: StoredSegment) -> list[int]:
         """First token of each node of a segment, ascending; the first one is 0."""
         return [node.start for node in self._paths[segment.segment_id]]

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from torch import Tensor
 
@@ -281,26 +280,17 @@ class SegmentWrites:
         return count
 
     def evict(self, segments: Sequence[StoredSegment], cause: Cause) -> None:
-        """Remove segments and their files, each before what it builds on; see `remove_foreign`."""
+        """Remove segments and their files, each before what it builds on."""
         for segment in segments:
             self.lose(segment, cause)
             if segment.home is not None:
                 self._disk.foreign.refuse(segment.segment_id)
-        self.remove_foreign(segments)
+        self._disk.remove_foreign(segments)
         going = {own.segment_id: own.file_bytes for own in segments if own.home is None}
         self.stats.count_removed(len(going), cause)
         if going:
             # In one job, because with each job the other thread can take the GIL from this one.
             self._worker.delete(going)
-
-    def remove_foreign(self, segments: Iterable[StoredSegment]) -> None:
-        """Remove files of folders that no server has; others are for their servers to remove."""
-        names: dict[Path, set[str]] = {}
-        for own in segments:
-            if own.home is not None:
-                names.setdefault(own.home, set()).add(own.segment_id)
-        for folder, only in names.items():
-            self._worker.submit(self._disk.peers.trim, folder, math.inf, only)
 
     def lose(self, segment: StoredSegment, cause: Cause) -> None:
         """Mark a segment as lost; it stays in the tree as long as others build on it."""
@@ -308,6 +298,8 @@ class SegmentWrites:
         self._quota.remove(segment)
         self._health.suspects.pop(segment.segment_id, None)
         self._tree.lose(segment)
+        if self._disk.bucket is not None:
+            self._disk.bucket.lost(segment)
         # Behind that: see `PrefixStore._opening`.
         self._segments.retire(segment.segment_id)
 
@@ -398,6 +390,8 @@ class SegmentWrites:
         if error is None:
             segment.state = SegmentState.READY
             self._disk.foreign.note_stored(segment)
+            if self._disk.bucket is not None:
+                self._disk.bucket.stored(segment)
             self.stats.segments_written += 1
             self.stats.bytes_written += segment.file_bytes
             if self._disk.meter.has_news:

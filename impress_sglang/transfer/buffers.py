@@ -260,7 +260,7 @@ class LayerBuffer:
         for number in numbers:
             read = self.reads[number]
             if read.ahead and not read.done:
-                starts, stops = reader.cancel(read)
+                starts, stops = (self._segment.reader or reader).cancel(read)
                 for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
                     own = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
                     own[own == number] = _NO_READ
@@ -280,6 +280,6 @@ class LayerBuffer:
         runs = BlockRuns(
             self._segment, self.memory, self._offset, starts * BLOCK_BYTES, stops * BLOCK_BYTES
         )
-        read = reader.submit(runs, ahead=ahead)
+        read = (self._segment.reader or reader).submit(runs, ahead=ahead)
         self.reads.append(read)
         return read.num_bytes

@@ -300,6 +300,7 @@ def launch(
     preload: str | None = None,
     ranks: int = 1,
     replicas: int = 1,
+    environment: dict[str, str] | None = None,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
@@ -311,7 +312,7 @@ def launch(
     port = ReservedPort()
     argv = [f"--model-path={model}", f"--port={port.number}", *USUAL_FLAGS, *place_flags(), *flags]
     preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else preload
-    own = dict(RETRACT) if retracts else {}
+    own = {**(environment or {}), **(RETRACT if retracts else {})}
     if faults is not None:
         preload = FAULTY
         own[CONTROL_VARIABLE] = str(faults.path)

@@ -65,6 +65,8 @@ WRONG_VALUES: dict[str, Sequence[object]] = {
     "truncate": (0.0, 1.0, 1, -0.5, NO_NUMBER, "", "0.5", "on"),
     "write_after": (0, 256),
     "ttl": (-1.0,),
+    "store": ("kv", "s3://", "s3:///prefix", "file:///kv"),
+    "store_gb": (-1.0,),
     "policy": ("lru", ""),
     "ssd_dir": ("", "   "),
     "reorder_key": ("frequency", ""),

@@ -103,7 +103,7 @@ def test_salts_are_nowhere_on_the_disk(bench: Workbench) -> None:
             assert form not in content, path
     name = store.namespace(SALT).encode()
     assert name in everything[path_of(bench, look_up(store, prompt(1), SALT))], "guards this test"
-    key = store._disk.directory._key.hex().encode()
+    key = store._disk.directory.key.hex().encode()
     assert [path.name for path, content in everything.items() if key in content] == ["store.json"]
 
 

@@ -1,0 +1,237 @@
+"""Objects as files: a local file each, which is filled as it is read.
+
+So everything behind `storage.files.FileSystem` reads an object as it reads a file, and verifies it
+as it verifies a file. What is fetched are aligned ranges of `RANGE_BYTES`, each once, whoever wants
+parts of it. When nobody reads any more, the rest is fetched and the whole is verified: then it can
+become a file of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.storage.directory import StoreDirectory
+from impress_sglang.storage.engines import BlockEngine, ThreadEngine
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX
+from impress_sglang.store.bucket import Bucket
+
+logger = logging.getLogger(__name__)
+
+# Large enough for the throughput of a connection with latency; a layer of a small model has less.
+RANGE_BYTES = 1 << 20
+# Ranges in flight: threads that wait for the network without the GIL.
+MOST_READS = 32
+# After so many seconds without a reader the rest of an object is fetched.
+IDLE_SECONDS = 0.5
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Object:
+    """An object that is open, or was."""
+
+    name: str
+    info: SegmentInfo
+    path: Path
+    local: Path
+    size: int
+    descriptor: int = -1
+    users: int = 0
+    idle_since: float = dataclasses.field(default_factory=time.monotonic)
+    ranges: dict[int, Future[None]] = dataclasses.field(default_factory=dict)
+    whole: bool = False
+    """Whether all of it is there, and verified."""
+    ended: bool = False
+    """Whether its file goes, or has become another's, with the last reader."""
+
+
+class BucketFiles(FileSystem):
+    """Opens, reads and closes objects; the rest of a file system is the local one's."""
+
+    def __init__(self, bucket: Bucket, directory: StoreDirectory, most_bytes: int) -> None:
+        """`most_bytes`: of the objects that are open at once."""
+        self._bucket, self._directory, self._files = bucket, directory, directory.files
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._of_path: dict[Path, _Object] = {}
+        self._of_descriptor: dict[int, _Object] = {}
+        self.fetched_bytes = 0
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of the local files of objects, if all of these were fetched."""
+        return sum(own.size for own in list(self._of_path.values()))
+
+    def path_of(self, name: str, info: SegmentInfo) -> Path:
+        """Where an object of this name is opened, which must be that segment."""
+        path = _path_of(info)
+        # As any unfinished file it goes at the next start.
+        local = self._directory.segment_path(uuid.uuid4().hex)
+        local = local.with_name(local.name + TEMPORARY_SUFFIX)
+        own = _Object(name, info, path, local, info.layout().file_bytes)
+        with self._lock:
+            self._of_path.setdefault(path, own)
+        return path
+
+    def stat(self, path: Path | str) -> os.stat_result:
+        """Only its size means something."""
+        own = self._of_path[Path(path)]
+        return os.stat_result((0, 0, 0, 0, 0, 0, own.size, 0, 0, 0))
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open an object of `path_of`.
+
+        Raises:
+            OSError: the object store fails at present, or too much is open.
+        """
+        with self._lock:
+            own = self._of_path[path]
+            if own.descriptor < 0:
+                try:
+                    self._begin(own)
+                except BaseException:
+                    del self._of_path[path]
+                    raise
+            own.users += 1
+            return own.descriptor
+
+    def _begin(self, own: _Object) -> None:
+        self._bucket.check()
+        used = sum(own.size for own in self._of_path.values() if own.descriptor >= 0)
+        if used + own.size > self._most_bytes:
+            raise OSError(f"{used / 1e9:.2f} GB are being fetched, there is no room for more")
+        flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR
+        self._files.make_directory(own.local.parent)
+        own.descriptor = self._files.open(own.local, flags)
+        self._of_descriptor[own.descriptor] = own
+
+    def close(self, descriptor: int) -> None:
+        """End one reader; the file stays for others until it is whole, or `end`."""
+        with self._lock:
+            own = self._of_descriptor[descriptor]
+            own.users -= 1
+            own.idle_since = time.monotonic()
+            self._forget_ended(own)
+
+    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
+        """Fill `target`; what is not there is fetched, once, whoever waits for it."""
+        own = self._of_descriptor[descriptor]
+        if not own.whole:
+            for number in range(offset // RANGE_BYTES, -(-(offset + len(target)) // RANGE_BYTES)):
+                self._fetch(own, number)
+        self._files.read(descriptor, offset, target)
+
+    def engine(self, name: str, depth: int) -> BlockEngine:
+        """Threads, more than for a drive: they wait for the network."""
+        return ThreadEngine(MOST_READS, self.read, MOST_READS)
+
+    def _fetch(self, own: _Object, number: int) -> None:
+        mine = Future[None]()
+        with self._lock:
+            known = own.ranges.setdefault(number, mine)
+        if known is not mine:
+            return known.result()
+        try:
+            start = number * RANGE_BYTES
+            found = self._bucket.range(own.name, start, min(RANGE_BYTES, own.size - start))
+            self._files.write(own.descriptor, start, found)
+            self.fetched_bytes += len(found)
+            mine.set_result(None)
+        except BaseException as error:
+            with self._lock:
+                # Whoever asks later tries again.
+                del own.ranges[number]
+            mine.set_exception(error)
+            raise
+
+    def complete(self) -> tuple[list[SegmentInfo], list[str]]:
+        """Fetch the rest of objects that nobody reads, on the caller's thread.
+
+        Returns the segments that are whole now, whose owner must `end` them, and the names of
+        objects that are damaged; files of these and of others that fail are gone.
+        """
+        whole, damaged, now = list[SegmentInfo](), list[str](), time.monotonic()
+        for own in list(self._of_path.values()):
+            with self._lock:
+                if own.whole or own.ended or own.users or now < own.idle_since + IDLE_SECONDS:
+                    continue
+                if own.descriptor < 0:
+                    # Was never opened.
+                    self._of_path.pop(own.path, None)
+                    continue
+                own.users += 1
+            try:
+                self._complete(own)
+                own.whole = True
+                whole.append(own.info)
+            except SegmentUnreadable as error:
+                logger.warning("%s: %s", own.name, error)
+                damaged.append(own.name)
+            except (OSError, PrefixUnreadable) as error:
+                logger.warning("%s is not kept on the drive: %s", own.name, error)
+            own.ended = own.ended or not own.whole
+            self.close(own.descriptor)
+        return whole, damaged
+
+    def _complete(self, own: _Object) -> None:
+        for last in (False, True):
+            for number in range(-(-own.size // RANGE_BYTES)):
+                self._fetch(own, number)
+            try:
+                self._files.sync(own.descriptor)
+                with contextlib.closing(
+                    OpenSegment(own.local, self._files, direct=False)
+                ) as segment:
+                    if not segment.info.describes_same(own.info):
+                        raise SegmentUnreadable(own.info.segment_id, "is another one")
+                    return segment.check_all()
+            except SegmentUnreadable:
+                # The network may be at fault, but hardly twice.
+                if last:
+                    raise
+                own.ranges.clear()
+
+    def end(self, info: SegmentInfo, keep: Callable[[Path], None] | None = None) -> None:
+        """Forget an object that is whole; `keep` moves its file, which is removed otherwise.
+
+        Raises:
+            OSError: `keep` has failed; the file is gone.
+        """
+        own = self._of_path[_path_of(info)]
+        try:
+            if keep is not None:
+                keep(own.local)
+        finally:
+            with self._lock:
+                own.ended = True
+                self._forget_ended(own)
+
+    def forget(self) -> None:
+        """Remove the files of all objects, which nobody reads any more."""
+        with self._lock:
+            for own in list(self._of_path.values()):
+                own.ended, own.users = own.descriptor >= 0, 0
+                self._forget_ended(own)
+
+    def _forget_ended(self, own: _Object) -> None:
+        if own.ended and not own.users and self._of_path.get(own.path) is own:
+            del self._of_path[own.path], self._of_descriptor[own.descriptor]
+            with contextlib.suppress(OSError):
+                self._files.close(own.descriptor)
+                self._files.unlink(own.local)
+
+
+def _path_of(info: SegmentInfo) -> Path:
+    return Path(f"{info.segment_id}{SEGMENT_SUFFIX}")

@@ -1,0 +1,410 @@
+"""A bucket as another server of the model: what it has enters the tree, what is stored goes there.
+
+    <prefix>/<identity>/key                               of the namespaces, see `directory.py`
+                       /segments/<namespace>/<digest>.kv  a segment file
+                       /orders/<digest>.json              an order to purge
+
+Objects never change. The digest is of what a segment is, but for its name: who stores the same
+later finds it there and drops nothing but the upload. Servers list all objects every `LOOK_SECONDS`
+and read the headers of new ones. What is above `--impress-store-gb`, oldest first, is the same for
+all of them: none uses it from then on, and any deletes it after `GRACE_SECONDS`. So no server has a
+lease, and one that is killed leaves nothing undone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.errors import ConfigError, PrefixUnreadable
+from impress_sglang.storage.directory import StoreDirectory, segment_files
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.segment import Priority, SegmentInfo, read_header
+from impress_sglang.store.bucket import Bucket, ObjectMeta, open_bucket
+from impress_sglang.store.bucket_files import BucketFiles
+from impress_sglang.store.journal import ORDER_SECONDS
+from impress_sglang.store.peers import News
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.threads import BackgroundThread
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+# Of the time, no more than this share is spent on lists.
+_LOOK_SHARE = 0.05
+GRACE_SECONDS = 60.0
+_KEY, _SEGMENTS, _ORDERS = "key", "segments", "orders"
+# Most headers are shorter.
+_HEADER_BYTES = 256 << 10
+_HEADER_THREADS = 8
+# The most that one poll takes.
+_MOST_NEWS = 16
+
+
+class BucketPeer:
+    """What a bucket has of a model. The store's thread owns it; other threads do the work."""
+
+    def __init__(self, config: ImpressConfig, directory: StoreDirectory, bucket: Bucket) -> None:
+        """Ask for nothing yet but the key of the namespaces.
+
+        Raises:
+            ConfigError: the bucket has another key than a directory that has segments, or it does
+                not answer, and the directory is new.
+        """
+        self._bucket, self._directory = bucket, directory
+        self._root = directory.identity
+        self.home = Path(bucket.url)
+        """Stands for the bucket where other servers' folders are named."""
+        self.files = BucketFiles(bucket, directory, bytes_of(config.ssd_gb))
+        self._most_bytes = bytes_of(config.store_gb)
+        self._lock = threading.RLock()
+        self._news: collections.deque[News] = collections.deque()
+        self._listed: dict[str, ObjectMeta] = {}
+        # Objects whose segments are known; None: they cannot be understood. And the names of those
+        # that these build on.
+        self._known: dict[str, StoredSegment | None] = {}
+        self._above: dict[str, str] = {}
+        self._missed: set[str] = set()
+        self._heard: set[str] = set()
+        self._doomed: dict[str, float] = {}
+        self._delete_at: dict[str, float] = {}
+        # Segments of an earlier process.
+        self._left: collections.deque[StoredSegment] = collections.deque()
+        self._whole: collections.deque[SegmentInfo] = collections.deque()
+        # Segments of ours that are what an object is, or would be.
+        self._own: dict[str, str] = {}
+        self.sent = self.sent_bytes = 0
+        self._stop, self._looked = threading.Event(), threading.Event()
+        self._sender, self._looker = (
+            BackgroundThread("impress-send"),
+            BackgroundThread("impress-s3"),
+        )
+        self._readers = [BackgroundThread("impress-head") for _ in range(_HEADER_THREADS)]
+        self._share_key()
+
+    def _share_key(self) -> None:
+        name = f"{self._root}/{_KEY}"
+        is_new = not any(segment_files(self._directory.files, self._directory.path))
+        try:
+            try:
+                found, _ = self._bucket.begin(name, 1 << 10)
+            except FileNotFoundError:
+                self._bucket.put(name, self._directory.key.hex().encode())
+                found, _ = self._bucket.begin(name, 1 << 10)
+            key = bytes.fromhex(found.decode())
+        except (OSError, ValueError) as error:
+            if is_new:
+                raise ConfigError(
+                    f"--impress-store {self._bucket.url} cannot be used: {error}"
+                ) from error
+            # It was agreed upon before.
+            return
+        if key != self._directory.key:
+            if not is_new:
+                raise ConfigError(
+                    f"{self._directory.path} has segments under another key than --impress-store: "
+                    "remove it, or choose another --impress-ssd-dir"
+                )
+            self._directory.take_key(key)
+
+    def name_of(self, info: SegmentInfo) -> str:
+        """The name of a segment's object, by what it is."""
+        fields = json.loads(info.description())
+        for own in ("segment_id", "expires", "priority"):
+            fields.pop(own, None)
+        digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16)
+        digest.update(info.tokens.astype("<i4", copy=False).tobytes())
+        return f"{self._root}/{_SEGMENTS}/{info.namespace}/{digest.hexdigest()}.kv"
+
+    def path_of(self, info: SegmentInfo) -> Path:
+        """Where `files` opens a segment."""
+        return self.files.path_of(self.name_of(info), info)
+
+    def begin(self, segments: Iterable[StoredSegment], orders: Iterable[Mapping[str, Any]]) -> None:
+        """Begin to follow; `segments` and `orders` are what an earlier process has left."""
+        self._left.extend(own for own in segments if own.home is None)
+        self._looker.submit(self._follow)
+        for order in orders:
+            self.tell(order)
+
+    # What the store's thread tells.
+
+    def catch_up(self) -> None:
+        """Send what an earlier process has not sent, once orders that came since are obeyed."""
+        if self._looked.is_set() and not self._news:
+            for _ in range(min(len(self._left), _MOST_NEWS)):
+                segment = self._left.popleft()
+                if segment.ready and not segment.info.reordered:
+                    # What the quota has deleted does not come back for a restart.
+                    used = sum(own.size for own in self._listed.values())
+                    self.stored(segment, send=not self._most_bytes or used < self._most_bytes)
+
+    def stored(self, segment: StoredSegment, *, send: bool = True) -> None:
+        """Put a segment of ours, whose file is durable, in the background."""
+        name, above = self.name_of(segment.info), self._name_above(segment)
+        with self._lock:
+            self._own[name] = segment.segment_id
+        if send:
+            self._sender.submit(self._send, name, segment.info, above, segment.written)
+
+    def lost(self, segment: StoredSegment) -> None:
+        """Let the object stand for a segment that left the tree; if it was purged or has expired,
+        the object is told of like any other, and goes for the same reason."""
+        name = self.name_of(segment.info)
+        with self._lock:
+            if self._own.get(name) == segment.segment_id:
+                del self._own[name]
+            if segment.home != self.home and name not in self._doomed:
+                self._announce(name)
+
+    def delete(self, segment: StoredSegment) -> None:
+        """Delete the object of a segment with the next look; one that has expired may be read for
+        a while."""
+        grace = GRACE_SECONDS if segment.due <= time.time() else 0.0
+        with self._lock:
+            self._delete_at[self.name_of(segment.info)] = time.monotonic() + grace
+
+    def tell(self, order: Mapping[str, Any]) -> None:
+        """Tell all servers an order to purge."""
+        self._sender.submit(self._tell, order)
+
+    def take(self) -> Iterator[News]:
+        """What is new, as far as one poll takes it."""
+        for _ in range(min(len(self._news), _MOST_NEWS)):
+            yield self._news.popleft()
+
+    def is_here(self, segment: StoredSegment) -> bool:
+        """Whether a segment of ours has the same tokens as one of the bucket."""
+        return segment.home == self.home and self.name_of(segment.info) in self._own
+
+    def take_whole(self) -> SegmentInfo | None:
+        """A segment of the bucket that has become a whole local file, which must be ended."""
+        return self._whole.popleft() if self._whole else None
+
+    def _name_above(self, segment: StoredSegment) -> str:
+        above = segment.parent
+        return self.name_of(above.info) if above is not None and above.on_disk else ""
+
+    def _announce(self, name: str) -> None:
+        known, above = self._known.get(name), self._above.get(name, "")
+        if known is not None and name in self._listed:
+            other = self._known.get(above)
+            above_id = self._own.get(above) or ("" if other is None else other.segment_id)
+            fresh = dataclasses.replace(known, dependents=[0] * len(Priority), above=above_id)
+            self._news.append(News(added=fresh, far=True))
+
+    # What other threads do.
+
+    def _again(self, function: Any, *arguments: Any) -> None:
+        """Do something, until it has worked or the server ends."""
+        while not self._stop.is_set():
+            try:
+                return function(*arguments)
+            except OSError:
+                self._stop.wait(LOOK_SECONDS)
+
+    def _send(self, name: str, info: SegmentInfo, above: str, written: float) -> None:
+        if name not in self._own or name in self._listed:
+            # Evicted before it was sent, or there.
+            return
+        path, files = self._directory.segment_path(info.segment_id), self._directory.files
+        try:
+            with contextlib.closing(OpenSegment(path, files, direct=False)) as segment:
+                segment.check_all()
+                content = bytearray(files.stat(path).st_size)
+                files.read(segment.descriptor, 0, memoryview(content))
+        except (OSError, EOFError, PrefixUnreadable) as error:
+            logger.warning("segment %s is not sent: %s", info.segment_id, error)
+            return
+        attributes = {"written": repr(written), "above": above}
+
+        def put() -> None:
+            # Purged, or evicted, while the store did not answer.
+            if name in self._own and self._bucket.put(name, content, attributes):
+                self.sent += 1
+                self.sent_bytes += len(content)
+
+        self._again(put)
+
+    def _tell(self, order: Mapping[str, Any]) -> None:
+        content = json.dumps(order, sort_keys=True).encode()
+        name = f"{self._root}/{_ORDERS}/{hashlib.blake2b(content, digest_size=16).hexdigest()}.json"
+        self._heard.add(name)
+        self._again(self._bucket.put, name, content)
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            try:
+                self.look()
+            except Exception as error:
+                # What fails is logged by the bucket; nothing ends the thread.
+                logger.debug("a look has failed: %s", error)
+            took = time.monotonic() - began
+            until = time.monotonic() + max(LOOK_SECONDS, took / _LOOK_SHARE * self._bucket.answers)
+            while time.monotonic() < until and not self._stop.wait(LOOK_SECONDS / 8):
+                self._complete()
+
+    def look(self) -> None:
+        """See what is new, on the caller's thread.
+
+        Raises:
+            OSError: the store does not answer.
+        """
+        found = {own.name: own for own in self._bucket.list(self._root)}
+        for name in sorted(found):
+            if name.startswith(f"{self._root}/{_ORDERS}/") and name not in self._heard:
+                order, _ = self._bucket.begin(name, 1 << 24)
+                self._news.append(News(purge=json.loads(order), far=True))
+                self._heard.add(name)
+        now, segments = time.time(), f"{self._root}/{_SEGMENTS}/"
+        old = [
+            own for own in self._heard & found.keys() if found[own].modified < now - ORDER_SECONDS
+        ]
+        self._bucket.delete(old)
+        listed = {name: own for name, own in found.items() if name.startswith(segments)}
+        with self._lock:
+            self._listed = listed
+            missed = self._known.keys() - listed.keys()
+            # A list may lag behind: it takes two to believe that an object is gone.
+            self._forget(missed & self._missed)
+            self._missed = missed
+        self._doom(listed)
+        self._learn([own for own in listed if own not in self._known and own not in self._doomed])
+        self._looked.set()
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            known = self._known.pop(name, None)
+            self._above.pop(name, None)
+            if known is not None:
+                self._news.append(News(gone=known.segment_id, far=True))
+
+    def _doom(self, listed: Mapping[str, ObjectMeta]) -> None:
+        """Stop using the oldest objects above the quota, and delete them after a while."""
+        excess = sum(own.size for own in listed.values()) - self._most_bytes
+        going, now = set[str](), time.monotonic()
+        if self._most_bytes:
+            for own in sorted(listed.values(), key=lambda own: (own.modified, own.name)):
+                if excess <= 0:
+                    break
+                going.add(own.name)
+                excess -= own.size
+        with self._lock:
+            self._doomed = {name: self._doomed.get(name, now) for name in going}
+            self._forget(going & self._known.keys())
+            late = [own for own, since in self._doomed.items() if now > since + GRACE_SECONDS]
+            late += [own for own, at in self._delete_at.items() if now > at]
+        self._bucket.delete(late)
+        with self._lock:
+            for name in late:
+                self._delete_at.pop(name, None)
+
+    def _learn(self, names: list[str]) -> None:
+        """Read the headers of new objects, several at a time."""
+        turns = zip(names, itertools.cycle(self._readers))
+        reading = {own: thread.submit(self._read, own) for own, thread in turns}
+        found = dict[str, StoredSegment]()
+        for name, future in reading.items():
+            try:
+                found[name], self._above[name] = future.result()
+            except FileNotFoundError:
+                continue
+            except (PrefixUnreadable, ValueError) as error:
+                logger.warning("%s cannot be used: %s", name, error)
+                self._known[name] = None
+            except OSError as error:
+                logger.debug("%s cannot be read now: %s", name, error)
+        with self._lock:
+            self._known.update(found)
+            for name in sorted(found, key=lambda own: found[own].info.prefix_len):
+                self._announce(name)
+
+    def _read(self, name: str) -> tuple[StoredSegment, str]:
+        content, attributes = self._bucket.begin(name, _HEADER_BYTES)
+        size = self._listed[name].size
+        header = _Begun(
+            lambda start, length: self._bucket.range(name, start, length), content, size
+        )
+        info = read_header(Path(name), header).info
+        if info.identity != self._directory.identity or self.name_of(info) != name:
+            raise ValueError("it is not what its name says")
+        written = float(attributes.get("written", 0.0))
+        segment = StoredSegment(info, 0, written=written, home=self.home)
+        return segment, attributes.get("above", "")
+
+    def _complete(self) -> None:
+        whole, damaged = self.files.complete()
+        self._whole.extend(whole)
+        with contextlib.suppress(OSError):
+            self._bucket.delete(damaged)
+
+    def summary(self) -> dict[str, Any]:
+        """Sizes and counters for the statistics page."""
+        listed = list(self._listed.values())
+        return {
+            "url": self._bucket.url,
+            "state": "ok" if self._bucket.answers else "degraded",
+            "objects": len(listed),
+            "bytes": sum(own.size for own in listed),
+            "quota_bytes": self._most_bytes,
+            "sent": self.sent,
+            "sent_bytes": self.sent_bytes,
+            "fetched_bytes": self.files.fetched_bytes,
+            "fetching_bytes": self.files.open_bytes,
+            "requests": self._bucket.requests,
+            "failures": self._bucket.failures,
+        }
+
+    def close(self, seconds: float) -> None:
+        """End the threads, or leave them behind if that takes more than `seconds`."""
+        self._stop.set()
+        self._looked.set()
+        until = time.monotonic() + seconds
+        for thread in (self._looker, self._sender, *self._readers):
+            thread.close(max(until - time.monotonic(), 0.0))
+        self.files.forget()
+
+
+class _Begun(FileSystem):
+    """The file of an object of which the first bytes are at hand: for its header."""
+
+    def __init__(self, fetch: Any, content: bytes, size: int) -> None:
+        self._fetch, self._content, self._size = fetch, content, size
+
+    def stat(self, path: Path | str) -> os.stat_result:
+        return os.stat_result((0, 0, 0, 0, 0, 0, self._size, 0, 0, 0))
+
+    def open(self, path: Path, flags: int) -> int:
+        return 0
+
+    def close(self, descriptor: int) -> None:
+        pass
+
+    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
+        missing = offset + len(target) - len(self._content)
+        if missing > 0:
+            self._content += bytes(self._fetch(len(self._content), missing))
+        found = self._content[offset : offset + len(target)]
+        if len(found) < len(target):
+            raise EOFError("an object is shorter than its header says")
+        target[:] = found
+
+
+def peer_of(config: ImpressConfig, directory: StoreDirectory) -> BucketPeer | None:
+    """The bucket of a store, if its options name one; raises as `BucketPeer` does."""
+    bucket = open_bucket(config)
+    return None if bucket is None else BucketPeer(config, directory, bucket)

@@ -1,0 +1,348 @@
+"""Servers with directories of their own and one bucket: what one stores all others find."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impress_sglang.errors import ConfigError, StoreUnavailable
+from impress_sglang.paper.store import PartStore
+from impress_sglang.store import bucket as bucket_module
+from impress_sglang.store import bucket_files as files_module
+from impress_sglang.store import bucket_peer as peer_module
+from impress_sglang.store import foreign as foreign_module
+from impress_sglang.store import store as store_module
+from impress_sglang.store.bucket import Bucket, open_bucket
+from impress_sglang.store.losses import Cause
+from impress_sglang.store.purging import Purge
+from impress_sglang.store.writing import StoreOutcome
+from tests.unit.kv_factory import IDENTITY, as_tokens
+from tests.unit.store_factory import (
+    SHAPES,
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    lengths,
+    make_config,
+    name_of,
+    prompt,
+    until,
+    use,
+)
+
+obstore = pytest.importorskip("obstore")
+URL = "s3://bucket/prefix"
+
+
+class Faults(Bucket):
+    """A bucket in memory that fails where a test says so."""
+
+    def __init__(self) -> None:
+        store = obstore.store.MemoryStore()
+        super().__init__(store, store, URL)
+        self.fails: Callable[[str, str], bool] = lambda what, name: False
+        self.counts: dict[str, int] = {}
+
+    def _asked(self, what: str, name: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+        if self.fails(what, name):
+            raise RuntimeError("a test")
+
+    def list(self, prefix: str) -> Any:
+        with self._reading(always=True):
+            self._asked("list", prefix)
+        return super().list(prefix)
+
+    def range(self, name: str, start: int, length: int) -> memoryview:
+        with self._reading():
+            self._asked("range", name)
+        return super().range(name, start, length)
+
+    def put(self, name: str, *arguments: Any) -> bool:
+        with self._asking():
+            self._asked("put", name)
+        return super().put(name, *arguments)
+
+    def delete(self, names: Any) -> None:
+        with self._asking():
+            self._asked("delete", "")
+        super().delete(names)
+
+    @property
+    def segments(self) -> list[str]:
+        return [own.name for own in super().list(IDENTITY) if own.name.endswith(".kv")]
+
+
+class World:
+    """Servers, each with a directory of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.benches: dict[str, Workbench] = {}
+
+    def open(self, name: str, **options: Any) -> PartStore:
+        if name not in self.benches:
+            self.benches[name] = Workbench(self._root / name, SHAPES["probe heads"])
+        return self.benches[name].open(store=URL, **options)
+
+    def put(self, name: str, store: PartStore, *tokens: tuple[int, ...], **options: Any) -> None:
+        for own in tokens:
+            self.benches[name].put(store, own, **options)
+            store.poll()
+
+
+@pytest.fixture(autouse=True)
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    faults = Faults()
+    monkeypatch.setattr(peer_module, "open_bucket", lambda config: faults)
+    monkeypatch.setattr(peer_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(peer_module, "_LOOK_SHARE", 1.0)
+    monkeypatch.setattr(files_module, "IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(foreign_module, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(store_module, "REST_SECONDS", 0.05)
+    return faults
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    for bench in world.benches.values():
+        bench.close_all()
+
+
+def until_found(store: PartStore, tokens: tuple[int, ...], **options: Any) -> None:
+    until(store, lambda: length(store, tokens, **options) == len(tokens))
+
+
+def until_gone(store: PartStore, tokens: tuple[int, ...]) -> None:
+    until(store, lambda: not length(store, tokens))
+
+
+def until_listed(store: PartStore, count: int) -> None:
+    until(store, lambda: store.summary()["bucket"]["objects"] == count)
+
+
+def until_kept(store: PartStore, count: int) -> None:
+    """So many files are in its own directory."""
+    until(store, lambda: sum(own.home is None for own in store.tree.segments()) == count)
+
+
+def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> None:
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1, 13), prompt(1, 40), prompt(3))
+    world.put("a", first, prompt(2), namespace="salt")
+    until(second, lambda: len(bucket.segments) == 4)
+    until_found(second, prompt(1, 40))
+    until_found(second, prompt(2), namespace="salt")
+    assert second.summary()["used_bytes"] == 0 == length(second, prompt(2))
+    check_rows(second, prompt(1, 40))
+    check_rows(second, prompt(2), namespace="salt")
+    assert world.benches["b"].offer(second, prompt(1, 40)) is StoreOutcome.KNOWN
+    # What was read is kept, and needs the bucket no more; what builds on it goes back there.
+    until_kept(second, 3)
+    bucket.counts.clear()
+    for tokens in (prompt(1, 40), prompt(1, 13)):
+        check_rows(second, tokens)
+    assert "range" not in bucket.counts
+    world.put("b", second, prompt(1, 60))
+    until_found(first, prompt(1, 60))
+    check_rows(first, prompt(1, 60))
+    assert not (first.health.summary()["failures"] or second.health.summary()["failures"])
+
+
+def test_a_lost_directory_and_a_restart(world: World, bucket: Faults) -> None:
+    first = world.open("a")
+    world.put("a", first, prompt(1, 13), prompt(1, 40))
+    until(first, lambda: len(bucket.segments) == 2)
+    world.benches["a"].close(first)
+    shutil.rmtree(world.benches["a"].root)
+    again = world.open("a")
+    until_found(again, prompt(1, 40))
+    check_rows(again, prompt(1, 40))
+    until_kept(again, 2)
+    world.benches["a"].close(again)
+    bucket.fails = lambda what, name: True
+    # With segments of its own a server starts without the bucket; a new directory has no key.
+    alone = world.open("a")
+    check_rows(alone, prompt(1, 40))
+    world.put("a", alone, prompt(5))
+    with pytest.raises(ConfigError, match="s3://bucket/prefix cannot be used"):
+        world.open("b")
+    world.benches["a"].close(alone)
+    bucket.fails = lambda what, name: False
+    # What was not sent then is sent now.
+    again = world.open("a")
+    until(again, lambda: again.summary()["bucket"]["sent"])
+    until_found(world.open("b"), prompt(5))
+
+
+def test_the_same_is_there_once_and_stands_for_what_is_evicted(
+    world: World, bucket: Faults
+) -> None:
+    first, second = world.open("a"), world.open("b")
+    bucket.fails = lambda what, name: what == "list"
+    for name, store in (("a", first), ("b", second)):
+        world.put(name, store, prompt(1))
+    bucket.fails = lambda what, name: False
+    until(first, lambda: bucket.counts["put"] >= 3)
+    for store in (first, second):
+        until_listed(store, 1)
+        (own,) = store.tree.segments()
+        store.writes.evict([own], Cause.EVICTED)
+        until_found(store, prompt(1))
+        assert store.summary()["used_bytes"] == 0
+        check_rows(store, prompt(1))
+        until_kept(store, 1)
+    assert len(bucket.segments) == 1
+
+
+def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
+    first = world.open("a")
+    one = world.benches["a"].one
+    second = world.open("b", ssd_gb=gb(2 * one))
+    world.put("a", first, *(prompt(number) for number in range(1, 6)))
+    for number in (1, 2, 3, 4, 5, 1, 2):
+        until_found(second, prompt(number))
+        check_rows(second, prompt(number))
+        until(second, lambda: not second.summary()["bucket"]["fetching_bytes"])
+        assert second.summary()["used_bytes"] <= 2 * one
+    assert len(world.benches["b"].files()) <= 2
+    until_found(second, prompt(4))
+
+
+@pytest.mark.parametrize("by", ["a", "b"])
+def test_a_purge_reaches_the_bucket_and_who_starts_later(
+    world: World, bucket: Faults, by: str
+) -> None:
+    stores = {"a": world.open("a"), "b": world.open("b"), "c": world.open("c")}
+    world.put("a", stores["a"], prompt(1), prompt(2))
+    for store in stores.values():
+        until_found(store, prompt(1))
+        use(store, prompt(1))
+    for name in ("b", "c"):
+        until_kept(stores[name], 1)
+    world.benches["c"].close(stores.pop("c"))
+    namespace = stores[by].namespace("")
+    purge = Purge(namespace, as_tokens(prompt(1)))
+    while purge.left:
+        purge.step(stores[by])
+    until(stores[by], lambda: len(bucket.segments) == 1)
+    for store in stores.values():
+        until_gone(store, prompt(1))
+        until_found(store, prompt(2))
+    late = world.open("c")
+    until_gone(late, prompt(1))
+    until(late, lambda: not world.benches["c"].files())
+    # What is stored after it stays.
+    world.put("a", stores["a"], prompt(1))
+    until_found(late, prompt(1))
+
+
+def test_the_oldest_objects_go_after_a_while(world: World, bucket: Faults) -> None:
+    first = world.open("a")
+    one = world.benches["a"].one
+    world.put("a", first, prompt(1), prompt(2), prompt(3))
+    until(first, lambda: len(bucket.segments) == 3)
+    second = world.open("b", store_gb=gb(2 * one))
+    until(second, lambda: lengths(second, 1, 2, 3) == [0, 8, 8])
+    until(second, lambda: len(bucket.segments) == 2)
+    # Those that have it do without the bucket, and do not send it again.
+    world.benches["a"].close(first)
+    first = world.open("a", store_gb=gb(2 * one))
+    until_listed(first, 2)
+    assert lengths(first, 1, 2, 3) == [8, 8, 8]
+
+
+def test_expired_objects_go(world: World, bucket: Faults) -> None:
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1), ttl=2.0)
+    until_found(second, prompt(1))
+    until(second, lambda: not length(second, prompt(1)) and not bucket.segments)
+
+
+def test_a_damaged_object_is_a_miss_and_is_removed(world: World, bucket: Faults) -> None:
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1))
+    until_found(second, prompt(1))
+    (name,) = bucket.segments
+    content = bytearray(obstore.get(bucket._store, name).bytes())
+    content[-4096] ^= 1
+    obstore.put(bucket._store, name, bytes(content))
+    match = second.match("", as_tokens(prompt(1)))
+    with pytest.raises(Exception, match="fails its checksum") as error:
+        check_rows(second, prompt(1))
+    second.report(error.value)
+    until(second, lambda: not length(second, prompt(1)) and not bucket.segments)
+    assert match.num_tokens and second.health.state == "ok"
+    assert not world.benches["b"].files() and length(first, prompt(1))
+
+
+def test_a_bucket_that_fails_is_a_miss_until_it_answers(
+    world: World, bucket: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1), prompt(2))
+    until_found(second, prompt(2))
+    until_found(second, prompt(1))
+    bucket.fails = lambda what, name: True
+    with pytest.raises(StoreUnavailable) as error:
+        check_rows(second, prompt(1))
+    second.report(error.value)
+    assert length(second, prompt(1)) == 0 and second.health.state == "ok"
+    world.put("a", first, prompt(3))
+    world.put("b", second, prompt(4))
+    check_rows(second, prompt(4))
+    assert second.summary()["bucket"]["state"] == "degraded"
+    assert "computed until it answers again" in caplog.text
+    bucket.fails = lambda what, name: False
+    until(second, lambda: second.summary()["bucket"]["state"] == "ok")
+    for store, number in ((second, 1), (second, 3), (first, 4)):
+        until_found(store, prompt(number))
+        check_rows(store, prompt(number))
+    assert "answers again" in caplog.text
+
+
+def test_an_object_that_vanished_is_a_miss(world: World, bucket: Faults) -> None:
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1), prompt(2))
+    for number in (1, 2):
+        until_found(second, prompt(number))
+    segment_id = name_of(second, prompt(1))
+    bucket.fails = lambda what, name: what == "list"
+    obstore.delete(bucket._store, bucket.segments)
+    with pytest.raises(Exception, match=segment_id) as error:
+        check_rows(second, prompt(1))
+    second.report(error.value)
+    assert lengths(second, 1, 2) == [0, 8]
+    bucket.fails = lambda what, name: False
+    until_gone(second, prompt(2))
+
+
+def test_what_is_no_segment_is_left_alone(world: World, bucket: Faults) -> None:
+    obstore.put(bucket._store, f"{IDENTITY}/segments/x/{'0' * 32}.kv", b"x" * 10_000)
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1))
+    until_found(second, prompt(1))
+    (real,) = [own for own in bucket.segments if "/x/" not in own]
+    obstore.put(
+        bucket._store, real.replace(real[-8:-3], "fffff"), obstore.get(bucket._store, real).bytes()
+    )
+    until_listed(second, 3)
+    check_rows(second, prompt(1))
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(Path("kv"), store=URL)
+    assert open_bucket(make_config(Path("kv"))) is None
+    assert open_bucket(config)
+    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    with pytest.raises(ConfigError, match=r"pip install 'impress-sglang\[s3\]'"):
+        open_bucket(config)

