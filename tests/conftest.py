@@ -48,6 +48,8 @@ LONGEST = (
     *("test_pipeline", "test_unreadable", "test_weights"),
     *("test_bits", "test_important_part", "test_reordering"),
 )
+# How a model is served in the randomised run.
+RANKS = ("one", "tp", "dp")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,6 +65,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("random", "the randomised run of tests/serving/test_random.py")
     group.addoption("--random-minutes", type=float, default=0.4, help="how long its traffic lasts")
     group.addoption("--random-seed", type=int, default=1, help="what is drawn in it")
+    group.addoption(
+        "--random-ranks", choices=RANKS, default=RANKS[0], help="as two ranks of it, or replicas"
+    )
     group.addoption(
         "--random-without", default="", help="kinds of requests, weights, faults: to leave out"
     )

@@ -30,8 +30,6 @@ from impress_sglang.serving.load_jobs import JobState, LoadJob
 
 ANY = 1 << 62
 """The vote of a rank that leaves a decision to others."""
-MOST_WISHES = 32
-MOST_JOBS = 32
 _MICROSECONDS, _UNKNOWN = 1e6, -1.0
 
 Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
@@ -161,7 +159,7 @@ class Agreement:
         whole = [not over or job.state is not JobState.FAILED for job, over in pairs]
         worth = [job not in slow for job in begun]
         agreed = self.vote(Vote(list(wishes.values()), ended, whole, worth, saves))
-        for job, has_ended, is_whole in zip(begun, agreed.ended, agreed.whole, strict=False):
+        for job, has_ended, is_whole in zip(begun, agreed.ended, agreed.whole, strict=True):
             if not has_ended:
                 continue
             if not is_whole:
@@ -171,35 +169,25 @@ class Agreement:
                 job.state = JobState.DROPPED
             self.begun.remove(job)
             self._ended.append(job)
-        named = dict(zip(wishes, agreed.wishes, strict=False))
-        votes = zip(begun, agreed.worth, strict=False)
+        named = dict(zip(wishes, agreed.wishes, strict=True))
+        votes = zip(begun, agreed.worth, strict=True)
         return Agreed(named, [job for job, is_worth in votes if not is_worth], agreed.saves)
 
     def vote(self, own: Vote) -> Vote:
-        """Agree on a vote; all ranks have as many wishes and jobs in theirs.
-
-        Of more than MOST_WISHES or MOST_JOBS, the first are agreed on.
-        """
-        wishes, jobs = own.wishes[:MOST_WISHES], min(len(own.ended), MOST_JOBS)
+        """Agree on a vote; all ranks have as many wishes and jobs in theirs."""
         numbers = [self._decide(self._clock()), own.saves]
-        for wish in wishes:
+        for wish in own.wishes:
             loads = ANY if self.ranks.rank else int(wish.loads)
             patience = _UNKNOWN if wish.patience is None else wish.patience
             numbers += [wish.stop, loads, self._decide(patience)]
-        numbers += [ANY] * (3 * (MOST_WISHES - len(wishes)))
-        for flags in (own.ended, own.whole, own.worth):
-            numbers += [*map(int, flags[:jobs]), *[ANY] * (MOST_JOBS - jobs)]
-        least = self.ranks.least(numbers)
-        self._now = least[0] / _MICROSECONDS
-        firsts = range(2, 2 + 3 * len(wishes), 3)
-        agreed = [Wish(least[n], bool(least[n + 1]), _seconds(least[n + 2])) for n in firsts]
-        first = 2 + 3 * MOST_WISHES
-
-        def flags_of(kind: int) -> list[bool]:
-            start = first + kind * MOST_JOBS
-            return [bool(flag) for flag in least[start : start + jobs]]
-
-        return Vote(agreed, flags_of(0), flags_of(1), flags_of(2), least[1])
+        for job in zip(own.ended, own.whole, own.worth, strict=True):
+            numbers += map(int, job)
+        now, saves, *least = self.ranks.least(numbers)
+        self._now = now / _MICROSECONDS
+        told = iter(least)
+        wishes = [Wish(next(told), bool(next(told)), _seconds(next(told))) for _ in own.wishes]
+        flags = [bool(flag) for flag in told]
+        return Vote(wishes, flags[0::3], flags[1::3], flags[2::3], saves)
 
     def _decide(self, seconds: float) -> int:
         """A time as rank 0 votes; the others leave it to that."""

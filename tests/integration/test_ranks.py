@@ -17,6 +17,7 @@ from torch import distributed
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.admin import handle
+from impress_sglang.plugin.prefix_loads import SAVES_EVERY
 from impress_sglang.plugin.ranks import identity_of_rank, identity_reader, ranks_of
 from impress_sglang.plugin.tree_nodes import is_locked
 from impress_sglang.serving.ranks import Ranks
@@ -37,12 +38,12 @@ class RankWorlds:
     """Two tree caches, each with its own store, that are told the same."""
 
     def __init__(self, root: Path, **options: Any) -> None:
-        self._reduction = Reduction(SIZE)
+        self.reduction = Reduction(SIZE)
         self._pool = ThreadPoolExecutor(SIZE)
         self.worlds = [
             TreeWorld(
                 root / f"rank{rank}",
-                ranks=Ranks(rank, SIZE, self._reduction.least),
+                ranks=Ranks(rank, SIZE, self.reduction.least),
                 write_after=1,
                 blend="off",
                 **options,
@@ -57,9 +58,9 @@ class RankWorlds:
             try:
                 return act(world)
             finally:
-                self._reduction.end()
+                self.reduction.end()
 
-        self._reduction.begin()
+        self.reduction.begin()
         futures = [self._pool.submit(run, world) for world in self.worlds]
         first, other = (own.result() for own in futures)
         if first != other:
@@ -169,6 +170,24 @@ def drain(ranks: RankWorlds) -> None:
             return
         time.sleep(0.002)
     raise AssertionError("a request waits for ever")
+
+
+def test_saves_alone_are_seldom_agreed_on_while_a_batch_runs(ranks: RankWorlds) -> None:
+    ranks.all(lambda own: bool(own.request("r", draw(1, 200))))
+    ranks.all(TreeWorld.poll)
+    ranks.all(run_ready)
+    ranks.all(lambda own: own.scheduler.running_batch.reqs.append(object()))
+    before, passes = ranks.reduction.count, 0
+
+    def is_released() -> bool:
+        nonlocal passes
+        passes += 1
+        ranks.all(TreeWorld.poll)
+        ((_, is_locked),), *_ = ranks.all(digest)
+        return not is_locked
+
+    wait_until(is_released)
+    assert ranks.reduction.count == before + passes / SAVES_EVERY
 
 
 def order(world: TreeWorld, verb: str, **fields: Any) -> dict[str, Any]:

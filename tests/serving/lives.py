@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -18,7 +19,16 @@ from tests.damage import put_back, take_away
 from tests.fault_control import FaultControl
 from tests.faults import INDEX, READS, Rule, dead_disk, read_only
 from tests.serving.clients import PART, Client
-from tests.serving.harness import BAD_WORDS, TRACEBACK, Server, Zygote, metrics_of, running, tail
+from tests.serving.harness import (
+    BAD_WORDS,
+    TRACEBACK,
+    Server,
+    Zygote,
+    metrics_of,
+    running,
+    schedulers_of,
+    tail,
+)
 from tests.serving.traffic import Ask, read_answer
 from tests.serving.watch import Watch, segment_sizes
 from tests.serving.world import KILL, MIXED, World
@@ -103,11 +113,14 @@ class Setting:
     quota_gb: float
 
 
-def draw_setting(number: int, chance: random.Random) -> Setting:
-    """Of two lives one ends by kill -9; the other options are drawn."""
+def draw_setting(number: int, chance: random.Random, *, whole_only: bool) -> Setting:
+    """Of two lives one ends by kill -9; the other options are drawn.
+
+    `whole_only`: as several ranks do, which neither blend nor load parts.
+    """
     quota_gb = chance.choice((0.01, 1.0))
     others = ("impress", "impress", "paper+itf", "as+h2o+lru")
-    policy = chance.choice(others) if number else "impress"
+    policy = chance.choice(others) if number and not whole_only else "impress"
     flags = [
         f"--max-total-tokens={chance.choice((7000, 9000, 14000))}",
         f"--impress-policy={policy}",
@@ -131,10 +144,11 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     # Of different priorities, one request may take another one's place.
     retracts = chance.random() < 0.5 or scheduler == PRIORITIES
     weights = chance.choice("ab")
-    if not parts:
+    blends = not parts and not whole_only
+    if blends:
         flags += ["--impress-blend=0", LEAST_BLEND, "--impress-schedule=shortest"]
     is_killed = number % 2 == 0
-    return Setting(weights, usual, tuple(flags), retracts, not parts, parts, is_killed, quota_gb)
+    return Setting(weights, usual, tuple(flags), retracts, blends, parts, is_killed, quota_gb)
 
 
 @dataclasses.dataclass
@@ -151,11 +165,13 @@ class Lives:
     with_faults: bool
     with_weights: bool
     seed: int
+    ranks: int
+    replicas: int
 
     def live(self, number: int, seconds: float, zygote: Zygote) -> None:
         """One life: a start, traffic with events, and an end."""
         chance = random.Random(f"{self.seed} life {number}")
-        setting = draw_setting(number, chance)
+        setting = draw_setting(number, chance, whole_only=self.ranks > 1)
         self.world.note(f"life {number}: {setting}")
         log = self.store.with_name(f"life-{number}.log")
         with running(
@@ -167,6 +183,8 @@ class Lives:
             zygote=zygote,
             faults=self.control,
             retracts=setting.retracts,
+            ranks=self.ranks,
+            replicas=self.replicas,
         ) as server:
             life = Life(self, server, setting, chance)
             self.world.retracts = setting.retracts
@@ -195,8 +213,8 @@ class Life:
         world.server = self._server
         world.must_have(self._weights)
         self._probe()
-        scheduler = scheduler_of(self._server)
-        before = Footprint.of(scheduler)
+        schedulers = schedulers_of(self._server)
+        before = [Footprint.of(own) for own in schedulers]
         usual, can = self._setting.usual, self._setting
         without = [own for own, has in (("blend", can.blends), ("part", can.parts)) if not has]
         clients = [
@@ -215,8 +233,9 @@ class Life:
             for client in clients:
                 client.join()
         if not self._setting.is_killed:
-            self._check_accounts(scheduler, before)
-        self._check_log()
+            self._check_accounts(schedulers, before)
+        if not (self._setting.is_killed and schedulers[1:]):
+            self._check_log()
 
     # Events
 
@@ -376,8 +395,13 @@ class Life:
     # Ends
 
     def _kill(self, clients: Sequence[Client]) -> None:
-        """kill -9 in the middle of requests and writes."""
+        """kill -9 in the middle of requests and writes, of several processes one before others."""
         with self._world.disturbed(KILL):
+            if others := schedulers_of(self._server)[1:]:
+                # Afterwards it says that a rank is gone.
+                self._check_log()
+                self._chance.choice(others).kill()
+                time.sleep(self._chance.uniform(0, 2))
             for client in clients:
                 client.stopped.set()
             self._server.stop(signal.SIGKILL)
@@ -385,28 +409,34 @@ class Life:
                 client.join()
         self._world.count("killed")
 
-    def _check_accounts(self, scheduler: psutil.Process, before: Footprint) -> None:
+    def _check_accounts(
+        self, schedulers: Sequence[psutil.Process], before: Sequence[Footprint]
+    ) -> None:
         """Idle, the server holds nothing: no slots, no locks, no descriptors, little memory."""
         self._server.flush()
         deadline = time.monotonic() + 30
-        stats = self._server.stats()
-        while stats["requests_live"] and time.monotonic() < deadline:
+        stats = _replicas(self._server.stats())
+        while any(own["requests_live"] for own in stats) and time.monotonic() < deadline:
             time.sleep(0.2)
-            stats = self._server.stats()
-        self._require_sound(stats)
-        pool = stats["device_pool"]
-        self._require(not stats["requests_live"], f"requests are left: {stats['requests_live']}")
-        left = {kind: pool[kind] for kind in pool.keys() - {"tokens"}}
-        self._require(not any(left.values()), f"slots are left: {pool}")
-        after = Footprint.of(scheduler)
+            stats = _replicas(self._server.stats())
+        for own in stats:
+            self._require_sound(own)
+            pool, live = own["device_pool"], own["requests_live"]
+            self._require(not live, f"requests are left: {live}")
+            left = {kind: pool[kind] for kind in pool.keys() - {"tokens"}}
+            self._require(not any(left.values()), f"slots are left: {pool}")
+        for scheduler, start in zip(schedulers, before, strict=True):
+            self._check_footprint(start, Footprint.of(scheduler))
+        self._check_disk()
+        self._world.count("accounts checked")
+
+    def _check_footprint(self, before: Footprint, after: Footprint) -> None:
         self._world.note(f"before {before}, after {after}")
         self._require(
             not after.segments, f"segments are open in an idle server: {sorted(after.segments)[:5]}"
         )
         self._require(after.descriptors <= before.descriptors + 2, f"{before} became {after}")
         self._require(after.resident <= before.resident + MOST_GROWTH_BYTES, f"{before}, {after}")
-        self._check_disk()
-        self._world.count("accounts checked")
 
     def _check_disk(self) -> None:
         """The server counts what the disk has, to the byte and within its quota, unless the disk
@@ -423,10 +453,11 @@ class Life:
 
     def _stored_bytes(self) -> tuple[int, int] | None:
         """As the server has it, and of the files; None while it has no store."""
-        store = self._server.stats()["store"]
-        if store is None:
+        stores = [own["store"] for own in _replicas(self._server.stats())]
+        if None in stores:
             return None
-        return store["used_bytes"], sum(segment_sizes(Path(store["directory"])).values())
+        sizes = [segment_sizes(Path(own["directory"])).values() for own in stores]
+        return sum(own["used_bytes"] for own in stores), sum(map(sum, sizes))
 
     def _check_log(self) -> None:
         text = self._server.log_text()
@@ -436,7 +467,7 @@ class Life:
         if not self._setting.is_killed:
             self._require(self._server.process.alive(), f"the server is dead:\n{tail(text)}")
 
-    def _require_sound(self, stats: dict[str, object]) -> None:
+    def _require_sound(self, stats: dict[str, Any]) -> None:
         self._require(stats["integrity"] == "ok", f"integrity: {stats['integrity']}")
 
     def _require(self, condition: bool, otherwise: str) -> None:
@@ -463,10 +494,9 @@ class Footprint:
         return cls(len(targets), segments, process.memory_info().rss)
 
 
-def scheduler_of(server: Server) -> psutil.Process:
-    """The process of a server that has the model and the store."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return max(children, key=lambda child: child.memory_info().rss)
+def _replicas(stats: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each replica says, also if there is only one."""
+    return list(stats.get("replicas", [stats]))
 
 
 def _around(text: str, word: str) -> str:

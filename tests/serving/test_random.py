@@ -92,6 +92,7 @@ def test_random_traffic(
 ) -> None:
     seed = request.config.getoption("--random-seed")
     minutes = request.config.getoption("--random-minutes")
+    ranks = request.config.getoption("--random-ranks")
     without = set(request.config.getoption("--random-without").split(",")) - {""}
     assert without <= {*KINDS, "faults", "weights"}, without
     folder = workdir / f"random-{seed}"
@@ -108,6 +109,8 @@ def test_random_traffic(
         with_faults="faults" not in without,
         with_weights="weights" not in without,
         seed=seed,
+        ranks=2 if ranks == "tp" else 1,
+        replicas=2 if ranks == "dp" else 1,
     )
     end, number = time.monotonic() + 60 * minutes, 0
     # An even number: half of them are killed. A busy machine may need more of them.
@@ -157,8 +160,9 @@ def _missing(world: World, lives: Lives) -> list[str]:
         "aborted",
         "hung up",
         "approximate",
-        "blended_tokens",
     ]
+    if lives.ranks == 1:
+        wanted.append("blended_tokens")
     wanted += [f"path {path}" for path in PATHS]
     wanted += [f"reckoned requests_total {path}" for path in PATHS]
     wanted += [f"reckoned {metric}" for metric in INDEPENDENT]

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.fault_control import FaultControl
-from tests.faults import Rule
+from tests.faults import READS, Rule
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve, impress_flags
 from tests.serving.damage import flip_value
-from tests.serving.harness import Server, Zygote, running
-from tests.serving.tiny_models import random_tokens
+from tests.serving.harness import SKEWED, Server, Zygote, running
+from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
 TOLERANCE = 1e-4
@@ -30,14 +31,37 @@ HANGS_S = 120
 # Fewer tokens are neither stored nor loaded.
 LEAST = 64
 SECOND = "*0001/segments/*"
-READS = "open|read|block"
 SKEWS = {
     "writes are late": Rule("delay", "rename", SECOND, seconds=0.5),
-    "reads are late": Rule("delay", READS, SECOND, seconds=0.1, probability=0.3),
+    "jobs fail": Rule("raise", "job", SECOND, probability=0.3),
+    "writes fail": Rule("ENOSPC", "write", SECOND, probability=0.3),
+    "reads are late": Rule("delay", READS, SECOND, seconds=0.5, probability=0.1),
     "reads fail": Rule("EIO", READS, SECOND, probability=0.3),
     "blocks are corrupt": Rule("flip", "block", SECOND, probability=0.2),
-    "writes fail": Rule("ENOSPC", "write", SECOND, probability=0.3),
+    "jobs are late": Rule("delay", "job", SECOND, seconds=0.5, probability=0.5),
+    "matches are late": Rule("delay", "match", SECOND, seconds=0.5, probability=0.2),
+    "matches fail": Rule("ENODATA", "match", SECOND, probability=0.3),
 }
+KILLS = {
+    "write": Rule("kill", "rename", SECOND, after=2),
+    "read": Rule("kill", "read|block", SECOND, after=30),
+    "job": Rule("kill", "job", SECOND, after=4),
+    "match": Rule("kill", "match", SECOND, after=20),
+}
+# With fewer requests, only so many of them.
+MANY, FEW = 100, {"skew": 2, "kill": 1}
+# The pool is small, and chunks are short.
+FLAGS = (
+    *("--impress-device-gb=0", "--impress-host-gb=0", "--impress-io-timeout=2"),
+    *("--max-total-tokens=9000", "--chunked-prefill-size=512"),
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    has_many = metafunc.config.getoption("--rank-requests") >= MANY
+    for name, values in (("skew", [*SKEWS]), ("kill", [*KILLS])):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, values if has_many else values[: FEW[name]])
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +71,7 @@ def control(workdir: Path) -> FaultControl:
 
 @pytest.fixture(scope="module")
 def ranks(serve: Serve, control: FaultControl) -> Iterator[Server]:
-    """Two ranks, whose pool is small, whose chunks are short, and which put requests back."""
-    flags = (
-        *("--impress-device-gb=0", "--impress-host-gb=0", "--impress-io-timeout=2"),
-        *("--max-total-tokens=9000", "--chunked-prefill-size=512"),
-    )
-    with serve("ranks", *flags, ranks=2, faults=control) as server:
+    with serve("ranks", *FLAGS, ranks=2, faults=control, preload=SKEWED) as server:
         yield server
 
 
@@ -118,36 +137,127 @@ def test_answers_in_few_bits_are_those_of_one_rank(ranks: Server, roomy: Server)
         assert one["output_ids"] == two["output_ids"]
 
 
-@pytest.mark.parametrize("name", SKEWS)
-def test_a_rank_that_differs_changes_no_answer(
-    ranks: Server, stock: Server, control: FaultControl, name: str, request: pytest.FixtureRequest
-) -> None:
-    count = request.config.getoption("--rank-requests")
-    rule, prompts = SKEWS[name], prompts_of(50 + list(SKEWS).index(name), 12)
-    want = ask_all(stock, prompts)
-    # Some are stored before.
-    ask_all(ranks, prompts[:6], **EXACT)
-    ranks.flush()
-    before = control.hits()[rule.name]
-    control.set(rule)
-    asked = 0
-    while asked < count:
-        assert_same(want, ask_all(ranks, prompts, **EXACT), TOLERANCE)
-        asked += len(prompts)
-        ranks.flush()
-    assert control.hits()[rule.name] > before, "the rank did not differ"
-    control.set()
-    wait_until(lambda: is_well(ranks), HANGS_S)
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> int:
+    """How many requests are asked while a rank differs."""
+    return int(request.config.getoption("--rank-requests"))
+
+
+def ask_often(server: Server, prompts: list[list[int]], want: list[Any], count: int) -> None:
+    """Ask so often; answers are right."""
+    for _ in range(0, count, len(prompts)):
+        assert_same(want, ask_all(server, prompts, **EXACT), TOLERANCE)
+        server.flush()
+
+
+def assert_healed(server: Server, prompts: list[list[int]], want: list[Any]) -> None:
+    """What one rank has lost is stored again: all is loaded, and both have the same trees."""
 
     def healed() -> bool:
-        """What one has lost was stored again: both load it, but for ends too short for that."""
-        told = [report(own)["tokens"] for own in ask_all(ranks, prompts, **EXACT)]
-        ranks.flush()
+        # Ends may be too short to be loaded.
+        told = [report(own)["tokens"] for own in ask_all(server, prompts, **EXACT)]
+        server.flush()
         loaded = any(own["loaded"] for own in told)
         return loaded and all(own["computed"] < 2 * LEAST for own in told)
 
+    wait_until(lambda: is_well(server), HANGS_S)
     wait_until(healed, HANGS_S)
-    assert_same(want, ask_all(ranks, prompts, **EXACT), TOLERANCE)
+    assert_same(want, ask_all(server, prompts, **EXACT), TOLERANCE)
+    wait_until(lambda: is_well(server), HANGS_S)
+    one, two = told_by(server, prompts)
+    assert one["tree"] == two["tree"]
+    for own in (one, two):
+        pairs = zip(own["stored"], prompts, strict=True)
+        assert all(len(prompt) - LEAST < stored for stored, prompt in pairs), own["stored"]
+
+
+def told_by(server: Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """A digest of the tree of each rank, and how much of each prompt it has stored."""
+    answer = server.post("/tests/ranks", prompts=prompts)
+    answer.raise_for_status()
+    told: list[dict[str, Any]] = answer.json()
+    return told
+
+
+def test_a_rank_that_differs_changes_no_answer(
+    ranks: Server, stock: Server, control: FaultControl, skew: str, count: int
+) -> None:
+    rule, prompts = SKEWS[skew], prompts_of(50 + list(SKEWS).index(skew), 12)
+    want = ask_all(stock, prompts)
+    # Some are stored before.
+    ask_all(ranks, prompts[:2], **EXACT)
+    ranks.flush()
+    before = control.hits()[rule.name]
+    control.set(rule)
+    try:
+        ask_often(ranks, prompts, want, count)
+    finally:
+        control.set()
+    assert control.hits()[rule.name] > before, "the rank did not differ"
+    assert_healed(ranks, prompts, want)
+    if rule.fault == "raise":
+        ranks.forgive("Unforeseen: injected")
+
+
+def test_a_rank_that_is_killed(
+    workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server, kill: str, count: int
+) -> None:
+    """SGLang ends the server, and the next one finds what both ranks have stored."""
+    control, rule = FaultControl(workdir / f"killed-{kill}", seed=5), KILLS[kill]
+    flags = impress_flags(workdir / f"store-killed-{kill}", *FLAGS)
+    prompts = prompts_of(70 + list(KILLS).index(kill), 12)
+    want = ask_all(stock, prompts)
+
+    @contextlib.contextmanager
+    def life(name: str) -> Iterator[Server]:
+        log = workdir / f"killed-{kill}-{name}.log"
+        how: dict[str, Any] = {"ranks": 2, "faults": control, "preload": SKEWED}
+        with running(tiny_llama, log, *flags, zygote=zygote, **how) as server:
+            yield server
+
+    with life("first") as server:
+        ask_all(server, prompts[:2], **EXACT)
+        server.flush()
+        before = told_by(server, prompts)[0]["stored"]
+        control.set(rule)
+        with contextlib.suppress(requests.RequestException):
+            ask_often(server, prompts, want, count)
+        assert control.hits()[rule.name], "no rank was killed"
+        wait_until(lambda: not server.process.alive(), HANGS_S)
+    control.set()
+    with life("second") as server:
+        one, two = told_by(server, prompts)
+        assert one["tree"] == two["tree"]
+        for own in (one, two):
+            pairs = zip(own["stored"], before, strict=True)
+            assert all(now >= earlier for now, earlier in pairs), "something is lost"
+        ask_often(server, prompts, want, count)
+        assert_healed(server, prompts, want)
+        server.assert_quiet()
+
+
+def test_what_the_agreement_costs(
+    serve: Serve, workdir: Path, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A share of passes of about 10 ms, while prompts are written and loaded, and while not."""
+    if count < MANY:
+        pytest.skip("it measures, with --rank-requests 300")
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+    model = make_model("llama", workdir / "cost", **shape)
+    control = FaultControl(workdir / "cost-faults")
+    with serve("cost", model=model, ranks=2, faults=control, preload=SKEWED) as server:
+        prompts = [random_tokens(600, 600 + number) for number in range(8)]
+        lines = []
+        for what, length in (("computes and writes", 600), ("loads", 600), ("neither", 40)):
+            server.flush()
+            before = told_by(server, [])[0]["cost"]
+            server.generate_together([own[:length] for own in prompts], 100)
+            after = told_by(server, [])[0]["cost"]
+            cost = {name: after[name] - before.get(name, 0) for name in after}
+            lines.append(f"{what}: {cost}")
+            assert cost["votes"] <= cost["passes"]
+        with capsys.disabled():
+            print("", *lines, sep="\n")
 
 
 def test_a_file_that_is_gone_or_damaged_on_one_rank(ranks: Server, stock: Server) -> None:

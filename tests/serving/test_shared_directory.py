@@ -8,7 +8,14 @@ from pathlib import Path
 
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, launch, running, wait_until_ready
+from tests.serving.harness import (
+    Server,
+    Zygote,
+    launch,
+    running,
+    schedulers_of,
+    wait_until_ready,
+)
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
@@ -87,3 +94,11 @@ def test_two_replicas(workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Se
         assert server.post("/impress/check").json() == {"integrity": "ok"}
         assert not _stored(server, prompt)
         server.assert_quiet()
+        # SGLang lets the others go on without one.
+        server.generate(prompt, 1, routed_dp_rank=0)
+        wait_until(lambda: _stored(server, prompt))
+        schedulers_of(server)[0].kill()
+        answer = server.generate([*prompt, 7, 8], 4, routed_dp_rank=1, return_logprob=True)
+        assert paths([answer]) == ["ssd"]
+        assert_same([expected], [answer], 1e-4)
+        server.stop(signal.SIGKILL)

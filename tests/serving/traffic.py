@@ -274,7 +274,9 @@ def have_talk(
     for turn, tokens in enumerate(talk.turns):
         ask = _generate(f"{talk.name}-{turn}", "plain", list(tokens))
         params = {"id": session, "rid": last}
-        response = post(ask.route, **ask.with_fields(wanted, session_params=params))
+        # A session goes on where it began.
+        fields = {"session_params": params, "routed_dp_rank": 0}
+        response = post(ask.route, **ask.with_fields(wanted, **fields))
         _require_ok(response, f"turn {turn}")
         told = response.json()
         if told["meta_info"]["finish_reason"]["type"] == "abort":
