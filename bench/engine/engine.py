@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
     kv_bytes = sum(lengths) * kv_shape.token_bytes * shape.layers
     files = SlowFileSystem()
     install(files)
-    warm_up(kv_shape, ImpressConfig().chunk_tokens, model.device)
+    warm_up(kv_shape, model.device)
     rows = []
     for number, policy in enumerate(args.policies):
         config = ImpressConfig(

@@ -30,9 +30,9 @@ from impress_sglang.codes.groups.layer import encode_layer
 from impress_sglang.codes.groups.layout import GroupLayout
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
-from impress_sglang.codes.rows.coder import decode_layer, product_matrix
+from impress_sglang.codes.rows.coder import product_matrix
 from impress_sglang.codes.rows.row import GAINS
-from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
+from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec, LoopRestorer
 from impress_sglang.triton import codes
 
 # Writing it takes longer than queueing what is measured.
@@ -180,7 +180,8 @@ def by_a_basis(
     basis = Basis("random", ((heads, dim),) * 2, (dataclasses.replace(own, predict=None), own))
     angles = torch.rand(m, dim // 2)
     rotation = KeyRotation(lambda _: torch.cat([angles.cos(), angles.sin()], 1), halves=True)
-    restorer = KernelRestorer(KVCodec(basis, rotation), device)
+    codec = KVCodec(basis, rotation)
+    restorer = KernelRestorer(codec, device)
     places = torch.arange(m)
     turns = rotation.turns(torch.zeros_like(places), places).to(device)
     codes_of_rows = torch.randint(0, 256, (m, len(bits))) % 2 ** torch.tensor(bits)
@@ -195,7 +196,9 @@ def by_a_basis(
         return restorer.put(1, rows, layer_below, turns, slots, *pools)
 
     few = min(m, 256)
-    wanted = decode_layer(basis, 1, below[:few], rows[:few].cpu())
+    on_cpu = LoopRestorer(codec, torch.device("cpu"))
+    some, spare = turns.to(torch.device("cpu")), [pool[:few].cpu() for pool in pools]
+    wanted = on_cpu.put(1, rows[:few].cpu(), below[:few], some, places[:few], *spare)
     slack = 2**-6 * float(wanted.abs().max())
     torch.testing.assert_close(restore()[:few].cpu(), wanted, rtol=0, atol=slack)
     matrix = product_matrix(own).to(device, torch.bfloat16)

@@ -22,7 +22,7 @@ from impress_sglang.serving.load_jobs import AfterFill, FillLayer, LoadJob
 from impress_sglang.serving.why import Detail
 from impress_sglang.store.content import Run
 from impress_sglang.store.stored import StoredMatch, StoredSpan
-from impress_sglang.transfer.filling import AnySource
+from impress_sglang.transfer.sources import WholeSource
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,7 +106,7 @@ class BlendJob(LoadJob):
         self.kinds, self.runs = self.plan.begun_at(start)
         self.position = start
 
-    def open(self) -> AnySource:
+    def open(self) -> WholeSource:
         """See `LoadJob.open`."""
         self._groups = groups_of(self.runs, self.plan.read_tokens)
         self._fills = max(len(self._groups), 1)
@@ -117,7 +117,7 @@ class BlendJob(LoadJob):
                 self._leave_out(error)
         raise PrefixUnreadable("-", "nothing of it is left to read")
 
-    def bring(self, source: AnySource, fill: FillLayer) -> None:
+    def bring(self, source: WholeSource, fill: FillLayer) -> None:
         """See `LoadJob.bring`: all groups, one after the other."""
         opened, number = {0: source}, 0
         try:
@@ -144,7 +144,7 @@ class BlendJob(LoadJob):
         assert self.slots is not None
         self.row, self.position = torch.cat([resident, self.slots]), self.start
 
-    def _bring_group(self, number: int, opened: dict[int, AnySource], fill: FillLayer) -> None:
+    def _bring_group(self, number: int, opened: dict[int, WholeSource], fill: FillLayer) -> None:
         if number not in opened:
             opened[number] = self._open(number)
         source, ahead, following = opened[number], self.store.ahead, number + 1
@@ -162,16 +162,16 @@ class BlendJob(LoadJob):
             fill(layer, source, slots, turn)
         self._close(opened, number)
 
-    def _open(self, number: int) -> AnySource:
+    def _open(self, number: int) -> WholeSource:
         spans = [run.span for run in self._groups[number]]
         return self.store.open_whole(spans, exact=False)
 
-    def _close(self, opened: dict[int, AnySource], number: int) -> None:
+    def _close(self, opened: dict[int, WholeSource], number: int) -> None:
         source = opened.pop(number)
         self.store.close_source(source)
         self.reads.add(source.stats)
 
-    def _close_all(self, opened: dict[int, AnySource]) -> None:
+    def _close_all(self, opened: dict[int, WholeSource]) -> None:
         for number in list(opened):
             self._close(opened, number)
 

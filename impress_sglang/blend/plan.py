@@ -14,7 +14,7 @@ from impress_sglang.loops.types import Uint8s
 from impress_sglang.serving.why import Detail
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.content import FoundRuns, Run
+from impress_sglang.store.content import Run
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 
 # Layers in which deviations are looked for among all tokens; the first never deviates.
@@ -39,16 +39,17 @@ class BlendNotes:
     Attributes:
         found: the runs of its prompt that the last search found.
         answer: the last answer: how it would blend, or why it would not.
-        asked: what that answers: tokens then in SGLang's tree, and where the usual plan ended.
+        asked: what that answers: tokens of the prompt, those then in SGLang's tree, and where the
+            usual plan ended.
         answered: when it was answered, by `time.monotonic`.
         why: why it does not blend, although it accepts that and some of its text is stored.
         declined: whether it goes on without a blend.
         measures: whether it blends to measure how fast blending is now.
     """
 
-    found: FoundRuns | None = None
+    found: tuple[Run, ...] = ()
     answer: BlendPlan | Detail | None = None
-    asked: tuple[int, int] | None = None
+    asked: tuple[int, int, int] | None = None
     answered: float = 0.0
     why: Detail | None = None
     declined: bool = False
@@ -174,7 +175,7 @@ def apart(runs: Sequence[Run]) -> list[list[Run]]:
     groups: list[tuple[list[Run], set[tuple[str, int]]]] = []
     for run in runs:
         span, layout = run.span, run.span.segment.info.layout().codes[0]
-        size = layout.page_groups * layout.group_tokens
+        size = layout.page_tokens
         last = (span.stop - 1) // size
         pages = {(span.segment.segment_id, page) for page in range(span.start // size, last + 1)}
         free = next((group for group in groups if group[1].isdisjoint(pages)), None)

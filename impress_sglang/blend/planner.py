@@ -29,7 +29,7 @@ from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.content import FoundRuns, Run
+from impress_sglang.store.content import Run
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 
 # So many first tokens are computed unless they are resident or stored as a prefix: attention needs
@@ -111,12 +111,13 @@ class BlendPlanner:
             # So few tokens are only how other prompts happen to begin: compute them, exactly.
             match = StoredMatch()
         known = max(match.num_tokens, resident_len)
-        asked = resident_len, known if usual is None else max(usual.stop, known)
+        done = known if usual is None else max(usual.stop, known)
+        asked = len(tokens), resident_len, done
         now = time.monotonic()
         again_at = max(notes.answered + ANSWER_SECONDS, self._answer_at)
         holds = asked == notes.asked and now < again_at
-        if not (holds and _can_be_read(notes.found, len(tokens))):
-            notes.found = content.find(name, tokens, known, notes.found)
+        if not (holds and all(run.span.segment.ready for run in notes.found)):
+            notes.found = content.find(name, tokens, known)
             notes.asked, notes.answered = asked, now
             notes.answer = self._weigh(match, tokens, known, usual, own, blend, notes)
             self._answer_at = now + (time.monotonic() - now) / ANSWER_SHARE
@@ -137,10 +138,10 @@ class BlendPlanner:
         notes: BlendNotes,
     ) -> BlendPlan | Detail | None:
         """Decide whether what was found behind the `known` tokens is worth a blend, and plan it."""
-        assert notes.found is not None and notes.asked is not None
+        assert notes.asked is not None
         store, least = self._served.store, self._config.blend_min_tokens
-        resident_len, done = notes.asked
-        runs = list(notes.found.runs)
+        _, resident_len, done = notes.asked
+        runs = list(notes.found)
         stop = (runs[-1].stop if runs else known) // self._page_size * self._page_size
         runs = [run.part(known, stop) for run in runs if run.start < stop]
         more = sum(max(run.stop - max(run.start, done), 0) for run in runs)
@@ -231,10 +232,3 @@ class BlendPlanner:
         counts = np.bincount(kinds, minlength=len(Kind))
         computed = float(counts[Kind.COMPUTED] + again * counts[Kind.REUSED])
         return self._estimator.estimate_blend(work, computed, io, measured=measured)
-
-
-def _can_be_read(found: FoundRuns | None, num_tokens: int) -> bool:
-    """Whether runs were found for a prompt of `num_tokens`, and all can still be read."""
-    if found is None or found.num_tokens != num_tokens:
-        return False
-    return all(run.span.segment.ready for run in found.runs)

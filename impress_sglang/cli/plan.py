@@ -65,7 +65,7 @@ def plan(
             raise Refused(str(error)) from error
     shape = replace(shape, exact=keep != CODES)
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
-    read = sum(own.layer_bytes for own in layout.codes)
+    read = sum(own.num_bytes for own in layout.codes)
     exact = tokens * shape.num_layers * shape.token_bytes
     stored = layout.file_bytes
     return {

@@ -1,21 +1,20 @@
 """Where groups of equal size are on disk, in pages that begin at a block of the drive; no I/O.
 
-Without a basis a group is `codes.groups.layout.GroupLayout`, with one the row of a token.
+A group is the row of a token, exact or by a basis, or of several tokens, as
+`codes.groups.layout.GroupLayout` says.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class Pages:
-    """Sizes, in bytes, of the groups of a layer, which stand one after another in pages.
+class Pages(NamedTuple):
+    """Sizes, in bytes, of the groups of a part of a layer, which stand one after another in pages.
 
     The last page has the remaining groups. `block_bytes` is what a drive reads at once.
     """
@@ -26,15 +25,17 @@ class Pages:
     page_groups: int
     block_bytes: int
 
-    def __post_init__(self) -> None:
-        assert self.num_tokens > 0
-
     @property
     def num_groups(self) -> int:
         """Number of groups, the last of which may have fewer tokens."""
         return -(-self.num_tokens // self.group_tokens)
 
-    @functools.cached_property
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self.page_groups * self.group_tokens
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page; the last one may be shorter."""
         return _in_blocks(self.page_groups * self.group_bytes, self.block_bytes)
@@ -44,9 +45,15 @@ class Pages:
         """Number of pages."""
         return -(-self.num_groups // self.page_groups)
 
-    @functools.cached_property
-    def layer_bytes(self) -> int:
+    @property
+    def num_bytes(self) -> int:
         """Bytes of all pages."""
+        return self.page_offset(self.num_pages)
+
+    def page_offset(self, page: int) -> int:
+        """Byte where a page begins, or where the last one ends."""
+        if page < self.num_pages:
+            return page * self.page_bytes
         whole = self.num_pages - 1
         rest = self.num_groups - whole * self.page_groups
         return whole * self.page_bytes + _in_blocks(rest * self.group_bytes, self.block_bytes)
@@ -56,12 +63,19 @@ class Pages:
         page, place = divmod(group, self.page_groups)
         return page * self.page_bytes + place * self.group_bytes
 
+    def groups_of(self, start: int, stop: int) -> range:
+        """The groups that have the tokens [start, stop)."""
+        return range(start // self.group_tokens, -(-stop // self.group_tokens))
+
     def put_groups(self, groups: Tensor, memory: Tensor) -> None:
-        """Write all groups, uint8 [groups, group_bytes], into uint8 [layer_bytes], with zeros."""
-        memory.zero_()
-        for number, page in enumerate(groups.split(self.page_groups)):
-            start = number * self.page_bytes
-            memory[start : start + page.numel()] = page.reshape(-1)
+        """Write all groups, uint8 [groups, group_bytes], into uint8 [num_bytes], with zeros."""
+        if groups.numel() < len(memory):
+            memory.zero_()
+        count = self.num_pages - 1
+        pages, rest = groups.tensor_split([count * self.page_groups])
+        whole = self._whole(memory, count)
+        whole.copy_(pages.reshape(whole.shape))
+        memory[count * self.page_bytes :][: rest.numel()] = rest.reshape(-1)
 
     def groups_in(self, memory: Tensor) -> Tensor:
         """The groups, uint8 [n, group_bytes], of some pages, of which the last may be shorter.
@@ -72,10 +86,17 @@ class Pages:
         if size == self.page_bytes:
             joined = memory[: len(memory) // self.group_bytes * self.group_bytes]
         else:
-            pages = memory.split(self.page_bytes)
-            whole = (min(size, len(own) // self.group_bytes * self.group_bytes) for own in pages)
-            joined = torch.cat([own[:end] for own, end in zip(pages, whole, strict=True)])
+            count, rest = divmod(len(memory), self.page_bytes)
+            more = min(size, rest // self.group_bytes * self.group_bytes)
+            joined = memory.new_empty(count * size + more)
+            joined[: count * size].view(count, size).copy_(self._whole(memory, count))
+            joined[count * size :] = memory[len(memory) - rest :][:more]
         return joined.view(-1, self.group_bytes)
+
+    def _whole(self, memory: Tensor, count: int) -> Tensor:
+        """The groups of the first pages of some memory, uint8 [count, bytes]."""
+        pages = memory[: count * self.page_bytes].view(count, self.page_bytes)
+        return pages[:, : self.page_groups * self.group_bytes]
 
 
 @functools.lru_cache(maxsize=16)

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-import numpy as np
 from torch import Tensor
 
 from impress_sglang.loops.types import Float32s, Floats
@@ -22,7 +21,6 @@ from impress_sglang.paper.history import chunk_shares, mapping_lists
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import BlockReader, BlockRuns
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from impress_sglang.store.disk import StoreDisk
@@ -87,17 +85,12 @@ class ReorderQueue:
         interval: float,
         *,
         enabled: bool,
-        patience: float,
     ) -> None:
-        """`interval`: seconds between looks for segments to rewrite; 0 for none.
-
-        `patience`: see `BlockReader`.
-        """
+        """`interval`: seconds between looks for segments to rewrite; 0 for none."""
         self.stats = ReorderStats()
         self._tree, self._directory, self._direct = disk.tree, disk.directory, disk.direct
         self._segments, self._interval, self._enabled = segments, interval, enabled
         self._next_look = time.monotonic() + interval
-        self._reader = BlockReader(1, disk.files, patience=patience)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-reorder", compute_alone)
         self._queue: collections.deque[StoredSegment] = collections.deque()
@@ -213,8 +206,7 @@ class ReorderQueue:
         Unless that takes longer than `seconds`.
         """
         self._queue.clear()
-        if self._thread.close(seconds):
-            self._reader.close()
+        self._thread.close(seconds)
 
     def _begin(self, segment: StoredSegment, info: SegmentInfo) -> None:
         history = segment.history
@@ -244,7 +236,6 @@ class ReorderQueue:
             WriteAbandoned: it is not stored any more.
             OSError: the disk refuses.
         """
-        self._reader.revive()
         old, files, path_of = rewrite.segment, self._directory.files, self._directory.segment_path
         mapping = mapping_lists(rewrite.order_key, rewrite.node_starts)
         try:
@@ -252,12 +243,11 @@ class ReorderQueue:
         except FileNotFoundError:
             raise WriteAbandoned("its file is gone") from None
         memory = AlignedMemory(old.layout.columns_bytes)
-        whole = np.array([0]), np.array([old.layout.columns_bytes])
 
         def read_layer(layer: int) -> tuple[Tensor, Tensor]:
             if rewrite.left:
                 raise WriteAbandoned("the segment is not stored any more")
-            self._reader.read(BlockRuns(old, memory, old.layout.layer_offset(layer), *whole))
+            old.fill(memory, old.layout.layer_offset(layer))
             order = None if old.mapping is None else old.mapping[layer]
             return decode_layer(old.layout, memory.view, order)
 

@@ -3,21 +3,72 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.loops.types import Indices
+from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.paper.history import TokenHistory
-from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, Column
+from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, Column, SegmentLayout
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.stored_source import OpenSpan, PartOfRead, StoredSource
-from impress_sglang.transfer.wanted import Wanted, WantedRows
+from impress_sglang.transfer.wanted import Wanted, chunks_of
+
+
+class WantedRows(Wanted):
+    """Rows of some columns of a layer."""
+
+    def __init__(self, layout: SegmentLayout, rows: Mapping[Column, Indices]) -> None:
+        """`rows`: of each column, int64 [n], in any order."""
+        chunks = chunks_of(layout.columns)
+        self._layout = layout
+        self._offsets: dict[Column, Indices] = {}
+        self._places: dict[Column, tuple[int, slice | Tensor, tuple[int, int, int]]] = {}
+        blocks: Flags = np.zeros(layout.columns_bytes // BLOCK_BYTES, np.bool_)
+        counts = np.zeros((len(layout.columns), layout.num_chunks), np.int64)
+        for column, own in rows.items():
+            pages, size = layout.columns[column], layout.columns[column].group_bytes
+            number, inside = np.divmod(own, layout.chunk_tokens)
+            offsets = layout.column_starts[column] + number * pages.page_bytes + inside * size
+            self._offsets[column] = offsets
+            for step in {*range(0, size, BLOCK_BYTES), size - 1}:
+                blocks[(offsets + step) // BLOCK_BYTES] = True
+            counts[column] = np.bincount(number, minlength=layout.num_chunks)
+        numbers = np.flatnonzero(counts)
+        super().__init__(chunks, numbers, counts.reshape(-1)[numbers], blocks)
+        self.taken = blocks[self.all_blocks]
+
+    def rows_in(self, blocks: Tensor, column: Column) -> Tensor:
+        """The rows of a column [n, heads, D], from `self.blocks`: uint8 [blocks, BLOCK_BYTES]."""
+        unit, places, shape = self._place_of(column)
+        units = blocks.view(-1).view(self._layout.shape.dtype).view(-1, unit)
+        if isinstance(places, Tensor):
+            places = places.to(units.device, non_blocking=True)
+        return units[places].view(shape)
+
+    def _place_of(self, column: Column) -> tuple[int, slice | Tensor, tuple[int, int, int]]:
+        """Elements of a unit, which units of the wanted blocks are the rows, and their shape."""
+        if column not in self._places:
+            shape, offsets = self._layout.shape, self._offsets[column]
+            # Rows begin at multiples of this, also where one does not divide a block.
+            unit = math.gcd(shape.row_bytes(column), BLOCK_BYTES)
+            count = shape.row_bytes(column) // unit
+            rank = np.cumsum(self.blocks) - 1
+            first = (rank[offsets // BLOCK_BYTES] * BLOCK_BYTES + offsets % BLOCK_BYTES) // unit
+            places: slice | Tensor
+            if len(first) and (np.diff(first) == count).all():
+                places = slice(int(first[0]), int(first[0]) + len(first) * count)
+            else:
+                places = torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))
+            rows = len(first), len(shape.heads(column)), shape.head_dim(column)
+            self._places[column] = unit // shape.dtype.itemsize, places, rows
+        return self._places[column]
 
 
 class PartSource(StoredSource):

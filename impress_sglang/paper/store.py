@@ -17,7 +17,7 @@ from impress_sglang.store.store import Outcomes, PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
-from impress_sglang.transfer.wanted import column_chunks
+from impress_sglang.transfer.wanted import chunks_of
 
 
 class PartStore(PrefixStore):
@@ -32,7 +32,6 @@ class PartStore(PrefixStore):
             self.segments,
             config.reorder_interval,
             enabled=make_policy(config).reorders,
-            patience=config.io_timeout,
         )
 
     def open_part(self, match: StoredMatch, start: int, stop: int, *, whole: bool) -> PartSource:
@@ -66,7 +65,7 @@ class PartStore(PrefixStore):
         for span in spans:
             info = span.segment.info
             layout = info.geometry
-            chunks = column_chunks(layout)
+            chunks = chunks_of(layout.columns)
             tiers = self.segments.tiers(info, codes=False).reshape(shape.num_layers, -1)
             rows = np.maximum(1, BLOCK_BYTES // np.maximum(chunks.row_bytes, 1))
             wanted = np.full(len(rows), retention)

@@ -8,8 +8,7 @@ as a diff for SGLang.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,11 +76,18 @@ def attend_rectangularly(backend: Any) -> None:
 
     if type(backend) is TorchNativeAttnBackend:
         original = backend._run_sdpa_forward_extend
-        backend._run_sdpa_forward_extend = functools.partial(_extend, original)
+
+        def extend(*where: Any, **named: Any) -> Tensor:
+            # The last of `where` are the lengths of an encoder.
+            if where[-1] is not None or named["is_cross_attn"]:
+                return original(*where, **named)
+            return extend_rows(None, *where, **named)
+
+        backend._run_sdpa_forward_extend = extend
 
 
-def _extend(
-    original: Callable[..., Tensor],
+def extend_rows(
+    starts: Sequence[int] | None,
     query: Tensor,
     output: Tensor,
     k_cache: Tensor,
@@ -91,40 +97,23 @@ def _extend(
     seq_lens: Tensor,
     extend_prefix_lens: Tensor,
     extend_seq_lens: Tensor,
-    encoder_lens: Tensor | None = None,
-    **named: Any,
-) -> Tensor:
-    """In place of `_run_sdpa_forward_extend`, whose arguments these are."""
-    if encoder_lens is not None or named.get("is_cross_attn"):
-        lengths = seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens
-        where = query, output, k_cache, v_cache, req_to_token, req_pool_indices
-        return original(*where, *lengths, **named)
-    rows = zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
-    slots = [req_to_token[row, :num_keys] for row, num_keys in rows]
-    return attend_rows(query, output, k_cache, v_cache, slots, extend_seq_lens.tolist(), **named)
-
-
-def attend_rows(
-    query: Tensor,
-    output: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Sequence[Tensor],
-    counts: Sequence[int],
+    encoder_lens: None,
     *,
-    scaling: float | None = None,
-    causal: bool = False,
-    sliding_window_size: int | None = None,
+    scaling: float,
+    causal: bool,
+    sliding_window_size: int | None,
     **_: Any,
 ) -> Tensor:
-    """Attend for the new tokens of each request over its slots; `counts` are new tokens of each."""
-    first = 0
-    for own, count in zip(slots, counts, strict=True):
-        new = slice(first, first + count)
+    """In place of `_run_sdpa_forward_extend`, whose arguments these are; each row begins at its
+    entry of `starts`, or at 0."""
+    rows, stops = req_pool_indices.tolist(), seq_lens.tolist()
+    starts, first = starts or [0] * len(rows), 0
+    for row, start, stop, count in zip(rows, starts, stops, extend_seq_lens.tolist(), strict=True):
+        new, slots = slice(first, first + count), req_to_token[row, start:stop]
         output[new] = rectangular_attention(
             query[new],
-            k_cache[own],
-            v_cache[own],
+            k_cache[slots],
+            v_cache[slots],
             scaling=scaling,
             causal=causal,
             window=sliding_window_size,

@@ -102,7 +102,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     self_test = None
     # Kernels first: opening the store takes much memory.
     if policy.stores:
-        warm_up(shape, config.chunk_tokens, device, codec=codec)
+        warm_up(shape, device, codec)
         self_test = check_kvs([runner, *drafts], layers, config, shape, codec)
     warn_if_untested()
     hidden_size = runner.model_config.hidden_size

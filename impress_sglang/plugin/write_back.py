@@ -31,6 +31,7 @@ from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.store.content import meets
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.writing import Offer, StoreOutcome
@@ -136,7 +137,7 @@ class WriteBack:
             return 0
         if np.count_nonzero(often) > most:
             found = content.find(store.namespace(space), tokens, known, only_ready=False)
-            often &= ~found.meet(starts, BLOCK_TOKENS)
+            often &= ~meets(found, starts, BLOCK_TOKENS)
         fresh = starts[often]
         return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
 

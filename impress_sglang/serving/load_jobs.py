@@ -29,9 +29,10 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.threads import compute_alone
-from impress_sglang.transfer.filling import AnySource, FillStats, SlotFiller
+from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.packed import PackedLayers
+from impress_sglang.transfer.sources import WholeSource
 from impress_sglang.transfer.stored_source import ReadStats
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class JobState(enum.Enum):
 
 AfterFill: TypeAlias = Callable[[Tensor], None]
 """Changes a layer's pool of keys, in slots that were just filled."""
-FillLayer: TypeAlias = Callable[[int, AnySource, Tensor, "AfterFill | None"], None]
+FillLayer: TypeAlias = Callable[[int, WholeSource, Tensor, "AfterFill | None"], None]
 """Fills a layer of a source into slots."""
 
 
@@ -204,7 +205,7 @@ class LoadJob:
         """Note where it begins: behind the tokens that are resident when it gets its slots."""
         self.start = start
 
-    def open(self) -> AnySource:
+    def open(self) -> WholeSource:
         """Open what is read first, on the loader's thread.
 
         Raises:
@@ -212,7 +213,7 @@ class LoadJob:
         """
         return self.store.open_whole(self.spans, exact=self.kv_class.exact)
 
-    def bring(self, source: AnySource, fill: FillLayer) -> None:
+    def bring(self, source: WholeSource, fill: FillLayer) -> None:
         """Bring all layers from the source that was opened, and close it.
 
         Raises:
@@ -316,14 +317,14 @@ class JobLoader:
 
     def _run(self) -> None:
         compute_alone()
-        opened = collections.deque[tuple[LoadJob, AnySource]]()
+        opened = collections.deque[tuple[LoadJob, WholeSource]]()
         while self._asking or opened:
             self._open(opened, wait=not opened)
             if opened:
                 self._load(*opened.popleft(), opened)
 
     def _open(
-        self, opened: collections.deque[tuple[LoadJob, AnySource]], *, wait: bool = False
+        self, opened: collections.deque[tuple[LoadJob, WholeSource]], *, wait: bool = False
     ) -> None:
         """Open what was asked for meanwhile, so that it is read ahead."""
         while self._asking and (wait or not self._asked.empty()):
@@ -361,13 +362,13 @@ class JobLoader:
     def _load(
         self,
         job: LoadJob,
-        source: AnySource,
-        others: collections.deque[tuple[LoadJob, AnySource]],
+        source: WholeSource,
+        others: collections.deque[tuple[LoadJob, WholeSource]],
     ) -> None:
         state = JobState.LOADED
         error: BaseException | None = None
 
-        def fill(layer: int, source: AnySource, slots: Tensor, after: AfterFill | None) -> None:
+        def fill(layer: int, source: WholeSource, slots: Tensor, after: AfterFill | None) -> None:
             self._load_layer(layer, job, source, slots, after)
             self._open(others)
 
@@ -394,7 +395,7 @@ class JobLoader:
         self,
         layer: int,
         job: LoadJob,
-        source: AnySource,
+        source: WholeSource,
         slots: Tensor,
         after: AfterFill | None,
     ) -> None:

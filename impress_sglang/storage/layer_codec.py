@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.loops.types import Uint8s
-from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
+from impress_sglang.storage.layout import PROBE, KVShape, SegmentLayout
 
 # The mapping lists of one layer: for each head group and token, the row of the token.
 LayerMapping = npt.NDArray[np.unsignedinteger[Any]]
@@ -29,17 +29,17 @@ def encode_layer(
 
     `groups`: the same in codes, if the layout has codes.
     """
-    shape, start = layout.shape, 0
-    for column in shape.columns:
-        rows = values if column in shape.value_columns else keys
-        if mapping is not None and column != PROBE:
-            rows = rows[torch.from_numpy(np.argsort(mapping[shape.head_group_of(column)]))]
-        rows = rows[:, list(shape.heads(column))]
-        size = layout.column_bytes(column)
-        _encode_column(layout, column, rows, memory[start : start + size])
-        start += size
+    shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
+    parts = _parts(layout, flat)
+    for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
+        if pages.group_bytes:
+            rows = values if column in shape.value_columns else keys
+            if mapping is not None and column != PROBE:
+                rows = rows[torch.from_numpy(np.argsort(mapping[shape.head_group_of(column)]))]
+            rows = rows[:, list(shape.heads(column))].contiguous().view(torch.uint8)
+            pages.put_groups(rows.view(layout.num_tokens, pages.group_bytes), part)
     if groups is not None:
-        layout.codes[layer].put_groups(groups, torch.frombuffer(memory[start:], dtype=torch.uint8))
+        layout.codes[layer].put_groups(groups, flat[layout.columns_bytes :])
 
 
 def put_sinks(sinks: Uint8s, keys: Tensor, values: Tensor) -> None:
@@ -63,47 +63,22 @@ def decode_layer(
     layout: SegmentLayout, memory: memoryview, mapping: LayerMapping | None
 ) -> tuple[Tensor, Tensor]:
     """Keys [t, G, Dk] and values [t, G, Dv] in logical order, copied out of a layer's bytes."""
-    shape, start = layout.shape, 0
+    shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
     keys = torch.empty(layout.num_tokens, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype)
     values = keys.new_empty(layout.num_tokens, shape.num_kv_heads, shape.value_dim)
-    for column in shape.columns:
-        size = layout.column_bytes(column)
-        if size:
-            rows = _decode_column(layout, column, memory[start : start + size])
+    parts = _parts(layout, flat)
+    for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
+        if pages.group_bytes:
+            target = values if column in shape.value_columns else keys
+            heads = list(shape.heads(column))
+            rows = pages.groups_in(part)[: layout.num_tokens].view(shape.dtype)
             if mapping is not None and column != PROBE:
                 head_group = mapping[shape.head_group_of(column)].astype(np.int64)
                 rows = rows[torch.from_numpy(head_group)]
-            target = values if column in shape.value_columns else keys
-            target[:, list(shape.heads(column))] = rows
-        start += size
+            target[:, heads] = rows.unflatten(1, (len(heads), -1))
     return keys, values
 
 
-def _encode_column(layout: SegmentLayout, column: Column, rows: Tensor, memory: memoryview) -> None:
-    """Lay rows [t, ...] out in chunks, zeros between them."""
-    if not len(memory):
-        return
-    data = rows.contiguous().view(torch.uint8).view(-1).numpy()
-    flat, whole, last = _chunks(layout, column, memory)
-    if len(data) < len(flat):
-        flat[:] = 0
-    whole[:] = data[: whole.size].reshape(whole.shape)
-    last[:] = data[whole.size :]
-
-
-def _decode_column(layout: SegmentLayout, column: Column, memory: memoryview) -> Tensor:
-    """Rows [t, heads, D] of a column, in the order on disk."""
-    _, whole, last = _chunks(layout, column, memory)
-    shape = layout.shape
-    rows = torch.from_numpy(np.concatenate([whole.reshape(-1), last])).view(shape.dtype)
-    return rows.view(layout.num_tokens, len(shape.heads(column)), shape.head_dim(column))
-
-
-def _chunks(
-    layout: SegmentLayout, column: Column, memory: memoryview
-) -> tuple[Uint8s, Uint8s, Uint8s]:
-    """The bytes of a column; in them the rows of all chunks but the last, and those of this one."""
-    flat, count = np.frombuffer(memory, np.uint8), layout.num_chunks - 1
-    stride, size = layout.chunk_stride(column), layout.chunk_bytes(column, 0)
-    begin, rest = count * stride, layout.chunk_bytes(column, count)
-    return flat, flat[:begin].reshape(count, stride)[:, :size], flat[begin : begin + rest]
+def _parts(layout: SegmentLayout, flat: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of each column of a layer, uint8."""
+    return flat[: layout.columns_bytes].split([own.num_bytes for own in layout.columns])

@@ -188,28 +188,20 @@ class SegmentLayout:
         return -(-self.num_tokens // self.chunk_tokens)
 
     @functools.cached_property
-    def _strides(self) -> tuple[int, ...]:
-        return tuple(
-            round_up(self.shape.row_bytes(column) * self.chunk_tokens, BLOCK_BYTES)
-            for column in self.shape.columns
-        )
+    def columns(self) -> tuple[Pages, ...]:
+        """The columns of each layer: a page is a chunk, and a group a row."""
+        sizes = map(self.shape.row_bytes, self.shape.columns)
+        return tuple(Pages(self.num_tokens, 1, s, self.chunk_tokens, BLOCK_BYTES) for s in sizes)
 
     @functools.cached_property
-    def _column_sizes(self) -> tuple[int, ...]:
-        sizes, last = [], self.num_chunks - 1
-        for column in self.shape.columns:
-            tail = round_up(self.chunk_bytes(column, last), BLOCK_BYTES)
-            sizes.append(last * self._strides[column] + tail)
-        return tuple(sizes)
+    def column_starts(self) -> tuple[int, ...]:
+        """Where each column begins in its layer, and where the last one ends, in bytes."""
+        return tuple(itertools.accumulate((own.num_bytes for own in self.columns), initial=0))
 
-    @functools.cached_property
-    def _column_starts(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate(self._column_sizes, initial=0))
-
-    @functools.cached_property
+    @property
     def columns_bytes(self) -> int:
         """Bytes of all columns of one layer."""
-        return sum(self._column_sizes)
+        return self.column_starts[-1]
 
     @functools.cached_property
     def codes(self) -> tuple[Pages, ...]:
@@ -240,7 +232,7 @@ class SegmentLayout:
         """Where each layer begins, counted from the end of the header, and where the last ends."""
         sizes = [self.columns_bytes] * self.shape.num_layers
         for layer, codes in enumerate(self.codes):
-            sizes[layer] += codes.layer_bytes
+            sizes[layer] += codes.num_bytes
         return tuple(itertools.accumulate(sizes, initial=0))
 
     @property
@@ -248,43 +240,22 @@ class SegmentLayout:
         """Size of the segment file."""
         return self.header_bytes + self._layer_starts[-1]
 
-    def chunk_rows(self, chunk: int) -> int:
-        """Rows of a chunk; only the last one may have fewer than `chunk_tokens`."""
-        return min(self.chunk_tokens, self.num_tokens - chunk * self.chunk_tokens)
-
-    def chunk_stride(self, column: Column) -> int:
-        """Bytes from the start of one chunk to the start of the next."""
-        return self._strides[column]
-
-    def chunk_bytes(self, column: Column, chunk: int) -> int:
-        """Bytes of a chunk without padding."""
-        return self.shape.row_bytes(column) * self.chunk_rows(chunk)
-
-    def column_bytes(self, column: Column) -> int:
-        """Bytes of one column of one layer, with padding."""
-        return self._column_sizes[column]
-
     def layer_offset(self, layer: int) -> int:
         """Offset of a layer in the file."""
         return self.header_bytes + self._layer_starts[layer]
 
-    def codes_offset(self, layer: int) -> int:
-        """Offset of the codes of a layer in the file."""
-        return self.layer_offset(layer) + self.columns_bytes
+    def parts(self, layer: int, *, codes: bool) -> tuple[Pages, ...]:
+        """The columns of a layer, or its codes."""
+        return self.codes[layer : layer + 1] if codes else self.columns
 
-    def part(self, layer: int, *, codes: bool) -> tuple[int, int]:
+    def place(self, layer: int, *, codes: bool) -> tuple[int, int]:
         """Where the columns of a layer, or its codes, begin in the file, and their bytes."""
-        if codes:
-            return self.codes_offset(layer), self.codes[layer].layer_bytes
-        return self.layer_offset(layer), self.columns_bytes
+        first = self.layer_offset(layer) + codes * self.columns_bytes
+        return first, sum(own.num_bytes for own in self.parts(layer, codes=codes))
 
     def most_bytes(self, *, codes: bool) -> int:
         """Bytes of the columns of a layer, or of the largest codes of any layer."""
-        return max(own.layer_bytes for own in self.codes) if codes else self.columns_bytes
-
-    def column_offset(self, layer: int, column: Column) -> int:
-        """Offset of a column in the file."""
-        return self.layer_offset(layer) + self._column_starts[column]
+        return max(own.num_bytes for own in self.codes) if codes else self.columns_bytes
 
     def chunk_index(self, layer: int, column: Column, chunk: int) -> int:
         """Position of a chunk among all chunks of the segment."""

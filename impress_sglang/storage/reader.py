@@ -31,7 +31,6 @@ from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import BlockEngine
 from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.open_segment import Integers, OpenSegment
 from impress_sglang.storage.segment import reading
 
@@ -106,18 +105,6 @@ class PendingRead:
     def done(self) -> bool:
         """Whether nothing more will be read."""
         return self._done.is_set()
-
-    def wait(self) -> None:
-        """Wait until all is read, and verify it.
-
-        Raises:
-            PrefixUnreadable: as for `arrived`, or because a block is corrupt.
-        """
-        self.arrived()
-        starts, counts = self.runs.starts[: self.last], self._sizes[: self.last] // BLOCK_BYTES
-        skipped = np.repeat(starts // BLOCK_BYTES - (np.cumsum(counts) - counts), counts)
-        blocks = skipped + np.arange(counts.sum())
-        self.runs.segment.check_blocks(self.runs.memory, self.runs.offset, blocks)
 
     def arrived(self) -> None:
         """Wait until all is read; nothing is verified.
@@ -244,20 +231,6 @@ class BlockReader:
                 self._queues[ahead].append(read)
                 self._changed.notify()
         return read
-
-    def read(self, runs: BlockRuns) -> int:
-        """Fill the memory of all runs; returns the bytes read.
-
-        Raises:
-            PrefixUnreadable: see `PendingRead.wait`.
-        """
-        read = self.submit(runs)
-        try:
-            read.wait()
-        finally:
-            # A caller that gives up closes the file, whose descriptor then becomes another's.
-            self.cancel(read)
-        return read.num_bytes
 
     def cancel(self, read: PendingRead) -> tuple[Integers, Integers]:
         """Cancel pieces that are not begun; returns their starts and stops in the memory."""

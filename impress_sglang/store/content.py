@@ -62,30 +62,18 @@ class Run:
         return Run(start, StoredSpan(self.span.segment, start + first, stop + first))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FoundRuns:
-    """The runs of a prompt of `num_tokens` from `start` on, in order and without overlap.
+def meets(runs: Sequence[Run], starts: Indices, length: int) -> Flags:
+    """Which of the windows of `length` tokens that begin at `starts` have a token of a run.
 
-    They hold while the index has this version; None: more may become readable at any moment.
+    `runs` are in order, without overlap; `starts` int64 [w]; returns bool [w].
     """
-
-    num_tokens: int
-    start: int
-    version: int | None
-    runs: tuple[Run, ...]
-
-    def meet(self, starts: Indices, length: int) -> Flags:
-        """Which of the windows of `length` tokens that begin at `starts` have a token of a run.
-
-        `starts` int64 [w]; returns bool [w].
-        """
-        if not self.runs:
-            return np.zeros(len(starts), np.bool_)
-        begins, stops = np.array([(run.start, run.stop) for run in self.runs]).T
-        # Of the runs that begin before a window ends, the last one ends last.
-        last = np.searchsorted(begins, starts + length) - 1
-        meets: Flags = (last >= 0) & (stops[last] > starts)
-        return meets
+    if not runs:
+        return np.zeros(len(starts), np.bool_)
+    begins, stops = np.array([(run.start, run.stop) for run in runs]).T
+    # Of the runs that begin before a window ends, the last one ends last.
+    last = np.searchsorted(begins, starts + length) - 1
+    found: Flags = (last >= 0) & (stops[last] > starts)
+    return found
 
 
 class ContentIndex:
@@ -96,8 +84,7 @@ class ContentIndex:
         self._hashes = PrefixHashes()
         self._segments: dict[int, StoredSegment] = {}
         self._numbers: dict[str, int] = {}
-        # Counts changes, and gives numbers to segments.
-        self._version = 0
+        self._last_number = 0
         # Nearly all windows have a key of their own: the values of others are in `_more`.
         self._first: dict[int, int] = {}
         self._more: dict[int, dict[int, None]] = {}
@@ -114,7 +101,7 @@ class ContentIndex:
         """Index the windows of a segment, if it is exact."""
         if segment.info.quality != EXACT or segment.info.num_tokens < WINDOW_TOKENS:
             return
-        self._version = number = self._version + 1
+        self._last_number = number = self._last_number + 1
         self._segments[number] = segment
         self._numbers[segment.segment_id] = number
         for value, key in self._windows_of(segment, number):
@@ -139,7 +126,6 @@ class ContentIndex:
             if not more:
                 self._more.pop(key, None)
         del self._segments[number]
-        self._version += 1
 
     def rename(self, old_id: str, new_id: str) -> None:
         """Rename a segment, if it is there; its tokens stay the same."""
@@ -147,15 +133,9 @@ class ContentIndex:
             self._numbers[new_id] = number
 
     def find(
-        self,
-        namespace: str,
-        tokens: Tokens,
-        start: int = 0,
-        kept: FoundRuns | None = None,
-        *,
-        only_ready: bool = True,
-    ) -> FoundRuns:
-        """The runs of a prompt, from `start` on.
+        self, namespace: str, tokens: Tokens, start: int = 0, *, only_ready: bool = True
+    ) -> tuple[Run, ...]:
+        """The runs of a prompt from `start` on, in order and without overlap.
 
         A run extends until the segment ends or the tokens differ, in both directions; where several
         segments have a window, the longest run is taken. The time is linear in the tokens scanned,
@@ -165,11 +145,8 @@ class ContentIndex:
             namespace: namespace of the prompt, as segments have it.
             tokens: tokens of the prompt.
             start: where to begin.
-            kept: what was found in this prompt before; it is returned if it still holds.
             only_ready: leave out segments that cannot be read now.
         """
-        if kept is not None and self._holds(kept, len(tokens), start):
-            return kept
         keys = self._hashes.all_windows(namespace, tokens[start:], WINDOW_TOKENS)
         marked = np.flatnonzero(self._marks[self._places(keys)])
         runs: list[Run] = []
@@ -186,7 +163,7 @@ class ContentIndex:
             else:
                 runs.append(run)
                 first = position = run.stop
-        return FoundRuns(len(tokens), start, None if vain else self._version, tuple(runs))
+        return tuple(runs)
 
     def check_integrity(self) -> None:
         """Compare the windows with the segments.
@@ -204,10 +181,6 @@ class ContentIndex:
         assert len(set(found)) == len(found) and set(found) == there
         assert all(self._more.values()) and self._more.keys() <= self._first.keys()
         assert self._marks[self._places(np.fromiter(self._first, np.uint64))].all()
-
-    def _holds(self, kept: FoundRuns, num_tokens: int, start: int) -> bool:
-        same = (kept.num_tokens, kept.start, kept.version) == (num_tokens, start, self._version)
-        return same and all(run.span.segment.ready for run in kept.runs)
 
     def _longest(
         self, namespace: str, tokens: Tokens, first: int, position: int, key: int, only_ready: bool

@@ -66,7 +66,7 @@ class ReadForecast:
 
     def _bytes(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
         found, far = 0.0, self._segments.far_cost
-        cached = (self._memory.codes if codes else self._memory.cache).placement.enabled
+        cached = self._memory.cache.placement.enabled
         # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
         for span in spans:
@@ -79,7 +79,7 @@ class ReadForecast:
                 pages = chunk_pages(geometry, codes=codes)[on_ssd]
                 num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
             elif codes:
-                num_bytes = sum(own.layer_bytes for own in geometry.codes)
+                num_bytes = sum(own.num_bytes for own in geometry.codes)
             else:
                 num_bytes = info.shape.num_layers * geometry.columns_bytes
             slower = 1.0

@@ -9,7 +9,7 @@ import torch
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
-from impress_sglang.store.policies import LoadOptions, make_policy
+from impress_sglang.store.policies import make_policy
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.transfer.buffers import BufferPool
@@ -19,13 +19,9 @@ from impress_sglang.transfer.wanted import most_pages
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreMemory:
-    """The caches of chunks and of codes, and the buffers for reads; the store's thread owns it.
-
-    The cache that usual requests read from has all memory for caches.
-    """
+    """The caches of chunks, and the buffers for reads; the store's thread owns it."""
 
     cache: ChunkCache
-    codes: ChunkCache
     pool: BufferPool
 
     @classmethod
@@ -38,45 +34,28 @@ class StoreMemory:
         policy = make_policy(config)
         if policy.stores:
             _check_host(config, device)
-        usual = policy.bits(LoadOptions(bits=config.usual_bits))
-        in_codes = shape.coded and usual <= config.code_bits
         layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
-
-        def make(*, codes: bool) -> ChunkCache:
-            used = policy.stores and codes == in_codes
-            return ChunkCache(
-                BLOCK_PAGE,
-                most_pages(layout, codes=codes),
-                policy.replacement(),
-                device=device,
-                device_bytes=bytes_of(config.device_gb) if used else 0,
-                host_bytes=bytes_of(config.host_gb) if used else 0,
-            )
-
-        pool = BufferPool(bytes_of(config.buffer_gb), pin=device.type == "cuda")
-        return cls(make(codes=False), make(codes=True), pool)
+        cache = ChunkCache(
+            BLOCK_PAGE,
+            most_pages(layout),
+            policy.replacement(),
+            device=device,
+            device_bytes=bytes_of(config.device_gb) if policy.stores else 0,
+            host_bytes=bytes_of(config.host_gb) if policy.stores else 0,
+        )
+        return cls(cache, BufferPool(bytes_of(config.buffer_gb), pin=device.type == "cuda"))
 
     def emptied(self, config: ImpressConfig) -> StoreMemory:
         """The same memory, emptied for another store; the old store must not read any more.
 
         Buffers that reads are still filling are used again when these reads have ended.
         """
-        policy = make_policy(config)
-        return StoreMemory(
-            self.cache.emptied(policy.replacement()),
-            self.codes.emptied(policy.replacement()),
-            self.pool,
-        )
-
-    def cache_summary(self) -> dict[str, object]:
-        """Sizes and counters of the cache that has the memory."""
-        return (self.codes if self.codes.placement.enabled else self.cache).summary()
+        return StoreMemory(self.cache.emptied(make_policy(config).replacement()), self.pool)
 
     def close(self) -> None:
         """Free the memory."""
         self.pool.close()
         self.cache.close()
-        self.codes.close()
 
 
 def _check_host(config: ImpressConfig, device: torch.device) -> None:

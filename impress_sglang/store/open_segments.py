@@ -23,7 +23,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.cost import ReadCost
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Floats
-from impress_sglang.storage.layout import PROBE, KVShape
+from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
@@ -34,9 +34,8 @@ from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.filling import AnySource
 from impress_sglang.transfer.kv_codec import is_unlike
-from impress_sglang.transfer.sources import CodedSource, ExactSource
+from impress_sglang.transfer.sources import WholeSource
 from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
 from impress_sglang.transfer.wanted import chunk_pages
 
@@ -61,8 +60,7 @@ class OpenSegments:
         self._lock = threading.RLock()
         self._shape = shape
         self._memory = memory
-        # By whether codes are meant, or columns.
-        self._caches = {False: memory.cache, True: memory.codes}
+        self._cache = memory.cache
         self._disk = disk
         self._reader = reader
         # Columns of exact KVs of which requests want all rows.
@@ -104,7 +102,7 @@ class OpenSegments:
         """The first id of the chunks of a kind, which are about to be read."""
         key = info.segment_id, codes
         if key not in self._ids:
-            first = self._caches[codes].attach(chunk_pages(info.geometry, codes=codes))
+            first = self._cache.attach(chunk_pages(info.geometry, codes=codes))
             self._ids[key] = first, info
             if ranges := self._awaited.get(info.segment_id):
                 self._expect(first, info, ranges, codes=codes)
@@ -116,7 +114,7 @@ class OpenSegments:
         count = len(chunk_pages(info.geometry, codes=codes))
         if known is None:
             return np.full(count, Tier.SSD, np.uint8)
-        return self._caches[codes].placement.tiers(known[0], count)
+        return self._cache.placement.tiers(known[0], count)
 
     @locked
     def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
@@ -130,9 +128,8 @@ class OpenSegments:
                 self._awaited[segment_id] = ranges
             else:
                 self._awaited.pop(segment_id, None)
-            for codes in self._caches:
-                if (own := self._ids.get((segment_id, codes))) is not None:
-                    self._expect(*own, ranges, codes=codes)
+            for codes, own in self._kinds_of(segment_id):
+                self._expect(*own, ranges, codes=codes)
 
     def _expect(
         self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
@@ -140,8 +137,7 @@ class OpenSegments:
         layout, layers = info.geometry, np.arange(self._shape.num_layers)
         if codes:
             pages = layout.codes[0]
-            size = pages.page_groups * pages.group_tokens
-            turns = turns_of(pages.num_pages, size, ranges)
+            turns = turns_of(pages.num_pages, pages.page_tokens, ranges)
             starts = first + pages.num_pages * layers
         else:
             if info.reordered and ranges:
@@ -150,17 +146,16 @@ class OpenSegments:
             turns = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
             columns = layout.layer_chunks * layers[:, None] + layout.num_chunks * self._certain
             starts = first + columns.reshape(-1)
-        self._caches[codes].expect(starts, turns)
+        self._cache.expect(starts, turns)
 
     @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
         """How many bytes of a segment are in the caches, by `Tier`."""
         found = np.zeros(len(Tier), np.int64)
-        for codes, cache in self._caches.items():
-            if (own := self._ids.get((segment_id, codes))) is not None:
-                pages = chunk_pages(own[1].geometry, codes=codes)
-                counts = np.bincount(self.tiers(own[1], codes=codes), pages, len(Tier))
-                found += counts.astype(np.int64) * cache.page.page_bytes
+        for codes, (_, info) in self._kinds_of(segment_id):
+            pages = chunk_pages(info.geometry, codes=codes)
+            counts = np.bincount(self.tiers(info, codes=codes), pages, len(Tier))
+            found += counts.astype(np.int64) * BLOCK_BYTES
         found[Tier.SSD] = 0
         return found
 
@@ -229,9 +224,14 @@ class OpenSegments:
             self._forget(segment_id)
 
     def _forget(self, segment_id: str) -> None:
-        for codes, cache in self._caches.items():
-            if (own := self._ids.pop((segment_id, codes), None)) is not None:
-                cache.detach(own[0], len(chunk_pages(own[1].geometry, codes=codes)))
+        for codes, (first, info) in self._kinds_of(segment_id):
+            del self._ids[segment_id, codes]
+            self._cache.detach(first, len(chunk_pages(info.geometry, codes=codes)))
+
+    def _kinds_of(self, segment_id: str) -> list[tuple[bool, tuple[int, SegmentInfo]]]:
+        """What is known of the chunks of a segment, by whether codes are meant."""
+        kinds = ((codes, self._ids.get((segment_id, codes))) for codes in (False, True))
+        return [(codes, own) for codes, own in kinds if own is not None]
 
     @locked
     def succeed(self, old_id: str, new: SegmentInfo, shares: Floats) -> None:
@@ -245,10 +245,10 @@ class OpenSegments:
         if (old := self._ids.get((old_id, False))) is not None:
             ids = np.arange(new.geometry.total_chunks)
             first = self.first_id(new, codes=False)
-            self._caches[False].placement.inherit(first + ids, old[0] + ids, shares)
+            self._cache.placement.inherit(first + ids, old[0] + ids, shares)
         self.retire(old_id)
 
-    def open(self, spans: Sequence[StoredSpan], *, exact: bool) -> AnySource:
+    def open(self, spans: Sequence[StoredSpan], *, exact: bool) -> WholeSource:
         """Open a source for whole layers of consecutive spans; `close_source` closes it.
 
         Where a segment is unlike what its basis was fitted to, codes say too little: then exact KVs
@@ -264,13 +264,13 @@ class OpenSegments:
             unlike = self._shape.exact and any(is_unlike(own.fits) for own in segments)
             if not exact and not unlike:
                 opened = self._open_spans(spans, segments, codes=True)
-                return CodedSource(opened, self._reader, pool, self._memory.codes)
+                return WholeSource(opened, self._reader, pool, self._cache, codes=True)
             for segment in segments:
                 # Which only `paper/` restores.
                 if segment.mapping is not None:
                     raise SegmentUnreadable(segment.segment_id, "was reordered")
             opened = self._open_spans(spans, segments, codes=False)
-            source = ExactSource(opened, self._reader, pool, self._memory.cache)
+            source = WholeSource(opened, self._reader, pool, self._cache, codes=False)
             if not exact and source.layer_bytes > pool.limit_bytes:
                 # Found before it is read: it is no failure of the drive.
                 raise PrefixUnreadable(
@@ -308,7 +308,7 @@ class OpenSegments:
         self, spans: Sequence[StoredSpan], segments: Sequence[OpenSegment], *, codes: bool
     ) -> list[OpenSpan]:
         assert codes or self._shape.exact, "only codes are kept"
-        self._caches[codes].placement.advance()
+        self._cache.placement.advance()
         return [
             (own, range(span.start, span.stop), self.first_id(own.info, codes=codes))
             for span, own in zip(spans, segments, strict=True)
@@ -351,8 +351,7 @@ class OpenSegments:
         for segment_id, own in self._open.items():
             assert own.readers > 0 and own.retired == (segment_id not in names)
         assert {segment_id for segment_id, _ in self._ids} <= names | self._open.keys()
-        for cache in self._caches.values():
-            cache.check_integrity()
+        self._cache.check_integrity()
 
     @locked
     def check(self, segment_id: str) -> None:

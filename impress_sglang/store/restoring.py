@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import gc
 import hashlib
 import logging
@@ -24,7 +23,6 @@ from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.foreign import ForeignSegments
 from impress_sglang.store.health import Verdict
-from impress_sglang.store.journal import Journal
 from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.peers import Peers
 from impress_sglang.store.prefix_hashes import begun_digest, extended
@@ -37,34 +35,26 @@ logger = logging.getLogger(__name__)
 _MANY = 10_000
 
 
-@dataclasses.dataclass(slots=True)
-class Survey:
-    """What is in the folder of a store."""
+def recover(
+    directory: StoreDirectory, worker: DiskWorker, identity: str
+) -> tuple[list[StoredSegment], int]:
+    """Bring the index and the folder in line with each other; nothing else runs on the worker yet.
 
-    segments: list[StoredSegment] = dataclasses.field(default_factory=list)
-    """Those whose files can be used."""
-    adopted: list[StoredSegment] = dataclasses.field(default_factory=list)
-    """Those of them that the index does not have."""
-    missing: list[str] = dataclasses.field(default_factory=list)
-    """Segments that only the index has."""
-    unfinished: list[Path] = dataclasses.field(default_factory=list)
-    damaged: list[SegmentUnreadable] = dataclasses.field(default_factory=list)
-    """What is wrong with files that can never be used."""
-    unread: int = 0
-    """Files that cannot be read now; nobody knows what builds on them."""
-    unread_bytes: int = 0
+    Unfinished files are removed, damaged ones and those of another identity go to quarantine, and
+    files that cannot be read now stay where they are.
 
-
-def survey(directory: StoreDirectory, journal: Journal, identity: str) -> Survey:
-    """Compare the files of an identity with their rows in the index; changes no file.
+    Returns the segments whose files can be used, and how many files cannot be read now, of which
+    nobody knows what builds on them.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    files, known, found = directory.files, journal.segments(), Survey()
+    files, known = directory.files, worker.journal.segments()
+    found, adopted, unread = list[StoredSegment](), [], 0
     for segment_id, path, finished in segment_files(files, directory.path):
         if not finished:
-            found.unfinished.append(Path(path))
+            logger.info("removing unfinished %s", path)
+            files.unlink(Path(path))
             continue
         row = known.pop(segment_id, None)
         try:
@@ -72,15 +62,13 @@ def survey(directory: StoreDirectory, journal: Journal, identity: str) -> Survey
             if segment.info.identity != identity:
                 raise SegmentUnreadable(segment_id, "belongs to another model")
         except SegmentUnreadable as error:
-            # A new error: the traceback of the old one would keep all that is found here alive,
-            # for ever where garbage collection is off.
-            found.damaged.append(SegmentUnreadable(segment_id, error.detail))
+            if worker.condemn(error) is Verdict.UNCLEAR:
+                worker.unused_bytes += _size_of(files, path)
             continue
         except (OSError, StoreUnavailable) as error:
             if row is None:
-                found.unread += 1
-                with contextlib.suppress(OSError):
-                    found.unread_bytes += files.stat(path).st_size
+                unread += 1
+                worker.unused_bytes += _size_of(files, path)
                 logger.warning("%s stays where it is, unused: %s", path, error)
                 continue
             # A segment that the index knows is verified when it is opened. Its age is not known, so
@@ -88,10 +76,14 @@ def survey(directory: StoreDirectory, journal: Journal, identity: str) -> Survey
             segment = row
             segment.written = 0.0
         if row is None:
-            found.adopted.append(segment)
-        found.segments.append(segment)
-    found.missing.extend(known)
-    return found
+            adopted.append(segment.row)
+        found.append(segment)
+    for segment_id in known:
+        logger.warning("segment %s is in the index but has no file", segment_id)
+    if adopted or known:
+        worker.index(worker.journal.change, adopted, list(known))
+    worker.tidy_quarantine()
+    return found, unread
 
 
 def _segment(
@@ -115,30 +107,10 @@ def _segment(
     return row
 
 
-def recover(found: Survey, directory: StoreDirectory, worker: DiskWorker) -> None:
-    """Bring the index and the folder in line with a survey; nothing else runs on the worker yet.
-
-    Unfinished files are removed, damaged ones go to quarantine, and files that cannot be read
-    now stay where they are.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    worker.unused_bytes += found.unread_bytes
-    for path in found.unfinished:
-        logger.info("removing unfinished %s", path)
-        directory.files.unlink(path)
-    for error in found.damaged:
-        if worker.condemn(error) is Verdict.UNCLEAR:
-            with contextlib.suppress(OSError):
-                path = directory.segment_path(error.segment_id)
-                worker.unused_bytes += directory.files.stat(path).st_size
-    for segment_id in found.missing:
-        logger.warning("segment %s is in the index but has no file", segment_id)
-    if found.adopted or found.missing:
-        adopted = [own.row for own in found.adopted]
-        worker.index(worker.journal.change, adopted, found.missing)
-    worker.tidy_quarantine()
+def _size_of(files: FileSystem, path: str) -> int:
+    with contextlib.suppress(OSError):
+        return files.stat(path).st_size
+    return 0
 
 
 def recover_tree(
@@ -164,22 +136,21 @@ def recover_tree(
     enabled = gc.isenabled()
     gc.disable()
     try:
-        found = survey(directory, worker.journal, identity)
-        large = enabled and len(found.segments) >= _MANY
+        found, unread = recover(directory, worker, identity)
+        large = enabled and len(found) >= _MANY
         if large:
             # Present garbage would be frozen, too; it takes longer to collect with the tree there.
             gc.collect()
-        recover(found, directory, worker)
         others = [] if peers is None else peers.begin(worker.journal.orders)
         tree = StoredTree(content, ttl)
-        useless, orphans = restore_segments(tree, found.segments + others)
+        useless, orphans = restore_segments(tree, found + others)
         foreign = ForeignSegments(tree)
         for own in useless + orphans:
             if own.home is not None:
                 foreign.set_aside(own)
         useless = [own for own in useless if own.home is None]
         orphans = [own for own in orphans if own.home is None]
-        if found.unread or (peers is not None and peers.unreadable):
+        if unread or (peers is not None and peers.unreadable):
             # They may build on a file that cannot be read now.
             worker.unused_bytes += sum(own.file_bytes for own in orphans)
         else:

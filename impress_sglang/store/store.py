@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,8 +46,8 @@ from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import SegmentWrite, SegmentWrites
 from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.filling import AnySource
 from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.sources import WholeSource
 from impress_sglang.transfer.stored_source import StoredSource
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class PrefixStore:
             return StoredMatch()
         return self.tree.match(self.namespace(namespace), tokens, least=least)
 
-    def open_whole(self, spans: Sequence[StoredSpan], *, exact: bool) -> AnySource:
+    def open_whole(self, spans: Sequence[StoredSpan], *, exact: bool) -> WholeSource:
         """Open a source for all of some spans, which `tree.touch` has counted as used.
 
         `exact`: not from codes. May be called on another thread, which then reads the source and
@@ -319,8 +318,8 @@ class PrefixStore:
         }
 
     def cache_summary(self) -> dict[str, object]:
-        """Sizes and counters of the cache that has memory."""
-        return self._memory.cache_summary()
+        """Sizes and counters of the caches."""
+        return self.cache.summary()
 
     def check_integrity(self) -> None:
         """Compare tree, quota, readers and caches with each other.
@@ -348,9 +347,9 @@ class PrefixStore:
             own = segments[first : first + CHECKED_SEGMENTS]
             self._check([one for one in own if self.tree.get(one.segment_id) is one])
             yield
-        for cache, tier in itertools.product((self._memory.cache, self._memory.codes), CACHES):
+        for tier in CACHES:
             first = 0
-            while cache.check_some(tier, first, CHECKED_CHUNKS):
+            while self.cache.check_some(tier, first, CHECKED_CHUNKS):
                 first += CHECKED_CHUNKS
                 yield
 

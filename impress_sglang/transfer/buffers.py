@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
-from impress_sglang.loops import areas
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
@@ -221,12 +220,12 @@ class LayerBuffer:
         if any(read.ahead and not read.done for read in self.reads):
             numbers: Iterable[int] = range(len(self.reads))
             if not last:
-                found = areas.bringing(wanted, self._owner, len(self.reads))
-                numbers = np.flatnonzero(found[1:]).tolist()
+                numbers = np.flatnonzero(self._brought(wanted)[1:]).tolist()
             self._stop_reading_ahead(numbers, reader)
         self._forget_failed()
-        new = areas.count_new(wanted, self._owner, self._wanted, len(self.reads)).tolist()
-        for read, count in zip(self.reads, new[1:], strict=True):
+        new = wanted[~self._wanted[wanted]]
+        self._wanted[new] = True
+        for read, count in zip(self.reads, self._brought(new)[1:].tolist(), strict=True):
             self.ahead_used_bytes += count * BLOCK_BYTES if read.ahead else 0
         return self._submit(wanted, gap_bytes // BLOCK_BYTES, reader, ahead=False)
 
@@ -236,7 +235,7 @@ class LayerBuffer:
         Raises:
             PrefixUnreadable: one of the reads that bring them failed, or one of them is corrupt.
         """
-        nobody, *found = areas.bringing(wanted, self._owner, len(self.reads)).tolist()
+        nobody, *found = self._brought(wanted).tolist()
         assert not nobody, "a block was not asked for"
         errors = []
         for read, brings in zip(self.reads, found, strict=True):
@@ -254,6 +253,10 @@ class LayerBuffer:
         self._stop_reading_ahead(range(len(self.reads)), reader)
         self.ahead_bytes = sum(read.num_bytes for read in self.reads if read.ahead)
         self._pool.give(self.memory, self.reads)
+
+    def _brought(self, blocks: Indices) -> Indices:
+        """How many of these blocks each read brings, int64 [1 + reads]; the first: no read."""
+        return np.bincount(1 + self._owner[blocks], minlength=1 + len(self.reads))
 
     def _stop_reading_ahead(self, numbers: Iterable[int], reader: BlockReader) -> None:
         """Cancel what has not begun of those of these reads that read ahead."""
@@ -273,13 +276,16 @@ class LayerBuffer:
 
     def _submit(self, wanted: Indices, gap_blocks: int, reader: BlockReader, *, ahead: bool) -> int:
         """Submit a read of the missing blocks, if any; returns how many bytes that is."""
-        # A gap that is read through may hold what another read brings, too: the same bytes.
-        starts, stops = areas.claim_blocks(wanted, self._owner, len(self.reads), gap_blocks)
-        if not len(starts):
+        missing = wanted[self._owner[wanted] == _NO_READ]
+        if not len(missing):
             return 0
-        runs = BlockRuns(
-            self._segment, self.memory, self._offset, starts * BLOCK_BYTES, stops * BLOCK_BYTES
-        )
+        self._owner[missing] = len(self.reads)
+        # A gap that costs less to read than to skip is read through. It may hold what another read
+        # brings, too: the same bytes.
+        last = np.flatnonzero(np.diff(missing) > 1 + gap_blocks)
+        starts = missing[np.append(0, last + 1)] * BLOCK_BYTES
+        stops = (missing[np.append(last, -1)] + 1) * BLOCK_BYTES
+        runs = BlockRuns(self._segment, self.memory, self._offset, starts, stops)
         read = (self._segment.reader or reader).submit(runs, ahead=ahead)
         self.reads.append(read)
         return read.num_bytes

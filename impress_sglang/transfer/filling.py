@@ -8,23 +8,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.groups.codec import GROUP_TOKENS
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec, LoopRestorer
-from impress_sglang.transfer.sources import (
-    CodedSource,
-    ExactSource,
-    GroupRestorer,
-    Restorer,
-    Writing,
-)
+from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec, LoopRestorer, RowRestorer
+from impress_sglang.transfer.sources import WholeSource
 
-AnySource: TypeAlias = ExactSource | CodedSource
+Writing: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""What it makes is entered while slots are written; it may raise."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,7 +59,7 @@ class SlotFiller:
         self._kernels = device.type == "cuda" if kernels is None else kernels
 
     @functools.cached_property
-    def _restorer(self) -> Restorer:
+    def _restorer(self) -> GroupRestorer | RowRestorer:
         # Not made before it is needed: it imports Numba or Triton.
         if self._codec is None:
             return GroupRestorer(self._shape, kernels=self._kernels)
@@ -70,7 +68,7 @@ class SlotFiller:
     def fill(
         self,
         layer: int,
-        source: AnySource,
+        source: WholeSource,
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
@@ -92,12 +90,67 @@ class SlotFiller:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now; what is
                 in the slots of this layer is undefined.
         """
-        began = time.perf_counter()
+        began, pools = time.perf_counter(), (keys, values)
         try:
-            if isinstance(source, CodedSource):
-                stats.bits = self._shape.code_bits
-                source.fill(layer, keys, values, slots, writing, self._restorer)
-            else:
-                source.fill(layer, keys, values, slots, writing)
+            found = source.read(layer)
+            with writing():
+                if source.codes:
+                    stats.bits = self._shape.code_bits
+                    groups = [own for (own,) in found]
+                    self._restorer.restore(layer, source, groups, *pools, slots)
+                    source.put_sinks(layer, slots, pools)
+                else:
+                    self._put(found, pools, slots.split(source.lengths))
         finally:
             stats.seconds += time.perf_counter() - began
+
+    def _put(
+        self, found: Sequence[Sequence[Tensor]], pools: Sequence[Tensor], slots: Sequence[Tensor]
+    ) -> None:
+        """Copy the rows of each head's keys, and of each head's values, into slots."""
+        heads = range(self._shape.num_kv_heads)
+        places = [(pool, head) for pool in pools for head in heads]
+        for rows, own_slots in zip(found, slots, strict=True):
+            for own, (pool, head) in zip(rows, places, strict=True):
+                pool[:, head].index_copy_(0, own_slots, own.view(self._shape.dtype))
+
+
+class GroupRestorer:
+    """Restores codes without a basis: with compiled loops on a CPU, with a kernel on a GPU."""
+
+    def __init__(self, shape: KVShape, *, kernels: bool) -> None:
+        """`kernels`: restore on a GPU."""
+        # Imported only where it is used: Numba is not needed on a GPU, Triton not on a CPU.
+        self._restore: Callable[..., None]
+        if kernels:
+            from impress_sglang.triton import codes
+
+            self._restore = codes.restore
+        else:
+            from impress_sglang.codes.groups import slots
+
+            self._restore = slots.restore
+        self._layout = shape.group_layout
+
+    def restore(
+        self,
+        layer: int,
+        source: WholeSource,
+        groups: Sequence[Tensor],
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Put a layer of a source into slots; layers are restored in ascending order.
+
+        Args:
+            layer: from 0.
+            source: was read.
+            groups: of each span, those that have its tokens, uint8 [groups, group_bytes].
+            keys: pool [slots, G, Dk].
+            values: pool [slots, G, Dv].
+            slots: int64 [source.num_tokens] on the device of the pools, distinct.
+        """
+        parts: Sequence[Tensor] = slots.split(source.lengths)
+        for (_, tokens, _), own, places in zip(source.spans, groups, parts, strict=True):
+            self._restore(self._layout, own, tokens.start % GROUP_TOKENS, places, keys, values)

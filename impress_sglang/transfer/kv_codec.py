@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,11 @@ from impress_sglang.codes.rows.coder import (
 )
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.codes.rows.levels import CURVES, LEVEL_TABLE
+from impress_sglang.codes.words import words_of
 from impress_sglang.errors import ConfigError, NotCodable
 from impress_sglang.loops.types import Float32s
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.sources import CodedSource
+from impress_sglang.transfer.sources import WholeSource
 
 # Tokens that a CPU restores at once: what is between its loops stays in a cache.
 TILE_TOKENS = 512
@@ -39,10 +40,6 @@ TILE_TOKENS = 512
 # average over layers, or in one of them. New text of known kinds has 1.4 to 2.5 on average, and up
 # to 4 in some layer; languages that the calibration had not, 2.7 to 5 (docs/results.md).
 WORST_MEAN_FIT, WORST_FIT = 3.0, 16.0
-# Of a layer `loops.rows.RowTables`, the matrix of the product, and the mean.
-_LayerTables: TypeAlias = tuple[Any, Tensor, Tensor]
-# Pools that loops fill, and what their numbers are to them.
-_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
 
 
 def is_unlike(fits: Float32s) -> bool:
@@ -122,19 +119,19 @@ class RowRestorer(abc.ABC):
     def restore(
         self,
         layer: int,
-        source: CodedSource,
+        source: WholeSource,
         groups: Sequence[Tensor],
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """See `transfer.sources.Restorer`."""
+        """Put a layer of a source into slots; see `transfer.filling.GroupRestorer.restore`."""
         rows = torch.cat(list(groups)) if len(groups) > 1 else groups[0]
         below, turns = source.state or (None, self._turns(source))
         below = self.put(layer, rows, below, turns, slots, keys, values)
         source.state = below, turns
 
-    def _turns(self, source: CodedSource) -> Turns:
+    def _turns(self, source: WholeSource) -> Turns:
         """Turns of the keys of a source's tokens to where they stood when they were stored."""
         places = torch.cat(
             [torch.arange(len(own)) + own.start + s.info.prefix_len for s, own, _ in source.spans]
@@ -143,18 +140,10 @@ class RowRestorer(abc.ABC):
 
     @abc.abstractmethod
     def put(
-        self,
-        layer: int,
-        rows: Tensor,
-        below: Tensor | None,
-        turns: Turns,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
+        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
+        *pools: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Put a layer of tokens into slots; all tensors are where the pools are.
-
-        `codes.rows.coder.decode_layer` defines the numbers.
 
         Args:
             layer: from 0.
@@ -162,8 +151,7 @@ class RowRestorer(abc.ABC):
             below: what this returned for the layer below, and may overwrite; None in layer 0.
             turns: of the keys.
             slots: int64 [t], distinct.
-            keys: pool [slots, G, Dk].
-            values: pool [slots, G, Dv].
+            pools: of keys [slots, G, Dk] and of values [slots, G, Dv].
 
         Returns:
             What the layer was restored to, less its mean: bfloat16 [t, X].
@@ -179,77 +167,38 @@ class LoopRestorer(RowRestorer):
         # Imported only where it is used: Numba is not needed on a GPU.
         from impress_sglang.loops import rows
 
-        self._loops = rows
-        self._tables: dict[int, _LayerTables] = {}
+        self._loops, self._layers = rows, []
+        for own, layout in zip(codec.basis.layers, codec.basis.layouts, strict=True):
+            tables = rows.RowTables.of(own.bits, layout.parts(), group_bounds(len(own.bits)))
+            self._layers.append((tables, product_matrix(own), own.mean))
 
     def put(
-        self,
-        layer: int,
-        rows: Tensor,
-        below: Tensor | None,
-        turns: Turns,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
+        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
+        *pools: Tensor,
+    ) -> Tensor:  # fmt: skip
         """See `RowRestorer.put`."""
-        tables = self._tables_of(layer)
-        count, mean = len(rows), tables[-1]
-        restored = torch.empty(count, len(mean), dtype=torch.bfloat16)
-        cos, sin = turns.cos.flatten(1).numpy(), turns.sin.flatten(1).numpy()
-        heads, dim = self._basis.shapes[0]
-        in_place = keys.dtype == values.dtype and keys.dtype in _WORDS
-        in_place = in_place and keys.is_contiguous() and values.is_contiguous()
-        for at in range(0, count, TILE_TOKENS):
-            own = slice(at, min(at + TILE_TOKENS, count))
-            under = None if below is None else below[own]
-            product = self._product(tables, rows[own], under, restored[own])
-            pools, into = (keys, values), slots[own]
-            if not in_place:
-                pools = tuple(torch.empty(len(into), *pool.shape[1:]) for pool in pools)
-                into = torch.arange(len(into))
-            words = [pool.flatten(1).view(_WORDS[pool.dtype]).numpy() for pool in pools]
-            self._loops.fill(
-                product.view(torch.uint16).numpy(),
-                mean.numpy(),
-                cos[own],
-                sin[own],
-                self._rotation.halves,
-                into.numpy(),
-                heads,
-                dim,
-                words[0],
-                words[1],
-            )
-            if not in_place:
-                for pool, part in zip((keys, values), pools, strict=True):
-                    pool[slots[own]] = part.to(pool.dtype)
+        tables, matrix, mean = self._layers[layer]
+        restored = torch.empty(len(rows), len(mean), dtype=torch.bfloat16)
+        angles = turns.cos.flatten(1).numpy(), turns.sin.flatten(1).numpy()
+        for at in range(0, len(rows), TILE_TOKENS):
+            own = slice(at, at + TILE_TOKENS)
+            factors = self._factors(tables, rows[own], None if below is None else below[own])
+            product = product_of(factors, matrix, restored[own]).view(torch.uint16).numpy()
+            arguments: list[Any] = [product, mean.numpy(), *(part[own] for part in angles)]
+            with words_of(pools, slots[own]) as (words, into):
+                arguments += [self._rotation.halves, into, *self._basis.shapes[0]]
+                self._loops.fill(*arguments, *(part.reshape(len(part), -1) for part in words))
         return restored
 
-    def _product(
-        self, tables: _LayerTables, rows: Tensor, below: Tensor | None, out: Tensor
-    ) -> Tensor:
-        """What rows are restored to, less the mean: bfloat16 [t, X]."""
-        (codes, matrix, _), count = tables, len(rows)
+    def _factors(self, tables: Any, rows: Tensor, below: Tensor | None) -> Tensor:
+        """What is multiplied to restore rows: components, and `below`; bfloat16 [t, C + X]."""
         # Its end has zeros, which no loop changes.
-        parts = torch.zeros(count, codes.parts, dtype=torch.uint8)
-        width = len(matrix) - (0 if below is None else below.shape[1])
-        components = torch.empty(count, width)
-        arrays = codes.areas, codes.runs, codes.bounds, CURVES, GAIN_TABLE
+        parts = torch.zeros(len(rows), tables.parts, dtype=torch.uint8)
+        components = torch.empty(len(rows), int(tables.bounds[-1]))
+        arrays = tables.areas, tables.runs, tables.bounds, CURVES, GAIN_TABLE
         self._loops.unpack(rows.contiguous().numpy(), *arrays, parts.numpy(), components.numpy())
-        factors = torch.empty(count, len(matrix), dtype=torch.bfloat16)
-        factors[:, :width] = components
-        if below is not None:
-            factors[:, width:] = below
-        return product_of(factors, matrix, out)
-
-    def _tables_of(self, layer: int) -> _LayerTables:
-        if layer not in self._tables:
-            own, layout = self._basis.layers[layer], self._basis.layouts[layer]
-            bounds = group_bounds(len(own.bits))
-            codes = self._loops.RowTables.of(own.bits, layout.parts(), bounds)
-            self._tables[layer] = codes, product_matrix(own), own.mean
-        return self._tables[layer]
+        found = components.bfloat16()
+        return found if below is None else torch.cat([found, below], 1)
 
 
 class KernelRestorer(RowRestorer):
@@ -272,18 +221,12 @@ class KernelRestorer(RowRestorer):
             )
 
     def put(
-        self,
-        layer: int,
-        rows: Tensor,
-        below: Tensor | None,
-        turns: Turns,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
+        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
+        *pools: Tensor,
+    ) -> Tensor:  # fmt: skip
         """See `RowRestorer.put`."""
         tables, angles = self._layers[layer], (turns.cos.flatten(1), turns.sin.flatten(1))
         components = self._kernels.unpack(rows, tables)
         return self._kernels.restore(
-            components, below, tables, angles, slots, keys, values, halves=self._rotation.halves
+            components, below, tables, angles, slots, *pools, halves=self._rotation.halves
         )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.filling import AnySource, FillStats, SlotFiller
-from impress_sglang.transfer.sources import Writing
+from impress_sglang.transfer.filling import FillStats, SlotFiller, Writing
+from impress_sglang.transfer.sources import WholeSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PackedLayers:
         self,
         filler: SlotFiller,
         layer: int,
-        source: AnySource,
+        source: WholeSource,
         slots: Tensor,
         stats: FillStats,
         writing: Writing,

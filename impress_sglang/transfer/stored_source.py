@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.loops import areas
 from impress_sglang.loops.types import Flags, Indices, Uint8s
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.open_segment import OpenSegment
@@ -33,8 +32,7 @@ from impress_sglang.transfer.wanted import Wanted
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 # A page of a cache is a block as it stands on disk.
-_WORD = torch.int32
-BLOCK_PAGE = PageShape(BLOCK_BYTES // _WORD.itemsize, 1, _WORD)
+BLOCK_PAGE = PageShape(BLOCK_BYTES // 4, 1, torch.int32)
 
 OpenSpan: TypeAlias = tuple[OpenSegment, range, int]
 """An open segment, which of its tokens are wanted, and the id of its first chunk in the cache."""
@@ -135,7 +133,7 @@ class StoredSource(abc.ABC):
         self.lead = 0
         """How many layers are read ahead while the request waits; one is in any case."""
         self._shape = segments[0].layout.shape
-        self._reader, self._pool, self._cache, self._codes = reader, pool, cache, codes
+        self._reader, self._pool, self._cache, self.codes = reader, pool, cache, codes
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
         # Counted when buffers are given back.
         self._evicted: list[LayerBuffer] = []
@@ -154,13 +152,10 @@ class StoredSource(abc.ABC):
         for of_spans in self._certain(layer):
             of_buffer: dict[int, list[Indices]] = {}
             for number, own in enumerate(of_spans):
-                chunks, count = own.layer, len(own.layer.first)
+                count = len(own.layer.first)
                 first_id = self.spans[number][2] + layer * count
-                tiers = self._cache.placement.tiers(first_id, count)
-                spared = np.zeros_like(own.spared) if whole else own.spared
-                wanted = areas.uncached_blocks(
-                    own.chunks, chunks.first, chunks.count, tiers, spared
-                )
+                tiers = self._cache.placement.tiers(first_id, count)[own.chunks]
+                wanted = own.missing(tiers == _SSD, whole)
                 if len(wanted):
                     of_buffer.setdefault(self._buffer_of[number], []).append(wanted)
             for number, found in of_buffer.items():
@@ -256,7 +251,7 @@ class StoredSource(abc.ABC):
         for part in parts:
             if part.buffer is not None and part.kept.any():
                 memories.append(memory := part.buffer.memory)
-                first = part.wanted.layer.first[part.wanted.chunks[part.kept]]
+                first = part.wanted.first[part.kept]
                 flat = memory.vectors(torch.uint8, 1).view(-1)
                 loaded.append(LoadedChunks(flat, part.ids[part.kept], first * BLOCK_BYTES))
         fence = self._cache.settle(access, loaded)
@@ -294,7 +289,7 @@ class StoredSource(abc.ABC):
             segment = self.spans[number][0]
             evict = functools.partial(self._evict, layer, number)
             tenant = Tenant((self, layer), evict, self.layer_bytes)
-            part = segment.layout.part(layer, codes=self._codes)
+            part = segment.layout.place(layer, codes=self.codes)
             buffers[number] = LayerBuffer(segment, *part, self._pool, tenant)
         return buffers[number]
 
@@ -337,17 +332,16 @@ class PartOfRead:
         self.number, self.wanted, self.ids = number, wanted, ids
         self.buffer: LayerBuffer | None = None
         self.kept: Flags = access.kept[place]
-        chunks = wanted.layer
-        self.tiers: Uint8s
-        self.tiers, self.frames, self.from_ssd = areas.find_blocks(
-            wanted.chunks,
-            chunks.first,
-            chunks.count,
-            access.tiers[place],
-            self.kept,
-            access.pages[place],
-            wanted.spared,
-        )
+        tiers: Uint8s = access.tiers[place]
+        self.from_ssd = wanted.missing(tiers == _SSD, self.kept)
+        self.tiers, self.frames = np.repeat(tiers, wanted.count), wanted.all_blocks
+        if tiers.any():
+            # Where the blocks of chunks in a cache are there.
+            self.frames = self.frames.copy()
+            cached = np.flatnonzero(self.tiers)
+            chunk = np.repeat(np.arange(len(tiers)), wanted.count)[cached]
+            inside = self.frames[cached] - wanted.first[chunk]
+            self.frames[cached] = access.pages[place][chunk, inside]
 
 
 def take_blocks(
@@ -374,7 +368,8 @@ def take_blocks(
     begins = cache.begins(0 if memory is None else memory.address)
     blocks = torch.empty(len(frames), BLOCK_BYTES, dtype=torch.uint8, device=cache.device)
     table = cache.copier.begin(len(frames))
-    areas.block_copies(tiers, frames, begins, blocks.data_ptr(), BLOCK_BYTES, table)
+    table[: len(frames)] = begins[tiers] + frames * BLOCK_BYTES
+    table[len(frames) :] = blocks.data_ptr() + np.arange(len(frames)) * BLOCK_BYTES
     cache.copy_stream.join()
     fence = cache.copier.launch()
     cache.copy_stream.note_reading(fence)

@@ -88,32 +88,14 @@ _UNSPECIALISED: dict[str, list[str]] = {
 
 @triton.jit(**_UNSPECIALISED)
 def _restore_kernel(
-    groups: tl.tensor,
-    group_stride: tl.tensor,
-    slots: tl.tensor,
-    start: tl.tensor,
-    count: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    key_stride: tl.tensor,
-    key_head_stride: tl.tensor,
-    value_stride: tl.tensor,
-    value_head_stride: tl.tensor,
-    NUM_PAIRS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    VALUES: tl.constexpr,
-    MORE: tl.constexpr,
-    ALL_PAIRS: tl.constexpr,
-    MORE_BITS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-) -> None:
+    groups: tl.tensor, group_stride: tl.tensor, slots: tl.tensor, start: tl.tensor,
+    count: tl.tensor, keys: tl.tensor, values: tl.tensor, key_stride: tl.tensor,
+    key_head_stride: tl.tensor, value_stride: tl.tensor, value_head_stride: tl.tensor,
+    NUM_PAIRS: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr, VALUES: tl.constexpr,
+    MORE: tl.constexpr, ALL_PAIRS: tl.constexpr, MORE_BITS: tl.constexpr, HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, HEADS_PADDED: tl.constexpr, TILE_TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per tile of tokens and head; for keys where program id 2 is 0, else values."""
     head = tl.program_id(1)
     tile = (start // TILE_TOKENS + tl.program_id(0)) * TILE_TOKENS
@@ -158,18 +140,10 @@ def _restore_kernel(
 
 @triton.jit
 def _restore_keys(
-    target: tl.tensor,
-    upper: tl.tensor,
-    pairs: tl.tensor,
-    bounds: tl.tensor,
-    kept: tl.tensor,
-    before: tl.tensor,
-    tokens: tl.tensor,
-    inside: tl.tensor,
-    ALL_PAIRS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-) -> None:
+    target: tl.tensor, upper: tl.tensor, pairs: tl.tensor, bounds: tl.tensor, kept: tl.tensor,
+    before: tl.tensor, tokens: tl.tensor, inside: tl.tensor, ALL_PAIRS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
     """Restore rows whose channels have `kept` pairs; the head's first is that behind `before`."""
     columns = tl.arange(0, PADDED)
     there = columns < DIM
@@ -188,16 +162,9 @@ def _restore_keys(
 
 @triton.jit
 def _restore_values(
-    target: tl.tensor,
-    upper: tl.tensor,
-    more: tl.tensor,
-    bounds: tl.tensor,
-    tokens: tl.tensor,
-    inside: tl.tensor,
-    BITS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-) -> None:
+    target: tl.tensor, upper: tl.tensor, more: tl.tensor, bounds: tl.tensor, tokens: tl.tensor,
+    inside: tl.tensor, BITS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
     """Restore rows that have `BITS` bits behind their upper ones."""
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < DIM)[None, :]
@@ -212,13 +179,9 @@ def _restore_values(
 
 @triton.jit
 def _parts(
-    begin: tl.tensor,
-    tokens: tl.tensor,
-    columns: tl.tensor,
-    mask: tl.tensor,
-    WIDTH: tl.constexpr,
+    begin: tl.tensor, tokens: tl.tensor, columns: tl.tensor, mask: tl.tensor, WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Parts of `WIDTH` bits of codes, packed in rows of `STRIDE` bytes; 0 outside of the mask."""
     ROWS: tl.constexpr = _GROUP_TOKENS * WIDTH // 8
     packed = tl.load(begin + (tokens % ROWS)[:, None] * STRIDE + columns[None, :], mask, other=0)

@@ -1,8 +1,8 @@
 """Restores rows of coded keys and values into slots of a pool.
 
-Stage: load. `codes.rows.coder.decode_layer` defines the numbers, and loops do the same on
-a CPU. One kernel takes codes apart and scales their levels; the other multiplies them by the basis,
-adds what is predicted from the layer below, turns keys, and puts keys and values into slots.
+Stage: load. Loops do the same on a CPU. One kernel takes codes apart and scales their levels; the
+other multiplies them by the basis, adds what is predicted from the layer below, turns keys, and
+puts keys and values into slots.
 """
 
 from __future__ import annotations
@@ -180,18 +180,10 @@ def restore(
     do_not_specialize_on_alignment=["rows"],
 )
 def _unpack_kernel(
-    rows: tl.tensor,
-    row_stride: tl.tensor,
-    count: tl.tensor,
-    components: tl.tensor,
-    places: tl.tensor,
-    levels: tl.tensor,
-    gains: tl.tensor,
-    found: tl.tensor,
-    width: tl.tensor,
-    TOKENS: tl.constexpr,
-    COMPONENTS: tl.constexpr,
-) -> None:
+    rows: tl.tensor, row_stride: tl.tensor, count: tl.tensor, components: tl.tensor,
+    places: tl.tensor, levels: tl.tensor, gains: tl.tensor, found: tl.tensor, width: tl.tensor,
+    TOKENS: tl.constexpr, COMPONENTS: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per tile of tokens and of components."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     component = tl.program_id(1) * COMPONENTS + tl.arange(0, COMPONENTS)
@@ -223,35 +215,15 @@ def _unpack_kernel(
 
 @triton.jit(do_not_specialize=["components", "count"])
 def _restore_kernel(
-    factors: tl.tensor,
-    width: tl.tensor,
-    components: tl.tensor,
-    below: tl.tensor,
-    matrix: tl.tensor,
-    mean: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    slots: tl.tensor,
-    count: tl.tensor,
-    restored: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    key_stride: tl.tensor,
-    key_head_stride: tl.tensor,
-    value_stride: tl.tensor,
-    value_head_stride: tl.tensor,
-    FEATURES: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PREDICTED: tl.constexpr,
-    TURNED: tl.constexpr,
-    HALVES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FACTORS: tl.constexpr,
+    factors: tl.tensor, width: tl.tensor, components: tl.tensor, below: tl.tensor,
+    matrix: tl.tensor, mean: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor,
+    count: tl.tensor, restored: tl.tensor, keys: tl.tensor, values: tl.tensor,
+    key_stride: tl.tensor, key_head_stride: tl.tensor, value_stride: tl.tensor,
+    value_head_stride: tl.tensor, FEATURES: tl.constexpr, HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PREDICTED: tl.constexpr, TURNED: tl.constexpr,
+    HALVES: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, FACTORS: tl.constexpr,
     WIDEN: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per tile of tokens and head; for keys where program id 2 is 0, else values."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     head = tl.program_id(1)
@@ -283,25 +255,12 @@ def _restore_kernel(
 
 @triton.jit
 def _restored(
-    factors: tl.tensor,
-    width: tl.tensor,
-    components: tl.tensor,
-    below: tl.tensor,
-    matrix: tl.tensor,
-    mean: tl.tensor,
-    restored: tl.tensor,
-    token: tl.tensor,
-    count: tl.tensor,
-    own: tl.tensor,
-    SPLIT: tl.constexpr,
-    DIM: tl.constexpr,
-    PREDICTED: tl.constexpr,
-    FEATURES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FACTORS: tl.constexpr,
+    factors: tl.tensor, width: tl.tensor, components: tl.tensor, below: tl.tensor,
+    matrix: tl.tensor, mean: tl.tensor, restored: tl.tensor, token: tl.tensor, count: tl.tensor,
+    own: tl.tensor, SPLIT: tl.constexpr, DIM: tl.constexpr, PREDICTED: tl.constexpr,
+    FEATURES: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, FACTORS: tl.constexpr,
     WIDEN: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Both elements of each pair of a head, whose features begin at `own`; kept without mean."""
     one, other = _columns(SPLIT, DIM, PAIRS)
     first = tl.zeros([TOKENS, PAIRS], tl.float32)
@@ -326,21 +285,10 @@ def _restored(
 
 @triton.jit
 def _add_products(
-    first: tl.tensor,
-    second: tl.tensor,
-    factors: tl.tensor,
-    width: tl.tensor,
-    size: tl.tensor,
-    matrix: tl.tensor,
-    token: tl.tensor,
-    count: tl.tensor,
-    SPLIT: tl.constexpr,
-    DIM: tl.constexpr,
-    FEATURES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    FACTORS: tl.constexpr,
-    WIDEN: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    first: tl.tensor, second: tl.tensor, factors: tl.tensor, width: tl.tensor, size: tl.tensor,
+    matrix: tl.tensor, token: tl.tensor, count: tl.tensor, SPLIT: tl.constexpr, DIM: tl.constexpr,
+    FEATURES: tl.constexpr, PAIRS: tl.constexpr, FACTORS: tl.constexpr, WIDEN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Add products of factors [t, size], in rows of this width, and some columns of a matrix."""
     one, other = _columns(SPLIT, DIM, PAIRS)
     for begin in range(0, width, FACTORS):
@@ -384,15 +332,9 @@ def _columns(
 
 @triton.jit
 def _store(
-    target: tl.tensor,
-    first: tl.tensor,
-    second: tl.tensor,
-    token: tl.tensor,
-    count: tl.tensor,
-    SPLIT: tl.constexpr,
-    DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
+    target: tl.tensor, first: tl.tensor, second: tl.tensor, token: tl.tensor, count: tl.tensor,
+    SPLIT: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+) -> None:  # fmt: skip
     """Put both elements of each pair into rows that begin at `target`."""
     one, other = _columns(SPLIT, DIM, PAIRS)
     inside = (token < count)[:, None]

@@ -15,7 +15,7 @@ from impress_sglang.blend.plugin.steps import BlendSteps
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.prefix_hashes import namespace_text
-from impress_sglang.transfer.sources import CodedSource
+from impress_sglang.transfer.sources import WholeSource
 from tests.integration.tiny_model import WORDS
 from tests.integration.tree_world import TreeWorld, install, told_of
 from tests.unit.kv_factory import as_tokens
@@ -224,15 +224,15 @@ def test_who_goes_away_leaves_nothing(
 
 def damage(monkeypatch: pytest.MonkeyPatch, *segments: str, error: Any = SegmentUnreadable) -> None:
     """Reads of these segments fail, in the second layer; of all if none is named."""
-    original = CodedSource.read
+    original = WholeSource.read
 
-    def read(source: CodedSource, layer: int) -> Any:
+    def read(source: WholeSource, layer: int) -> Any:
         bad = next((own for own in source.segment_ids if own in segments or not segments), None)
         if layer == 1 and bad is not None:
             raise error(bad, "a test")
         return original(source, layer)
 
-    monkeypatch.setattr(CodedSource, "read", read)
+    monkeypatch.setattr(WholeSource, "read", read)
 
 
 @pytest.mark.parametrize("error", [SegmentUnreadable, StoreUnavailable])

@@ -39,7 +39,7 @@ def flip_code(path: Path) -> None:
     layout = read_header(path, FileSystem()).info.layout()
     codes = layout.codes[1]
     last = codes.group_offset(codes.num_groups - 1)
-    flip_bit(path, layout.codes_offset(1) + last + 5, bit=4)
+    flip_bit(path, layout.place(1, codes=True)[0] + last + 5, bit=4)
 
 
 def flip_value(path: Path) -> None:
@@ -49,5 +49,5 @@ def flip_value(path: Path) -> None:
     """
     layout = read_header(path, FileSystem()).info.layout()
     column = layout.shape.value_columns[0]
-    last = (layout.num_chunks - 1) * layout.chunk_stride(column)
-    flip_bit(path, layout.column_offset(1, column) + last + 5, bit=4)
+    last = (layout.num_chunks - 1) * layout.columns[column].page_bytes
+    flip_bit(path, layout.layer_offset(1) + layout.column_starts[column] + last + 5, bit=4)

@@ -36,7 +36,7 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
         assert said["path"] == "ssd" and said["layers_whole"] == 3
         assert said["used_tokens"] == 1000 and said["approximate"] is False
         layout = read_header(segment, FileSystem()).info.layout()
-        kv_bytes = sum(layout.column_bytes(column) for column in layout.shape.columns)
+        kv_bytes = layout.columns_bytes
         assert said["ssd_bytes"] == 3 * kv_bytes, "an `as` hit reads each key and value once"
         assert paths([server.generate(question, 1)]) == ["device"]
         server.assert_quiet()

@@ -20,7 +20,7 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.sources import CodedSource
+from impress_sglang.transfer.sources import WholeSource
 from impress_sglang.transfer.stored_source import BLOCK_PAGE, OpenSpan
 from impress_sglang.transfer.wanted import chunk_pages
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
@@ -125,10 +125,10 @@ class CodedCase:
         self.cache.placement.advance()
         self.source = self.open(self.spans)
 
-    def open(self, spans: Sequence[OpenSpan]) -> CodedSource:
+    def open(self, spans: Sequence[OpenSpan]) -> WholeSource:
         """Another source over spans of the case."""
         assert self.cache is not None
-        return CodedSource(spans, self.reader, self.pool, self.cache)
+        return WholeSource(spans, self.reader, self.pool, self.cache, codes=True)
 
     def load(self, layer: int, *, kernels: bool = False) -> None:
         """The request under way loads a layer into its slots."""

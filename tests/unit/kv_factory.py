@@ -141,11 +141,11 @@ def make_cache(
     rule: ReplacementRule | None = None,
 ) -> ChunkCache:
     """Caches with room for so many chunks of the largest column."""
-    layout = SegmentLayout(shape, chunk_tokens, 1, DISK_BLOCK)
-    chunk_bytes = max(layout.chunk_stride(column) for column in columns_of(shape))
+    layout = SegmentLayout(dataclasses.replace(shape, code_bits=0.0), chunk_tokens, 1, DISK_BLOCK)
+    chunk_bytes = max(own.page_bytes for own in layout.columns)
     return ChunkCache(
         BLOCK_PAGE,
-        most_pages(layout, codes=False),
+        most_pages(layout),
         rule or LeastRecentlyUsed(),
         device=torch.device("cpu"),
         device_bytes=device_chunks * chunk_bytes,

@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.codes.rotation import KeyRotation, Turns
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
-from impress_sglang.codes.rows.coder import spread
+from impress_sglang.codes.rows.coder import (
+    GAIN_TABLE,
+    group_bounds,
+    product_matrix,
+    product_of,
+)
 from impress_sglang.codes.rows.levels import LEVEL_TABLE
-from impress_sglang.codes.rows.row import GAINS
+from impress_sglang.codes.rows.row import GAINS, RowLayout, gains_of
 
 # Bits of the components of each layer.
 ALL_BITS = tuple(bits for bits in range(8, 0, -1) for _ in range(5))
@@ -49,9 +55,30 @@ def random_rows(basis: Basis, layer: int, tokens: int, seed: int = 0) -> Tensor:
 
 def components_of(basis: Basis, layer: int, rows: Tensor) -> Tensor:
     """Float32 [t, C], of the coder's parts."""
-    codes, gains = basis.layouts[layer].unpack(rows)
+    codes, gains = unpacked(basis.layouts[layer], rows)
     bits = torch.tensor(basis.layers[layer].bits, dtype=torch.int64)
-    return torch.from_numpy(LEVEL_TABLE)[codes + 2**bits - 1] * spread(gains, len(bits))
+    sizes = torch.tensor(group_bounds(len(bits))).diff()
+    factors = torch.from_numpy(GAIN_TABLE)[gains.int()].repeat_interleave(sizes, 1)
+    return torch.from_numpy(LEVEL_TABLE)[codes + 2**bits - 1] * factors
+
+
+def unpacked(layout: RowLayout, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [t, C] and gains [t, GAINS] of rows."""
+    places, left = layout.parts(), np.array(layout.bits, np.int64)
+    codes = np.zeros((len(rows), len(left)), np.int64)
+    for kind, width in enumerate((4, 4, 2, 1)):
+        byte, shift = places[:, kind].T
+        has = byte >= 0
+        left -= width * has
+        parts = rows.cpu().numpy()[:, byte[has]] >> shift[has] & (1 << width) - 1
+        codes[:, has] |= parts << left[has]
+    return torch.from_numpy(codes), gains_of(rows)
+
+
+def decode_layer(basis: Basis, layer: int, below: Tensor | None, rows: Tensor) -> Tensor:
+    """What a layer is restored to, less its mean: bfloat16 [t, X]."""
+    factors = [components_of(basis, layer, rows).bfloat16(), *([] if below is None else [below])]
+    return product_of(torch.cat(factors, 1), product_matrix(basis.layers[layer]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -424,7 +424,7 @@ def poison(case: Case) -> None:
     layouts = [segment.layout for segment, _, _ in case.spans]
     taken = [
         case.pool.take(
-            own.most_layer_bytes + max(map(own.chunk_stride, kv.columns_of(case.shape))),
+            own.most_layer_bytes + max(pages.page_bytes for pages in own.columns),
             Tenant("poison", lambda: None),
         )
         for own in layouts

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.rows.coder import decode_layer, encode_layer, kvs_of
+from impress_sglang.codes.rows.coder import encode_layer, kvs_of
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import ConfigError, PrefixUnreadable
 from impress_sglang.serving.kv_class import KVClass
@@ -27,6 +27,7 @@ from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for
 from tests.unit.made import made_in
+from tests.unit.row_factory import decode_layer
 from tests.unit.store_factory import Workbench, look_up, prompt
 from tests.unit.waiting import wait_until
 
@@ -147,7 +148,7 @@ def test_slots_get_what_the_basis_says(
 @pytest.mark.parametrize(
     ("bits", "own"), [(5.0, FEW), (6.0, FEW), ("auto", FEW), ("exact", KVClass())]
 )
-def test_caches_hold_what_usual_requests_read(
+def test_caches_hold_exact_kvs_and_codes(
     make: Callable[..., Desk], bits: float | str, own: KVClass
 ) -> None:
     desk = make(bits=bits, host_gb=2e-2)
@@ -164,7 +165,8 @@ def test_a_damaged_row_is_found(make: Callable[..., Desk], place: str) -> None:
     path = desk.bench.file_of(name)
     layout = read_header(path, FileSystem()).info.layout()
     layer = SHAPE.num_layers - 1
-    at = layout.codes_offset(layer) + (0 if place == "first" else layout.codes[layer].page_bytes)
+    page = layout.codes[layer].page_bytes if place == "last" else 0
+    at = layout.place(layer, codes=True)[0] + page
     kv.flip_byte(path, at + 7)
     job = desk.load(LONG)
     assert job.state is JobState.FAILED and isinstance(job.error, PrefixUnreadable)
@@ -225,7 +227,7 @@ def test_codes_alone_take_the_bytes_of_rows(make: Callable[..., Desk]) -> None:
     (path,) = desk.bench.root.rglob("*.kv")
     sizes = read_header(path, FileSystem()).info.layout()
     assert sizes.columns_bytes == 0
-    assert path.stat().st_size < 1.1 * sum(own.layer_bytes for own in sizes.codes) + 3 * BLOCK_BYTES
+    assert path.stat().st_size < 1.1 * sum(own.num_bytes for own in sizes.codes) + 3 * BLOCK_BYTES
 
 
 def test_what_is_not_finite_is_not_stored(make: Callable[..., Desk]) -> None:

@@ -19,7 +19,7 @@ from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.serving.load_jobs import JobLoader, JobState
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.policies import LoadOptions
-from impress_sglang.transfer.sources import CodedSource
+from impress_sglang.transfer.sources import WholeSource
 from tests.unit import blending_desk
 from tests.unit.blending_desk import ROTATION, SHAPE, Desk, texts
 from tests.unit.kv_factory import SequenceKVs
@@ -137,14 +137,14 @@ def test_what_turns_out_to_be_damaged_is_computed(
     """Though some of its layers, and of its group, are in slots already."""
     desk, plan = two_segments(bench, block=300)
     bad = plan.runs[1].span.segment
-    original = CodedSource.read
+    original = WholeSource.read
 
-    def read(source: CodedSource, number: int) -> Any:
+    def read(source: WholeSource, number: int) -> Any:
         if number == layer and bad.segment_id in source.segment_ids:
             raise SegmentUnreadable(bad.segment_id, "a test")
         return original(source, number)
 
-    monkeypatch.setattr(CodedSource, "read", read)
+    monkeypatch.setattr(WholeSource, "read", read)
     job = desk.job(plan)
     keys, _ = carry_out(job)
     assert job.state is JobState.LOADED and [own.segment_id for own in job.unreadable] == [
@@ -160,10 +160,10 @@ def test_where_the_drive_does_not_answer_the_job_fails(
     """It is not the fault of a segment: everything stays where it is."""
     desk, plan = two_segments(bench)
 
-    def read(source: CodedSource, number: int) -> Any:
+    def read(source: WholeSource, number: int) -> Any:
         raise StoreUnavailable(source.segment_ids[0], "a test")
 
-    monkeypatch.setattr(CodedSource, "read", read)
+    monkeypatch.setattr(WholeSource, "read", read)
     job = desk.job(plan)
     carry_out(job)
     assert job.state is JobState.FAILED and isinstance(job.error, StoreUnavailable)
@@ -173,15 +173,15 @@ def test_where_the_drive_does_not_answer_the_job_fails(
 def test_a_job_that_is_revoked_is_left(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     desk, plan = two_segments(bench, block=100)
     job = desk.job(plan)
-    original, reads = CodedSource.read, [0]
+    original, reads = WholeSource.read, [0]
 
-    def read(source: CodedSource, number: int) -> Any:
+    def read(source: WholeSource, number: int) -> Any:
         reads[0] += 1
         if reads[0] == 3:
             job.revoke()
         return original(source, number)
 
-    monkeypatch.setattr(CodedSource, "read", read)
+    monkeypatch.setattr(WholeSource, "read", read)
     carry_out(job)
     assert job.state is JobState.DROPPED and reads[0] == 3
 

@@ -50,12 +50,16 @@ def make_cache(device_pages: int, host_pages: int, shape: KVShape = SHAPE) -> Ch
 def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
     """Ids for the chunks of a segment, as if they stood on disk without padding."""
     pages = [
-        -(-layout.chunk_rows(chunk) * row_size(layout.shape, column) // PAGE.page_bytes)
+        -(-rows_of(layout, chunk) * row_size(layout.shape, column) // PAGE.page_bytes)
         for _ in range(layout.shape.num_layers)
         for column in layout.shape.columns
         for chunk in range(layout.num_chunks)
     ]
     return cache.attach(np.array(pages, np.uint16))
+
+
+def rows_of(layout: SegmentLayout, chunk: int) -> int:
+    return min(layout.chunk_tokens, layout.num_tokens - chunk * layout.chunk_tokens)
 
 
 class Bench:
@@ -79,7 +83,8 @@ class Bench:
                 for number in range(chunks):
                     chunk = base + layout.chunk_index(layer, column, number)
                     assert chunk not in self.bytes
-                    self.bytes[chunk] = self.random(layout.chunk_bytes(column, number))
+                    size = rows_of(layout, number) * row_size(self.shape, column)
+                    self.bytes[chunk] = self.random(size)
         return base
 
     def detach(self, base: int) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
-    decode_layer,
     encode_layer,
     fit_of,
     kvs_of,
@@ -21,6 +20,7 @@ from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit
 from impress_sglang.codes.rows.levels import LEVELS
 from impress_sglang.codes.rows.row import GAINS
 from impress_sglang.errors import BasisUnreadable, NotCodable
+from tests.unit.row_factory import decode_layer, unpacked
 
 LAYERS, HEADS, DIM = 3, 2, 6
 FEATURES = HEADS * DIM
@@ -153,7 +153,7 @@ def test_decoder_restores_what_the_encoder_returns(basis: Basis) -> None:
 def test_a_token_is_restored_as_its_row_says(basis: Basis) -> None:
     """Component by component, in Python."""
     rows, restored = coded(basis, prompt(2, 5))
-    codes, gains = basis.layouts[0].unpack(rows[0])
+    codes, gains = unpacked(basis.layouts[0], rows[0])
     own, count = basis.layers[0], len(basis.layers[0].bits)
     x = own.mean.double()
     for i, bits in enumerate(own.bits):
@@ -165,7 +165,7 @@ def test_a_token_is_restored_as_its_row_says(basis: Basis) -> None:
 
 def test_each_code_is_the_nearest_level(basis: Basis) -> None:
     layers = prompt(20, 6)
-    codes, gains = basis.layouts[0].unpack(encode_layer(basis, 0, None, layers[0])[0])
+    codes, gains = unpacked(basis.layouts[0], encode_layer(basis, 0, None, layers[0])[0])
     own, count = basis.layers[0], len(basis.layers[0].bits)
     z = (joined(layers[0]) - own.mean) @ own.forward
     for i, bits in enumerate(own.bits):

@@ -53,17 +53,6 @@ def drawn(layout: RowLayout, tokens: int, seed: int) -> tuple[torch.Tensor, torc
     return (codes % 2 ** torch.tensor(layout.bits).long()).byte(), gains.byte()
 
 
-@given(descending(40), st.integers(0, 5), st.integers(0, 99))
-def test_what_is_packed_is_unpacked(bits: tuple[int, ...], tokens: int, seed: int) -> None:
-    layout = RowLayout(bits)
-    codes, gains = drawn(layout, tokens, seed)
-    rows = layout.pack(codes, gains)
-    assert rows.shape == (tokens, layout.row_bytes) and rows.dtype == torch.uint8
-    found = layout.unpack(rows)
-    assert torch.equal(found[0], codes) and torch.equal(found[1], gains)
-    assert layout.row_bytes <= -(-sum(bits) // 8) + 4 + 2
-
-
 @given(descending(40), st.integers(0, 99))
 def test_a_row_is_what_its_description_says(bits: tuple[int, ...], seed: int) -> None:
     """Byte by byte, in Python."""

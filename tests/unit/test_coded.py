@@ -46,8 +46,9 @@ def test_all_of_it_is_read_once(coded: Coded) -> None:
     case.source.close()
     (span,) = case.spans
     read = case.source.stats
-    assert read.ssd_needed_bytes == span[0].layout.codes[0].layer_bytes * SHAPE.num_layers
-    assert read.ssd_bytes == read.ssd_needed_bytes
+    pages = span[0].layout.codes[0]
+    assert read.ssd_needed_bytes == pages.num_groups * pages.group_bytes * SHAPE.num_layers
+    assert read.ssd_bytes == pages.num_bytes * SHAPE.num_layers
 
 
 @pytest.mark.parametrize(("device_pages", "host_pages"), [(400, 0), (0, 400), (9, 13), (40, 60)])
@@ -69,7 +70,7 @@ def test_caches_give_what_the_drive_gave(device_pages: int, host_pages: int, cod
 
 def test_a_damaged_block_is_found(coded: Coded) -> None:
     case = coded(PREFIXES["one"])
-    flip_byte(case.paths[0], case.spans[0][0].layout.codes_offset(1) + 5)
+    flip_byte(case.paths[0], case.spans[0][0].layout.place(1, codes=True)[0] + 5)
     case.load(0)
     with pytest.raises(PrefixUnreadable, match="checksum"):
         case.load(1)

@@ -32,7 +32,7 @@ def text(seed: int, length: int, vocabulary: int = 1000) -> list[int]:
 
 
 def find(index: ContentIndex, tokens: Tokens, start: int = 0) -> Sequence[Run]:
-    return index.find("", tokens, start).runs
+    return index.find("", tokens, start)
 
 
 def places(runs: Sequence[Run]) -> list[tuple[int, int, str, int]]:
@@ -139,30 +139,6 @@ def test_what_a_search_does_is_linear(
     assert bool(found) == (state is SegmentState.READY)
     assert sum(call.result + 1 for call in compared) <= 2 * SAME_WINDOWS * 20_000
     assert len(looked) <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
-
-
-def test_a_prompt_is_looked_for_again_only_if_the_index_has_changed() -> None:
-    tokens = as_tokens([*text(1, 300), *text(2, 300)])
-    first, second = (stored_segment(f"s{n}", text(n, 300)) for n in (1, 2))
-    index = index_of(first)
-    found = index.find("", tokens)
-    assert index.find("", tokens, 0, found) is found
-    assert index.find("", tokens[:200], 0, found).runs[0].stop == 200
-    assert index.find("", tokens, 100, found).runs[0].start == 100
-    second.state = SegmentState.PENDING
-    index.add(second)
-    found = index.find("", tokens, 0, found)
-    assert [run.span.segment for run in found.runs] == [first]
-    # No change of the index tells that a segment is written, or cannot be read.
-    second.state = SegmentState.READY
-    found = index.find("", tokens, 0, found)
-    assert [run.span.segment for run in found.runs] == [first, second]
-    first.state = SegmentState.SUSPECT
-    assert [run.span.segment for run in index.find("", tokens, 0, found).runs] == [second]
-    first.state = SegmentState.READY
-    assert index.find("", tokens, 0, found) is found
-    index.discard(second)
-    assert [run.span.segment for run in index.find("", tokens, 0, found).runs] == [first]
 
 
 def test_what_is_left_is_found() -> None:

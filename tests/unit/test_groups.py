@@ -196,7 +196,7 @@ def test_a_layer_stands_on_disk_where_its_pages_say(num_tokens: int) -> None:
     groups = encode_layer(GroupLayout(3, 8, 8, 6), *kvs)
     for count in (1, 3, 8):
         pages = Pages(num_tokens, GROUP_TOKENS, groups.shape[1], count, 256)
-        memory = torch.full((pages.layer_bytes,), 255, dtype=torch.uint8)
+        memory = torch.full((pages.num_bytes,), 255, dtype=torch.uint8)
         pages.put_groups(groups, memory)
         rest = torch.ones_like(memory, dtype=torch.bool)
         for group, content in enumerate(groups):

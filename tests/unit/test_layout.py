@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from impress_sglang.codes.groups.codec import GROUP_TOKENS
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
-from impress_sglang.transfer.wanted import chunk_pages, column_chunks
+from impress_sglang.transfer.wanted import chunk_pages
+from impress_sglang.transfer.wanted import chunks_of as layer_chunks
 from tests.unit import kv_factory as kv
 
 BLOCK = 4096
@@ -59,14 +60,15 @@ def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
     """(offset, bytes with padding) of every chunk that has bytes, and of codes, in file order."""
     extents = []
     for layer in range(layout.shape.num_layers):
+        start = layout.layer_offset(layer)
         extents += [
-            (layout.column_offset(layer, column) + chunk * layout.chunk_stride(column), size)
+            (start + layout.column_starts[column] + layout.columns[column].page_offset(chunk), size)
             for column in layout.shape.columns
-            if layout.column_bytes(column)
+            if layout.columns[column].group_bytes
             for chunk, size in enumerate(chunks_of(layout, column))
         ]
         if layout.codes:
-            extents.append((layout.codes_offset(layer), layout.codes[layer].layer_bytes))
+            extents.append(layout.place(layer, codes=True))
     return extents
 
 
@@ -95,7 +97,9 @@ def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout)
         assert list(shape.columns) == list(plain.shape.columns)
         assert layout.total_chunks == plain.total_chunks
     for layer in range(shape.num_layers):
-        assert layout.codes_offset(layer) == layout.layer_offset(layer) + layout.columns_bytes
+        begin, size = layout.place(layer, codes=False)
+        assert (begin, size) == (layout.layer_offset(layer), layout.columns_bytes)
+        assert not codes or layout.place(layer, codes=True)[0] == begin + size
     for own in codes:
         assert own.group_bytes == shape.group_layout.group_bytes
         assert (own.num_tokens, own.group_tokens) == (layout.num_tokens, GROUP_TOKENS)
@@ -113,9 +117,9 @@ def test_sizes_of_a_known_model_with_codes() -> None:
     assert codes.group_bytes == 2 * 2 * 8 * (128 + 64) + 8 * 128 + 64 * 8 * 256 * 6 // 8
     # 16 groups of 105,472 bytes; a page has 4 of them, which are 103 blocks.
     assert (codes.num_groups, codes.page_groups, codes.page_bytes) == (16, 4, 103 * BLOCK)
-    assert codes.layer_bytes == 4 * 103 * BLOCK
+    assert codes.num_bytes == 4 * 103 * BLOCK
     assert layout.columns_bytes == 1008 * BLOCK
-    assert layout.codes_offset(1) == BLOCK * (1 + 2 * 1008 + 412)
+    assert layout.place(1, codes=True)[0] == BLOCK * (1 + 2 * 1008 + 412)
     assert layout.num_blocks == 32 * (1008 + 412)
 
 
@@ -148,19 +152,18 @@ def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
 
 @given(layouts())
 def test_column_chunks_are_those_of_the_layout(layout: SegmentLayout) -> None:
-    found, starts, at = column_chunks(layout), column_starts(layout), 0
+    found, starts = layer_chunks(layout.columns), column_starts(layout)
     for column in kv.columns_of(layout.shape):
         begin, chunk = starts[column]
         assert chunk == layout.chunk_index(0, column, 0)
         for number, size in enumerate(chunks_of(layout, column)):
             place = chunk + number
             assert (found.first[place], found.count[place]) == (begin // BLOCK, size // BLOCK)
-            assert found.rows[place] == layout.chunk_rows(number)
+            left = layout.num_tokens - number * layout.chunk_tokens
+            assert found.rows[place] == min(layout.chunk_tokens, left)
             assert found.row_bytes[place] == kv.row_size(layout.shape, column)
-            blocks = found.chunk_of_block[at : (at := at + size // BLOCK)]
-            assert (blocks == place).all()
             begin += size
-    assert at == len(found.chunk_of_block) == layout.columns_bytes // BLOCK
+    assert found.count.sum() == layout.columns_bytes // BLOCK
     assert (
         chunk_pages(layout, codes=False).tolist() == found.count.tolist() * layout.shape.num_layers
     )

@@ -23,7 +23,6 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.sources import CodedSource
 from tests.faults import Faults, FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
@@ -165,7 +164,7 @@ class Desk:
 def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
     """What the codes of a job are, read on the thread of the test."""
     source, slots = store.open_whole(job.spans, exact=False), torch.arange(len(job))
-    assert isinstance(source, CodedSource)
+    assert source.codes
     keys, values, filler = [], [], SlotFiller(SHAPE, CPU)
     for layer in range(SHAPE.num_layers):
         for rows, dim in ((keys, SHAPE.key_dim), (values, SHAPE.value_dim)):

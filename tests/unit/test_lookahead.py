@@ -180,7 +180,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
         read(popular)
     assert read(wanted) < whole
 
-    placement = store._memory.codes.placement if coded else store.cache.placement
+    placement = store.cache.placement
     assert placement.cached_chunks(Tier.HOST)
     Purge().step(store)
     assert not placement.cached_chunks(Tier.HOST), "room for those that are there"

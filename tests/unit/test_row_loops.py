@@ -6,21 +6,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
-    decode_layer,
     encode_layer,
     group_bounds,
     kvs_of,
-    spread,
 )
-from impress_sglang.codes.rows.levels import CURVES, LEVEL_TABLE
+from impress_sglang.codes.rows.levels import CURVES
 from impress_sglang.loops import rows as loops
 from impress_sglang.transfer.kv_codec import KVCodec, LoopRestorer
-from tests.unit.row_factory import random_basis, random_rows, random_turns
+from tests.unit.row_factory import (
+    components_of,
+    decode_layer,
+    random_basis,
+    random_rows,
+    random_turns,
+)
 
 HEADS, KEY_DIM, VALUE_DIM, ROTATED = 3, 10, 7, 6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -29,12 +32,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.fixture(scope="module")
 def basis() -> Basis:
     return random_basis((HEADS, KEY_DIM), (HEADS, VALUE_DIM))
-
-
-def components(basis: Basis, rows: Tensor) -> Tensor:
-    codes, gains = basis.layouts[0].unpack(rows)
-    bits = torch.tensor(basis.layers[0].bits, dtype=torch.int64)
-    return torch.from_numpy(LEVEL_TABLE)[codes + 2**bits - 1] * spread(gains, len(bits))
 
 
 @given(st.lists(st.integers(1, 8), max_size=150), st.integers(0, 4))
@@ -46,7 +43,7 @@ def test_components_are_those_of_the_coder(bits: list[int], tokens: int) -> None
     parts, found = torch.zeros(tokens, tables.parts).byte(), torch.full((tokens, count), 9.0)
     arrays = tables.areas, tables.runs, tables.bounds, CURVES, GAIN_TABLE
     loops.unpack(rows.numpy(), *arrays, parts.numpy(), found.numpy())
-    torch.testing.assert_close(found, components(basis, rows), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, components_of(basis, 0, rows), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

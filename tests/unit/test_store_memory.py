@@ -45,7 +45,6 @@ def test_caches_have_what_options_say(known: bool, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(memory_module, "available_bytes", available)
     memory = allocate(host_gb=0.002, device_gb=0.001)
-    capacity = memory.codes.placement.capacity
+    capacity = memory.cache.placement.capacity
     assert capacity[Tier.HOST] == 2 * 10**6 // 4096 and capacity[Tier.DEVICE] == 10**6 // 4096
-    assert not memory.cache.placement.enabled, "usual requests read codes"
     memory.close()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
+import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.words import words_of
 from impress_sglang.loops import codes as loops
 
 
@@ -21,20 +19,9 @@ def restore(
     _, _, pairs, upper_keys, columns, upper_values, more, _ = layout.places
     ranges = groups[:, :pairs].view(torch.float16).float().contiguous().numpy()
     codes, first, more_bits = groups.numpy(), layout.sizes[0] // 2, layout.more_bits
-    with _numbers_of(keys, slots) as (pool, rows):
+    with words_of((keys, values), slots) as (words, rows):
+        pools = [own.view(np.float32) if own.dtype == np.uint32 else own for own in words]
         places = pairs, upper_keys, columns, layout.num_pairs
-        loops.restore_keys(codes, *places, ranges, start, rows, pool)
-    with _numbers_of(values, slots) as (pool, rows):
-        loops.restore_values(codes, upper_values, more, more_bits, ranges, first, start, rows, pool)
-
-
-@contextlib.contextmanager
-def _numbers_of(pool: Tensor, slots: Tensor) -> Iterator[tuple[Any, Any]]:
-    """A pool as the loops need it, and the slots in it; what loops write ends up in the pool."""
-    if pool.is_contiguous() and pool.dtype in (torch.float32, torch.bfloat16):
-        words = pool if pool.dtype == torch.float32 else pool.view(torch.uint16)
-        yield words.numpy(), slots.numpy()
-        return
-    rows = pool[slots].float()
-    yield rows.numpy(), torch.arange(len(slots)).numpy()
-    pool[slots] = rows.to(pool.dtype)
+        loops.restore_keys(codes, *places, ranges, start, rows, pools[0])
+        own = upper_values, more, more_bits
+        loops.restore_values(codes, *own, ranges, first, start, rows, pools[1])

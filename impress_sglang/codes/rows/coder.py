@@ -1,6 +1,6 @@
-"""Codes the KVs of a layer as rows and restores them, in torch and float32.
+"""Codes the KVs of a layer as rows, in torch and float32.
 
-The encoder returns what the decoder restores, because the layer above is predicted from that. Each
+The encoder returns what a decoder restores, because the layer above is predicted from that. Each
 row depends on rows of the same token in lower layers only.
 """
 
@@ -34,7 +34,7 @@ def encode_layer(
     """Code one layer; all tensors are on the CPU.
 
     Args:
-        below: what this or `decode_layer` returned for the layer below; None in layer 0.
+        below: what this or a decoder returned for the layer below; None in layer 0.
         kvs: keys [t, G, Dk], turned back to position 0, and values [t, G, Dv], in any dtype.
 
     Returns:
@@ -67,17 +67,6 @@ def encode_layer(
     return basis.layouts[layer].pack(codes, gains), _product(own, components, below)
 
 
-def decode_layer(basis: Basis, layer: int, below: Tensor | None, rows: Tensor) -> Tensor:
-    """Restore one layer from its rows: bfloat16 [t, X], less its mean.
-
-    Components and the result are rounded to bfloat16, because loops and kernels multiply such: an
-    encoder and a decoder that round otherwise would part by a quarter of the error of the codes,
-    for each layer is predicted from the one below. Sums are in float32.
-    """
-    codes, gains = basis.layouts[layer].unpack(rows)
-    return _restored(basis.layers[layer], codes, gains, below)
-
-
 def product_matrix(own: LayerBasis) -> Tensor:
     """What `product_of` takes for components, and behind them `below`: [C + X, X].
 
@@ -89,7 +78,11 @@ def product_matrix(own: LayerBasis) -> Tensor:
 
 
 def product_of(factors: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    """The product of bfloat16 factors [t, C + X], in bfloat16; sums are in float32."""
+    """The product of bfloat16 factors [t, C + X], in bfloat16; sums are in float32.
+
+    All decoders multiply such: one that rounds otherwise than the encoder would part from it by a
+    quarter of the error of the codes, for each layer is predicted from the one below.
+    """
     if matrix.dtype == torch.bfloat16:
         return torch.mm(factors, matrix, out=out)
     product = factors.float() @ matrix
@@ -110,8 +103,12 @@ def fit_of(basis: Basis, layer: int, rows: Tensor) -> float:
     It is the mean square of their gains: 1 for text like that of the calibration, and 0 where there
     are no rows, or no components.
     """
-    factors = spread(gains_of(rows), len(basis.layers[layer].bits))
-    return float(factors.square().mean()) if factors.numel() else 0.0
+    components = len(basis.layers[layer].bits)
+    if not len(rows) or not components:
+        return 0.0
+    sizes = torch.tensor(group_bounds(components), dtype=torch.float32, device=rows.device).diff()
+    factors = torch.from_numpy(GAIN_TABLE).to(rows.device)[gains_of(rows).int()]
+    return float((factors.square() @ sizes).mean()) / components
 
 
 def group_bounds(components: int) -> list[int]:
@@ -120,19 +117,6 @@ def group_bounds(components: int) -> list[int]:
     Component i is of group i * GAINS // components.
     """
     return [-(-group * components // GAINS) for group in range(GAINS + 1)]
-
-
-def spread(gains: Tensor, components: int) -> Tensor:
-    """The factor of each component, of gains uint8 [t, GAINS]: float32 [t, components]."""
-    factors = torch.from_numpy(GAIN_TABLE).to(gains.device)[gains.int()]
-    sizes = torch.tensor(group_bounds(components), device=gains.device).diff()
-    return factors.repeat_interleave(sizes, 1)
-
-
-def _restored(own: LayerBasis, codes: Tensor, gains: Tensor, below: Tensor | None) -> Tensor:
-    levels = torch.from_numpy(LEVEL_TABLE).to(codes.device)
-    offsets = 2 ** torch.tensor(own.bits, dtype=torch.int64, device=codes.device) - 1
-    return _product(own, levels[codes + offsets] * spread(gains, len(own.bits)), below)
 
 
 def _product(own: LayerBasis, components: Tensor, below: Tensor | None) -> Tensor:

@@ -27,30 +27,6 @@ from impress_sglang.loops import rows as loops
 GAINS = 6
 GAIN_BITS = 5
 _GAIN_BYTES = 4
-# The parts that a code may have, and their widths: high nibble, low nibble, crumb, bit.
-HIGH, LOW, CRUMB, BIT = range(4)
-_WIDTHS = (4, 2, 1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Area:
-    """Elements of one width: component, kind of part, and lowest bit in the code, each [n]."""
-
-    width: int
-    begin: int
-    components: Tensor
-    kinds: Tensor
-    low_bits: Tensor
-
-    @property
-    def bytes(self) -> int:
-        return -(-len(self.components) * self.width // 8)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Components [n], lowest bits uint8 [n], and shifts in a byte uint8 [8 / width, 1]."""
-        shifts = torch.arange(0, 8, self.width, dtype=torch.uint8, device=device)[:, None]
-        low = self.low_bits.to(device, torch.uint8)
-        return self.components.to(device), low, shifts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,41 +43,33 @@ class RowLayout:
         assert list(self.bits) == sorted(self.bits, reverse=True)
 
     @functools.cached_property
+    def _places(self) -> tuple[NDArray[np.int32], int]:
+        """What `parts` returns, and the bytes of a row."""
+        found, begin = np.full((len(self.bits), 4, 2), -1, np.int32), _GAIN_BYTES
+        # Of high nibble, low nibble, crumb and bit, which codes have one.
+        has = np.array([(own >= 4, own == 8, own & 2, own & 1) for own in self.bits], np.bool_)
+        for width, first, stop in ((4, 0, 2), (2, 2, 3), (1, 3, 4)):
+            own = found[:, first:stop]
+            there = has.reshape(-1, 4)[:, first:stop]
+            element = np.arange(there.sum())
+            size = -(-len(element) * width // 8)
+            own[there, 0] = begin + element % max(size, 1)
+            own[there, 1] = element // max(size, 1) * width
+            begin += size
+        return found, begin
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        last = self._areas[-1]
-        return last.begin + last.bytes
-
-    @functools.cached_property
-    def _areas(self) -> tuple[_Area, ...]:
-        begin, found = _GAIN_BYTES, []
-        for width in _WIDTHS:
-            elements = []
-            for component, bits in enumerate(self.bits):
-                left = bits
-                for kind, own in ((HIGH, 4), (LOW, 4), (CRUMB, 2), (BIT, 1)):
-                    if left >= own:
-                        left -= own
-                        if own == width:
-                            elements.append((component, kind, left))
-            table = torch.tensor(elements, dtype=torch.int64).reshape(-1, 3)
-            found.append(_Area(width, begin, table[:, 0], table[:, 1], table[:, 2]))
-            begin += found[-1].bytes
-        return tuple(found)
+        return self._places[1]
 
     def parts(self) -> NDArray[np.int32]:
-        """Where each component is, for kernels: int32 [C, 4, 2].
+        """Where each component is: int32 [C, 4, 2].
 
         Of high nibble, low nibble, crumb and bit the byte in the row and the lowest bit in that
         byte, or -1 and -1 if the code has no such part.
         """
-        found = np.full((len(self.bits), 4, 2), -1, np.int32)
-        for area in self._areas:
-            element = np.arange(len(area.components))
-            where = area.components.numpy(), area.kinds.numpy()
-            found[*where, 0] = area.begin + element % max(area.bytes, 1)
-            found[*where, 1] = element // max(area.bytes, 1) * area.width
-        return found
+        return self._places[0]
 
     def pack(self, codes: Tensor, gains: Tensor) -> Tensor:
         """Write rows, uint8 [t, row_bytes]; all is on the CPU.
@@ -113,17 +81,6 @@ class RowLayout:
         rows, bits = torch.zeros(len(codes), self.row_bytes).byte(), np.array(self.bits, np.uint8)
         loops.pack(codes.numpy(), gains.numpy(), bits, self.parts(), rows.numpy())
         return rows
-
-    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Read what `pack` has written: codes uint8 [t, C] and gains uint8 [t, GAINS]."""
-        codes = rows.new_zeros(len(rows), len(self.bits))
-        for area in self._areas:
-            components, low, shifts = area.on(rows.device)
-            own = rows[:, None, area.begin : area.begin + area.bytes]
-            values = (own >> shifts & (1 << area.width) - 1).flatten(1)[:, : len(components)]
-            # Parts of a code share no bits, so their sum is the code.
-            codes.index_add_(1, components, values << low)
-        return codes, gains_of(rows)
 
 
 def gains_of(rows: Tensor) -> Tensor:

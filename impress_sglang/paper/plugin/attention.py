@@ -23,7 +23,7 @@ from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.paper.loader import LayerInputs
 from impress_sglang.paper.plugin.options import BACKENDS
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
-from impress_sglang.plugin.rectangular import attend_rows
+from impress_sglang.plugin.rectangular import extend_rows
 
 
 class PrefixAttention(AttentionBackend):
@@ -123,45 +123,15 @@ class PrefixAttention(AttentionBackend):
 class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
     """torch_native with rectangular attention, over each row from its start on."""
 
-    def _run_sdpa_forward_extend(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        extend_prefix_lens: Tensor,
-        extend_seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        **named: Any,
-    ) -> Tensor:
-        assert encoder_lens is None and not named.get("is_cross_attn")
-        rows = zip(req_pool_indices.tolist(), self._starts, seq_lens.tolist(), strict=True)
-        slots = [req_to_token[row, start:stop] for row, start, stop in rows]
-        counts = extend_seq_lens.tolist()
-        return attend_rows(query, output, k_cache, v_cache, slots, counts, **named)
+    def _run_sdpa_forward_extend(self, *where: Any, **named: Any) -> Tensor:
+        return extend_rows(self._starts, *where, **named)
 
-    def _run_sdpa_forward_decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        **named: Any,
-    ) -> Tensor:
+    def _run_sdpa_forward_decode(self, *where: Any, **named: Any) -> Tensor:
         # An extend of each row by one token that sees all of it.
-        where = query, output, k_cache, v_cache, req_to_token, req_pool_indices
-        one = torch.ones_like(seq_lens)
-        named["causal"] = True
-        return self._run_sdpa_forward_extend(
-            *where, seq_lens, seq_lens - one, one, encoder_lens, **named
-        )
+        *tensors, lengths, encoder_lens = where
+        one, named["causal"] = torch.ones_like(lengths), True
+        tensors += [lengths, lengths - one, one, encoder_lens]
+        return extend_rows(self._starts, *tensors, **named)
 
 
 class ImpressTritonBackend(PrefixAttention, TritonAttnBackend):

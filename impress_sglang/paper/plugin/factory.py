@@ -71,7 +71,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     layers = PoolLayers(runner.token_to_kv_pool)
     device = layers(0)[0].device
     # Kernels first: opening the store takes much memory.
-    warm_up(dataclasses.replace(shape, probe_kv_heads=()), config.chunk_tokens, device)
+    warm_up(shape, device)
     self_test = check_kvs([runner], layers, config, plain, None)
     warn_if_untested()
     hidden_size = runner.model_config.hidden_size

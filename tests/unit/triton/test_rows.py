@@ -6,11 +6,18 @@ import pytest
 import torch
 import triton
 
-from impress_sglang.codes.rows.coder import decode_layer, kvs_of
+from impress_sglang.codes.rows.coder import kvs_of
 from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
 from impress_sglang.triton import rows as kernels
 from impress_sglang.triton.sizes import power_of_two
-from tests.unit.row_factory import LAYERS, components_of, random_basis, random_rows, random_turns
+from tests.unit.row_factory import (
+    LAYERS,
+    components_of,
+    decode_layer,
+    random_basis,
+    random_rows,
+    random_turns,
+)
 from tests.unit.triton.conftest import compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

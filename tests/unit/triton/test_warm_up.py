@@ -21,23 +21,19 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.paper.loader import LoadStats, PartLoader
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.kv_codec import KernelRestorer, shape_by
-from impress_sglang.transfer.warm_up import run_stages
+from impress_sglang.transfer.warm_up import launch_all
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import pages as page_kernels
 from impress_sglang.triton import rows as row_kernels
 from tests.unit.basis_factory import codec_for
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape
-from tests.unit.reading import layer_inputs, load_layer
 from tests.unit.row_factory import random_rows
-from tests.unit.source_factory import SEVERAL, CacheKind, Part, open_case
 
 CPU = torch.device("cpu")
-CHUNK = 8
 
 # As they were decorated, before the interpreter takes their place.
 COMPILED = {
@@ -96,57 +92,32 @@ def launches(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launches
 
 
-HEAD_GROUPS = make_shape(query_heads=6, key_dim=16, value_dim=32, probe=())
-CODED = dataclasses.replace(HEAD_GROUPS, code_bits=6.0)
+CODED = make_shape(query_heads=6, key_dim=16, value_dim=32, probe=(), coded=True)
 
 
-SERVERS = {
-    "exact-float32": HEAD_GROUPS,
-    "coded-bfloat16": dataclasses.replace(CODED, dtype=torch.bfloat16),
-}
 # One that needs one tile or block, several segments, and one that is long.
-SHORT, LONG = Part(77, CHUNK, 13, 77), Part(2100, CHUNK, 0, 2100)
-PREFIXES = {
-    "short": ([SHORT], True),
-    "as it was": ([SHORT], False),
-    "even": ([Part(64, CHUNK, 0, 64)], True),
-    "several segments": (SEVERAL, True),
-    "long": ([LONG], True),
-    "long after short": ([SHORT, LONG], True),
-}
+SHORT, LONG = CodedPart(77, 13, 77), CodedPart(2100, 0, 2100)
+SEVERAL = [CodedPart(40, 0, 21), CodedPart(33, 5, 33), CodedPart(64, 17, 18), CodedPart(50, 47, 50)]
 
 
 def make_requests(shape: KVShape, directory: Path, reader: BlockReader) -> None:
-    """For whole prefixes, and for the few tokens that each head chooses."""
-    # On the device prefixes displace each other.
-    cache = CacheKind(device=2, host=400, page_tokens=CHUNK).make(shape)
-    inputs = layer_inputs(shape, 0)
-    for name, (parts, reordered) in PREFIXES.items():
-        folder = directory / name
+    """For whole prefixes, which displace each other on the device."""
+    for number, parts in enumerate(([SHORT], [CodedPart(64)], SEVERAL, [LONG], [SHORT, LONG])):
+        folder = directory / str(number)
         folder.mkdir()
-        case = open_case(folder, shape, parts, reader, cache=cache, reordered=reordered)
-        for k in (64, 20, 16, 1):
-            case.request()
-            loader = PartLoader(shape, 0.6)
-            for layer in range(shape.num_layers):
-                load_layer(loader, layer, case.source, inputs, k, LoadStats())
+        case = CodedCase(folder, parts, reader, shape=shape, device_pages=9, host_pages=13)
+        for layer in range(shape.num_layers):
+            case.load(layer, kernels=True)
         case.close()
-        if shape.coded:
-            coded = [CodedPart(part.num_tokens, part.start, part.stop) for part in parts]
-            pages = {"device_pages": 9, "host_pages": 13}
-            coded_case = CodedCase(folder, coded, reader, shape=shape, **pages)
-            for layer in range(shape.num_layers):
-                coded_case.load(layer, kernels=True)
-            coded_case.close()
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_requests_launch_nothing_new(
-    name: str, launches: Launches, tmp_path: Path, reader: BlockReader
+    dtype: torch.dtype, launches: Launches, tmp_path: Path, reader: BlockReader
 ) -> None:
     """And everything that was compiled is launched by some request."""
-    shape = SERVERS[name]
-    run_stages(shape, CHUNK, CPU)
+    shape = dataclasses.replace(CODED, dtype=dtype)
+    launch_all(shape, CPU)
     warm = launches.take()
 
     make_requests(shape, tmp_path, reader)
@@ -160,7 +131,7 @@ def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
     """Whatever the number of tokens; the first layer is restored otherwise than others."""
     codec = codec_for(dataclasses.replace(CODED, num_layers=3))
     shape = shape_by(codec.basis, dataclasses.replace(CODED, num_layers=3, dtype=torch.bfloat16))
-    run_stages(shape, CHUNK, CPU, codec=codec)
+    launch_all(shape, CPU, codec)
     warm = launches.take()
 
     restorer, heads = KernelRestorer(codec, CPU), shape.num_kv_heads
@@ -201,7 +172,7 @@ def test_a_shape_that_does_not_fit_is_refused(
     monkeypatch.setattr(launches, "note", compiled)
 
     with pytest.raises(UnsupportedError) as refusal:
-        run_stages(CODED, CHUNK, CPU)
+        launch_all(CODED, CPU)
 
     text = str(refusal.value)
     assert text.partition("; use ")[2].startswith(instead)
