@@ -15,11 +15,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.engines import BlockEngine, ThreadEngine
 from impress_sglang.storage.files import FileSystem
@@ -156,16 +156,17 @@ class BucketFiles(FileSystem):
             mine.set_exception(error)
             raise
 
-    def complete(self) -> tuple[list[SegmentInfo], list[str]]:
+    def complete(self) -> Iterator[SegmentInfo]:
         """Fetch the rest of objects that nobody reads, on the caller's thread.
 
-        Returns the segments that are whole now, whose owner must `end` them, and the names of
-        objects that are damaged; files of these and of others that fail are gone.
+        Yields the segments that are whole then, whose owner must `end` them. What fails, or is
+        damaged, is dropped, and fetched anew when it is read again. It is not deleted: the drive or
+        the memory of this server may be at fault.
         """
-        whole, damaged, now = list[SegmentInfo](), list[str](), time.monotonic()
         for own in list(self._of_path.values()):
+            idle = time.monotonic() - own.idle_since
             with self._lock:
-                if own.whole or own.ended or own.users or now < own.idle_since + IDLE_SECONDS:
+                if own.whole or own.ended or own.users or idle < IDLE_SECONDS:
                     continue
                 if own.descriptor < 0:
                     # Was never opened.
@@ -173,35 +174,20 @@ class BucketFiles(FileSystem):
                     continue
                 own.users += 1
             try:
-                self._complete(own)
-                own.whole = True
-                whole.append(own.info)
-            except SegmentUnreadable as error:
-                logger.warning("%s: %s", own.name, error)
-                damaged.append(own.name)
-            except (OSError, PrefixUnreadable) as error:
-                logger.warning("%s is not kept on the drive: %s", own.name, error)
-            own.ended = own.ended or not own.whole
-            self.close(own.descriptor)
-        return whole, damaged
-
-    def _complete(self, own: _Object) -> None:
-        for last in (False, True):
-            for number in range(-(-own.size // RANGE_BYTES)):
-                self._fetch(own, number)
-            try:
+                for number in range(-(-own.size // RANGE_BYTES)):
+                    self._fetch(own, number)
                 self._files.sync(own.descriptor)
                 with contextlib.closing(
                     OpenSegment(own.local, self._files, direct=False)
                 ) as segment:
-                    if not segment.info.describes_same(own.info):
-                        raise SegmentUnreadable(own.info.segment_id, "is another one")
-                    return segment.check_all()
-            except SegmentUnreadable:
-                # The network may be at fault, but hardly twice.
-                if last:
-                    raise
-                own.ranges.clear()
+                    segment.check_all()
+                own.whole = segment.info.describes_same(own.info)
+            except (OSError, PrefixUnreadable) as error:
+                logger.warning("%s is not kept on the drive: %s", own.name, error)
+            own.ended = own.ended or not own.whole
+            self.close(own.descriptor)
+            if own.whole:
+                yield own.info
 
     def end(self, info: SegmentInfo, keep: Callable[[Path], None] | None = None) -> None:
         """Forget an object that is whole; `keep` moves its file, which is removed otherwise.

