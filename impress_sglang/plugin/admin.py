@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from impress_sglang.plugin.keys import as_tokens, namespace_of
 from impress_sglang.plugin.page import overview
 from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
+from impress_sglang.serving.ranks import ALONE
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.purging import Purge, Purged
 from impress_sglang.store.store import PrefixStore
@@ -42,8 +43,14 @@ def around_message(original: Callable[..., Any], scheduler: Any, message: Any) -
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     cache = served_cache_of(scheduler.tree_cache)
-    answer = None if cache is None else handle(cache, message.rid)
-    return SetInternalStateReqOutput(updated=cache is not None, rid=answer)
+
+    def answer() -> None:
+        text = None if cache is None else handle(cache, message.rid)
+        output = SetInternalStateReqOutput(updated=cache is not None, rid=text)
+        scheduler.send_control_output(output, message)
+
+    (ALONE if cache is None else cache.ranks).together(answer)
+    return None
 
 
 def handle(cache: ServedCache, text: str | None) -> str:

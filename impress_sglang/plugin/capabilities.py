@@ -46,7 +46,6 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
         "speculative_algorithm",
         ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
     ),
-    "does not support pipeline parallelism": ("pp_size", (1,)),
     "loads prefixes where they are computed, which decode servers do not": (
         "disaggregation_mode",
         ("prefill", "null"),
@@ -74,6 +73,15 @@ _WEIGHTS_SEEN: dict[str, tuple[str, tuple[object, ...]]] = {
     ),
     "must see the weights when they were read": ("startup_weight_load_mode", ("serial",)),
     "must see all weights": ("offload_group_size", (-1,)),
+}
+# The same for a pipeline of stages.
+_PIPELINED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "knows no drafts of a pipeline, whose last stage alone makes them": (
+        "speculative_algorithm",
+        (None,),
+    ),
+    "has no stages that prefill for others": ("disaggregation_mode", ("null",)),
+    "has no stages whose ranks run batches of their own": ("enable_dp_attention", (False,)),
 }
 
 # What environment variables that nothing else tells of must be, and why.
@@ -132,7 +140,8 @@ def check_options(config: ImpressConfig, options: Any) -> None:
     check_values(options)
     if str(options.kv_cache_dtype).startswith("fp8"):
         config.without_codes(f"KVs in {options.kv_cache_dtype} {EIGHT_BITS}")
-    if getattr(options, "tp_size", 1) > 1:
+    sizes = {name: getattr(options, name, 1) for name in ("tp_size", "pp_size")}
+    for name in (name for name, size in sizes.items() if size > 1):
         used = {
             f"--impress-policy {config.policy}": config.needs_parts,
             "--impress-blend": config.blend != OFF,
@@ -141,9 +150,11 @@ def check_options(config: ImpressConfig, options: Any) -> None:
         }
         for flag in (flag for flag, own in used.items() if own):
             raise UnsupportedError(
-                f"{flag} is not agreed on by several ranks, so it needs --tp-size 1: drop one of "
-                "them"
+                f"{flag} is not agreed on by several ranks, so it needs --{name.replace('_', '-')} "
+                "1: drop one of them"
             )
+    if sizes["pp_size"] > 1:
+        check_values(options, _PIPELINED)
     if options.disaggregation_mode == "prefill" and (config.needs_parts or config.blend != OFF):
         raise UnsupportedError(
             "IMPRESS has no KVs to send of prefixes that it blends or loads in part: drop "
@@ -272,6 +283,7 @@ def check_windows(options: Any) -> None:
     """
     rules: dict[str, tuple[object, ...]] = {
         "tp_size": (1,),
+        "pp_size": (1,),
         "speculative_algorithm": (None, "NGRAM"),
         "disaggregation_mode": (None, "null"),
     }
@@ -287,8 +299,8 @@ def check_windows(options: Any) -> None:
 def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> None:
     """Refuse a model whose layers attend in another way, or whose KVs have another layout.
 
-    `runner` is SGLang's `ModelRunner` after its pools are made; `tp_size` ranks share the heads;
-    with `windows`, layers may attend to the last tokens only.
+    `runner` is SGLang's `ModelRunner` after its pools are made; `tp_size` ranks share the heads of
+    a layer; with `windows`, layers may attend to the last tokens only.
 
     Raises:
         UnsupportedError: with one sentence for the first reason.
@@ -296,7 +308,8 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
     pool, layers = runner.token_to_kv_pool, attention_layers(runner.model)
     latent, ids = is_latent(pool), [layer.layer_id for layer in layers]
     # Some attend in two ways, by the length of what they attend to.
-    if (list(dict.fromkeys(ids)) if latent else ids) != list(range(pool.layer_num)):
+    first = pool.start_layer
+    if (list(dict.fromkeys(ids)) if latent else ids) != list(range(first, first + pool.layer_num)):
         raise UnsupportedError("IMPRESS needs one attention layer per layer of the KV pool")
     plain = type(layers[0])(1, 1, 1.0, num_kv_heads=1, layer_id=0)
     free = {*_FREE_IN_LAYERS.split(), *(["sliding_window_size"] if windows else [])}

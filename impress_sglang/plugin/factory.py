@@ -37,6 +37,8 @@ def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
         tensors += [(f"draft {number} {name}", tensor) for name, tensor in kv_tensors(own.model)]
         config = _architecture(own.model_config.hf_text_config)
         architecture[f"draft {number}"] = (config, own.token_to_kv_pool.dtype, _scaling(own))
+    if context.params.pp_size > 1:
+        architecture["stage"] = context.params.pp_rank, context.params.pp_size
     return model_identity(
         weights=weights_digest(tensors),
         architecture=architecture | identity_of_options(resolved_view(context.server_args)),
@@ -79,7 +81,7 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 1) -> KVShape:
     """The shape of the KVs in the pool of a model runner, as a policy stores them.
 
-    `tp_size`: how many ranks share the heads of the model. No heads of it are probe heads.
+    `tp_size`: how many ranks share the heads of a layer. No heads of it are probe heads.
 
     Raises:
         UnsupportedError: it is not known how the pool keeps them.

@@ -109,8 +109,8 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
             f"IMPRESS writes KVs token by token, which {type(pool).__name__} does not hold so: "
             f"layout {getattr(pool, 'kv_cache_layout', shapes)}"
         )
-    if pool.start_layer != 0 or getattr(pool, "post_capture_active", False):
-        raise UnsupportedError("IMPRESS needs all layers in one pool that does not grow")
+    if getattr(pool, "post_capture_active", False):
+        raise UnsupportedError("IMPRESS needs a pool that does not grow")
     total = sum(bytes_kept) if isinstance(bytes_kept, tuple) else bytes_kept
     if total != sum(own.nbytes for both in found for own in both):
         raise UnsupportedError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from impress_sglang.cost import RequestLengths
@@ -35,7 +35,7 @@ IDLE_SECONDS = 0.002
 SAVES_EVERY = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Planned:
     """What this rank would load for a request, and `resident` tokens in whose stead nothing is."""
 
@@ -141,24 +141,28 @@ class PrefixLoads:
         known.leads = other is None
         self.jobs.join(known.waiter, other or job)
 
-    def agree(self, saves: int, *, saving: bool) -> int:
+    def agree(self, saves: Sequence[Any], *, saving: bool) -> Sequence[Any]:
         """Agree with the other ranks on what their threads and stores say, if that matters now.
 
-        Whether it does is the same on all of them. `saves`: see `Vote`; `saving`: whether there are
-        any that are not over. Returns how many saves are over on all ranks.
+        Whether it does is the same on all of them. `saves`: see `Agreement.agree`; `saving`:
+        whether there are any, perhaps not over. Returns those that are over on all ranks.
         """
-        urgent = bool(self._planned or self.jobs.active)
+        agreement = self._agreement
+        urgent = bool(agreement.is_open or self._planned or self.jobs.active)
         if self._alone or not (urgent or (saving and self._releases_now())):
-            return 0
+            return ()
         slow = {job: (left, took) for job, left, took in self._slow() if took is not None}
-        wishes = {rid: own.wish for rid, own in self._planned.items()}
-        agreed = self._agreement.agree(wishes, slow, saves)
+        wishes = {own: own.wish for own in self._planned.values()}
+        agreed = agreement.agree(wishes, slow, saves)
         for job in agreed.slow:
             if job.slots is not None:
                 # Where another rank finds computing faster, nothing is known of it.
                 self._compute_instead(job, *slow.get(job, (0.0, 0.0)))
-        for rid, wish in agreed.wishes.items():
-            self._begin(dataclasses.replace(self._planned.pop(rid), wish=wish))
+        for own, wish in agreed.wishes.items():
+            # In a pipeline it may have been planned again since, or be gone.
+            rid = own.known.req.rid
+            if self._planned.get(rid) is own:
+                self._begin(dataclasses.replace(self._planned.pop(rid), wish=wish))
         return agreed.saves
 
     def _releases_now(self) -> bool:

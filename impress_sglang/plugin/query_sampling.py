@@ -21,6 +21,7 @@ class QuerySampler:
 
     def __init__(self, model: Any) -> None:
         self._modules = [own for own in model.modules() if isinstance(own, RadixAttention)]
+        self._first = self._modules[0].layer_id if self._modules else 0
         self._hooks: list[RemovableHandle] = []
         self._wanted: set[str] = set()
         self._sampled: dict[str, dict[int, Tensor]] = {}
@@ -59,4 +60,4 @@ class QuerySampler:
             first = stop - min(MEASURED_QUERIES, int(count))
             own = queries[first:stop].view(stop - first, module.tp_q_head_num, module.qk_head_dim)
             layers = self._sampled.setdefault(rid, {})
-            layers[module.layer_id] = own.clone()
+            layers[module.layer_id - self._first] = own.clone()

@@ -1,4 +1,4 @@
-"""The ranks of a model, over the group of processes that SGLang gives its tree caches."""
+"""The ranks of a model, over groups of processes that SGLang has made."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_world_group
 from torch import distributed
 
 from impress_sglang.errors import UnsupportedError
@@ -15,22 +16,33 @@ from impress_sglang.store.identity import rank_identity
 
 
 def ranks_of(context: Any) -> Ranks:
-    """The ranks that run the same batches, of SGLang's `TreeCacheBuildContext`.
+    """The ranks that run the same batches, of SGLang's `TreeCacheBuildContext`, by stage and head.
 
     With DP attention, these are some of the ranks that share the model's experts.
     """
-    group = context.params.tp_cache_group
+    group, batches = context.params.tp_cache_group, 1
     size = 1 if context.tp_size == 1 else distributed.get_world_size(group)
+    if context.params.pp_size > 1:
+        group, size = get_world_group().cpu_group, get_world_group().world_size
+        batches = context.params.pp_size + context.server_args.pp_async_batch_depth
     if size == 1:
         return ALONE
 
-    def least(numbers: Sequence[int]) -> Sequence[int]:
+    def begin(numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
         votes = torch.tensor(numbers, dtype=torch.int64)
-        distributed.all_reduce(votes, op=distributed.ReduceOp.MIN, group=group)
-        agreed: list[int] = votes.tolist()
-        return agreed
+        work = distributed.all_reduce(
+            votes, op=distributed.ReduceOp.MIN, group=group, async_op=True
+        )
 
-    return Ranks(distributed.get_rank(group), size, least, _gathering(group, size))
+        def least() -> Sequence[int]:
+            work.wait()
+            agreed: list[int] = votes.tolist()
+            return agreed
+
+        return least
+
+    gather, rank = _gathering(group, size), distributed.get_rank(group)
+    return Ranks(rank, size, lambda numbers: begin(numbers)(), gather, begin, batches)
 
 
 def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Callable[[], str]:
@@ -39,7 +51,7 @@ def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Call
     With DP attention the other experts are with ranks of other batches, and nothing but a start is
     done by all of them together: later, weights must be those of then.
     """
-    if ranks.size == context.tp_size:
+    if ranks.size == context.tp_size * context.params.pp_size:
         return lambda: identity_of_rank(ranks, read)
     gather = _gathering(context.tp_group.cpu_group, context.tp_size)
     everyone = Ranks(ranks.rank, context.tp_size, gather=gather)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,6 +96,21 @@ def connect(scheduler: Any) -> None:
     if cache is not None:
         cache.attach(scheduler)
         watch_messages(scheduler, cache.weights)
+        if cache.ranks.batches > 1:
+            scheduler.get_next_batch_to_run = functools.partial(
+                around_next_batch, scheduler.get_next_batch_to_run, cache.ranks
+            )
+
+
+def around_next_batch(
+    original: Callable[..., Any], ranks: Ranks, running_batch: Any, last_batch: Any
+) -> Any:
+    """Let no batch begin in a pipeline until all its stages have done what they do together."""
+    from sglang.srt.managers.scheduler import NextBatchPlan
+
+    if ranks.holds():
+        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+    return original(running_batch=running_batch, last_batch=last_batch)
 
 
 def around_policy(

@@ -291,7 +291,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             if self._released:
                 self._forget_ended()
             saves = self._saves
-            saves.release(self.loads.agree(saves.num_over, saving=saves.pending))
+            saves.release(self.loads.agree(saves.over, saving=saves.pending))
             self.loads.poll()
             self._service.tell_metrics()
 

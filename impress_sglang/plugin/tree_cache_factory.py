@@ -49,7 +49,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     options = resolved_view(context.server_args)
     check_options(config, options)
     ranks = ranks_of(context)
-    check_layers(runner, ranks.size, windows=may_have_windows(config))
+    tp_size = ranks.size // options.pp_size
+    check_layers(runner, tp_size, windows=may_have_windows(config))
     pool, model_dtype = runner.token_to_kv_pool, runner.model_config.dtype
     streams, windows = streams_of(full_pool(pool), model_dtype), window_pool(pool)
     drafts = draft_runners(context.tp_worker)
@@ -73,7 +74,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         make_blends = Blends
     config = share_of_rank(config, ranks.size)
     policy = make_policy(config)
-    shape, codec = kv_shape(runner, policy, config, ranks.size), None
+    shape, codec = kv_shape(runner, policy, config, tp_size), None
     shape = replace(shape, exact=config.kept != CODES)
     if config.kept == EXACTLY:
         shape = replace(shape, code_bits=0.0)

@@ -69,7 +69,7 @@ class WeightWatch:
         """
         self._served, self._read_identity = served, read_identity
         self._set_aside, self._is_empty, self._ranks = set_aside, is_empty, ranks
-        self._changing = self._untouched = False
+        self._changing = self._untouched = self._settled = False
 
     def begin(self, cause: str) -> None:
         """Set the store aside: weights or the pool may change from now on, until `end`."""
@@ -83,8 +83,12 @@ class WeightWatch:
 
         The store is used again now if no KV is left in the pool, otherwise after the next flush.
         """
+        self._settled = settled
+        self._ranks.together(self._end)
+
+    def _end(self) -> None:
         empty = self._is_empty()
-        settled = self._ranks.all(settled)
+        settled = self._ranks.all(self._settled)
         self._changing = not settled
         # A message that was refused at once has changed nothing: KVs in the pool are right.
         if settled and (empty or self._ranks.all(self._untouched)):
@@ -92,6 +96,9 @@ class WeightWatch:
 
     def flushed(self) -> None:
         """Note that no KV is left in the pool; also notices changes that no handler announced."""
+        self._ranks.together(self._flushed)
+
+    def _flushed(self) -> None:
         if not self._changing:
             self._use_again(empty=True)
 
@@ -110,6 +117,8 @@ class WeightWatch:
         if identity != served.identity:
             if not empty:
                 return
+            # Since the flush, stages may have planned for requests.
+            self._set_aside()
             served.reopen(identity)
         served.use_again()
 

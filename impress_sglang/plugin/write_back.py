@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -220,18 +220,18 @@ class WriteBack:
             self._drop(save)
 
     @property
-    def num_over(self) -> int:
-        """How many saves are over on this rank, from the first on."""
-        return sum(1 for _ in itertools.takewhile(lambda save: save.over, self._saves))
+    def over(self) -> list[_Save]:
+        """The saves that are over on this rank, up to the first one that is not."""
+        return list(itertools.takewhile(lambda save: save.over, self._saves))
 
     @property
     def pending(self) -> bool:
         """Whether slots are locked."""
         return bool(self._saves)
 
-    def release(self, count: int) -> None:
-        """Release the slots of the first saves, which are over on all ranks."""
-        for save in list(itertools.islice(self._saves, count)):
+    def release(self, saves: Iterable[_Save]) -> None:
+        """Release the slots of saves that are over on all ranks."""
+        for save in saves:
             self._release(save)
 
     def revoke(self) -> None:

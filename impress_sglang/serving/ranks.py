@@ -1,6 +1,6 @@
 """What the ranks of a model agree on, once per pass of the scheduler.
 
-With tensor parallelism each rank has a scheduler, a tree of SGLang's, and a store of its own heads.
+Each rank has a scheduler, a tree of SGLang's, and a store of the heads and layers that it has.
 The schedulers run in lock step and must do the same with slots, tree and queue, or the next
 collective of the model has other shapes on one rank, and all end. Stores need not be alike: one may
 have lost a file, be slower, or still be opening. So nothing that a store, a clock, a disk or a
@@ -16,14 +16,19 @@ of which the least of each is taken over all ranks:
     any                a job is slower than computing                the least
 
 What a rank lacks is computed by all, and offered to all stores again: so they become alike.
+
+The stages of a pipeline do the same in each pass, but not at the same time: the last one goes on
+only when the first one has begun its next pass. So nobody waits for a vote of the pass that it is
+in. What is agreed on was said some passes before, of jobs, saves and plans that may be gone by now.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from impress_sglang.serving.job_queue import Loader
 from impress_sglang.serving.load_jobs import JobState, LoadJob
@@ -34,6 +39,8 @@ _MICROSECONDS, _UNKNOWN = 1e6, -1.0
 
 Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 """The least of each number over all ranks, each of which calls it with as many."""
+Begin: TypeAlias = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
+"""The same, without waiting for others; what it returns waits."""
 
 
 class Ranks:
@@ -45,17 +52,31 @@ class Ranks:
         size: int = 1,
         least: Least = lambda numbers: numbers,
         gather: Callable[[str], Sequence[str]] = lambda text: [text],
+        begin: Begin | None = None,
+        batches: int = 1,
     ) -> None:
-        """`gather` returns the texts of all ranks, in order; `least`: see `Least`."""
+        """`gather` returns the texts of all ranks, in order; `least`: see `Least`.
+
+        In a pipeline, `batches` are in work at a time, and votes `begin`.
+        """
         self.rank = rank
         self.size = size
         self.least = least
         self.gather = gather
+        self.begin = begin or (lambda numbers: functools.partial(self.least, numbers))
+        self.batches = batches
+        self._due: list[Callable[[], None]] = []
+        self._held = 0
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return self.size == 1
+
+    @property
+    def lag(self) -> int:
+        """For how many passes nobody waits for a vote."""
+        return self.batches if self.batches > 1 else 0
 
     def all(self, truth: bool) -> bool:
         """Whether something is true of all ranks."""
@@ -64,6 +85,30 @@ class Ranks:
     def any(self, truth: bool) -> bool:
         """Whether something is true of some rank."""
         return not self.all(not truth)
+
+    def together(self, act: Callable[[], None]) -> None:
+        """Do what all ranks do together for a message: at once, or when `holds` finds them ready.
+
+        A stage tells the next one only when it has handled all messages of a pass.
+        """
+        if self.batches == 1:
+            act()
+        else:
+            self._due.append(act)
+
+    def holds(self) -> bool:
+        """Whether no batch may begin in this pass, after its messages, because something is due.
+
+        That is done when all stages have seen all batches off: then one can wait for another.
+        """
+        if not self._due:
+            return False
+        self._held += 1
+        if self._held > self.batches:
+            due, self._due, self._held = self._due, [], 0
+            for act in due:
+                act()
+        return self._held > 0
 
 
 ALONE = Ranks()
@@ -105,12 +150,23 @@ class Vote:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks do now: the wishes by request, jobs instead of which they compute, and how
-    many saves they release."""
+    """What all ranks do now: the wishes by plan, jobs instead of which they compute, and the saves
+    that they release."""
 
-    wishes: dict[str, Wish]
-    slow: list[LoadJob]
-    saves: int
+    wishes: Mapping[Any, Wish] = dataclasses.field(default_factory=dict)
+    slow: Sequence[LoadJob] = ()
+    saves: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class _Ballot:
+    """A vote of which nothing was done yet, what it is on, and how many passes ago it was."""
+
+    plans: Sequence[Any]
+    jobs: list[LoadJob]
+    saves: Sequence[Any]
+    vote: Callable[[], Vote]
+    age: int = 0
 
 
 class Agreement:
@@ -129,6 +185,12 @@ class Agreement:
         self.begun: list[LoadJob] = []
         """Jobs of which it is not agreed that they have ended, in the order of their begin."""
         self._ended: list[LoadJob] = []
+        self._ballot: _Ballot | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a vote of which nothing was done yet."""
+        return self._ballot is not None
 
     def begin(self, job: LoadJob) -> None:
         """See `JobLoader.begin`."""
@@ -147,18 +209,28 @@ class Agreement:
         """Seconds by the clock of rank 0, as of the last vote."""
         return self._now
 
-    def agree(self, wishes: Mapping[str, Wish], slow: Collection[LoadJob], saves: int) -> Agreed:
-        """Vote, and note which jobs have ended.
+    def agree(
+        self, wishes: Mapping[Any, Wish], slow: Collection[LoadJob], saves: Sequence[Any]
+    ) -> Agreed:
+        """Vote, or do what a vote has said: note which jobs have ended.
 
-        All ranks call it in the same passes, with wishes for the same requests. `slow`: jobs that
-        take longer than computing on this rank; `saves`: see `Vote`.
+        All ranks call it in the same passes, with wishes for the same plans. `slow`: jobs that take
+        longer than computing on this rank; `saves`: those that are over on this rank, up to the
+        first one that is not.
         """
-        begun = list(self.begun)
-        ended = [job.done.is_set() for job in begun]
-        pairs = zip(begun, ended, strict=True)
-        whole = [not over or job.state is not JobState.FAILED for job, over in pairs]
-        worth = [job not in slow for job in begun]
-        agreed = self.vote(Vote(list(wishes.values()), ended, whole, worth, saves))
+        if self._ballot is None:
+            begun = list(self.begun)
+            ended = [job.done.is_set() for job in begun]
+            pairs = zip(begun, ended, strict=True)
+            whole = [not over or job.state is not JobState.FAILED for job, over in pairs]
+            worth = [job not in slow for job in begun]
+            vote = self.vote(Vote(list(wishes.values()), ended, whole, worth, len(saves)))
+            self._ballot = _Ballot(list(wishes), begun, saves, vote)
+        ballot = self._ballot
+        if ballot.age < self.ranks.lag:
+            ballot.age += 1
+            return Agreed()
+        self._ballot, agreed, begun = None, ballot.vote(), ballot.jobs
         for job, has_ended, is_whole in zip(begun, agreed.ended, agreed.whole, strict=True):
             if not has_ended:
                 continue
@@ -169,12 +241,13 @@ class Agreement:
                 job.state = JobState.DROPPED
             self.begun.remove(job)
             self._ended.append(job)
-        named = dict(zip(wishes, agreed.wishes, strict=True))
+        named = dict(zip(ballot.plans, agreed.wishes, strict=True))
         votes = zip(begun, agreed.worth, strict=True)
-        return Agreed(named, [job for job, is_worth in votes if not is_worth], agreed.saves)
+        slow = [job for job, is_worth in votes if not is_worth]
+        return Agreed(named, slow, ballot.saves[: agreed.saves])
 
-    def vote(self, own: Vote) -> Vote:
-        """Agree on a vote; all ranks have as many wishes and jobs in theirs."""
+    def vote(self, own: Vote) -> Callable[[], Vote]:
+        """Vote; all ranks have as many wishes and jobs in theirs. The rest comes by a call."""
         numbers = [self._decide(self._clock()), own.saves]
         for wish in own.wishes:
             loads = ANY if self.ranks.rank else int(wish.loads)
@@ -182,10 +255,16 @@ class Agreement:
             numbers += [wish.stop, loads, self._decide(patience)]
         for job in zip(own.ended, own.whole, own.worth, strict=True):
             numbers += map(int, job)
-        now, saves, *least = self.ranks.least(numbers)
+        heard = self.ranks.begin(numbers)
+        return lambda: self._read(heard(), len(own.wishes))
+
+    def _read(self, agreed: Sequence[int], num_wishes: int) -> Vote:
+        now, saves, *least = agreed
         self._now = now / _MICROSECONDS
         told = iter(least)
-        wishes = [Wish(next(told), bool(next(told)), _seconds(next(told))) for _ in own.wishes]
+        wishes = [
+            Wish(next(told), bool(next(told)), _seconds(next(told))) for _ in range(num_wishes)
+        ]
         flags = [bool(flag) for flag in told]
         return Vote(wishes, flags[0::3], flags[1::3], flags[2::3], saves)
 

@@ -58,7 +58,12 @@ def test_other_pools_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -
 
     worker = SimpleNamespace(model_runner=runner(1))
     context = SimpleNamespace(tp_worker=worker, server_args=None, tp_rank=0, tp_size=1)
-    found = [factory.identity_of(context, make_shape())]
+    stages = [SimpleNamespace(pp_size=1, pp_rank=0)]
+    stages += [SimpleNamespace(pp_size=2, pp_rank=rank) for rank in (1, 0)]
+    found = []
+    for context.params in reversed(stages):
+        # Also if all layers were alike.
+        found.insert(0, factory.identity_of(context, make_shape()))
     for own in (runner(2), runner(3), runner(3, rope_theta=1)):
         drafting = SimpleNamespace(_draft_model_runners=lambda own=own: [own])
         note_drafts(None, SimpleNamespace(tp_worker=worker, draft_worker=drafting))

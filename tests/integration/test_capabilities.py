@@ -117,7 +117,12 @@ def test_models_with_windows(kind: str, tmp_path: Path) -> None:
 
 def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
     check_windows(options(speculative_algorithm="NGRAM"))
-    others = {"tp_size": 2, "speculative_algorithm": "EAGLE", "disaggregation_mode": "prefill"}
+    others = {
+        "tp_size": 2,
+        "pp_size": 2,
+        "speculative_algorithm": "EAGLE",
+        "disaggregation_mode": "prefill",
+    }
     for name, value in others.items():
         with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} {value}"):
             check_windows(options(**{name: value}))
@@ -232,7 +237,6 @@ def test_changed_layer(changes: dict[str, Any], word: str) -> None:
     [
         ({"head_num": 4}, "token by token"),
         ({"k_buffer": None}, "how MHATokenToKVPool keeps KVs"),
-        ({"start_layer": 1}, "all layers in one pool"),
         ({"post_capture_active": True}, "does not grow"),
         ({"__class__": ScaledPool}, "keeps more than keys and values"),
     ],
@@ -291,11 +295,12 @@ def test_dtypes_and_scales_of_kvs_are_part_of_the_identity() -> None:
     [("policy", "paper"), ("blend", 0.15), ("basis", "a.basis"), ("schedule", "classes")],
 )
 def test_several_ranks_are_refused_what_one_would_decide(name: str, value: object) -> None:
-    check_options(ImpressConfig(), options(tp_size=2))
     config = ImpressConfig(**{name: value})
-    check_options(config, options(tp_size=1))
-    with pytest.raises(UnsupportedError, match="needs --tp-size 1"):
-        check_options(config, options(tp_size=2))
+    check_options(config, options(tp_size=1, pp_size=1))
+    for size in ("tp_size", "pp_size"):
+        check_options(ImpressConfig(), options(**{size: 2}))
+        with pytest.raises(UnsupportedError, match=f"needs --{size.replace('_', '-')} 1"):
+            check_options(config, options(**{size: 2}))
 
 
 @pytest.mark.parametrize(

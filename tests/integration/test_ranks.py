@@ -251,7 +251,7 @@ def test_ranks_of_dp_attention_know_the_whole_model_by_its_start(
     monkeypatch.setattr(distributed, "get_world_size", lambda group: {"this one": 1}[group])
     context = SimpleNamespace(
         tp_size=2,
-        params=SimpleNamespace(tp_cache_group="this one"),
+        params=SimpleNamespace(tp_cache_group="this one", pp_size=1),
         tp_group=SimpleNamespace(cpu_group="both"),
     )
     assert ranks_of(context).alone

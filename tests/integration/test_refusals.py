@@ -151,7 +151,7 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
     [
         (["--disable-radix-cache"], "--disable-radix-cache"),
         (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
-        (["--pp-size=2"], "pipeline parallelism"),
+        (["--pp-size=2", "--disaggregation-mode=prefill"], "has no stages that prefill"),
         (["--kv-cache-dtype=fp8_e4m3", "--impress-bits=6"], "drop --impress-bits 6"),
         ([PARTS, "--attention-backend=wave"], "and this server has wave"),
         ([PARTS, "--speculative-algorithm=NGRAM"], "passes without drafts"),

@@ -209,7 +209,10 @@ class World:
         """The answer to an admin request that came by SGLang's way."""
         text = json.dumps({"verb": verb} | fields)
         message = SetInternalStateReq(server_args=dict(MESSAGE), rid=text)
-        answer = around_message(lambda *_: pytest.fail("ours"), self.updater.scheduler, message)
+        sent: list[Any] = []
+        self.updater.scheduler.send_control_output = lambda answer, _: sent.append(answer)
+        assert not around_message(lambda *_: pytest.fail("ours"), self.updater.scheduler, message)
+        (answer,) = sent
         assert answer.updated
         return json.loads(answer.rid)
 

@@ -320,6 +320,7 @@ def launch(
     retracts: bool = False,
     preload: str | None = None,
     ranks: int = 1,
+    stages: int = 1,
     replicas: int = 1,
     environment: dict[str, str] | None = None,
 ) -> Server:
@@ -327,7 +328,8 @@ def launch(
 
     `stock` is the one to compare with, `bench` one that can be slowed down and commanded, one that
     `retracts` takes requests out and puts them back all the time, `preload` a module that makes
-    another one, `ranks` share its heads, `replicas` its requests; all of these are forked.
+    another one, `ranks` share its heads, `stages` its layers, `replicas` its requests; all of these
+    are forked.
     """
     assert not (stock and faults), "stock has no store"
     port = ReservedPort()
@@ -337,12 +339,13 @@ def launch(
     if faults is not None:
         preload = preload or FAULTY
         own[CONTROL_VARIABLE] = str(faults.path)
-    if max(ranks, replicas) > 1:
+    if ranks * stages * replicas > 1:
         # Which has faults and retracts as well, and what else a server is.
         own[ALSO] = preload or ""
         preload = RANKED
-        argv += [f"--tp-size={ranks}", f"--dp-size={replicas}"]
-        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks * replicas)))
+        argv += [f"--tp-size={ranks}", f"--pp-size={stages}", f"--dp-size={replicas}"]
+        cores = (str(number % 2) for number in range(ranks * stages * replicas))
+        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     if zygote is not None:
         process = zygote.fork(argv, log, preload=preload, environment=own)
         return Server(process, port, log)

@@ -7,6 +7,8 @@ SGLang's next pass depends on.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -72,6 +74,14 @@ class Save:
         self.steps = steps
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What a rank would do for a request, as often as it is planned."""
+
+    rid: str
+    wish: Wish
+
+
 class RankModel(SGLangModel):
     agreement_class: type[Agreement] = Agreement
     ranks: Ranks
@@ -80,7 +90,7 @@ class RankModel(SGLangModel):
 
     def make_jobs(self, loader: Loader, clock: Callable[[], float]) -> JobQueue:
         self.agreement = self.agreement_class(self.ranks, loader, clock)
-        self.planned: dict[str, Wish] = {}
+        self.planned: dict[str, Plan] = {}
         self.saves: list[Save] = []
         self.loaded = 0
         return super().make_jobs(self.agreement, self.agreement.now)
@@ -94,7 +104,7 @@ class RankModel(SGLangModel):
             return
         stop, patience = self._stored(own.tokens[:-1]), self.rng.choice([None, 0.0, 3.0])
         loads = self.rng.random() < 0.9
-        self.planned[own.rid] = Wish(stop, loads, patience) if stop else Wish()
+        self.planned[own.rid] = Plan(own.rid, Wish(stop, loads, patience) if stop else Wish())
 
     def drop_all(self) -> None:
         """Before other weights; each waits for its own loader."""
@@ -109,22 +119,25 @@ class RankModel(SGLangModel):
         super()._note_end(job)
 
     def _agree(self) -> None:
-        if not (self.planned or self.jobs.active or self.saves):
+        if not (self.agreement.is_open or self.planned or self.jobs.active or self.saves):
             return
         slow = {job for job in self.jobs.loading if self.rng.random() < 0.02}
-        saves = next((n for n, own in enumerate(self.saves) if own.steps > 0), len(self.saves))
-        agreed = self.agreement.agree(self.planned, slow, saves)
-        for save in self.saves[: agreed.saves]:
-            self.tree.unlock(save.hold)
-        del self.saves[: agreed.saves]
+        over = list(itertools.takewhile(lambda own: own.steps <= 0, self.saves))
+        wishes = {own: own.wish for own in self.planned.values()}
+        agreed = self.agreement.agree(wishes, slow, over)
+        for save in agreed.saves:
+            if save in self.saves:
+                self.tree.unlock(save.hold)
+                self.saves.remove(save)
         for job in agreed.slow:
             if job.slots is not None:
                 for rid in job.waiters:
                     self.requests[rid].waiter.tries = MOST_TRIES
                 self.jobs.give_up(job)
-        for rid, wish in agreed.wishes.items():
-            del self.planned[rid]
-            self._begin(self.requests[rid], wish)
+        for plan, wish in agreed.wishes.items():
+            if self.planned.get(plan.rid) is plan:
+                del self.planned[plan.rid]
+                self._begin(self.requests[plan.rid], wish)
 
     def _begin(self, own: Request, wish: Wish) -> None:
         resident = len(self.tree.match(own.tokens[:-1]))
@@ -235,7 +248,9 @@ class RankModel(SGLangModel):
 class Lockstep:
     """Ranks that are told the same."""
 
-    def __init__(self, size: int, seed: int, agreement: type[Agreement] = Agreement) -> None:
+    def __init__(
+        self, size: int, seed: int, agreement: type[Agreement] = Agreement, batches: int = 1
+    ) -> None:
         self.rng = random.Random(seed)
         self.reduction = Reduction(size)
         self._pool = ThreadPoolExecutor(size)
@@ -243,7 +258,7 @@ class Lockstep:
         ratio = self.rng.choice([1.0, 0.3])
         for rank in range(size):
             own = {
-                "ranks": Ranks(rank, size, self.reduction.least),
+                "ranks": Ranks(rank, size, self.reduction.least, batches=batches),
                 "rng": random.Random(1000 * seed + rank),
                 "agreement_class": agreement,
             }

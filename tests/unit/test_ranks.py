@@ -7,7 +7,7 @@ this would be noticed is shown by votes in which one thing is not agreed on.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -63,8 +63,8 @@ class Traffic:
         self.ranks.all(lambda own: own.ask(prompt, most, stops, patience))
 
 
-def run(size: int, seed: int, agreement: type[Agreement] = Agreement) -> Lockstep:
-    ranks = Lockstep(size, seed, agreement)
+def run(size: int, seed: int, agreement: type[Agreement] = Agreement, batches: int = 1) -> Lockstep:
+    ranks = Lockstep(size, seed, agreement, batches)
     try:
         traffic = Traffic(ranks)
         for _ in range(HISTORY):
@@ -91,7 +91,7 @@ def test_they_do_the_same(request: pytest.FixtureRequest) -> None:
     steps = request.config.getoption("--rank-steps")
     reductions = loads = 0
     for seed in range(max(steps // HISTORY, 1)):
-        ranks = run(2 + seed % 2, seed)
+        ranks = run(2 + seed % 2, seed, batches=1 + seed // 2 % 3)
         reductions += ranks.reduction.count
         loads += sum(model.loaded for model in ranks.models)
     assert reductions and loads
@@ -101,8 +101,11 @@ def _own(kind: str) -> type[Agreement]:
     """A vote in which a rank goes by what it said itself."""
 
     class Own(Agreement):
-        def vote(self, own: Vote) -> Vote:
-            agreed = super().vote(own)
+        def vote(self, own: Vote) -> Callable[[], Vote]:
+            heard = super().vote(own)
+            return lambda: self._with_own(heard(), own)
+
+        def _with_own(self, agreed: Vote, own: Vote) -> Vote:
             if kind in ("ended", "whole", "worth", "saves"):
                 return dataclasses.replace(agreed, **{kind: getattr(own, kind)})
             wishes = [
@@ -155,7 +158,7 @@ class TestVote:
             worth=[True, True, True],
             saves=3,
         )
-        assert first.vote(mine) == mine and first.now() == 5.0
+        assert first.vote(mine)() == mine and first.now() == 5.0
         second = agreement(1, heard, now=1.0)
         theirs = vote(
             wishes=[Wish(600, patience=0.1), Wish(400, loads=True, patience=9.0), Wish()],
@@ -164,7 +167,7 @@ class TestVote:
             worth=[True, True, False],
             saves=2,
         )
-        assert second.vote(theirs) == vote(
+        assert second.vote(theirs)() == vote(
             wishes=[Wish(600, loads=True, patience=2.5), Wish(300), Wish(0, patience=0.0)],
             ended=[True, False, False],
             whole=[False, True, True],
@@ -183,6 +186,17 @@ class TestRanks:
         ranks = Ranks(0, 2, lambda numbers: [min(numbers[0], not other)])
         assert ranks.any(False) == other and ranks.any(True)
         assert Ranks().alone and not ranks.alone
+
+    def test_what_is_done_together_waits_for_the_batches_of_a_pipeline(self) -> None:
+        done: list[str] = []
+        Ranks().together(lambda: done.append("at once"))
+        ranks = Ranks(0, 2, batches=2)
+        assert not ranks.holds()
+        ranks.together(lambda: done.append("first"))
+        assert ranks.holds() and done == ["at once"]
+        ranks.together(lambda: done.append("second"))
+        assert [ranks.holds() for _ in range(3)] == [True, False, False]
+        assert done == ["at once", "first", "second"]
 
 
 def test_ranks_of_a_model_know_their_stores(tmp_path: Any) -> None:

@@ -48,7 +48,8 @@ class Weights:
             server_args=self._scheduler.server_args,
             tp_rank=group.rank_in_group,
             tp_size=group.world_size,
-            params=SimpleNamespace(tp_cache_group=group.cpu_group),
+            # A backend of ours is refused in a pipeline.
+            params=SimpleNamespace(tp_cache_group=group.cpu_group, pp_size=1),
         )
 
     def read(self) -> str:
