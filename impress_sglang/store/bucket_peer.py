@@ -35,6 +35,7 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import Priority, SegmentInfo, read_header
 from impress_sglang.store.bucket import Bucket, ObjectMeta, open_bucket
 from impress_sglang.store.bucket_files import BucketFiles
+from impress_sglang.store.eviction_order import LEAST
 from impress_sglang.store.journal import ORDER_SECONDS
 from impress_sglang.store.peers import News
 from impress_sglang.store.stored import StoredSegment
@@ -68,6 +69,7 @@ class BucketPeer:
         """
         self._bucket, self._directory = bucket, directory
         self._root = directory.identity
+        self._share_key()
         self.home = Path(bucket.url)
         """Stands for the bucket where other servers' folders are named."""
         self.files = BucketFiles(bucket, directory, bytes_of(config.ssd_gb))
@@ -75,6 +77,7 @@ class BucketPeer:
         self._lock = threading.RLock()
         self._news: collections.deque[News] = collections.deque()
         self._listed: dict[str, ObjectMeta] = {}
+        self._listed_bytes = 0
         # Objects whose segments are known; None: they cannot be understood. And the names of those
         # that these build on.
         self._known: dict[str, StoredSegment | None] = {}
@@ -95,7 +98,6 @@ class BucketPeer:
         names = "impress-s3", "impress-s3-send", "impress-s3-keep"
         self._looker, self._sender, self._keeper = map(BackgroundThread, names)
         self._readers = [BackgroundThread("impress-head") for _ in range(_HEADER_THREADS)]
-        self._share_key()
 
     def _share_key(self) -> None:
         name = f"{self._root}/{_KEY}"
@@ -151,8 +153,8 @@ class BucketPeer:
                 segment = self._left.popleft()
                 if segment.ready and not segment.info.reordered:
                     # What the quota has deleted does not come back for a restart.
-                    used = sum(own.size for own in self._listed.values())
-                    self.stored(segment, send=not self._most_bytes or used < self._most_bytes)
+                    fits = not self._most_bytes or self._listed_bytes < self._most_bytes
+                    self.stored(segment, send=fits)
 
     def stored(self, segment: StoredSegment, *, send: bool = True) -> None:
         """Put a segment of ours, whose file is durable, in the background."""
@@ -170,7 +172,8 @@ class BucketPeer:
             if self._own.get(name) == segment.segment_id:
                 del self._own[name]
             if segment.home != self.home and name not in self._doomed:
-                self._announce(name)
+                # That it is elsewhere now is no use of it, nor of what it builds on.
+                self._announce(name, LEAST)
 
     def delete(self, segment: StoredSegment) -> None:
         """Delete the object of a segment with the next look; one that has expired may be read for
@@ -200,12 +203,14 @@ class BucketPeer:
         above = segment.parent
         return self.name_of(above.info) if above is not None and above.on_disk else ""
 
-    def _announce(self, name: str) -> None:
+    def _announce(self, name: str, last_access: int = 0) -> None:
         known, above = self._known.get(name), self._above.get(name, "")
         if known is not None and name in self._listed:
             other = self._known.get(above)
             above_id = self._own.get(above) or ("" if other is None else other.segment_id)
-            fresh = dataclasses.replace(known, dependents=[0] * len(Priority), above=above_id)
+            fresh = dataclasses.replace(
+                known, dependents=[0] * len(Priority), above=above_id, last_access=last_access
+            )
             self._news.append(News(added=fresh, far=True))
 
     # What other threads do.
@@ -224,7 +229,6 @@ class BucketPeer:
             logger.warning("segment %s is not sent: %s", info.segment_id, error)
             return
         attributes = {"written": repr(written), "above": above}
-
         for attempt in itertools.count(1):
             # Purged, or evicted, while the store did not answer.
             if name not in self._own or self._stop.is_set():
@@ -276,6 +280,7 @@ class BucketPeer:
         listed = {name: own for name, own in found.items() if name.startswith(segments)}
         with self._lock:
             self._listed = listed
+            self._listed_bytes = sum(own.size for own in listed.values())
             missed = self._known.keys() - listed.keys()
             # A list may lag behind: it takes two to believe that an object is gone.
             self._forget(missed & self._missed)
@@ -306,7 +311,7 @@ class BucketPeer:
 
     def _doom(self) -> None:
         """Stop using the oldest objects above the quota."""
-        excess = sum(own.size for own in self._listed.values()) - self._most_bytes
+        excess = self._listed_bytes - self._most_bytes
         going, now = dict[str, float](), time.monotonic()
         oldest = sorted(self._listed.values(), key=lambda own: (own.modified, own.name))
         for own in oldest if self._most_bytes else ():
@@ -358,12 +363,11 @@ class BucketPeer:
 
     def summary(self) -> dict[str, Any]:
         """Sizes and counters for the statistics page."""
-        listed = list(self._listed.values())
         return {
             "url": self._bucket.url,
             "state": "ok" if self._bucket.answers else "degraded",
-            "objects": len(listed),
-            "bytes": sum(own.size for own in listed),
+            "objects": len(self._listed),
+            "bytes": self._listed_bytes,
             "quota_bytes": self._most_bytes,
             "sent": self.sent,
             "sent_bytes": self.sent_bytes,

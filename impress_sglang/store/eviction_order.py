@@ -14,6 +14,8 @@ from impress_sglang.storage.segment import Priority
 from impress_sglang.store.stored import SegmentState, StoredSegment
 
 _Order: TypeAlias = OrderedDict[StoredSegment, None]
+# The last access of a segment whose coming is no use of it, nor of what it builds on.
+LEAST = -1
 
 
 class EvictionOrder:
@@ -71,7 +73,11 @@ class EvictionOrder:
             self._note_due(segment, due)
         if segment.parent is not None and segment.parent.level < segment.level:
             self.settle(segment.parent)
-        if not segment.last_access:
+        if segment.last_access == LEAST and not segment.num_dependents:
+            place = segment.info.namespace, segment.level
+            for order in (self._levels[segment.level], self._orders[place]):
+                order.move_to_end(segment, last=False)
+        elif segment.last_access <= 0:
             self.note(segment)
 
     def remove(self, segment: StoredSegment) -> None:

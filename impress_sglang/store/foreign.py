@@ -53,7 +53,7 @@ class ForeignSegments:
             self._late.append(segment)
             return
         # Being told of counts as a use.
-        segment.last_access = 0
+        segment.last_access = min(segment.last_access, 0)
         if before is not None and self._tree.insert(segment, before):
             self.note_stored(segment)
         else:

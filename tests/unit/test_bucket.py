@@ -192,7 +192,6 @@ def test_the_same_is_there_once_and_stands_for_what_is_evicted(
     for name, store in (("a", first), ("b", second)):
         world.put(name, store, prompt(1))
     bucket.fails = lambda what, name: False
-    until(first, lambda: bucket.counts["put"] >= 3)
     for store in (first, second):
         until_listed(store, 1)
         (own,) = store.tree.segments()
@@ -202,6 +201,19 @@ def test_the_same_is_there_once_and_stands_for_what_is_evicted(
         check_rows(store, prompt(1))
         until_kept(store, 1)
     assert len(bucket.segments) == 1
+
+
+def test_what_is_elsewhere_now_was_not_used(world: World, bucket: Faults) -> None:
+    first = world.open("a")
+    world.put("a", first, prompt(1, 13), prompt(1, 40), prompt(2))
+    peer = first._disk.bucket
+    assert peer is not None
+    until(first, lambda: len(peer._known) == 3 and not peer._news)
+    oldest = next(iter(first.tree.order))
+    first.writes.evict([oldest], Cause.EVICTED)
+    until_found(first, prompt(1, 40))
+    far, above, other = first.tree.order
+    assert far.home and (above.info.num_tokens, other.info.num_tokens) == (13, 8)
 
 
 def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
