@@ -23,13 +23,13 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import check_options
 
-# What the layers of a family keep, by the start of the family's name in InferenceX; None: MLA or
-# plain keys and values.
+# What the layers of a family keep, by the start of the family's name in InferenceX; None: MLA, with
+# or without sparse attention, or plain keys and values.
 FAMILIES = {
     "dsr1": None,
     "dsv4": "keeps compressed KVs and index keys of sparse attention (DeepSeek-V4)",
-    "glm5": "IMPRESS does not store the index keys of sparse attention (DSA)",
-    "qwen3.5": "IMPRESS does not support hybrid models with states beside KVs",
+    "glm5": None,
+    "qwen3.5": "IMPRESS does not support models with model_is_mrope",
 }
 
 

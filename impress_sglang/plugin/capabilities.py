@@ -15,12 +15,12 @@ from typing import Any
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.options import OFF
-from impress_sglang.plugin.pools import EIGHT_BITS, LATENT, is_latent, pool_of
+from impress_sglang.plugin.pools import EIGHT_BITS, LATENT, full_pool, is_latent, pool_of
 
 # Why options must be off.
 _OFF = {
     "finds prefixes through the radix cache": "disable_radix_cache",
-    "has its own tiers": "enable_hierarchical_cache enable_lmcache enable_flexkv "
+    "has its own tiers": "enable_hierarchical_cache enable_hisparse enable_lmcache enable_flexkv "
     "hicache_storage_backend enable_unified_cache_external_linker",
     "drafts and verifies in one process": "decoupled_spec_role",
     "follows one batch at a time": "enable_two_batch_overlap enable_pdmux",
@@ -226,20 +226,14 @@ def check_model(model_config: Any, options: ImpressConfig) -> None:
         UnsupportedError: with one sentence for the first reason.
     """
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import is_deepseek_dsa
 
     config = model_config.hf_text_config
-    if mambaish_config(model_config) is not None:
-        raise UnsupportedError("IMPRESS does not support hybrid models with states beside KVs")
+    stateful = mambaish_config(model_config) is not None
     if model_config.attention_arch.name != "MHA":
         if options.needs_parts:
             raise UnsupportedError(
                 f"--impress-policy {options.policy} needs keys per head, which models with MLA do "
                 "not keep"
-            )
-        if is_deepseek_dsa(model_config.hf_config):
-            raise UnsupportedError(
-                "IMPRESS does not store the index keys of sparse attention (DSA)"
             )
         options.without_codes(LATENT)
     if not model_config.is_generation:
@@ -248,12 +242,14 @@ def check_model(model_config: Any, options: ImpressConfig) -> None:
         if getattr(config, name, None) or getattr(model_config, name, None):
             raise UnsupportedError(f"IMPRESS does not support models with {name}")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if (_WINDOWED in kinds or model_config.is_hybrid_swa) and not may_have_windows(options):
+    windows = _WINDOWED in kinds or model_config.is_hybrid_swa
+    if (windows or stateful) and not may_have_windows(options):
         raise UnsupportedError(
             "IMPRESS blends, codes by a basis, and loads parts of prefixes, where all layers "
             "attend to all tokens: drop --impress-policy, --impress-blend and --impress-basis"
         )
-    unknown = kinds - _LAYER_TYPES
+    # SGLang says what layers with states keep.
+    unknown = set[str]() if stateful else kinds - _LAYER_TYPES
     if unknown:
         raise UnsupportedError(f"IMPRESS does not know layers of type {', '.join(sorted(unknown))}")
     for name in ("rope_parameters", "rope_scaling"):
@@ -275,8 +271,8 @@ def may_have_windows(options: ImpressConfig) -> bool:
     return not (options.needs_parts or options.blend != OFF or options.basis)
 
 
-def check_windows(options: Any) -> None:
-    """Refuse options with which layers with sliding windows are in a pool of their own.
+def check_alone(options: Any, what: str, otherwise: str = "") -> None:
+    """Refuse options with which something beside KVs of all tokens is not restored.
 
     Raises:
         UnsupportedError: with one sentence for the first of them.
@@ -290,9 +286,8 @@ def check_windows(options: Any) -> None:
     for name, right in rules.items():
         if (value := getattr(options, name)) not in right:
             raise UnsupportedError(
-                "IMPRESS restores the pool of layers with sliding windows on one rank, without "
-                f"drafts, and not for other servers: drop --{name.replace('_', '-')} {value}, or "
-                "use --disable-hybrid-swa-memory"
+                f"IMPRESS restores {what} on one rank, without drafts, and not for other servers: "
+                f"drop --{name.replace('_', '-')} {value}{otherwise}"
             )
 
 
@@ -306,10 +301,12 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
         UnsupportedError: with one sentence for the first reason.
     """
     pool, layers = runner.token_to_kv_pool, attention_layers(runner.model)
-    latent, ids = is_latent(pool), [layer.layer_id for layer in layers]
+    latent, ids = is_latent(full_pool(pool)), [layer.layer_id for layer in layers]
+    kept = getattr(pool, "full_attention_layer_id_mapping", None)
+    if kept is None:
+        kept = range(pool.start_layer, pool.start_layer + pool.layer_num)
     # Some attend in two ways, by the length of what they attend to.
-    first = pool.start_layer
-    if (list(dict.fromkeys(ids)) if latent else ids) != list(range(first, first + pool.layer_num)):
+    if (list(dict.fromkeys(ids)) if latent else ids) != list(kept):
         raise UnsupportedError("IMPRESS needs one attention layer per layer of the KV pool")
     plain = type(layers[0])(1, 1, 1.0, num_kv_heads=1, layer_id=0)
     free = {*_FREE_IN_LAYERS.split(), *(["sliding_window_size"] if windows else [])}

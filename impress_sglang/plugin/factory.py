@@ -13,6 +13,7 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.plugin.capabilities import identity_of_options
 from impress_sglang.plugin.pools import full_pool, streams_of, window_pool
+from impress_sglang.plugin.states import kinds_of
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
 from impress_sglang.store.policies import Policy
@@ -33,6 +34,8 @@ def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
     if window_pool(runner.token_to_kv_pool) is not None:
         # Layers with windows are stored behind the others, and not of all tokens.
         architecture["windows"] = runner.token_to_kv_pool.layers_mapping
+    if hasattr(runner.req_to_token_pool, "mamba_pool"):
+        architecture["states"] = kinds_of(runner.req_to_token_pool)
     for number, own in enumerate(drafts):
         tensors += [(f"draft {number} {name}", tensor) for name, tensor in kv_tensors(own.model)]
         config = _architecture(own.model_config.hf_text_config)

@@ -77,8 +77,9 @@ class LateStart:
         self._cache, self._known = shared.cache, shared.known
         self._estimator = shared.service.estimator
         self._scheduler, self._jobs, self._slots = scheduler, jobs, slots
-        # A draft model's pass would have to wait as well, and cannot be put back.
-        self._possible = shared.layers.packed is None
+        # A draft model's pass would have to wait as well, and cannot be put back. States are copied
+        # before a pass asks for any layer.
+        self._possible = shared.layers.packed is shared.layers.states is None
         self._num_layers = shared.service.shape.num_layers
         chunk = scheduler.chunked_prefill_size
         self._most_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize

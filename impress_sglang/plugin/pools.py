@@ -8,6 +8,7 @@ and the second one values, which they are in most pools.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,9 +34,11 @@ class PoolLayers:
     def __init__(self, pool: Any) -> None:
         """`pool`: SGLang's KV pool."""
         self._pool = full_pool(pool)
-        self._whole = None if self._pool is pool else pool
+        self._whole = None if window_pool(pool) is None else pool
         self.packed: PackedLayers | None = None
         """What other pools keep of the same tokens."""
+        self.states: PackedLayers | None = None
+        """What layers without KVs keep where a prefix ends."""
 
     def add(self, shape: KVShape, pools: Sequence[Any], window: int = 0) -> KVShape:
         """Take other pools for further layers; returns the shape with these.
@@ -45,7 +48,8 @@ class PoolLayers:
 
         def parts() -> list[Tensor]:
             layers = (both for own in pools for both in map(PoolLayers(own), range(own.layer_num)))
-            return [own.flatten(1).view(torch.uint8) for both in layers for own in both]
+            rows = [own.flatten(1).view(torch.uint8) for both in layers for own in both]
+            return [*rows, *(keys for own in (self._pool, *pools) for keys in index_keys(own))]
 
         self.packed = PackedLayers(shape, shape.num_layers, parts, window)
         return dataclasses.replace(shape, num_layers=shape.num_layers + len(self.packed))
@@ -112,7 +116,7 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
     if getattr(pool, "post_capture_active", False):
         raise UnsupportedError("IMPRESS needs a pool that does not grow")
     total = sum(bytes_kept) if isinstance(bytes_kept, tuple) else bytes_kept
-    if total != sum(own.nbytes for both in found for own in both):
+    if total != sum(own.nbytes for own in itertools.chain(*found, index_keys(pool))):
         raise UnsupportedError(
             f"{type(pool).__name__} keeps more than keys and values, which IMPRESS would not store"
         )
@@ -121,7 +125,7 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
 
 def full_pool(pool: Any) -> Any:
     """The pool of the layers that keep all tokens."""
-    return pool if window_pool(pool) is None else pool.full_kv_pool
+    return getattr(pool, "full_kv_pool", pool)
 
 
 def window_pool(pool: Any) -> Any:
@@ -143,10 +147,30 @@ def window_pool(pool: Any) -> Any:
     return own
 
 
+def stateful(pool: Any) -> bool:
+    """Whether layers without KVs have states beside a pool, which has those of others."""
+    return hasattr(pool, "full_attention_layer_id_mapping")
+
+
 def pool_of(pool: Any, layer_id: int) -> Any:
     """The pool that keeps a layer of a model."""
     own = window_pool(pool)
-    return pool if own is None else (full_pool(pool), own)[pool.layers_mapping[layer_id][1]]
+    return (full_pool(pool), own)[own is not None and pool.layers_mapping[layer_id][1]]
+
+
+def index_keys(pool: Any) -> list[Tensor]:
+    """By which sparse attention (DSA) chooses among tokens: uint8 [slots, bytes] of each layer.
+
+    SGLang keeps those of a page in one piece, keys before scales. Prefixes consist of whole pages,
+    so each slot may stand for any part of its page.
+
+    Raises:
+        UnsupportedError: several tokens share some.
+    """
+    found = getattr(pool, "index_k_with_scale_buffer", ())
+    if found and (pool.index_kpool != 1 or pool.index_kpool_compress):
+        raise UnsupportedError("IMPRESS does not store index keys of several tokens (kpool)")
+    return [own.view(-1, own.shape[1] // pool.page_size) for own in found if len(own)]
 
 
 def is_latent(pool: Any) -> bool:

@@ -61,7 +61,8 @@ class PrefixLoads:
         self._planned: dict[str, _Planned] = {}
         layers = shared.layers
         device = layers(0)[0].device
-        self._loader = JobLoader(service.shape, device, layers, service.codec, layers.packed)
+        others = layers.packed, layers.states
+        self._loader = JobLoader(service.shape, device, layers, service.codec, *others)
         slots = TreeSlots(shared, scheduler, lambda job: self._late.put_back(job))
         self._least = service.config.min_prefix_tokens
         self._agreement = Agreement(shared.ranks, self._loader)
@@ -125,7 +126,8 @@ class PrefixLoads:
             return
         if isinstance(plan, LoadPlan) and wish.stop < plan.stop:
             # What was estimated is for all of them.
-            plan = dataclasses.replace(plan, match=StoredMatch(plan.match.slice(0, wish.stop)))
+            match = StoredMatch(plan.match.slice(0, wish.stop))
+            plan = dataclasses.replace(plan, match=match, behind=self._planner.behind(match))
         self._service.store.tree.touch(plan.match)
         self._service.lookahead.wait(known.req.rid, plan.spans)
         known.waiter.patience = wish.patience
@@ -133,7 +135,9 @@ class PrefixLoads:
         if isinstance(plan, LoadPlan):
             beyond, own = self._planner.beyond, known.kv_class
             store, tokens = self._service.store, planned.tokens[: plan.stop + beyond]
-            job = LoadJob(store, own, known.space, tokens, plan.match, plan.start, beyond)
+            job = LoadJob(
+                store, own, known.space, tokens, plan.match, plan.start, beyond, plan.behind
+            )
         else:
             job = self._blends.job(known, plan)
         # Perhaps one of others brings it, or the beginning of it.

@@ -74,6 +74,8 @@ def attend_rectangularly(backend: Any) -> None:
     """Let a backend of SGLang's attend with the new queries only; nothing if it is another one."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+    # Models with states have two.
+    backend = getattr(backend, "full_attn_backend", backend)
     if type(backend) is TorchNativeAttnBackend:
         original = backend._run_sdpa_forward_extend
 

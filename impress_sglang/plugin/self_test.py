@@ -29,11 +29,14 @@ from impress_sglang.plugin.eligibility import check_plain
 from impress_sglang.plugin.pools import (
     PoolLayers,
     full_pool,
+    index_keys,
     is_latent,
     pool_of,
+    stateful,
     streams_of,
     window_pool,
 )
+from impress_sglang.plugin.states import behind
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -41,6 +44,7 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.packed import PackedLayers
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +109,18 @@ def _error(
     used = 1 + torch.randperm(size, generator=random)[: 3 * count].to(layers(0)[0].device)
     # Of the third part nothing may change.
     written, filled, others = used.split(count)
-    given = [(own.token_to_kv_pool, _give(own, used, random)) for own in runners]
+    given, raw = [], list[Tensor]()
+    for own in runners:
+        pool = own.token_to_kv_pool
+        raw += index_keys(full_pool(pool))
+        if getattr(pool, "dsa_kv_cache_store_fp8", False):
+            # Packed with scales by what attends, and by nothing else.
+            raw += [kvs.flatten(1).view(torch.uint8) for kvs in pool.kv_buffer]
+        else:
+            given.append((pool, _give(own, used, random)))
+    for part in raw:
+        part[used] = torch.randint_like(part[used], 256)
+    right = [part[used] for part in raw]
     tokens, access = np.arange(count, dtype=np.int32), PoolAccess()
     forward_stream = runners[0].forward_stream
     store.writes.offer(
@@ -122,6 +137,8 @@ def _error(
     spans = store.match("", tokens).spans
     if sum(map(len, spans)) != count:
         return f"only {sum(map(len, spans))} of {count} tokens were stored"
+    for part in raw:
+        part[filled] = 0
     for exact in (True, False)[: 1 + shape.coded]:
         source = store.open_whole(spans, exact=exact)
         for layer in range(shape.num_layers):
@@ -141,7 +158,43 @@ def _error(
             for layer, own in enumerate(kvs):
                 if error := _difference(pool, layer, own, filled, others, most):
                     return error
+    for part, own in zip(raw, right, strict=True):
+        now = part[torch.cat([filled, others])]
+        if not torch.equal(now, torch.cat([own[:count], own[2 * count :]])):
+            return "what sparse attention keeps is other"
+    if layers.states is not None and not _comes_back(layers.states, store, filler, forward_stream):
+        return "states are others"
     return ""
+
+
+def _comes_back(
+    states: PackedLayers, store: PrefixStore, filler: SlotFiller, forward_stream: Any
+) -> bool:
+    """Whether a state in the first slot is the same after it was stored and loaded to the next."""
+    parts, access = states.parts(), PoolAccess()
+    first, second = torch.arange(1, 3, device=parts[0].device).split(1)
+    for part in parts:
+        part[first] = torch.randint_like(part[first], 256)
+    tokens = behind(np.empty(0, np.int32), states)
+    store.writes.offer(
+        "",
+        Offer(
+            tokens,
+            lambda _: PoolLayerReader(states.read, first, forward_stream, access),
+            on_done=access.revoke,
+            abandon=access.revoke,
+            min_tokens=1,
+        ),
+    )
+    store.writes.drain()
+    source = store.open_whole(store.match("", tokens).spans, exact=True)
+    for layer in range(states.shape.num_layers):
+        states.fill(filler, layer, source, second, FillStats(), contextlib.nullcontext)
+    store.close_source(source)
+    same = all(torch.equal(part[first], part[second]) for part in parts)
+    for part in parts:
+        part[1:3] = 0
+    return same
 
 
 def _size_of(pool: Any) -> int:
@@ -180,11 +233,11 @@ def _give(runner: Any, slots: Tensor, random: torch.Generator) -> list[tuple[Ten
             torch.randn(len(slots), streams.heads, dim, generator=random).to(pool.dtype)
             for dim in streams.dims
         ]
-        if is_latent(pool):
+        if is_latent(full_pool(pool)):
             both = [torch.cat(both, -1), both[0]]
         pool.set_kv_buffer(module, where, *(own.to(slots.device) for own in both))
         given.append((both[0], both[1]))
-    assert len(given) == pool.layer_num
+    assert len(given) == (full_pool(pool).layer_num if stateful(pool) else pool.layer_num)
     return given
 
 
@@ -192,6 +245,7 @@ def _difference(
     pool: Any, layer: int, own: Sequence[Tensor], filled: Tensor, others: Tensor, most: float
 ) -> str:
     """What is not in the slots of a layer of a pool as it should be, if errors are `most`."""
+    pool = full_pool(pool) if stateful(pool) else pool
     number, count = layer + pool.start_layer, len(filled)
     filled, others = (_rows_in(pool, number, own) for own in (filled, others))
     found = pool.get_key_buffer(number), pool.get_value_buffer(number)

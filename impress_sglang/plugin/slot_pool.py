@@ -30,7 +30,7 @@ class TreeSlots:
         self._provenance, self._usual = shared.provenance, shared.service.usual
         self._scheduler, self._put_back = scheduler, put_back
         self._allocation = shared.allocation
-        self.windows = bool(self._allocation.window)
+        self.windows = self._allocation.has_rows
 
     def room(self) -> int:
         """See `SlotPool.room`."""
@@ -133,9 +133,14 @@ class TreeSlots:
             prev_prefix_len=job.start,
             inserted_len=job.start,
         )
-        if job.rows is not None and len(job.rows):
+        assert job.rows is not None
+        if self._allocation.window:
             params.set_evicted_seqlen(ComponentType.SWA, job.stop - len(job.rows))
+        elif len(job.rows):
+            params.mamba_value = job.rows
         result = cache.insert(params)
+        if result.mamba_exist:
+            self._allocation.give_rows_back(job.rows)
         job.slots = None
         lock = cache.lock(result.last_device_node)
         cache.unlock(job.hold)

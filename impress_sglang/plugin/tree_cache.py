@@ -44,6 +44,7 @@ from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.plugin.served_cache import ServedCache
+from impress_sglang.plugin.states import TOKEN
 from impress_sglang.plugin.sweeps import Sweeps
 from impress_sglang.plugin.tree_nodes import free_leaf, is_locked, last_node
 from impress_sglang.plugin.weights import WeightWatch
@@ -89,8 +90,11 @@ class ImpressTreeCache(UnifiedRadixCache):
         self._service, keys = service, layers(0)[0]
         # Keys of pairs of tokens: drafts of EAGLE see the next one.
         beyond, packed = int(self.tree_core.is_eagle), layers.packed
-        self._planner = LoadPlanner(service, self.page_size, beyond, packed)
-        self._allocation = Allocation(self, packed.window if packed is not None else 0)
+        state = None if layers.states is None else TOKEN
+        self._planner = LoadPlanner(service, self.page_size, beyond, packed, state)
+        self._allocation = Allocation(
+            self, packed.window if packed is not None else 0, states=state is not None
+        )
         self._provenance = Provenance(len(keys), keys.device)
         self._shared = Shared(
             *(self, service, self._planner, self._provenance, layers, forward_stream),
@@ -315,18 +319,20 @@ class ImpressTreeCache(UnifiedRadixCache):
     def _evicting(self, params: EvictParams, result: EvictResult, *, jobs: bool) -> EvictResult:
         slots = params.num_tokens - result.num_tokens_evicted
         rows = params.swa_num_tokens - result.swa_num_tokens_evicted
+        rows += params.mamba_num - result.mamba_num_evicted
         if max(slots, rows) <= 0 or self.loads is None:
             return result
         left = max(slots, 0), max(rows, 0)
         core, free = self.tree_core, self._allocation.available
         target = [own + now for own, now in zip(left, free(), strict=True)]
+        evictable = core.evictable_size, core.swa_evictable_size, core.mamba_evictable_size
 
         def lacking() -> list[int]:
             return [max(own - now, 0) for own, now in zip(target, free(), strict=True)]
 
         def missing() -> int:
-            if any(lacking()) and (core.evictable_size() or core.swa_evictable_size()):
-                super(ImpressTreeCache, self).evict(EvictParams(*lacking()))
+            if any(lacking()) and any(size() for size in evictable):
+                super(ImpressTreeCache, self).evict(self._allocation.room(*lacking()))
             return max(lacking())
 
         self._saves.give_up(missing)
@@ -335,7 +341,8 @@ class ImpressTreeCache(UnifiedRadixCache):
         missing()
         slots, rows = lacking()
         result.num_tokens_evicted += left[0] - slots
-        result.swa_num_tokens_evicted += left[1] - rows
+        result.swa_num_tokens_evicted += (left[1] - rows) * (not params.mamba_num)
+        result.mamba_num_evicted += (left[1] - rows) * bool(params.mamba_num)
         return result
 
     def evictable_size(self) -> int:
@@ -360,17 +367,29 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def swa_protected_size(self) -> int:
         """See `protected_size`; rows of layers with windows."""
+        return int(super().swa_protected_size()) + self._loading_rows()
+
+    def mamba_evictable_size(self) -> int:
+        """See `evictable_size`; states."""
+        return int(super().mamba_evictable_size()) + self._locked_for_writes(rows=True)
+
+    def mamba_protected_size(self) -> int:
+        """See `protected_size`; states."""
+        return int(super().mamba_protected_size()) + self._loading_rows()
+
+    def _loading_rows(self) -> int:
         jobs = () if self.loads is None else self.loads.jobs.loading
         loading = sum(len(job.rows) for job in jobs if job.rows is not None)
-        return int(super().swa_protected_size()) + loading - self._locked_for_writes(rows=True)
+        return loading - self._locked_for_writes(rows=True)
 
     def _loading(self) -> int:
         return 0 if self.loads is None else self.loads.jobs.loading_tokens
 
     def _locked_for_writes(self, *, rows: bool = False) -> int:
-        core = self.tree_core
-        locked = core.swa_protected_size if rows else core.protected_size
-        return 0 if self.loads is None else self._saves.locked_tokens(locked)
+        if self.loads is None:
+            return 0
+        locked = self._allocation.protected_rows if rows else self.tree_core.protected_size
+        return self._saves.locked_tokens(locked)
 
     # The whole cache.
 

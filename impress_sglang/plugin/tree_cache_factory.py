@@ -13,19 +13,27 @@ from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig, share_of_rank
 from impress_sglang.options import CODES, EXACTLY, OFF
 from impress_sglang.plugin.capabilities import (
+    check_alone,
     check_layers,
     check_options,
-    check_windows,
     may_have_windows,
 )
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.drafts import DRAFTED, draft_runners
 from impress_sglang.plugin.factory import identity_of, kv_shape
-from impress_sglang.plugin.pools import WINDOWED, PoolLayers, full_pool, streams_of, window_pool
+from impress_sglang.plugin.pools import (
+    WINDOWED,
+    PoolLayers,
+    full_pool,
+    index_keys,
+    streams_of,
+    window_pool,
+)
 from impress_sglang.plugin.ranks import identity_reader, ranks_of
 from impress_sglang.plugin.rectangular import attend_rectangularly
 from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.plugin.self_test import check_kvs
+from impress_sglang.plugin.states import STATEFUL, state_layers
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
@@ -34,6 +42,7 @@ from impress_sglang.transfer.kv_codec import KVCodec, shape_by
 from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
+_ONE_POOL = ", or use --disable-hybrid-swa-memory"
 
 
 def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
@@ -57,9 +66,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     for own in drafts:
         streams_of(own.token_to_kv_pool, own.model_config.dtype)
     if windows is not None:
-        check_windows(options)
+        check_alone(options, "the pool of layers with sliding windows", _ONE_POOL)
         streams_of(windows, model_dtype)
-    why = DRAFTED if drafts else WINDOWED if windows is not None else ""
+    stateful = hasattr(runner.req_to_token_pool, "mamba_pool")
+    if stateful:
+        check_alone(options, "states beside KVs")
+    why = DRAFTED if drafts else WINDOWED if windows is not None else STATEFUL if stateful else ""
     if no_codes := streams.no_codes or why:
         config = config.without_codes(no_codes)
         logger.info("prefixes are loaded exactly: %s", no_codes)
@@ -91,12 +103,14 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         )
 
     layers = PoolLayers(pool)
-    if drafts:
+    if drafts or index_keys(full_pool(pool)):
         shape = layers.add(shape, [own.token_to_kv_pool for own in drafts])
     elif windows is not None:
         # What SGLang looks for, in whole pages.
         page, window = params.page_size, params.swa_retain_window
         shape = layers.add(shape, [windows], -(-window // page) * page)
+    if stateful:
+        layers.states = state_layers(runner.req_to_token_pool, shape)
 
     read_identity = identity_reader(context, ranks, lambda: identity_of(context, shape, drafts))
     device = layers(0)[0].device

@@ -9,6 +9,7 @@ its last layer had been read.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.keys import as_tokens
 from impress_sglang.plugin.known import Known, Shared
 from impress_sglang.plugin.query_sampling import QuerySampler
+from impress_sglang.plugin.states import behind as behind_of
+from impress_sglang.plugin.states import last_state
 from impress_sglang.plugin.tree_nodes import lock_windows
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
@@ -47,9 +50,11 @@ class _Save:
     lock all the same, as others may write.
     """
 
-    def __init__(self, slots: Tensor, last: Any) -> None:
-        """`last`: the node of SGLang's tree to which they lead."""
+    def __init__(self, slots: Tensor, last: Any, state: Tensor | None = None) -> None:
+        """`last`: the node of SGLang's tree to which they lead; `state`: where its state is."""
         self.slots = slots
+        self.state = state
+        self.reading = 0
         self.locked = len(slots)
         self.last = last
         self.locks: list[Any] = []
@@ -155,8 +160,13 @@ class WriteBack:
         count = self._most_of(known, up_to)
         if not self._wants(count):
             return
-        slots = self._cache.path_device_indices(req.last_node)[:count].to(torch.int64)
-        save = _Save(slots, req.last_node)
+        last, state = req.last_node, None
+        if self._layers.states is not None:
+            last, count, state = last_state(self._cache, last, count)
+            if not self._wants(count):
+                return
+        slots = self._cache.path_device_indices(last)[:count].to(torch.int64)
+        save = _Save(slots, last, state)
         self._lock(save)
         self._saves[save] = None
         self.writing_tokens += len(slots)
@@ -284,6 +294,9 @@ class WriteBack:
         quality, first = self._quality_of(known, save.slots)
         if quality is None or first >= len(save.slots):
             return False
+        if save.state is not None and len(save.slots) < save.locked:
+            # Other ranks find more of it worth storing, and the state is behind that.
+            return False
         if save.windows_from and len(save.slots) - save.windows_from < self._window:
             # Nobody could use it: of layers with windows too little is left.
             return False
@@ -299,7 +312,7 @@ class WriteBack:
         offer = Offer(
             tokens,
             read_layers,
-            on_done=lambda: self._end(save),
+            on_done=lambda: self._read(save),
             abandon=save.abandon,
             quality=quality,
             available_from=first,
@@ -311,14 +324,34 @@ class WriteBack:
             windows_from=save.windows_from,
         )
         outcome = store.writes.offer(known.namespace, offer)
+        save.reading += outcome is StoreOutcome.ACCEPTED
+        if save.state is not None and self._layers.states is not None:
+            state, states = save.state, self._layers.states
+            behind = dataclasses.replace(
+                offer,
+                tokens=behind_of(tokens, states),
+                read_layers=lambda start: save.guarded(
+                    PoolLayerReader(states.read, state, self._forward_stream, self._access)
+                ),
+                min_tokens=states.tokens,
+                available_from=len(tokens),
+            )
+            stored = store.writes.offer(known.namespace, behind)
+            save.reading += stored is StoreOutcome.ACCEPTED
         if (cause := _REFUSALS.get(outcome)) is not None:
             known.refused = True
             store.losses.note_tokens(store.namespace(known.namespace), tokens, cause)
-        return outcome is StoreOutcome.ACCEPTED
+        return save.reading > 0
 
     def _drop(self, save: _Save) -> None:
         save.abandon()
         self._release(save)
+
+    def _read(self, save: _Save) -> None:
+        """Note that one of the writes of a save is over."""
+        save.reading -= 1
+        if not save.reading:
+            self._end(save)
 
     def _end(self, save: _Save) -> None:
         """Note that this rank reads the slots of a save no more, or gave it up."""

@@ -77,11 +77,12 @@ class LoadJob:
         space: what else keeps prompts apart: `extra_key` and `cache_salt` of the request.
         tokens: int32 [stop + beyond], the prompt up to the last of them.
         match: what is stored of these tokens, from the first.
+        behind: the stored state where they end, if there are states.
         start: the first token; until the job is loading, what was resident when it was planned.
         beyond: how many more tokens its key in SGLang's tree has.
         waiters: ids of requests that wait for it.
         target: int64 [stop - start], the slots that are filled.
-        rows: int64, where pools of layers with windows have the last of them.
+        rows: int64, where pools of layers with windows have the last of them, or a state is.
         slots: the same as `target` while they belong to the job: neither given back nor in SGLang's
             tree.
         hold: what keeps the tokens before `start` resident, in the terms of the pool's owner.
@@ -95,6 +96,7 @@ class LoadJob:
     match: StoredMatch
     start: int
     beyond: int = 0
+    behind: tuple[StoredSpan, ...] = ()
     waiters: set[str] = dataclasses.field(default_factory=set)
     target: Tensor | None = None
     rows: Tensor | None = None
@@ -112,7 +114,7 @@ class LoadJob:
     """For how many seconds passes have waited for its layers."""
     error: BaseException | None = None
     layers: int = 0
-    """How many layers are in the slots."""
+    """How many layers are in the slots, and those of a state."""
     planned_at: float = dataclasses.field(default_factory=time.monotonic)
     began_at: float = 0.0
     ended_at: float = 0.0
@@ -229,16 +231,15 @@ class LoadJob:
         finally:
             self.store.close_source(source)
 
-    def bring_windows(self, first: int, fill: FillLayer) -> None:
-        """Bring the layers from `first` on, which have sliding windows: its last tokens.
+    def bring_rows(self, first: int, fill: FillLayer) -> None:
+        """Bring the layers from `first` on: its last tokens, with sliding windows, or its state.
 
         Raises:
             PrefixUnreadable, JobRevoked: see `bring`.
         """
         assert self.rows is not None
-        source = self.store.open_whole(
-            self.match.slice(self.stop - len(self.rows), self.stop), exact=True
-        )
+        spans = self.behind or self.match.slice(self.stop - len(self.rows), self.stop)
+        source = self.store.open_whole(spans, exact=True)
         source.layer, source.next_ahead = first - 1, first
         try:
             self.store.ahead.join(source)
@@ -250,13 +251,13 @@ class LoadJob:
 
     def unread(self, num_layers: int) -> float:
         """The share of its reads that is left to do."""
-        return 1.0 - self.layers / num_layers
+        return max(1.0 - self.layers / num_layers, 0.0)
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
         """How long the rest will take, judging by its layers so far; None before the first."""
         if not self.layers or not self.began_at:
             return None
-        return (num_layers - self.layers) * (now - self.began_at) / self.layers
+        return max(num_layers - self.layers, 0) * (now - self.began_at) / self.layers
 
 
 class JobLoader:
@@ -269,10 +270,12 @@ class JobLoader:
         layers: Callable[[int], tuple[Tensor, Tensor]],
         codec: KVCodec | None = None,
         packed: PackedLayers | None = None,
+        states: PackedLayers | None = None,
     ) -> None:
         """`layers` gives the pools of keys and values of a layer; `device`: where these are.
 
-        `codec` restores what a basis has coded; `packed` are the layers behind those of the pools.
+        `codec` restores what a basis has coded; `packed` are the layers behind those of the pools,
+        `states` what layers without KVs have where a job ends.
         """
         self.wake = threading.Event()
         """Set when a job has ended."""
@@ -281,6 +284,7 @@ class JobLoader:
         self._packed = packed
         # These layers are brought by themselves.
         self._windows_from = packed.first if packed is not None and packed.window else None
+        self._states = states
         self._filler = SlotFiller(shape, device, codec)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
@@ -378,7 +382,12 @@ class JobLoader:
                     self._stream.wait_event(job.after)
                 job.bring(source, fill)
                 if self._windows_from is not None:
-                    job.bring_windows(self._windows_from, fill)
+                    job.bring_rows(self._windows_from, fill)
+                if self._states is not None:
+                    if not job.behind:
+                        # Another rank has one where this one has none.
+                        raise PrefixUnreadable("", "its state is gone")
+                    job.bring_rows(0, fill)
                 if job.events:
                     job.events[-1].synchronize()
         except JobRevoked:
@@ -401,8 +410,9 @@ class JobLoader:
     ) -> None:
         if job.revoked:
             raise JobRevoked
-        if self._packed is not None and layer >= self._packed.first:
-            self._packed.fill(self._filler, layer, source, slots, job.fills, job.writing)
+        packed = self._states if slots is job.rows and self._states is not None else self._packed
+        if packed is not None and layer >= packed.first:
+            packed.fill(self._filler, layer, source, slots, job.fills, job.writing)
         else:
             keys, values = self._layers(layer)
             self._filler.fill(layer, source, keys, values, slots, job.fills, job.writing)

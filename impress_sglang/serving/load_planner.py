@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.serving.kv_class import KVClass
@@ -18,6 +19,7 @@ from impress_sglang.transfer.packed import PackedLayers
 class LoadPlan:
     """Stored tokens that may be loaded: those of `match` from `start` on, which are whole pages.
 
+    `behind`: the state where they end, if there are states.
     `loads`: whether that is estimated to be at least as fast as computing them.
     """
 
@@ -25,6 +27,7 @@ class LoadPlan:
     start: int
     estimate: Estimate
     loads: bool
+    behind: tuple[StoredSpan, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -46,17 +49,22 @@ class LoadPlanner:
         page_size: int,
         beyond: int = 0,
         packed: PackedLayers | None = None,
+        state: int | None = None,
     ) -> None:
         """`page_size`: of SGLang's pool; prefixes are used in whole pages.
 
         `beyond`: how many tokens behind a slot's own its KVs depend on. `packed` are the layers
-        behind those of the pool.
+        behind those of the pool. `state` is the token with which states begin that prefixes must
+        have; None: they need none.
         """
+        self._state = state
         self._service = service
         self._config = service.config
         self._page_size = page_size
         self.beyond = beyond
         self._windows = packed if packed is not None and packed.window else None
+        if self._windows is not None or state is not None:
+            service.explainer.usable = self.usable
 
     def looks_for(self, num_tokens: int) -> bool:
         """Whether to look up a prompt of `num_tokens` now; takes over a store that has opened."""
@@ -86,10 +94,26 @@ class LoadPlanner:
         if not self.looks_for(len(tokens)):
             return StoredMatch()
         match = self._service.store.match(namespace, tokens, least=least)
+        return StoredMatch(match.slice(0, self.usable(match)))
+
+    def usable(self, match: StoredMatch) -> int:
+        """How many of the first tokens of a match can be used."""
         usable = self.whole_pages(max(match.num_tokens - self.beyond, 0))
         if self._windows is not None:
             usable = match.with_windows(self._windows.window, self._page_size)
-        return StoredMatch(match.slice(0, usable))
+        if self._state is not None:
+            usable = next((end for end, _ in self._states(match) if end <= usable), 0)
+        return usable
+
+    def behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
+        """The state where a match ends, if there are states."""
+        return tuple(span for end, span in self._states(match) if end == match.num_tokens)[:1]
+
+    def _states(self, match: StoredMatch) -> Iterator[tuple[int, StoredSpan]]:
+        """Where in a match there are states, the last one first."""
+        if self._state is None:
+            return iter(())
+        return self._service.store.tree.followed_by(match, self._state)
 
     def plan(
         self, namespace: str, tokens: Tokens, resident_len: int, own: KVClass
@@ -103,11 +127,12 @@ class LoadPlanner:
             return None
         spans = match.slice(resident_len, match.num_tokens)
         store = self._service.store
-        if not store.forecast.can_read(spans, in_codes=not own.exact):
+        state = self.behind(match)
+        if not store.forecast.can_read((*spans, *state), in_codes=not own.exact):
             return None
-        estimate = self._estimate(spans, resident_len, len(tokens) + 1, own)
+        estimate = self._estimate(spans, resident_len, len(tokens) + 1, own, state)
         always = self._config.load == "always"
-        return LoadPlan(match, resident_len, estimate, always or estimate.loads_faster())
+        return LoadPlan(match, resident_len, estimate, always or estimate.loads_faster(), state)
 
     def choose(
         self, namespace: str, tokens: Tokens, resident: dict[KVClass, int], least: KVClass
@@ -131,7 +156,12 @@ class LoadPlanner:
         return list(found)[most_of(list(found.values()))] if found else least
 
     def _estimate(
-        self, spans: tuple[StoredSpan, ...], start: int, total: int, own: KVClass
+        self,
+        spans: tuple[StoredSpan, ...],
+        start: int,
+        total: int,
+        own: KVClass,
+        state: tuple[StoredSpan, ...] = (),
     ) -> Estimate:
         forecast, count = self._service.store.forecast, sum(map(len, spans))
         num_bytes = forecast.exact_bytes(spans) if own.exact else forecast.coded_bytes(spans)
@@ -140,6 +170,7 @@ class LoadPlanner:
             layers, first = self._service.shape.num_layers, self._windows.first
             read = min(self._windows.window / count, 1.0)
             num_bytes *= (first + (layers - first) * read) / layers
+        num_bytes += forecast.exact_bytes(state)
         work = RequestLengths(start, count, total - start - count)
         io = forecast.seconds_to_read(num_bytes)
         return self._service.estimator.estimate(work, 1.0, io, own.bits)

@@ -19,7 +19,7 @@ from impress_sglang.storage.quality import ANYTHING, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import SegmentState
+from impress_sglang.store.stored import SegmentState, StoredMatch
 
 Why: TypeAlias = dict[str, str | None]
 """`reason`, `text`, and `rest`: why a request that has a prefix has no longer one, else None."""
@@ -67,6 +67,7 @@ class Reason(enum.StrEnum):
     DAMAGED = "damaged", "it was stored, but could not be read as it was written"
     NOT_OPENED = "not_opened", "it is stored, but slots or files were not available"
     NO_BUFFERS = "no_buffers", "it is stored, but none of its layers fits into --impress-buffer-gb"
+    NO_STATE = "no_state", "it is stored, but no state or window with which to go on behind it"
     NOT_SERVED = "not_served", "the request has a feature that rules out the store"
     NOT_ADMITTED = "not_admitted", "it ended before it was admitted, and used nothing"
     OTHER_WEIGHTS = "other_weights", "the store is aside: weights change, or it is being opened"
@@ -119,6 +120,8 @@ class Explainer:
         self._config = config
         self._served = served
         self._least = least
+        self.usable: Callable[[StoredMatch], int] | None = None
+        """How many of the first tokens that are stored can be used."""
 
     def explain(self, asked: Asked, *, admitted: bool = True) -> Why:
         """Say what a prompt has, if anything, and why it lacks the rest, if that is long enough.
@@ -161,9 +164,14 @@ class Explainer:
             return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
         # Not `store.match`, which also does work that is due.
         name, quality = store.namespace(asked.namespace), self._least(asked.wanted)
-        have = 0 if quality is None else store.tree.match(name, tokens, least=quality).num_tokens
+        match = StoredMatch()
+        if quality is not None:
+            match = store.tree.match(name, tokens, least=quality)
+        have = match.num_tokens
         if have - report["prefix_tokens"] >= least:
-            return Reason.NO_BUFFERS, ""
+            usable = have if self.usable is None else self.usable(match)
+            lacks = usable - report["prefix_tokens"] < least
+            return Reason.NO_STATE if lacks else Reason.NO_BUFFERS, ""
         have = max(have, report["resident_tokens"], report["prefix_tokens"])
         if (found := self._stored_otherwise(store, name, tokens, have)) is not None:
             return found

@@ -97,6 +97,23 @@ class StoredTree:
                 spans.append(span)
         return StoredMatch(tuple(spans))
 
+    def followed_by(self, match: StoredMatch, token: int) -> Iterator[tuple[int, StoredSpan]]:
+        """Where in a match exact segments follow that begin with `token`, the last one first.
+
+        Of those that may be read now: how many tokens of the match are before it, and the whole.
+        """
+        now, first = time.time(), match.num_tokens
+        for span in reversed(match.spans):
+            first -= len(span)
+            for node in reversed(self._paths[span.segment.segment_id]):
+                child = next(node.choices(token, EXACT), None)
+                if span.start < node.stop <= span.stop and child is not None:
+                    segment = child.segment
+                    assert segment is not None
+                    if segment.may_be_read(now):
+                        whole = StoredSpan(segment, 0, segment.info.num_tokens)
+                        yield first + node.stop - span.start, whole
+
     def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
         """Segments that have the end of a prefix or tokens behind it, in all qualities.
 

@@ -29,10 +29,10 @@ from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.options import AUTO, EXACTLY, USUAL
 from impress_sglang.plugin import capabilities
 from impress_sglang.plugin.capabilities import (
+    check_alone,
     check_layers,
     check_model,
     check_options,
-    check_windows,
     identity_of_options,
 )
 from impress_sglang.plugin.compat import NEWEST, sglang_version
@@ -116,7 +116,7 @@ def test_models_with_windows(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
-    check_windows(options(speculative_algorithm="NGRAM"))
+    check_alone(options(speculative_algorithm="NGRAM"), "windows")
     others = {
         "tp_size": 2,
         "pp_size": 2,
@@ -125,7 +125,7 @@ def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
     }
     for name, value in others.items():
         with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} {value}"):
-            check_windows(options(**{name: value}))
+            check_alone(options(**{name: value}), "windows")
 
 
 @pytest.mark.parametrize("module", [llama, mistral, qwen2, qwen3])

@@ -229,8 +229,6 @@ HYBRID = {
     ("config", "word"),
     [
         (GEMMA, "attn_logit_softcapping"),
-        (DSA, "index keys of sparse attention"),
-        (HYBRID, "hybrid"),
         ({**LLAMA, "layer_types": ["chunked_attention"]}, "layers of type chunked_attention"),
         ({**LLAMA, "attention_chunk_size": 64}, "attention_chunk_size"),
         ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -239,14 +237,21 @@ HYBRID = {
         ({**LLAMA, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope"),
     ],
     ids=[
-        *("gemma2", "deepseek", "qwen3-next"),
-        *("layer-types", "chunks", "soft-cap", "kv-sharing", "longrope", "mrope"),
+        *("gemma2", "layer-types", "chunks", "soft-cap", "kv-sharing", "longrope", "mrope"),
     ],
 )
 def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
     model_config = ModelConfig(str(write_config(tmp_path, config)))
     with pytest.raises(UnsupportedError, match=word):
         capabilities.check_model(model_config, ImpressConfig())
+
+
+@pytest.mark.parametrize("config", [DSA, HYBRID], ids=["deepseek", "qwen3-next"])
+def test_models_that_keep_more_than_kvs(tmp_path: Path, config: dict[str, Any]) -> None:
+    model_config = ModelConfig(str(write_config(tmp_path, config)))
+    capabilities.check_model(model_config, ImpressConfig())
+    with pytest.raises(UnsupportedError, match="--impress-policy"):
+        capabilities.check_model(model_config, ImpressConfig(policy="paper"))
 
 
 def test_latent_vectors(refusal: Callable[..., str], tmp_path: Path) -> None:

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    KVCache,
+    MambaPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from impress_sglang.codes.groups import slots
 from impress_sglang.config import ImpressConfig
@@ -19,10 +27,12 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import self_test
 from impress_sglang.plugin.capabilities import check_layers
 from impress_sglang.plugin.factory import kv_shape
-from impress_sglang.plugin.pools import PoolLayers, window_pool
+from impress_sglang.plugin.pools import PoolLayers, index_keys, window_pool
 from impress_sglang.plugin.self_test import check_kvs
+from impress_sglang.plugin.states import state_layers
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer import filling
+from impress_sglang.transfer.packed import PackedLayers
 from tests.integration.test_capabilities import Layers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +47,7 @@ def run(
     model_dtype: torch.dtype | None = None,
     draft: KVCache | None = None,
     pool: KVCache | None = None,
+    states: MambaPool | None = None,
 ) -> float:
     if pool is None:
         pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
@@ -54,9 +65,12 @@ def run(
     layers, runners = PoolLayers(pool), [runner]
     if (windows := window_pool(pool)) is not None:
         shape = layers.add(shape, [windows], 8)
-    if draft is not None:
-        runners.append(SimpleNamespace(token_to_kv_pool=draft, model=Layers()))
-        shape = layers.add(shape, [draft])
+    if states is not None:
+        layers.states = state_layers(SimpleNamespace(mamba_pool=states), shape)
+    drafts = [] if draft is None else [draft]
+    if drafts or index_keys(pool):
+        runners += [SimpleNamespace(token_to_kv_pool=own, model=Layers()) for own in drafts]
+        shape = layers.add(shape, drafts)
     return check_kvs(runners, layers, config, shape, None)
 
 
@@ -84,6 +98,31 @@ def test_pools_of_latent_vectors(dtype: torch.dtype) -> None:
     run(pool=latents(dtype), model_dtype=torch.bfloat16, draft=latents(dtype))
 
 
+def sparse(dtype: torch.dtype) -> DSATokenToKVPool:
+    """Latent vectors with keys by which tokens are chosen, which the first layer has not."""
+    packed = dtype.itemsize == 1
+    with get_parallel().override(attn_dcp_size=1):
+        return DSATokenToKVPool(
+            *(256, 64, 512 if packed else 64, dtype, 64 if packed else 16, 2, "cpu", 128, False),
+            kv_cache_dim=656 if packed else 80,
+            skip_topk_layers=[True, False],
+            dcp_replicated=True,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_pools_of_sparse_attention(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(pool=sparse(dtype), model_dtype=torch.bfloat16)
+    run(pool=sparse(dtype), model_dtype=torch.bfloat16, draft=sparse(dtype))
+    shared = sparse(dtype)
+    shared.index_kpool = 4
+    with pytest.raises(UnsupportedError, match="index keys of several tokens"):
+        run(pool=shared, model_dtype=torch.bfloat16)
+    monkeypatch.setattr(PackedLayers, "fill", lambda *_: None)
+    with pytest.raises(UnsupportedError, match="what sparse attention keeps is other"):
+        run(pool=sparse(dtype), model_dtype=torch.bfloat16)
+
+
 def windows(dtype: torch.dtype = torch.float32, **how: Any) -> SWAKVPool:
     """The second layer has windows; its rows are fewer than slots."""
     pool = SWAKVPool(300, 250, 1, dtype, 2, 16, [1], [0], "cpu", enable_memory_saver=False, **how)
@@ -107,6 +146,32 @@ def test_windows_that_nobody_knows() -> None:
     for kind in (Scaled, Shifted, Copied):
         with pytest.raises(UnsupportedError, match="layer 1"):
             run(policy="as", pool=windows(swa_kv_pool_class=kind))
+
+
+def states() -> tuple[HybridLinearKVPool, MambaPool]:
+    """Two layers with states, whose parts differ in shape and dtype, beside two with KVs."""
+    shape = SimpleNamespace(conv=[(24, 3)], temporal=(2, 5, 7))
+    dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
+    params: Any = SimpleNamespace(shape=shape, dtype=dtype, is_kda=False)
+    own = MambaPool(
+        size=4, spec_state_size=0, cache_params=params, mamba_layer_ids=[2, 3], device="cpu"
+    )
+    size = {"size": 300, "page_size": 1, "head_num": 2, "head_dim": 16}
+    return HybridLinearKVPool(
+        **size, dtype=torch.float32, full_attention_layer_ids=[0, 1], device="cpu", mamba_pool=own
+    ), own
+
+
+def test_pools_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, own = states()
+    run(pool=pool, policy="as", states=own)
+    assert not own.mamba_cache.temporal.any() and not own.mamba_cache.conv[0].any()
+    monkeypatch.setattr(PackedLayers, "fill", lambda *_: None)
+    with pytest.raises(UnsupportedError, match="states are others"):
+        run(pool=pool, policy="as", states=own)
+    own.replayssm_write_pos = torch.zeros(4)
+    with pytest.raises(UnsupportedError, match="kept with replayssm_write_pos"):
+        run(pool=pool, policy="as", states=own)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16), (1, 24), (3, 40)])

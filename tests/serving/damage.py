@@ -29,8 +29,17 @@ def store_damaged(server: Server, length: int, seed: int) -> list[int]:
     """A prefix on SSD with a byte flipped in a layer after the first one."""
     before = segments(server)
     prefix = server.store(length, seed)
-    (new,) = segments(server) - before
-    flip_value(new)
+    # Its state, if there is one, is written behind it.
+    flip_value(min(segments(server) - before, key=lambda own: own.stat().st_mtime_ns))
+    return prefix
+
+
+def store_damaged_state(server: Server, length: int, seed: int) -> list[int]:
+    """The same, in the state behind a prefix."""
+    before = segments(server)
+    prefix = server.store(length, seed)
+    _, state = sorted(segments(server) - before, key=lambda own: own.stat().st_mtime_ns)
+    flip_value(state)
     return prefix
 
 

@@ -65,6 +65,19 @@ _OWN_POOL: dict[str, Any] = {
     "is_hybrid_swa": True,
     "hybrid_layer_pattern": [int("sliding" in kind) for kind in _KINDS],
 }
+# Each second layer has a state.
+_STATES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mlp_only_layers": [0, 1, 2, 3],
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+}
 FAMILIES = ("llama", "opt", "qwen2", "qwen3")
 
 
@@ -80,6 +93,8 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
         config = transformers.Cohere2Config(**{**_GROUPED, **_WINDOWS, **_OWN_POOL, **overrides})
     elif family == "olmo3":
         config = transformers.Olmo3Config(**{**_GROUPED, **_WINDOWS, **overrides})
+    elif family == "qwen3_next":
+        config = transformers.Qwen3NextConfig(**{**_GROUPED, **_STATES, **overrides})
     elif family == "llama":
         config = transformers.LlamaConfig(**{**_GROUPED, **overrides})
     elif family == "qwen2":
@@ -103,6 +118,10 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
         # SGLang has one class for both.
         path = folder / "config.json"
         path.write_text(path.read_text().replace("Olmo3ForCausalLM", "Olmo2ForCausalLM"))
+    if family == "qwen3_next":
+        # The library has the kinds of layers instead.
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 2}))
     return folder
 
 

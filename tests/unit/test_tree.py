@@ -111,6 +111,25 @@ def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: Store
     assert found(tree, [*P[:3], 40, 50]) == [("n", 0, 4), ("m", 0, 1)]
 
 
+def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
+    """Also inside of a segment, the last one first, and only if it can be read."""
+    put("a", P)
+    put("b", [7, 8], P)
+    put("inside", [-1, -1], P[:3])
+    put("between", [-1, -1], P)
+    late = put("behind", [-1, -1], [*P, 7, 8])
+
+    def ends(tokens: Sequence[int]) -> list[tuple[int, str, int]]:
+        following = tree.followed_by(tree.match("", as_tokens(tokens)), -1)
+        return [(end, span.segment.segment_id, len(span)) for end, span in following]
+
+    assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2), (3, "inside", 2)]
+    assert ends([*P, 7, 9]) == [(6, "between", 2), (3, "inside", 2)]
+    assert ends(P[:5]) == [(3, "inside", 2)] and ends(P[:2]) == []
+    late.state = SegmentState.SUSPECT
+    assert ends([*P, 7, 8]) == [(6, "between", 2), (3, "inside", 2)]
+
+
 DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {
     "a wrong count": lambda a, b: setattr(a, "dependents", [0, 2, 0]),
     "a wrong parent": lambda a, b: setattr(b, "parent", None),

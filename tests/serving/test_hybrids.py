@@ -1,0 +1,78 @@
+"""Models of which most layers keep a state instead of KVs, where SGLang keeps one.
+
+By default it keeps one at the last multiple of 64 tokens of a prompt, and where prompts part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.serving.compare import assert_same, paths, report
+from tests.serving.conftest import Serve
+from tests.serving.damage import store_damaged_state
+from tests.serving.harness import HYBRID, Server
+from tests.serving.test_pools import assert_comes_back
+from tests.serving.tiny_models import make_model, random_tokens
+
+FLAGS = ("--max-total-tokens=9000", "--max-mamba-cache-size=40", "--impress-keep=auto")
+
+
+@pytest.fixture(scope="module")
+def model(workdir: Path) -> Path:
+    return make_model("qwen3_next", workdir / "qwen3_next")
+
+
+def assert_forks(server: Server) -> None:
+    """What prompts share is restored for others, if SGLang had a state where they part."""
+    shared = random_tokens(600, seed=91)
+    forks = [[*shared, *random_tokens(100, seed=seed)] for seed in (92, 93, 94)]
+    for prompt in forks[:2]:
+        server.generate(prompt, 1)
+    computed = server.generate(forks[2], 16, return_logprob=True)
+    server.flush()
+    alone = server.generate(forks[2], 16, return_logprob=True)
+    assert report(alone)["path"] == "ssd"
+    assert_same([computed], [alone], 1e-5)
+
+
+def test_states(serve: Serve, model: Path) -> None:
+    """Also behind a fork, when there are few, and after a restart."""
+    prompts = [random_tokens(700, seed=60 + number) for number in range(6)]
+    with serve("hybrid", *FLAGS, model=model, preload=HYBRID) as server:
+        assert "states of layers without KVs are stored with the others" in server.log_text()
+        assert_comes_back(server)
+        prompt = [*store_damaged_state(server, 900, seed=83), *random_tokens(3, seed=84)]
+        told = report(server.generate(prompt, 12))
+        assert told["path"] == "computed" and told["why"]["reason"] == "no_state"
+        assert_forks(server)
+        computed = [server.generate(prompt, 16, return_logprob=True) for prompt in prompts]
+        server.flush()
+        together = server.generate_together([*prompts, *prompts], 16, return_logprob=True)
+        assert_same([*computed, *computed], together, 1e-4)
+        assert "ssd" in paths(together)
+        server.abort_in_every_phase(prompts)
+        server.assert_whole()
+    with serve("hybrid", *FLAGS, model=model, preload=HYBRID) as server:
+        again = [server.generate(prompt, 16, return_logprob=True) for prompt in prompts]
+        assert_same(computed, again, 1e-4)
+        assert set(paths(again)) == {"ssd"}
+        # There is no state in the middle of a prompt.
+        answer = server.generate([*prompts[0][:500], *random_tokens(9, seed=95)], 1)
+        assert report(answer)["path"] == "computed"
+        assert report(answer)["why"]["reason"] == "no_state"
+        server.assert_whole()
+
+
+def test_states_at_the_ends_of_prompts(serve: Serve, model: Path) -> None:
+    flags = ("--mamba-radix-cache-strategy=no_buffer", "--disable-overlap-schedule")
+    prompt = random_tokens(700, seed=70)
+    with serve("hybrid-ends", *FLAGS, *flags, model=model, preload=HYBRID) as server:
+        server.generate(prompt, 1)
+        resident = server.generate([*prompt, 5], 16, return_logprob=True)
+        server.flush()
+        loaded = server.generate([*prompt, 5], 16, return_logprob=True)
+        assert report(loaded)["loaded_tokens"] == len(prompt)
+        assert_same([resident], [loaded], 1e-5)
+        server.assert_whole()
