@@ -41,6 +41,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "plugin.prefix_loads.PrefixLoads._look",
         "plugin.prefix_loads.PrefixLoads._slow",
         "serving.load_planner.LoadPlanner._estimate",
+        "serving.load_planner.LoadPlanner._states",
         "serving.load_planner.LoadPlanner.looks_for",
         "serving.load_planner.LoadPlanner.match",
         "serving.load_planner.LoadPlanner.plan",
