@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,78 +18,113 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     AUTO,
     AUTO_FLOOR,
+    BITS_TEXT,
     BOTH,
     CODED_POLICIES,
     CODES,
     EXACTLY,
+    IO_ENGINES,
+    KEEPS,
+    LOADS,
+    MEANINGS,
     OFF,
-    OPTIONS,
+    ON,
     PART_POLICIES,
+    POLICIES,
+    REORDER_KEYS,
+    SCHEDULES,
     USUAL,
     USUAL_BITS,
+    Option,
+    Rule,
+    above,
+    at_least,
+    between,
+    is_bits,
+    is_blend,
+    is_bucket,
+    is_number,
+    is_truncation,
     number_of_bits,
+    one_of,
 )
 
 CONFIG_VARIABLE = "IMPRESS_CONFIG"
 DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
 
 
+def _option(default: Any, rule: Rule) -> Any:
+    """A field of the configuration."""
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImpressConfig:
-    """All options of the extension; see `OPTIONS` for what each one means and its unit.
+    """All options of the extension: defaults, and which values are right; see `MEANINGS`.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    ssd_dir: str = DEFAULT_SSD_DIR
-    ssd_gb: float = 32.0
-    min_free_gb: float = 2.0
-    namespace_gb: float = 0.0
-    write_gb_per_day: float = 0.0
-    write_after: int = 2
-    ttl: float = 0.0
-    store: str = ""
-    store_gb: float = 0.0
-    retention: float | str = 1.0
-    min_retention: float = 0.05
-    bits: float | str = USUAL
-    basis: str = ""
-    keep: str = AUTO
-    probe_heads: int = 3
-    alpha: float = 0.6
-    chunk_tokens: int = 64
-    min_prefix_tokens: int = 256
-    policy: str = "impress"
-    io_engine: str = "auto"
-    io_depth: int = 128
-    readahead: float = 0.2
-    lookahead: str = "on"
-    schedule: str = "off"
-    load: str = "faster"
-    approximation_depth: int = 8
-    blend: float | str = "off"
-    blend_min_tokens: int = 512
-    blend_seconds: float = 5.0
-    truncate: float | str = "off"
-    io_timeout: float = 10.0
-    device_gb: float = 0.5
-    host_gb: float = 3.0
-    buffer_gb: float = 1.0
-    half_life: float = 200.0
-    reorder_interval: float = 60.0
-    reorder_key: str = "selected"
-    show_prompts: str = "off"
+    ssd_dir: str = _option(DEFAULT_SSD_DIR, Rule("a directory", lambda text: bool(text.strip())))
+    ssd_gb: float = _option(32.0, above(0))
+    min_free_gb: float = _option(2.0, at_least(0))
+    namespace_gb: float = _option(0.0, at_least(0))
+    write_gb_per_day: float = _option(0.0, at_least(0))
+    write_after: int = _option(2, between(1, 255))
+    ttl: float = _option(0.0, at_least(0))
+    store: str = _option("", Rule("s3://bucket/prefix", is_bucket))
+    store_gb: float = _option(0.0, at_least(0))
+    retention: float | str = _option(
+        1.0, Rule(f"0 < r <= 1, or {AUTO}", lambda r: r == AUTO or (is_number(r) and 0 < r <= 1))
+    )
+    min_retention: float = _option(0.05, between(0, 1))
+    bits: float | str = _option(
+        USUAL,
+        Rule(
+            f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
+            lambda bits: is_bits(bits) or bits in (AUTO, USUAL),
+        ),
+    )
+    basis: str = _option("", Rule("anything", lambda value: True))
+    keep: str = _option(AUTO, one_of(KEEPS))
+    probe_heads: int = _option(3, at_least(1))
+    alpha: float = _option(0.6, Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1))
+    chunk_tokens: int = _option(
+        64, Rule("a multiple of 8 between 8 and 4096", lambda n: 8 <= n <= 4096 and n % 8 == 0)
+    )
+    min_prefix_tokens: int = _option(256, at_least(1))
+    policy: str = _option("impress", one_of(POLICIES))
+    io_engine: str = _option("auto", one_of(IO_ENGINES))
+    io_depth: int = _option(128, between(1, 1024))
+    readahead: float = _option(0.2, at_least(0))
+    lookahead: str = _option("on", one_of((ON, OFF)))
+    schedule: str = _option("off", one_of(SCHEDULES))
+    load: str = _option("faster", one_of(LOADS))
+    approximation_depth: int = _option(8, at_least(0))
+    blend: float | str = _option("off", Rule(f"0 to 1, {AUTO} or {OFF}", is_blend))
+    blend_min_tokens: int = _option(512, at_least(1))
+    blend_seconds: float = _option(
+        5.0, Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60)
+    )
+    truncate: float | str = _option("off", Rule(f"between 0 and 1, or {OFF}", is_truncation))
+    io_timeout: float = _option(10.0, above(0))
+    device_gb: float = _option(0.5, at_least(0))
+    host_gb: float = _option(3.0, at_least(0))
+    buffer_gb: float = _option(1.0, above(0))
+    half_life: float = _option(200.0, at_least(0))
+    reorder_interval: float = _option(60.0, at_least(0))
+    reorder_key: str = _option("selected", one_of(REORDER_KEYS))
+    show_prompts: str = _option("off", one_of((ON, OFF)))
 
     def __post_init__(self) -> None:
-        types = {field.name: _ACCEPTED_TYPES[str(field.type)] for field in dataclasses.fields(self)}
         for option in OPTIONS:
             value = getattr(self, option.field)
             # type() and not isinstance(): True is an int to isinstance.
-            if type(value) not in types[option.field]:
+            if type(value) not in option.types:
                 raise ConfigError(f"{option.flag} has a value of the wrong type: {value!r}")
-            if (wrong := option.check(value)) is not None:
-                raise ConfigError(wrong)
+            if not option.rule.holds(value):
+                raise ConfigError(f"{option.flag} must be {option.rule.expected}, got {value!r}")
         most = 1.0 if self.auto_retention else self.usual_retention
         if self.min_retention > most:
             raise ConfigError(
@@ -173,11 +208,6 @@ class ImpressConfig:
         if self.auto_retention:
             return max(AUTO_FLOOR, self.min_retention)
         return float(self.retention)
-
-    @property
-    def part_retention(self) -> float:
-        """The retention expected of a request that uses a part of a prefix."""
-        return min(self.usual_retention, AUTO_FLOOR)
 
     @property
     def usual_bits(self) -> float:
@@ -270,12 +300,25 @@ def enable_for_engine(**options: Any) -> ImpressConfig:
     return config
 
 
-_ACCEPTED_TYPES: dict[str, set[type]] = {
-    "str": {str},
-    "float": {float, int},
-    "float | str": {float, int, str},
-    "int": {int},
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# By the type of a field: how its text is read, and which types its values have.
+_READ: dict[str, tuple[Callable[[str], Any], tuple[type, ...]]] = {
+    "str": (str, (str,)),
+    "float": (float, (float, int)),
+    "float | str": (_number_or_word, (float, int, str)),
+    "int": (int, (int,)),
 }
+OPTIONS = tuple(
+    Option(own.name, *_READ[str(own.type)], own.metadata["rule"], MEANINGS[own.name])
+    for own in dataclasses.fields(ImpressConfig)
+)
+"""The options, one for each field of the configuration."""
 
 
 def bytes_of(gigabytes: float) -> int:

@@ -1,6 +1,6 @@
-"""The options, one row each: name, how text is read, which values are allowed, what it means.
+"""What options may be, and what they mean; `config.ImpressConfig` has them, and their rules.
 
-Flags are named after the fields of `config.ImpressConfig`; docs/options.md is made from the rows.
+docs/options.md is made from both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CLASSES, SHORTEST = "classes", "shortest"
 SCHEDULES = (OFF, CLASSES, SHORTEST)
 
 
-def _is_bucket(text: str) -> bool:
+def is_bucket(text: str) -> bool:
     """Whether this is a bucket with or without a prefix, or empty."""
     return not text or re.fullmatch(r"s3://[^/\s]+(/\S*)?", text) is not None
 
@@ -120,6 +120,7 @@ class Option:
 
     field: str
     parse: Callable[[str], Any]
+    types: tuple[type, ...]
     rule: Rule
     help: str
 
@@ -128,73 +129,8 @@ class Option:
         """Its name on the command line."""
         return "--impress-" + self.field.replace("_", "-")
 
-    def check(self, value: object) -> str | None:
-        """What is wrong with a value of the right type, None if nothing is."""
-        if self.rule.holds(value):
-            return None
-        return f"{self.flag} must be {self.rule.expected}, got {value!r}"
 
-
-def _number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-_RULES: dict[str, tuple[Callable[[str], Any], Rule]] = {
-    "ssd_dir": (str, Rule("a directory", lambda text: bool(text.strip()))),
-    "ssd_gb": (float, above(0)),
-    "min_free_gb": (float, at_least(0)),
-    "namespace_gb": (float, at_least(0)),
-    "write_after": (int, between(1, 255)),
-    "write_gb_per_day": (float, at_least(0)),
-    "ttl": (float, at_least(0)),
-    "store": (str, Rule("s3://bucket/prefix", _is_bucket)),
-    "store_gb": (float, at_least(0)),
-    "retention": (
-        _number_or_word,
-        Rule(f"0 < r <= 1, or {AUTO}", lambda r: r == AUTO or (is_number(r) and 0 < r <= 1)),
-    ),
-    "min_retention": (float, between(0, 1)),
-    "bits": (
-        _number_or_word,
-        Rule(
-            f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
-            lambda bits: is_bits(bits) or bits in (AUTO, USUAL),
-        ),
-    ),
-    "basis": (str, Rule("anything", lambda value: True)),
-    "keep": (str, one_of(KEEPS)),
-    "probe_heads": (int, at_least(1)),
-    "alpha": (float, Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1)),
-    "chunk_tokens": (
-        int,
-        Rule("a multiple of 8 between 8 and 4096", lambda n: 8 <= n <= 4096 and n % 8 == 0),
-    ),
-    "min_prefix_tokens": (int, at_least(1)),
-    "policy": (str, one_of(POLICIES)),
-    "io_engine": (str, one_of(IO_ENGINES)),
-    "io_depth": (int, between(1, 1024)),
-    "io_timeout": (float, above(0)),
-    "readahead": (float, at_least(0)),
-    "lookahead": (str, one_of((ON, OFF))),
-    "schedule": (str, one_of(SCHEDULES)),
-    "load": (str, one_of(LOADS)),
-    "approximation_depth": (int, at_least(0)),
-    "blend": (_number_or_word, Rule(f"0 to 1, {AUTO} or {OFF}", is_blend)),
-    "blend_min_tokens": (int, at_least(1)),
-    "blend_seconds": (float, Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60)),
-    "truncate": (_number_or_word, Rule(f"between 0 and 1, or {OFF}", is_truncation)),
-    "device_gb": (float, at_least(0)),
-    "host_gb": (float, at_least(0)),
-    "buffer_gb": (float, above(0)),
-    "half_life": (float, at_least(0)),
-    "reorder_interval": (float, at_least(0)),
-    "reorder_key": (str, one_of(REORDER_KEYS)),
-    "show_prompts": (str, one_of((ON, OFF))),
-}
-_MEANINGS = {
+MEANINGS = {
     "ssd_dir": "Directory of the SSD store.",
     "ssd_gb": "Quota of the SSD store, in GB (10^9 bytes).",
     "min_free_gb": "Free space to leave on its file system, in GB.",
@@ -264,4 +200,4 @@ _MEANINGS = {
     "importance: its attention column sum, as in the paper.",
     "show_prompts": "on: GET /impress shows the first words of prompts instead of digests.",
 }
-OPTIONS = tuple(Option(name, *how, _MEANINGS[name]) for name, how in _RULES.items())
+"""What each option means, by its field."""

@@ -268,14 +268,14 @@ class Store:
             name = span.segment.segment_id
             if name not in self._places:
                 pages = np.ones(-(-span.segment.info.num_tokens // size), np.uint16)
-                self._places[name] = self._cache.attach(pages), len(pages)
+                self._places[name] = self._cache.placement.attach(pages), len(pages)
             base = self._places[name][0]
             found.append(np.arange(base + span.start // size, base + -(-span.stop // size)))
         return found
 
     def _forget(self, segment_id: str) -> None:
         if (place := self._places.pop(segment_id, None)) is not None:
-            self._cache.detach(*place)
+            self._cache.placement.detach(*place)
 
 
 def _no_layers(start: int) -> Any:

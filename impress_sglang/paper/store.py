@@ -13,7 +13,7 @@ from impress_sglang.paper.reordering import ReorderQueue
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE
 from impress_sglang.store.policies import make_policy
-from impress_sglang.store.store import Outcomes, PrefixStore
+from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
@@ -94,8 +94,8 @@ class PartStore(PrefixStore):
         finally:
             super().leave_disk()
 
-    def _take(self, outcomes: Outcomes) -> None:
-        super()._take(outcomes)
+    def _take(self) -> None:
+        super()._take()
         if self.reorders.has_ended:
             self._settle()
 

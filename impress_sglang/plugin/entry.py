@@ -189,7 +189,6 @@ _MANAGERS = "sglang.srt.managers"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _COMPONENTS = f"{_MANAGERS}.scheduler_components"
 _STREAMER = f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer"
-_SENDER = f"{_COMPONENTS}.output_sender.SenderWrapper"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _HTTP = "sglang.srt.entrypoints.http_server"
 HOOKS = tuple(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import OPTIONS, ImpressConfig
 from impress_sglang.errors import ConfigError
-from impress_sglang.options import OPTIONS
 
 # ServerArgs drops unknown arguments; underscore attributes survive its pickling to child processes.
 CONFIG_ATTRIBUTE = "_impress_config"

@@ -267,11 +267,7 @@ class PrefixLoads:
         return any(own is req for own in self._scheduler.waiting_queue)
 
     def check(self) -> None:
-        """Check that jobs, and the requests that wait for them, agree.
-
-        Raises:
-            AssertionError: they do not, which is a bug.
-        """
+        """Check that jobs, and the requests that wait for them, agree."""
         for rid, waiter in self.jobs.waiters.items():
             assert self._known[rid].waiter is waiter
         for job in self.jobs.jobs:

@@ -3,7 +3,7 @@
 SGLang cuts what a request has in `customized_info` by output tokens, so that an answer without any
 would have no report. Its output streamer takes one more value for each answer that it sends, and
 reports travel there. A request that ends outside that stream ends with a message that holds
-nothing but text. A tree cache uses `attach` and `report_of` only; the rest are hooks.
+nothing but text. A tree cache uses `attach` only; the rest are hooks.
 """
 
 from __future__ import annotations
@@ -52,12 +52,6 @@ def attach(req: Any, report: Report) -> None:
         setattr(req, _OF_REQUEST, _Carried(report))
     else:
         carried.before, carried.report = carried.used, report
-
-
-def report_of(req: Any) -> Report | None:
-    """The report that a request was given last; None if it was never matched."""
-    carried = _carried(req)
-    return None if carried is None else carried.report
 
 
 def opt_in(policy: str) -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from impress_sglang.plugin.checking import IntegrityCheck
 from impress_sglang.plugin.sweeps import Sweeps
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
 from impress_sglang.serving.custom_params import load_options_of
+from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.sights import Sights
 from impress_sglang.serving.why import Asked
+from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
-from impress_sglang.store.stored import StoredMatch
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -27,14 +28,13 @@ class ServedCache:
     """What one tree cache serves, and how; owned by the scheduler's thread.
 
     Attributes:
+        planner: finds what is stored of prompts.
         page_size: of SGLang's pool.
         sights: counts prompts; None unless that decides what is stored.
         queue_order: None if the queue is not reordered.
         attach: begins to serve, for a scheduler of SGLang's that is complete.
-        prefetch: notes what a waiting request will use; `again`: it is not new.
-        note_queue: notes the ids of the waiting queue in their final order.
+        look_again: notes what is cached of a waiting request, for `queue_order`.
         rest: called when the scheduler has nothing to do; returns whether jobs are waited for.
-        find: what is stored of a prompt as is wanted, or if `exactly`, of what was computed so.
         reorder: searches for prefixes worth reordering; None where nothing is ever reordered.
         ranks: carry out each request of an administrator together.
     """
@@ -43,16 +43,15 @@ class ServedCache:
     check: IntegrityCheck
     weights: WeightWatch
     sweeps: Sweeps
+    planner: LoadPlanner
     page_size: int
     sights: Sights | None
-    queue_order: QueueOrder | None
-    attach: Callable[[Any], None]
-    prefetch: Callable[..., None]
-    note_queue: Callable[[Sequence[str]], None]
-    rest: Callable[[], bool]
-    find: Callable[[str, Tokens, LoadOptions, bool], StoredMatch]
+    attach: Callable[[Any], None] = lambda _: None
+    look_again: Callable[[Any], None] = lambda _: None
+    rest: Callable[[], bool] = lambda: False
     reorder: Callable[[], dict[str, int] | None] = lambda: None
     ranks: Ranks = ALONE
+    queue_order: QueueOrder | None = None
 
     def tell_idle(self) -> None:
         """Wait a little for jobs, or tell the metrics what has happened."""
@@ -70,10 +69,14 @@ class ServedCache:
         return {**self.service.summary(), "integrity": self.check.state}
 
     def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
-        """What is stored of a prompt that is not being served, and why no more of it."""
+        """What is stored of a prompt that is not being served, and why no more of it.
+
+        `exactly`: of what was computed so.
+        """
         service, sights = self.service, self.sights
         wanted = LoadOptions() if exactly else load_options_of(None, service.config)
-        stored = self.find(namespace, tokens, wanted, exactly).num_tokens
+        least = EXACT if exactly else service.least(wanted)
+        stored = self.planner.match(namespace, tokens, least).num_tokens
         report = new_report(service.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)
         asked = Asked(report, namespace, tokens, wanted, seen)
@@ -125,9 +128,11 @@ def around_policy(
     if cache is None:
         return
     if order is not None:
-        order.look(waiting_queue, lambda req: cache.prefetch(req, again=True))
+        order.look(waiting_queue, cache.look_again)
         order.arrange(waiting_queue)
-    cache.note_queue([req.rid for req in waiting_queue])
+    if cache.service.lookahead.awaits:
+        # What earlier requests use is evicted last.
+        cache.service.lookahead.order([req.rid for req in waiting_queue])
 
 
 def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:

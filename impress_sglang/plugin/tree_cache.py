@@ -19,7 +19,7 @@ does. Only the scheduler's thread calls this class.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -106,25 +106,24 @@ class ImpressTreeCache(UnifiedRadixCache):
         self._saves = saves = WriteBack(self._shared, QuerySampler(model))
         self._requests = KnownRequests(self._shared, saves.sight)
         self._reports = RequestReports(self._shared, counts=saves.sights is not None)
-        order = None
-        if service.config.schedule != OFF:
-            order = QueueOrder(service.config.schedule, self._unread)
         # What is locked is not freed, and a rank does not know which of all writes are purged.
         let_go = None if ranks.alone else saves.give_all_up
         sweeps = Sweeps(self, partial(last_node, self), is_locked, partial(free_leaf, self), let_go)
         self.impress = ServedCache(
             service,
             IntegrityCheck(service.served, self._check_requests),
-            WeightWatch(service.served, read_identity, self._set_aside, self._is_empty, ranks),
+            WeightWatch(
+                *(service.served, read_identity, self._set_aside),
+                lambda: self._allocation.is_empty,
+                ranks,
+            ),
             sweeps,
+            self._planner,
             self.page_size,
             saves.sights,
-            order,
             attach=self.attach,
-            prefetch=self._look_again,
-            note_queue=self._note_queue,
+            look_again=self._look_again,
             rest=lambda: self.loads is not None and self.loads.rest(),
-            find=self._planner.find_wanted,
             ranks=ranks,
         )
         service.describe_pool = self._describe_pool
@@ -132,23 +131,18 @@ class ImpressTreeCache(UnifiedRadixCache):
     def attach(self, scheduler: Any) -> None:
         """Begin to serve, for a scheduler that is complete."""
         self.loads = PrefixLoads(self._shared, scheduler, self._requests, self._reports)
+        schedule = self._service.config.schedule
+        if self.impress is not None and schedule != OFF:
+            self.impress.queue_order = QueueOrder(schedule, self.loads.unread)
         # SGLang's seams for caches that load while requests queue.
         scheduler.enable_lmcache = True
 
-    def _look_again(self, req: Any, *, again: bool = False) -> None:
-        """Note again what is cached of a waiting request; SGLang itself tells of new ones."""
+    def _look_again(self, req: Any) -> None:
+        """Note what is cached of a waiting request, for the order of the queue."""
         known = self._known.get(req.rid)
         order = None if self.impress is None else self.impress.queue_order
         if known is not None and self.loads is not None and order is not None:
             self.loads.note_state(known, order)
-
-    def _note_queue(self, rids: Sequence[str]) -> None:
-        """Note the order of the queue: what earlier requests use is evicted last."""
-        if self._service.lookahead.awaits:
-            self._service.lookahead.order(rids)
-
-    def _unread(self, rid: str) -> float:
-        return 0.0 if self.loads is None else self.loads.unread(rid)
 
     # A request's way: match, plan, wait, be admitted, end.
 
@@ -430,10 +424,6 @@ class ImpressTreeCache(UnifiedRadixCache):
         if store is not None:
             store.writes.abandon()
         self._saves.give_all_up()
-
-    def _is_empty(self) -> bool:
-        """Whether no KV is left in the pool."""
-        return self._allocation.is_empty
 
     def _describe_pool(self) -> dict[str, int]:
         """How many tokens of the pool are ours, by what they are for."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.eligibility import MESSAGES
@@ -28,31 +28,12 @@ _READING_CHECKS = ("snapshot", "compare", "checksum")
 _READING_METHODS = ("save_remote_model", "save_sharded_model")
 
 
-class Served(Protocol):
-    """What is set aside and follows the weights, as `ServedStore` does."""
-
-    identity: str
-    aside: str | None
-
-    def take_over(self) -> None:
-        """Put what was opened in the background into use, if it is ready."""
-        ...
-
-    def reopen(self, identity: str) -> None:
-        """Serve other weights."""
-        ...
-
-    def use_again(self) -> None:
-        """All KVs in the pool now belong to `identity`."""
-        ...
-
-
 class WeightWatch:
     """Decides when the store is set aside, and when it is used again."""
 
     def __init__(
         self,
-        served: Served,
+        served: Any,
         read_identity: Callable[[], str],
         set_aside: Callable[[], None],
         is_empty: Callable[[], bool],
@@ -61,7 +42,7 @@ class WeightWatch:
         """Watch over the store that is served.
 
         Args:
-            served: the store.
+            served: a `ServedStore`, or what is set aside and used again like one.
             read_identity: returns the model identity of the current weights.
             set_aside: ends passes and writes, and forgets plans.
             is_empty: returns whether no KV is left in the pool.

@@ -35,11 +35,8 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store.content import meets
-from impress_sglang.store.losses import Cause
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.writing import Offer, StoreOutcome
-
-_REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRITE_BUDGET}
 
 
 class _Save:
@@ -317,7 +314,6 @@ class WriteBack:
             quality=quality,
             available_from=first,
             min_tokens=self._service.config.chunk_tokens,
-            holder=save,
             queries=lambda layer: queries.pop(layer).cpu() if layer in queries else None,
             ttl=ttl_of(req.sampling_params),
             priority=priority_of(req.sampling_params),
@@ -338,9 +334,7 @@ class WriteBack:
             )
             stored = store.writes.offer(known.namespace, behind)
             save.reading += stored is StoreOutcome.ACCEPTED
-        if (cause := _REFUSALS.get(outcome)) is not None:
-            known.refused = True
-            store.losses.note_tokens(store.namespace(known.namespace), tokens, cause)
+        known.refused = outcome in (StoreOutcome.NO_SPACE, StoreOutcome.SPENT)
         return save.reading > 0
 
     def _drop(self, save: _Save) -> None:

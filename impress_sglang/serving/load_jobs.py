@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 
 _Measurement: TypeAlias = tuple[PrefixStore, Sequence[StoredSpan], bool]
-# A measurement looks so often, in seconds, whether its read has ended; the reader gives up in time.
 
 
 class JobState(enum.Enum):
@@ -117,7 +116,6 @@ class LoadJob:
     """How many layers are in the slots, and those of a state."""
     planned_at: float = dataclasses.field(default_factory=time.monotonic)
     began_at: float = 0.0
-    ended_at: float = 0.0
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
     fills: FillStats = dataclasses.field(default_factory=FillStats)
     events: list[Any] = dataclasses.field(default_factory=list)
@@ -190,7 +188,7 @@ class LoadJob:
     def end(self, state: JobState, error: BaseException | None = None) -> None:
         """Note how the loader's work on it ended."""
         with self._changed:
-            self.state, self.error, self.ended_at = state, error, time.monotonic()
+            self.state, self.error = state, error
             self._changed.notify_all()
         self.done.set()
 

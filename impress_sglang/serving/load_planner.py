@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.service import Service
-from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.policies import LoadOptions
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.transfer.packed import PackedLayers
 
@@ -76,22 +75,12 @@ class LoadPlanner:
         """Round a number of tokens down to whole pages."""
         return num_tokens // self._page_size * self._page_size
 
-    def find_wanted(
-        self, namespace: str, tokens: Tokens, wanted: LoadOptions, exactly: bool
-    ) -> StoredMatch:
-        """The same of a prompt as is wanted, or if `exactly`, of what was computed exactly."""
-        if exactly:
-            return self.match(namespace, tokens, EXACT)
-        return self.find(namespace, tokens, self._service.class_of(wanted))
+    def match(self, namespace: str, tokens: Tokens, least: Quality | None) -> StoredMatch:
+        """The longest stored prefix of `tokens` that was computed so well, in whole pages.
 
-    def find(self, namespace: str, tokens: Tokens, own: KVClass) -> StoredMatch:
-        """The longest stored prefix of `tokens` that a class accepts, in whole pages."""
-        least = self._service.least_of(own)
-        return StoredMatch() if least is None else self.match(namespace, tokens, least)
-
-    def match(self, namespace: str, tokens: Tokens, least: Quality) -> StoredMatch:
-        """The longest stored prefix of `tokens` that was computed so well, in whole pages."""
-        if not self.looks_for(len(tokens)):
+        `least`: None for nothing that is stored.
+        """
+        if least is None or not self.looks_for(len(tokens)):
             return StoredMatch()
         match = self._service.store.match(namespace, tokens, least=least)
         return StoredMatch(match.slice(0, self.usable(match)))
@@ -122,7 +111,7 @@ class LoadPlanner:
 
         `tokens`: the prompt without its last token; `resident_len`: how many of them are resident.
         """
-        match = self.find(namespace, tokens, own)
+        match = self.match(namespace, tokens, self._service.least_of(own))
         if match.num_tokens - resident_len < self._config.min_prefix_tokens:
             return None
         spans = match.slice(resident_len, match.num_tokens)
@@ -148,7 +137,7 @@ class LoadPlanner:
             return longest
         found: dict[KVClass, Estimate] = {}
         for own in classes:
-            match = self.find(namespace, tokens, own)
+            match = self.match(namespace, tokens, self._service.least_of(own))
             if match.num_tokens < self._config.min_prefix_tokens:
                 continue
             if self._service.store.forecast.can_read(match.spans, in_codes=not own.exact):

@@ -67,11 +67,6 @@ class PoolLayerReader:
             # Other readers share the stream, so it waits only when this reader begins.
             self._after = [forward_stream.record_event(), current.record_event()]
 
-    def wait_for(self, event: Any) -> None:
-        """Make the copies that follow wait for an event of an accelerator."""
-        if self._stream is not None:
-            self._after.append(event)
-
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [t, G, D] of a layer, on the CPU.
 

@@ -71,18 +71,9 @@ def split_again(report: dict[str, object], **found: int) -> dict[str, int]:
 def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str, object]:
     """The `meta_info["impress"]` of a request before any stored prefix is used.
 
-    `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
-    (a stored prefix, whichever tier its chunks were in); `tokens` splits the `num_tokens` tokens of
-    the prompt by `SOURCES`. Lengths are in tokens, times in milliseconds; the counters of reads are
-    those of `ReadStats`. `shared_tokens` of a stored prefix were already in slots, for other
-    requests; `blended_tokens` are stored behind other text than here, and a share of them was
-    computed again; `truncated_tokens` were left out of an over-long prompt. `bits_mean` is bits
-    per element of what was loaded of a stored prefix (16: as it was computed), counting tokens that
-    no layer uses. `not_served` and `not_stored` say what keeps a request from the store
-    (`eligibility.py`), `why` is what `Explainer` says.
-
-    `probe_ms` and `load_ms` are the host's time. On an accelerator they include waiting for the
-    device, which may still be computing earlier layers.
+    docs/api.md says what each field means. Lengths are in tokens, times in milliseconds; the
+    counters of reads are those of `ReadStats`. `probe_ms` and `load_ms` are the host's time: on an
+    accelerator they include waiting for the device, which may still be computing earlier layers.
     """
     return {
         "policy": policy,

@@ -166,11 +166,7 @@ class ContentIndex:
         return tuple(runs)
 
     def check_integrity(self) -> None:
-        """Compare the windows with the segments.
-
-        Raises:
-            AssertionError: they differ, which is a bug.
-        """
+        """Compare the windows with the segments."""
         assert sorted(self._numbers.values()) == sorted(self._segments)
         there = set[tuple[int, int]]()
         for segment_id, number in self._numbers.items():

@@ -168,11 +168,7 @@ class EvictionOrder:
             self._join(segment)
 
     def check(self, segment: StoredSegment) -> None:
-        """Check that a segment of the tree has its place, in constant time.
-
-        Raises:
-            AssertionError: it has not, which is a bug.
-        """
+        """Check that a segment of the tree has its place, in constant time."""
         there, above = segment in self, segment.parent
         assert there == (segment.state is not SegmentState.LOST)
         assert segment.level is segment.own_level
@@ -182,11 +178,7 @@ class EvictionOrder:
             assert above not in self or above.last_access >= segment.last_access
 
     def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
-        """Compare with these segments, which have a file or will have one.
-
-        Raises:
-            AssertionError: they differ, or the order is wrong, which is a bug.
-        """
+        """Compare with these segments, which have a file or will have one."""
         places = {segment: place for place, segment in enumerate(self)}
         assert places.keys() == set(segments)
         assert self._changed.keys() <= places.keys()

@@ -158,11 +158,7 @@ class LookAhead:
         self._turns.clear()
 
     def check_integrity(self) -> None:
-        """Check that ranges by segment and by request agree.
-
-        Raises:
-            AssertionError: they do not, which is a bug.
-        """
+        """Check that ranges by segment and by request agree."""
         waiting = {
             (rid, segment_id, own)
             for segment_id, ranges in self._awaited.items()

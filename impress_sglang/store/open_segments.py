@@ -102,7 +102,7 @@ class OpenSegments:
         """The first id of the chunks of a kind, which are about to be read."""
         key = info.segment_id, codes
         if key not in self._ids:
-            first = self._cache.attach(chunk_pages(info.geometry, codes=codes))
+            first = self._cache.placement.attach(chunk_pages(info.geometry, codes=codes))
             self._ids[key] = first, info
             if ranges := self._awaited.get(info.segment_id):
                 self._expect(first, info, ranges, codes=codes)
@@ -226,7 +226,7 @@ class OpenSegments:
     def _forget(self, segment_id: str) -> None:
         for codes, (first, info) in self._kinds_of(segment_id):
             del self._ids[segment_id, codes]
-            self._cache.detach(first, len(chunk_pages(info.geometry, codes=codes)))
+            self._cache.placement.detach(first, len(chunk_pages(info.geometry, codes=codes)))
 
     def _kinds_of(self, segment_id: str) -> list[tuple[bool, tuple[int, SegmentInfo]]]:
         """What is known of the chunks of a segment, by whether codes are meant."""
@@ -342,16 +342,12 @@ class OpenSegments:
 
     @locked
     def check_integrity(self, live: Iterable[str]) -> None:
-        """Compare with the segments in the tree that have files, and check the caches.
-
-        Raises:
-            AssertionError: they differ, which is a bug.
-        """
+        """Compare with the segments in the tree that have files, and check the caches."""
         names = set(live)
         for segment_id, own in self._open.items():
             assert own.readers > 0 and own.retired == (segment_id not in names)
         assert {segment_id for segment_id, _ in self._ids} <= names | self._open.keys()
-        self._cache.check_integrity()
+        self._cache.placement.check_integrity()
 
     @locked
     def check(self, segment_id: str) -> None:

@@ -1,21 +1,8 @@
 """Policies: what is stored, how much of a prefix is used, and what keeps its place in the caches.
 
 A policy decides; it moves nothing. All policies share attention, I/O, tiers and admission, so that
-a difference between two servers is a difference of policy. They are the paper's systems (6.1, 6.3):
-
-    recompute          nothing stored
-    as                 whole prefix, LRU            AttentionStore-like
-    as+h2o+lru         all keys, important values, LRU
-    as+h2o+lfu         the same with LFU
-    paper+itf          the keys of probe heads tell the important part; LFU
-    paper+itf+reorder  the same, segments reordered
-    paper              the same, caches by score    IMPRESS
-
-and ours:
-
-    impress+lru        the prefix in few bits; LRU
-    impress+lfu        the same with LFU
-    impress            the same, caches by score
+a difference between two servers is a difference of policy. All but `impress*` are the paper's
+systems (6.1, 6.3); `as+h2o` loads all keys and important values.
 """
 
 from __future__ import annotations
@@ -58,12 +45,7 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """What one value of `--impress-policy` stands for.
-
-    Only for an `exact` request may loaded KVs, and those computed after them, be used where SGLang
-    expects exact ones, and it never loads approximate KVs. tests/unit/test_policies.py tests what
-    all policies have in common.
-    """
+    """What one value of `--impress-policy` stands for."""
 
     name: str
     replacement: Callable[[], ReplacementRule] = LeastRecentlyUsed
@@ -76,12 +58,6 @@ class Policy:
     """Whether segments keep the keys of probe heads apart."""
     reorders: bool = False
     """Whether stored segments are rewritten by importance."""
-    scores: bool = False
-    """Whether resident prefixes are evicted by score as well, instead of by recency."""
-
-    def exact(self, wanted: LoadOptions) -> bool:
-        """Whether a request gets all of a prefix as it was computed."""
-        return wanted.retention >= 1.0 and self.bits(wanted) == EXACT_BITS
 
     def bits(self, wanted: LoadOptions) -> float:
         """Bits per element, on average, of a loaded prefix; below `EXACT_BITS`: from codes."""
@@ -101,9 +77,9 @@ def make_policy(config: ImpressConfig) -> Policy:
         Policy("as+h2o+lfu", LeastFrequentlyUsed),
         Policy("paper+itf", LeastFrequentlyUsed, probes=True),
         Policy("paper+itf+reorder", LeastFrequentlyUsed, probes=True, reorders=True),
-        Policy("paper", score, probes=True, reorders=True, scores=True),
+        Policy("paper", score, probes=True, reorders=True),
         Policy("impress+lru", codes=True),
         Policy("impress+lfu", LeastFrequentlyUsed, codes=True),
-        Policy("impress", score, codes=True, scores=True),
+        Policy("impress", score, codes=True),
     )
     return next(policy for policy in policies if policy.name == config.policy)

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -244,13 +244,9 @@ class Quota:
             uses.note(used)
         return choice.victims if fits else None
 
-    def ended(self) -> dict[Path, Future[bool]]:
-        """Attempts to remove stores of other models that have ended."""
-        return {path: own for path, own in self._removing.items() if own.done()}
-
-    def take(self, removals: Mapping[Path, Future[bool]]) -> None:
-        """Count what was removed; what was not is served by another process."""
-        for path, removing in removals.items():
+    def take_removals(self) -> None:
+        """Count the stores of other models that were removed; others are served by a process."""
+        for path, removing in [own for own in self._removing.items() if own[1].done()]:
             del self._removing[path]
             if removing.exception() is None and removing.result():
                 self._health.free_bytes += self._others.pop(path)

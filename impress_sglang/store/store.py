@@ -13,8 +13,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Priority, Tokens
 from impress_sglang.store.disk import Answer, StoreDisk
 from impress_sglang.store.forecast import ReadForecast
-from impress_sglang.store.health import Task, Verdict, Work
+from impress_sglang.store.health import Verdict, Work
 from impress_sglang.store.keeping import FetchedSegments
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
@@ -43,7 +41,7 @@ from impress_sglang.store.peers import News
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.quota import Quota, WriteBudget
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
-from impress_sglang.store.writing import SegmentWrite, SegmentWrites
+from impress_sglang.store.writing import SegmentWrites
 from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.kv_codec import KVCodec
@@ -59,19 +57,6 @@ CHECKED_SEGMENTS = 8
 # How long a segment of another server that cannot be read now is not used, in seconds.
 REST_SECONDS = 60.0
 CHECKED_CHUNKS = 1024
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcomes:
-    """What the disk, clocks and other threads have brought since the last poll."""
-
-    writes: list[SegmentWrite]
-    removals: dict[Path, Future[bool]]
-    """Of stores of other models, which may have failed."""
-    tasks: list[tuple[Task, Future[Any]]]
-    expired: list[StoredSegment]
-    news: Iterator[News]
-    """What other servers have told, as long as there is time for it."""
 
 
 class PrefixStore:
@@ -192,26 +177,17 @@ class PrefixStore:
         All that depends on a clock, the disk or a thread enters the tree here and nowhere else.
         """
         if not self._closed:
-            self._take(self._collect())
+            self._take()
             self._begin_due()
 
-    def _collect(self) -> Outcomes:
-        return Outcomes(
-            writes=self.writes.ended(),
-            removals=self.quota.ended(),
-            tasks=self._disk.ended(),
-            expired=self.tree.order.take_due(time.time(), MOST_EXPIRED),
-            news=self._disk.take_news(),
-        )
-
-    def _take(self, outcomes: Outcomes) -> None:
+    def _take(self) -> None:
         self._lookahead.tell()
         self.segments.settle()
-        for write in outcomes.writes:
+        for write in self.writes.ended():
             self.writes.finish(write)
-        self.quota.take(outcomes.removals)
-        self.expire(outcomes.expired)
-        for news in outcomes.news:
+        self.quota.take_removals()
+        self.expire(self.tree.order.take_due(time.time(), MOST_EXPIRED))
+        for news in self._disk.take_news():
             self._hear(news)
         self._fetched.poll()
         self.foreign.place_again()
@@ -223,7 +199,7 @@ class PrefixStore:
                 del self._orders[0]
         elif self._disk.bucket is not None:
             self._disk.bucket.catch_up()
-        for task, future in outcomes.tasks:
+        for task, future in self._disk.ended():
             if task.work is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
             elif task.info is None:
@@ -322,11 +298,7 @@ class PrefixStore:
         return self.cache.summary()
 
     def check_integrity(self) -> None:
-        """Compare tree, quota, readers and caches with each other.
-
-        Raises:
-            AssertionError: they differ, which is a bug.
-        """
+        """Compare tree, quota, readers and caches with each other."""
         if self._closed:
             return
         self.tree.check_integrity()
@@ -337,11 +309,7 @@ class PrefixStore:
         self.segments.check_integrity(own.segment_id for own in segments if own.on_disk)
 
     def check_steps(self) -> Iterator[None]:
-        """Compare a little for each item taken; anything may happen between two of them.
-
-        Raises:
-            AssertionError: as for `check_integrity`.
-        """
+        """Compare a little for each item taken; anything may happen between two of them."""
         segments = list(self.tree.segments())
         for first in range(0, len(segments), CHECKED_SEGMENTS):
             own = segments[first : first + CHECKED_SEGMENTS]
@@ -349,7 +317,7 @@ class PrefixStore:
             yield
         for tier in CACHES:
             first = 0
-            while self.cache.check_some(tier, first, CHECKED_CHUNKS):
+            while self.cache.placement.check_members(tier, first, CHECKED_CHUNKS):
                 first += CHECKED_CHUNKS
                 yield
 

@@ -225,11 +225,7 @@ class StoredTree:
             self.order.settle(node.segment)
 
     def check_integrity(self) -> None:
-        """Recompute every invariant from the nodes.
-
-        Raises:
-            AssertionError: the tree is damaged, which is a bug.
-        """
+        """Recompute every invariant from the nodes."""
         covered = Counter[StoredSegment | None]()
         for root in self._roots.values():
             for node in deepest_first(root):
@@ -248,9 +244,6 @@ class StoredTree:
         """Check that a segment has its place in the tree, in its last `most` nodes.
 
         The time does not depend on how many segments build on it.
-
-        Raises:
-            AssertionError: as for `check_integrity`.
         """
         info, above, path = segment.info, segment.parent, self._paths[segment.segment_id]
         assert self._segments[segment.segment_id] is segment

@@ -103,7 +103,6 @@ class Offer:
         min_tokens: fewer new tokens than this are not worth a file.
         quality: quality of the new KVs.
         available_from: the reader has no KVs of earlier tokens; those must be stored already.
-        holder: who holds the memory of the KVs, in the caller's terms.
         queries: gives the last queries of a layer; called after the KVs of the layer were read.
         ttl: seconds after which the new KVs are removed; 0: only when room is needed.
         priority: priority of the new KVs when room is needed.
@@ -118,7 +117,6 @@ class Offer:
     min_tokens: int
     quality: Quality = EXACT
     available_from: int = 0
-    holder: object = None
     queries: QuerySource = no_queries
     ttl: float = 0.0
     priority: Priority = Priority.NORMAL
@@ -204,6 +202,7 @@ class SegmentWrites:
             return StoreOutcome.UNREACHABLE
         if self._quota.budget.is_spent:
             self.stats.offers_above_budget += 1
+            self.losses.note_tokens(namespace, tokens, Cause.WRITE_BUDGET)
             return StoreOutcome.SPENT
         if self._has_no_codes(namespace, tokens[:stop], start):
             return StoreOutcome.NOT_CODABLE
@@ -212,6 +211,7 @@ class SegmentWrites:
         victims = self._quota.make_room(segment, known, self.is_needed)
         if victims is None:
             self.stats.offers_without_space += 1
+            self.losses.note_tokens(namespace, tokens, Cause.NO_ROOM)
             self._ask_for_room(segment.file_bytes)
             return StoreOutcome.NO_SPACE
         if victims and self._quota.lacks > 0:
@@ -319,20 +319,9 @@ class SegmentWrites:
         is_read = self._segments.is_open(segment_id)
         return is_read or segment_id in self._lookahead or segment_id in self._disk.pins
 
-    def abandon(
-        self,
-        enough: Callable[[], bool] = lambda: False,
-        frees: Callable[[object], bool] = lambda holder: True,
-    ) -> None:
-        """Abandon writes, the latest first, until there is `enough`; never waits.
-
-        Writes go on if `frees` says of their holder that abandoning them frees nothing.
-        """
+    def abandon(self) -> None:
+        """Abandon all writes, the latest first; never waits."""
         for write in reversed(self._writes):
-            if write.abandoned or not frees(write.offer.holder):
-                continue
-            if enough():
-                return
             self._abandon(write)
 
     def _abandon(self, write: SegmentWrite) -> None:

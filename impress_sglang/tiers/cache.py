@@ -12,21 +12,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from impress_sglang.loops.types import Floats
+from impress_sglang.loops.placing import page_moves
+from impress_sglang.loops.types import Floats, Indices
 from impress_sglang.tiers.fence import CopyStream, Fence
-from impress_sglang.tiers.moves import ChunkMover, LoadedChunks
 from impress_sglang.tiers.page_copies import make_copier
-from impress_sglang.tiers.placement import (
-    CACHES,
-    Access,
-    Placement,
-    Tier,
-    check_members,
-    touch_tables,
-)
+from impress_sglang.tiers.placement import CACHES, Access, Moves, Placement, Tier
 from impress_sglang.tiers.rules import Ids, ReplacementRule
 from impress_sglang.tiers.slab import PageShape, Slab
 from impress_sglang.tiers.staging import Staging
@@ -38,6 +31,20 @@ class CopyStats:
 
     promoted_bytes: int = 0
     demoted_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedChunks:
+    """Chunks that were read from SSD into one memory, uint8 on the CPU.
+
+    `chunks` int64 [n] are their ids, distinct; `starts` int64 [n] the byte where each begins. From
+    there on its pages follow one after another; the memory also covers the unused rest of a last
+    page, with any content.
+    """
+
+    memory: Tensor
+    chunks: Indices
+    starts: Indices
 
 
 class ChunkCache:
@@ -61,6 +68,7 @@ class ChunkCache:
         self.device = device
         self.page = page
         self.copies = CopyStats()
+        self._max_chunk_pages = max_chunk_pages
         device_pages = device_bytes // self.page.page_bytes
         host_pages = host_bytes // self.page.page_bytes
         self.placement = Placement(
@@ -69,7 +77,6 @@ class ChunkCache:
             host_pages=host_pages,
             max_chunk_pages=max_chunk_pages,
         )
-        touch_tables(self.placement)
         pin = device.type == "cuda"
         device_slab = Slab(self.page, device_pages, device, option="--impress-device-gb", pin=False)
         cpu = torch.device("cpu")
@@ -82,14 +89,19 @@ class ChunkCache:
         """Where addresses of chunks are left for kernels."""
         self.copier = make_copier(self.page, device, self.staging)
         """Copies pages from and to the slabs."""
-        self._mover = ChunkMover(self.page, self.slabs, self.copy_stream, self.copier)
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
         """An empty cache that takes over the memory; this one must not be read any more."""
         self._synchronize()
         taken = copy.copy(self)
         taken.copies = CopyStats()
-        taken.placement = self.placement.emptied(rule)
+        sizes = self.placement.capacity
+        taken.placement = Placement(
+            rule,
+            device_pages=sizes[Tier.DEVICE],
+            host_pages=sizes[Tier.HOST],
+            max_chunk_pages=self._max_chunk_pages,
+        )
         self.slabs = {}
         return taken
 
@@ -98,19 +110,11 @@ class ChunkCache:
         host, device = (self.slabs[tier].address for tier in (Tier.HOST, Tier.DEVICE))
         return np.array([memory_address, host, device])
 
-    def attach(self, chunk_pages: npt.NDArray[np.uint16]) -> int:
-        """Take ids for new chunks with these numbers of pages; returns the first id."""
-        return self.placement.attach(chunk_pages)
-
-    def detach(self, base: int, count: int) -> None:
-        """Forget chunks."""
-        self.placement.detach(base, count)
-
     def expect(self, firsts: Ids, turns: Ids) -> None:
         """Note that requests wait for runs of neighbouring chunks, with the same turns in each run.
 
         `firsts` int64 [runs], the first id of each; `turns` int64 [chunks of a run], as for
-        `AwaitedLast.expect`.
+        `ReplacementRule.expect`.
         """
         ids = firsts[:, None] + np.arange(len(turns))
         self.placement.expect(ids.reshape(-1), np.tile(turns, len(firsts)))
@@ -120,7 +124,9 @@ class ChunkCache:
         return self.placement.access(ids, shares)
 
     def settle(self, access: Access, loaded: Sequence[LoadedChunks]) -> Fence | None:
-        """Carry out the moves; `loaded` has each kept chunk once.
+        """Carry out the moves; `loaded` has each kept chunk once. Waits for nothing.
+
+        On a GPU chunks move concurrently with the model, on a stream of their own.
 
         Returns:
             A fence before which `loaded` must not change; None if there was nothing to move.
@@ -131,7 +137,24 @@ class ChunkCache:
         pages = moves.pages_moved()
         self.copies.promoted_bytes += int(pages[:, Tier.DEVICE].sum()) * size
         self.copies.demoted_bytes += int(pages[Tier.DEVICE, Tier.HOST]) * size
-        return self._mover.move(moves, loaded)
+        sources, targets, cached = page_moves(
+            moves.counts,
+            moves.sources,
+            moves.source_pages,
+            _addresses(moves, loaded),
+            moves.targets,
+            moves.target_pages,
+            self.begins(),
+            size,
+        )
+        with self.copy_stream.after_reading():
+            if len(cached) and np.isin(targets, sources[cached]).any():
+                # Pages that are both source and target are set aside first.
+                aside = torch.empty(len(cached), size, dtype=torch.uint8, device=self.device)
+                kept = np.arange(len(cached)) * size + aside.data_ptr()
+                self.copier.copy(sources[cached], kept)
+                sources[cached] = kept
+            return self.copier.copy(sources, targets)
 
     def abandon(self, access: Access) -> None:
         """Give up an access whose read failed: chunks that were to move are in no cache then."""
@@ -151,22 +174,10 @@ class ChunkCache:
         """Sizes and counters for the statistics page."""
         return {
             **{tier.name.lower(): self._tier_summary(tier) for tier in CACHES},
-            **dataclasses.asdict(self.placement.stats),
+            **self.placement.moved(),
             **dataclasses.asdict(self.copies),
             "management_bytes": self.placement.num_bytes,
         }
-
-    def check_integrity(self) -> None:
-        """Check pages, tiers and heaps.
-
-        Raises:
-            AssertionError: they do not agree, which is a bug.
-        """
-        self.placement.check_integrity()
-
-    def check_some(self, tier: Tier, first: int, most: int) -> bool:
-        """Check some of the chunks of a tier; see `check_members`."""
-        return check_members(self.placement, tier, first, most)
 
     def _tier_summary(self, tier: Tier) -> dict[str, float | None]:
         size = self.page.page_bytes
@@ -176,3 +187,13 @@ class ChunkCache:
             "chunks": self.placement.cached_chunks(tier),
             "evicted_score": self.placement.evicted_scores.get(tier),
         }
+
+
+def _addresses(moves: Moves, loaded: Sequence[LoadedChunks]) -> Indices:
+    """Where chunks that were read begin in memory, int64 [moves]; 0 for those from a cache."""
+    starts, order = np.zeros(len(moves), np.int64), np.argsort(moves.chunks)
+    for part in loaded:
+        place = order[np.searchsorted(moves.chunks, part.chunks, sorter=order)]
+        assert np.array_equal(moves.chunks[place], part.chunks) and not moves.sources[place].any()
+        starts[place] = part.memory.data_ptr() + part.starts
+    return starts

@@ -73,10 +73,3 @@ class CopyStream:
         """Let work launched on the current stream from now on run after all copies."""
         if self._stream is not None and self._last_copy is not None:
             self._last_copy.order(torch.cuda.current_stream(self._stream.device))
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor from the CPU to a device, without waiting for the copy."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,11 +1,8 @@
-"""Copies pages between addresses: with a compiled loop on a CPU, with a kernel on a GPU.
-
-`PageCopier` is the contract; `test_pages` in tests/unit/triton/test_gather.py compares the two.
-"""
+"""Copies pages between addresses: with a compiled loop on a CPU, with a kernel on a GPU."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import abc
 
 import numpy as np
 import torch
@@ -17,11 +14,16 @@ from impress_sglang.tiers.slab import PageShape
 from impress_sglang.tiers.staging import Staging
 
 
-class PageCopier(Protocol):
-    """The contract. No page that is read is written."""
+class PageCopier(abc.ABC):
+    """Copies pages of one size. No page that is read is written."""
 
     in_place: bool
     """Whether who reads pages may as well read them where they are: all is on the host."""
+
+    def __init__(self, page: PageShape, device: torch.device, staging: Staging) -> None:
+        """`staging`: where addresses are left for the device."""
+        self._page_bytes = page.page_bytes
+        self._device, self._staging = device, staging
 
     def copy(self, sources: Indices, targets: Indices) -> Fence:
         """Copy pages between addresses, int64 [n] each.
@@ -29,38 +31,27 @@ class PageCopier(Protocol):
         Returns:
             A fence after which all is copied.
         """
-        ...
+        np.concatenate([sources, targets], out=self.begin(len(sources)))
+        return self.launch()
 
+    @abc.abstractmethod
     def begin(self, count: int) -> Indices:
         """Begin to copy pages: int64 [2 * count], for the addresses of sources, then of targets."""
-        ...
 
+    @abc.abstractmethod
     def launch(self) -> Fence:
         """Copy what was begun; see `copy`."""
-        ...
 
 
 def make_copier(page: PageShape, device: torch.device, staging: Staging) -> PageCopier:
     """The copier that fits the device."""
-    if device.type == "cuda":
-        return KernelCopier(page, device, staging)
-    return LoopCopier(page, device, staging)
+    return (KernelCopier if device.type == "cuda" else LoopCopier)(page, device, staging)
 
 
-class LoopCopier:
+class LoopCopier(PageCopier):
     """Has copied when it returns."""
 
     in_place = True
-
-    def __init__(self, page: PageShape, device: torch.device, staging: Staging) -> None:
-        self._page_bytes = page.page_bytes
-        self._device = device
-        self._numbers = np.empty(0, np.int64)
-
-    def copy(self, sources: Indices, targets: Indices) -> Fence:
-        """See `PageCopier`."""
-        copies.copy_pages(sources, targets, self._page_bytes)
-        return Fence(self._device)
 
     def begin(self, count: int) -> Indices:
         """See `PageCopier`."""
@@ -70,33 +61,17 @@ class LoopCopier:
     def launch(self) -> Fence:
         """See `PageCopier`."""
         half = len(self._numbers) // 2
-        return self.copy(self._numbers[:half], self._numbers[half:])
+        copies.copy_pages(self._numbers[:half], self._numbers[half:], self._page_bytes)
+        return Fence(self._device)
 
 
-class KernelCopier:
+class KernelCopier(PageCopier):
     """Launches on the current stream; nothing is waited for.
 
     It copies from any memory that the device can read to any that it can write.
     """
 
     in_place = False
-
-    def __init__(self, page: PageShape, device: torch.device, staging: Staging) -> None:
-        # Imported only where it is used: Triton is not needed on a CPU.
-        from impress_sglang.triton import pages
-
-        self._kernels = pages
-        self._page_bytes = page.page_bytes
-        self._device = device
-        self._staging = staging
-        self._table, self._numbers = staging.take(0)
-
-    def copy(self, sources: Indices, targets: Indices) -> Fence:
-        """See `PageCopier`."""
-        numbers = self.begin(len(sources))
-        numbers[: len(sources)] = sources
-        numbers[len(sources) :] = targets
-        return self.launch()
 
     def begin(self, count: int) -> Indices:
         """See `PageCopier`."""
@@ -105,10 +80,13 @@ class KernelCopier:
 
     def launch(self) -> Fence:
         """See `PageCopier`."""
+        # Imported only where it is used: Triton is not needed on a CPU.
+        from impress_sglang.triton import pages
+
         # The largest power of two that divides them all.
-        most = self._page_bytes | self._kernels.WORD_BYTES
+        most = self._page_bytes | pages.WORD_BYTES
         bits = int(np.bitwise_or.reduce(self._numbers, initial=most))
-        self._kernels.copy_pages(self._table, self._page_bytes, bits & -bits)
+        pages.copy_pages(self._table, self._page_bytes, bits & -bits)
         fence = Fence(self._device)
         self._staging.protect(fence)
         return fence

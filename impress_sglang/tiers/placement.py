@@ -29,7 +29,7 @@ from impress_sglang.loops.heaps import Heaps
 from impress_sglang.loops.placing import Caches, Touched
 from impress_sglang.loops.types import Floats
 from impress_sglang.threads import locked
-from impress_sglang.tiers.rules import AwaitedLast, Ids, ReplacementRule
+from impress_sglang.tiers.rules import Ids, ReplacementRule
 from impress_sglang.tiers.tables import IdRanges, grown
 
 Pages = npt.NDArray[np.int32]
@@ -47,17 +47,6 @@ class Tier(enum.IntEnum):
 
 CACHES = (Tier.DEVICE, Tier.HOST)
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlacementStats:
-    """Counters since start, in chunks."""
-
-    promoted: int = 0
-    demoted: int = 0
-    admitted_device: int = 0
-    admitted_host: int = 0
-    dropped: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +113,7 @@ class Placement:
         """By tier: the score, at that time, of the last chunk that left it for a lower one; see
         `ReplacementRule.score`."""
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
-        self._rule = AwaitedLast(rule)
+        self._rule = rule
         self._width = width = max_chunk_pages
         # Every chunk in a cache has at least one page.
         most = max(host_pages, device_pages)
@@ -150,18 +139,18 @@ class Placement:
         self._make_touched(_FIRST_TOUCHED)
         self._ids = IdRanges()
         self._grow(max(_FIRST_CHUNKS, host_pages + device_pages))
+        self._touch_tables()
 
-    @property
-    def stats(self) -> PlacementStats:
-        """Counters since start."""
+    def moved(self) -> dict[str, int]:
+        """How many chunks went from tier to tier since start."""
         moved = self._moved.tolist()
-        return PlacementStats(
-            promoted=moved[3 * _HOST + _DEVICE],
-            demoted=moved[3 * _DEVICE + _HOST],
-            admitted_device=moved[3 * _SSD + _DEVICE],
-            admitted_host=moved[3 * _SSD + _HOST],
-            dropped=moved[3 * _HOST + _SSD] + moved[3 * _DEVICE + _SSD],
-        )
+        return {
+            "promoted": moved[3 * _HOST + _DEVICE],
+            "demoted": moved[3 * _DEVICE + _HOST],
+            "admitted_device": moved[3 * _SSD + _DEVICE],
+            "admitted_host": moved[3 * _SSD + _HOST],
+            "dropped": moved[3 * _HOST + _SSD] + moved[3 * _DEVICE + _SSD],
+        }
 
     @property
     def enabled(self) -> bool:
@@ -182,15 +171,6 @@ class Placement:
     def cached_chunks(self, tier: int) -> int:
         """Number of chunks in a cache."""
         return int(self._caches.heaps.sizes[tier - 1])
-
-    def emptied(self, rule: ReplacementRule) -> Placement:
-        """A placement without chunks, for the same pages."""
-        return Placement(
-            rule,
-            device_pages=self.capacity[Tier.DEVICE],
-            host_pages=self.capacity[Tier.HOST],
-            max_chunk_pages=self._width,
-        )
 
     @locked
     def attach(self, num_pages: npt.NDArray[np.uint16]) -> int:
@@ -225,7 +205,7 @@ class Placement:
 
     @locked
     def expect(self, ids: Ids, turns: Ids) -> None:
-        """Note that requests wait for chunks, or no longer do: see `AwaitedLast.expect`."""
+        """Note that requests wait for chunks, or no longer do: see `ReplacementRule.expect`."""
         self._rule.expect(ids, turns)
         heaps.note_falls(self._caches.heaps, ids, self._caches.tiers.take(ids))
 
@@ -323,21 +303,13 @@ class Placement:
 
     @locked
     def check_integrity(self) -> None:
-        """Check that pages, tiers and heaps agree.
-
-        Raises:
-            AssertionError: they do not, which is a bug.
-        """
+        """Check that pages, tiers and heaps agree."""
         caches, heaps, priorities = self._caches, self._caches.heaps, self._rule.priorities
         assert heaps.priorities is priorities
         for tier in CACHES:
             row, members = tier - 1, np.flatnonzero(caches.tiers == tier)
-            heap = heaps.members[row, 1 : 1 + heaps.sizes[row]]
-            assert np.array_equal(np.sort(heap), members)
-            assert np.array_equal(heaps.places[heap], 1 + np.arange(len(heap)))
-            noted = heaps.noted[row, 1 : 1 + len(heap)]
-            assert (noted <= priorities[heap]).all()
-            assert (noted[1:] >= noted[np.arange(2, 1 + len(heap)) // 2 - 1]).all()
+            assert np.array_equal(np.sort(heaps.members[row, 1 : 1 + heaps.sizes[row]]), members)
+            self.check_members(tier, 0, len(members))
             pages = self._pages_of(members)
             used = np.arange(pages.shape[1]) < caches.num_pages[members][:, None]
             held = pages[used].tolist()
@@ -349,46 +321,36 @@ class Placement:
         assert not caches.tiers[~owned].any(), "a chunk without an owner is cached"
         assert not priorities[~owned].any()
 
+    def _touch_tables(self) -> None:
+        """Write to all of the tables once, so that no request waits for their memory later.
 
-def touch_tables(placement: Placement) -> None:
-    """Write to all of an empty placement once, so that no request waits for its memory later.
+        There are entries for as many chunks as can be cached; the lowest ids are used first.
+        """
+        caches, heaps, marks = self._caches, self._caches.heaps, self._touched.marks
+        self._rule.forget(0, len(caches.tiers))
+        for table in (caches.tiers, caches.num_pages, caches.first, heaps.places, marks):
+            table[:] = 0
+        for row, own in enumerate(caches.capacity.tolist()):
+            for places in (caches.following, heaps.members, heaps.noted):
+                places[row, : 1 + own] = 0
 
-    There are entries for as many chunks as can be cached; the lowest ids are used first.
-    """
-    caches, heaps, size = placement._caches, placement._caches.heaps, len(placement._caches.tiers)
-    placement._rule.forget(0, size)
-    marks = placement._touched.marks
-    for table in (caches.tiers, caches.num_pages, caches.first, heaps.places, marks):
-        table[:] = 0
-    for row, own in enumerate(caches.capacity.tolist()):
-        for places in (caches.following, heaps.members, heaps.noted):
-            places[row, : 1 + own] = 0
+    @locked
+    def check_members(self, tier: int, first: int, most: int) -> bool:
+        """Check that some chunks of a cache, given by places in its heap, are where they should be.
 
-
-def check_members(placement: Placement, tier: int, first: int, most: int) -> bool:
-    """Check that some chunks of a cache, given by places in its heap, are where they should be.
-
-    The time depends only on their number. Returns whether there are more behind them.
-
-    Raises:
-        AssertionError: they are not, which is a bug.
-    """
-    with placement._lock:
-        return _check_members(placement, tier, first, most)
-
-
-def _check_members(placement: Placement, tier: int, first: int, most: int) -> bool:
-    caches, row = placement._caches, tier - 1
-    heaps, capacity = caches.heaps, placement.capacity[tier]
-    assert 0 <= caches.free[row] <= capacity
-    end = 1 + int(heaps.sizes[row])
-    places = np.arange(1 + first, min(1 + first + most, end))
-    members, noted = heaps.members[row, places], heaps.noted[row, places]
-    assert (caches.tiers[members] == tier).all()
-    assert (heaps.places[members] == places).all()
-    assert (noted <= heaps.priorities[members]).all()
-    assert (heaps.noted[row, np.maximum(places // 2, 1)] <= noted).all()
-    pages = placement._pages_of(members)
-    used = pages[np.arange(pages.shape[1]) < caches.num_pages[members][:, None]]
-    assert ((used >= 0) & (used < capacity)).all()
-    return 1 + first + most < end
+        The time depends only on their number. Returns whether there are more behind them.
+        """
+        caches, row = self._caches, tier - 1
+        heaps, capacity = caches.heaps, self.capacity[tier]
+        assert 0 <= caches.free[row] <= capacity
+        end = 1 + int(heaps.sizes[row])
+        places = np.arange(1 + first, min(1 + first + most, end))
+        members, noted = heaps.members[row, places], heaps.noted[row, places]
+        assert (caches.tiers[members] == tier).all()
+        assert (heaps.places[members] == places).all()
+        assert (noted <= heaps.priorities[members]).all()
+        assert (heaps.noted[row, np.maximum(places // 2, 1)] <= noted).all()
+        pages = self._pages_of(members)
+        used = pages[np.arange(pages.shape[1]) < caches.num_pages[members][:, None]]
+        assert ((used >= 0) & (used < capacity)).all()
+        return 1 + first + most < end

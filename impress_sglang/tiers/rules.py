@@ -11,7 +11,9 @@ that also change while an item is outside.
 
 from __future__ import annotations
 
-from typing import Protocol
+import abc
+import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,106 +37,104 @@ _AWAITED = 2**62
 LEAST_SHARE = 1e-6
 
 
-class ReplacementRule(Protocol):
-    """The contract; tests/unit/test_rules.py runs it on every implementation.
+class ReplacementRule(abc.ABC):
+    """Counts accesses to chunks in tables by id, where new chunks have 0, and ranks them.
 
-    Priorities are int64 below 2**62; a chunk that was never accessed has 0, any other more. They
-    change only when chunks are accessed: ageing gives higher priorities to later accesses.
+    By the rule itself, priorities are int64 below 2**62; a chunk that was never accessed has 0, any
+    other more. They change only when chunks are accessed: ageing gives higher priorities to later
+    accesses. Chunks that requests wait for are worth more than all others, and of two such chunks
+    the one with the earlier turn: the optimal rule (Belady) keeps what is needed soonest, and the
+    queue is all that is known of the future.
     """
+
+    def __init__(self, *dtypes: type[np.generic]) -> None:
+        """Begin without chunks, with a table of each dtype."""
+        self.priorities: Ids = np.zeros(0, np.int64)
+        """By id, of awaited chunks as well."""
+        self._tables: list[npt.NDArray[Any]] = [np.zeros(0, dtype) for dtype in dtypes]
+        self._requests = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tables."""
+        return sum(own.nbytes for own in (self.priorities, *self._tables))
 
     def resize(self, num_chunks: int) -> None:
         """Make room for the ids [0, num_chunks)."""
-        ...
+        self.priorities = grown(self.priorities, num_chunks)
+        self._tables = [grown(own, num_chunks) for own in self._tables]
 
     def advance(self) -> None:
         """Note that a new request begins."""
-        ...
+        self._requests += 1
 
-    def record(self, ids: Ids, shares: Floats) -> Ids:
-        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted.
+    def record(self, ids: Ids, shares: Floats) -> None:
+        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted."""
+        loops.update_scores(ids, self._count(ids, shares), self.priorities, _AWAITED)
 
-        Returns their priorities.
-        """
-        ...
-
-    def priorities(self, ids: Ids) -> Ids:
-        """The priorities of chunks."""
-        ...
-
-    def score(self, chunk: int) -> float:
-        """The present score of a chunk, in units of the rule; ordered like the priorities."""
-        ...
+    def expect(self, ids: Ids, turns: Ids) -> None:
+        """Note the int64 turns of requests that wait for distinct chunks; NOBODY: none does now."""
+        worth = _AWAITED + LAST_TURN - turns
+        self.priorities[ids] = np.where(turns == NOBODY, self._ranks(ids), worth)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """Let new chunks replace old ones: `ids` get the history of `sources`, and new shares."""
-        ...
+        self._copy(ids, sources, shares)
+        loops.update_scores(ids, self._ranks(ids), self.priorities, _AWAITED)
 
     def forget(self, base: int, count: int) -> None:
         """Forget neighbouring chunks, whose ids may be given to others."""
-        ...
+        for own in (self.priorities, *self._tables):
+            own[base : base + count] = 0
+
+    @abc.abstractmethod
+    def score(self, chunk: int) -> float:
+        """The present score of a chunk, in units of the rule; ordered like the priorities."""
+
+    @abc.abstractmethod
+    def _count(self, ids: Ids, shares: Floats) -> Ids:
+        """Count an access; returns the priorities by the rule itself."""
+
+    def _ranks(self, ids: Ids) -> Ids:
+        """The priorities of chunks by the rule itself."""
+        return self._tables[0].take(ids)
+
+    def _copy(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        for own in self._tables:
+            own[ids] = own[sources]
 
 
-class _OneNumber:
-    """A rule that keeps one number per chunk, its priority."""
-
-    def __init__(self) -> None:
-        self._values: Ids = np.zeros(0, np.int64)
-
-    def resize(self, num_chunks: int) -> None:
-        """See `ReplacementRule`."""
-        self._values = grown(self._values, num_chunks)
-
-    def priorities(self, ids: Ids) -> Ids:
-        """See `ReplacementRule`."""
-        return self._values.take(ids)
-
-    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """See `ReplacementRule`."""
-        self._values[ids] = self._values[sources]
-
-    def forget(self, base: int, count: int) -> None:
-        """See `ReplacementRule`."""
-        self._values[base : base + count] = 0
-
-
-class LeastRecentlyUsed(_OneNumber):
+class LeastRecentlyUsed(ReplacementRule):
     """LRU: priority is the number of the request that last used the chunk."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._now = 0
-
-    def advance(self) -> None:
-        """See `ReplacementRule`."""
-        self._now += 1
-
-    def record(self, ids: Ids, shares: Floats) -> Ids:
-        """See `ReplacementRule`."""
-        self._values[ids] = max(self._now, 1)
-        return self.priorities(ids)
+        super().__init__(np.int64)
 
     def score(self, chunk: int) -> float:
-        """See `ReplacementRule`: requests since the last use, as a negative number."""
-        return float(self._values[chunk] - max(self._now, 1))
+        """Requests since the last use, as a negative number."""
+        return float(self._tables[0][chunk] - max(self._requests, 1))
+
+    def _count(self, ids: Ids, shares: Floats) -> Ids:
+        self._tables[0][ids] = max(self._requests, 1)
+        return self._ranks(ids)
 
 
-class LeastFrequentlyUsed(_OneNumber):
+class LeastFrequentlyUsed(ReplacementRule):
     """LFU: priority is the number of accesses, kept while a chunk is outside the caches."""
 
-    def advance(self) -> None:
-        """See `ReplacementRule`."""
-
-    def record(self, ids: Ids, shares: Floats) -> Ids:
-        """See `ReplacementRule`."""
-        self._values[ids] += 1
-        return self.priorities(ids)
+    def __init__(self) -> None:
+        super().__init__(np.int64)
 
     def score(self, chunk: int) -> float:
-        """See `ReplacementRule`: the number of uses."""
-        return float(self._values[chunk])
+        """The number of uses."""
+        return float(self._tables[0][chunk])
+
+    def _count(self, ids: Ids, shares: Floats) -> Ids:
+        self._tables[0][ids] += 1
+        return self._ranks(ids)
 
 
-class ImportanceScore:
+class ImportanceScore(ReplacementRule):
     """IMPRESS 4.4.2: access frequency x moving average of the share of important rows.
 
     The paper does not say how a frequency decays. Here all counts are halved every `half_life`
@@ -150,110 +150,29 @@ class ImportanceScore:
 
     def __init__(self, half_life: float) -> None:
         """`half_life` is in requests; 0 keeps every access for ever."""
-        self.shares: Floats = np.zeros(0)
-        self.frequencies: Floats = np.zeros(0)
-        self._doublings = np.zeros(0, np.int32)
-        self._accesses = np.zeros(0, np.uint16)
-        self._half_life = half_life
-        self._requests = 0
-        self._now = 0
-
-    def resize(self, num_chunks: int) -> None:
-        """See `ReplacementRule`."""
-        self.shares = grown(self.shares, num_chunks)
-        self.frequencies = grown(self.frequencies, num_chunks)
-        self._doublings = grown(self._doublings, num_chunks)
-        self._accesses = grown(self._accesses, num_chunks)
-
-    def advance(self) -> None:
-        """See `ReplacementRule`."""
-        self._requests += 1
-        if self._half_life and self._requests >= self._half_life:
-            self._requests = 0
-            self._now += 1
-
-    def record(self, ids: Ids, shares: Floats) -> Ids:
-        """See `ReplacementRule`."""
-        return loops.record_scores(
-            ids,
-            shares,
-            self._accesses,
-            self.shares,
-            self.frequencies,
-            self._doublings,
-            self._now,
-            AVERAGE_WEIGHT,
-            MOST_ACCESSES,
-        )
-
-    def priorities(self, ids: Ids) -> Ids:
-        """See `ReplacementRule`."""
-        return loops.scores_of(ids, self.shares, self.frequencies, self._doublings)
-
-    def score(self, chunk: int) -> float:
-        """See `ReplacementRule`: uses of the whole chunk, halved for every half-life since."""
-        age = int(self._doublings[chunk]) - self._now
-        return float(self.frequencies[chunk] * self.shares[chunk]) * 2.0**age
-
-    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """See `ReplacementRule`."""
-        for values in (self.frequencies, self._doublings, self._accesses):
-            values[ids] = values[sources]
-        self.shares[ids] = np.maximum(shares, LEAST_SHARE)
-
-    def forget(self, base: int, count: int) -> None:
-        """See `ReplacementRule`."""
-        for values in (self.shares, self.frequencies, self._doublings, self._accesses):
-            values[base : base + count] = 0
-
-
-class AwaitedLast:
-    """The priorities of another rule, but chunks that requests wait for are worth more than others.
-
-    Of two such chunks, the one with the earlier turn is worth more: the optimal rule (Belady) keeps
-    what is needed soonest, and the queue is all that is known of the future.
-    """
-
-    def __init__(self, rule: ReplacementRule) -> None:
-        """`rule` decides between chunks that nobody waits for."""
-        self.priorities: Ids = np.zeros(0, np.int64)
-        """By id; 0 for chunks that were never accessed and for which no request waits."""
-        self._rule = rule
-
-    def resize(self, num_chunks: int) -> None:
-        """Make room for the ids [0, num_chunks)."""
-        self._rule.resize(num_chunks)
-        self.priorities = grown(self.priorities, num_chunks)
-
-    def advance(self) -> None:
-        """Note that a new request begins."""
-        self._rule.advance()
-
-    def record(self, ids: Ids, shares: Floats) -> None:
-        """Count an access; see `ReplacementRule.record`."""
-        loops.update_scores(ids, self._rule.record(ids, shares), self.priorities, _AWAITED)
-
-    def score(self, chunk: int) -> float:
-        """The score of a chunk by the other rule."""
-        return self._rule.score(chunk)
-
-    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """Let new chunks replace old ones; see `ReplacementRule.inherit`."""
-        self._rule.inherit(ids, sources, shares)
-        loops.update_scores(ids, self._rule.priorities(ids), self.priorities, _AWAITED)
-
-    def forget(self, base: int, count: int) -> None:
-        """Forget neighbouring chunks, whose ids may be given to others."""
-        self._rule.forget(base, count)
-        self.priorities[base : base + count] = 0
-
-    def expect(self, ids: Ids, turns: Ids) -> None:
-        """Note the int64 turns of requests that wait for distinct chunks; NOBODY: none does now."""
-        worth = _AWAITED + LAST_TURN - turns
-        self.priorities[ids] = np.where(turns == NOBODY, self._rule.priorities(ids), worth)
+        # Shares, frequencies, doublings and accesses.
+        super().__init__(np.float64, np.float64, np.int32, np.uint16)
+        self._half_life = math.ceil(half_life)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of its tables, and of those of the other rule."""
-        values = (*vars(self).values(), *vars(self._rule).values())
-        return sum(array.nbytes for array in values if isinstance(array, np.ndarray))
+    def _now(self) -> int:
+        """How often a half-life has passed."""
+        return self._requests // self._half_life if self._half_life else 0
+
+    def score(self, chunk: int) -> float:
+        """Uses of the whole chunk, halved for every half-life since."""
+        shares, frequencies, doublings, _ = self._tables
+        age = int(doublings[chunk]) - self._now
+        return float(frequencies[chunk] * shares[chunk]) * 2.0**age
+
+    def _count(self, ids: Ids, shares: Floats) -> Ids:
+        averages, frequencies, doublings, accesses = self._tables
+        tables = accesses, averages, frequencies, doublings
+        return loops.record_scores(ids, shares, *tables, self._now, AVERAGE_WEIGHT, MOST_ACCESSES)
+
+    def _ranks(self, ids: Ids) -> Ids:
+        return loops.scores_of(ids, *self._tables[:3])
+
+    def _copy(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        super()._copy(ids, sources, shares)
+        self._tables[0][ids] = np.maximum(shares, LEAST_SHARE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -15,7 +16,24 @@ from torch import Tensor
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
-from impress_sglang.tiers.pinning import pin_memory
+
+
+def pin_memory(memory: AlignedMemory) -> None:
+    """Pin memory, as long as it exists, so that the current CUDA device reads it directly.
+
+    torch's own pinned tensors would take the next power of two of bytes.
+
+    Raises:
+        ConfigError: the system does not allow so much pinned memory.
+    """
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(memory.address, len(memory), 0)
+    if int(error) != 0:
+        raise ConfigError(
+            f"{len(memory) / 1e6:.0f} MB of host memory cannot be pinned (CUDA: {int(error)}); "
+            "lower --impress-host-gb or raise the limit of locked memory (ulimit -l)"
+        )
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.address)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -64,14 +64,6 @@ class Staging:
         parts = zip(staged.split(sizes), arrays, strict=True)
         return [part.view(own.shape) for part, own in parts]
 
-    def upload(self, numbers: Indices) -> Tensor:
-        """Copy numbers of any shape to the device, without waiting for the copy."""
-        staged, own = self.take(numbers.size)
-        own[:] = numbers.reshape(-1)
-        on_device = staged.to(self._device, non_blocking=True, copy=True)
-        self.protect(Fence(self._device))
-        return on_device.view(numbers.shape)
-
     def protect(self, fence: Fence) -> None:
         """Keep what was taken until a fence behind the launch that reads it."""
         self._read.append((self._taken, fence))

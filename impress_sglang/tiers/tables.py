@@ -81,11 +81,7 @@ class IdRanges:
             self.lengths = np.insert(self.lengths, at, stop - base)
 
     def owned(self, size: int) -> npt.NDArray[np.bool_]:
-        """Which of the first `size` ids are handed out.
-
-        Raises:
-            AssertionError: gaps overlap, which is a bug.
-        """
+        """Which of the first `size` ids are handed out."""
         found = np.ones(size, np.bool_)
         for base, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
             assert found[base : base + length].all()

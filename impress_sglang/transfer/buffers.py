@@ -21,7 +21,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader, BlockRuns, PendingRead
 from impress_sglang.tiers.fence import Fence
-from impress_sglang.tiers.pinning import pin_memory
+from impress_sglang.tiers.slab import pin_memory
 
 _GRAIN = 1 << 20
 _NO_READ = -1

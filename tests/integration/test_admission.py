@@ -10,9 +10,8 @@ import pytest
 
 from impress_sglang.options import AUTO
 from impress_sglang.plugin import known
-from impress_sglang.plugin.reports import report_of
 from impress_sglang.serving.load_planner import LoadPlan
-from tests.integration.worlds import STORED, TOKENS, World
+from tests.integration.worlds import STORED, TOKENS, World, report_of
 
 
 @pytest.fixture

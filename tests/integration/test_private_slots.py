@@ -6,9 +6,8 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.plugin.reports import report_of
 from impress_sglang.serving.why import Reason
-from tests.integration.worlds import SHAPE, TOKENS, World
+from tests.integration.worlds import SHAPE, TOKENS, World, report_of
 
 pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 

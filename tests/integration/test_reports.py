@@ -23,12 +23,11 @@ from impress_sglang.plugin.reports import (
     around_meta_info,
     attach,
     before_output,
-    report_of,
 )
 from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.serving.report import RecentRequests, new_report
 from impress_sglang.serving.why import Reason
-from tests.integration.worlds import STORED, World
+from tests.integration.worlds import STORED, World, report_of
 
 LENGTH, ABORT = {"type": "length"}, {"type": "abort"}
 

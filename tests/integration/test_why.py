@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from impress_sglang.plugin import known
-from impress_sglang.plugin.reports import report_of
 from impress_sglang.serving.why import Reason
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import SegmentState, StoredSegment
-from tests.integration.worlds import STORED, TOKENS, World
+from tests.integration.worlds import STORED, TOKENS, World, report_of
 
 
 @pytest.fixture

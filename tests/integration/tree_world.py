@@ -32,12 +32,12 @@ from impress_sglang.blend.plugin import blends
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF
 from impress_sglang.plugin.pools import PoolLayers
-from impress_sglang.plugin.reports import report_of
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
 from tests.integration import tiny_model
+from tests.integration.worlds import report_of
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import DEFAULTS
 from tests.unit.waiting import wait_until

@@ -40,6 +40,7 @@ from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from impress_sglang.plugin.admin import MESSAGE, around_message
 from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.reports import Report, _carried
 from impress_sglang.plugin.weights import around_handler
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT
@@ -100,6 +101,12 @@ class Saver:
 def prompt_of(first: int, fork: int = TOKENS) -> list[int]:
     """It has other tokens than the one that begins alike, from `fork` on."""
     return [*range(first, first + fork), *range(first + 500, first + 500 + TOKENS - fork)]
+
+
+def report_of(req: Any) -> Report | None:
+    """The report that a request was given last; None if it was never matched."""
+    carried = _carried(req)
+    return None if carried is None else carried.report
 
 
 def make_runtime(

@@ -96,7 +96,7 @@ class CodedCase:
                     device_bytes=device_pages * BLOCK,
                     host_bytes=host_pages * BLOCK,
                 )
-            base = self.cache.attach(chunk_pages(segment.layout, codes=True))
+            base = self.cache.placement.attach(chunk_pages(segment.layout, codes=True))
             self.spans.append((segment, range(part.start, stop), base))
             self.exact.append(own)
             keys.append(own[0][:, part.start : stop])

@@ -169,7 +169,7 @@ def open_span(
 
 def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
     """Ids for the chunks of a segment."""
-    return cache.attach(chunk_pages(layout, codes=False))
+    return cache.placement.attach(chunk_pages(layout, codes=False))
 
 
 def head_groups_of(shape: KVShape) -> int:

@@ -228,7 +228,7 @@ class Case:
         for kind, rows in found.items():
             self.check_rows(rows, layer, kind, tokens)
         if self.cache is not None:
-            self.cache.check_integrity()
+            self.cache.placement.check_integrity()
 
     def check_rows(self, rows: Tensor, layer: int, kind: str, tokens: Tensor | None = None) -> None:
         expected = self.expected(layer, kind, tokens)
@@ -301,8 +301,8 @@ class Case:
         assert self.cache is not None
         self.close()
         for segment, _, base in self.spans:
-            self.cache.detach(base, segment.layout.total_chunks)
-        self.cache.check_integrity()
+            self.cache.placement.detach(base, segment.layout.total_chunks)
+        self.cache.placement.check_integrity()
         again = [
             kv.open_span(path, self.cache, part.start, part.stop)
             for path, part in zip(reversed(self.paths), reversed(self.parts), strict=True)

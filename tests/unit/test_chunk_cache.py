@@ -15,8 +15,7 @@ from torch import Tensor
 
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.moves import LoadedChunks
+from impress_sglang.tiers.cache import ChunkCache, LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.tiers.slab import PageShape
 from tests.unit.kv_factory import make_shape, row_size
@@ -55,7 +54,7 @@ def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
         for column in layout.shape.columns
         for chunk in range(layout.num_chunks)
     ]
-    return cache.attach(np.array(pages, np.uint16))
+    return cache.placement.attach(np.array(pages, np.uint16))
 
 
 def rows_of(layout: SegmentLayout, chunk: int) -> int:
@@ -89,7 +88,7 @@ class Bench:
 
     def detach(self, base: int) -> None:
         layout = self.segments.pop(base)
-        self.cache.detach(base, layout.total_chunks)
+        self.cache.placement.detach(base, layout.total_chunks)
         for chunk in range(base, base + layout.total_chunks):
             self.bytes.pop(chunk, None)
 
@@ -125,7 +124,7 @@ class Bench:
             for chunk in kept
         ]
         self.cache.settle(access, loaded)
-        self.cache.check_integrity()
+        self.cache.placement.check_integrity()
         return access
 
     def with_rest(self, chunk: Tensor, padding: int) -> Tensor:
@@ -186,7 +185,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        self.bench.cache.check_integrity()
+        self.bench.cache.placement.check_integrity()
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):
@@ -233,7 +232,7 @@ def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
 
     bench = Bench(old.emptied(GivenPriorities()))
 
-    bench.cache.check_integrity()
+    bench.cache.placement.check_integrity()
     summary = bench.cache.summary()
     assert bench.cache.placement.capacity == old.placement.capacity
     assert all(summary[tier]["used_bytes"] == 0 for tier in ("device", "host"))
@@ -242,7 +241,7 @@ def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
     bench.access({base + chunk: 1.0 for chunk in range(4)})
     bench.access({base + chunk: 1.0 for chunk in range(4)})
     assert bench.check_all()
-    old.detach(0, SegmentLayout(SHAPE, CHUNK, 19, 4096).total_chunks)
+    old.placement.detach(0, SegmentLayout(SHAPE, CHUNK, 19, 4096).total_chunks)
     assert bench.check_all(), "what is done to the old one does not matter"
 
 

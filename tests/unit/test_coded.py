@@ -59,7 +59,7 @@ def test_caches_give_what_the_drive_gave(device_pages: int, host_pages: int, cod
         for layer in range(SHAPE.num_layers):
             case.load(layer)
             case.check(layer)
-            case.cache.check_integrity()
+            case.cache.placement.check_integrity()
         case.source.close()
         stats = case.source.stats
         case.request()

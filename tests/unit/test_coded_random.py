@@ -85,4 +85,4 @@ def test_slots_hold_what_was_asked_for(
     assert read == sum(source.stats.ssd_bytes for source in sources)
     case.pool._collect()
     assert not (case.pool.used_bytes or case.pool._draining or case.pool._open)
-    case.cache.check_integrity()
+    case.cache.placement.check_integrity()

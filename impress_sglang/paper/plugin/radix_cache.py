@@ -83,14 +83,9 @@ class ImpressRadixCache(RadixCache):
             IntegrityCheck(runtime.served, self._check_requests),
             WeightWatch(runtime.served, read_identity, self._set_aside, self._is_empty),
             Sweeps(self, self._last_node, lambda node: bool(node.lock_ref), self._free_leaf),
+            planner,
             params.page_size,
             saves.sights,
-            queue_order=None,
-            attach=lambda _: None,
-            prefetch=lambda *_, **__: None,
-            note_queue=lambda _: None,
-            rest=lambda: False,
-            find=planner.find_wanted,
             reorder=runtime.reorder,
         )
         runtime.describe_pool = self._describe_pool
