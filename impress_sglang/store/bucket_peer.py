@@ -261,7 +261,7 @@ class BucketPeer:
             except Exception:
                 logger.exception("what is in %s cannot be followed", self._bucket.url)
             took = time.monotonic() - began
-            self._stop.wait(max(LOOK_SECONDS, took / _LOOK_SHARE * self._bucket.answers))
+            self._stop.wait(min(max(LOOK_SECONDS, took / _LOOK_SHARE), 4 * LOOK_SECONDS))
 
     def look(self) -> None:
         """See what is new, and do what is to be done, on the caller's thread.
