@@ -150,6 +150,9 @@ class JobQueue:
         self._admissible: set[str] | None = None
         """Those that may pass the request at the head, which has waited long enough; None: all."""
 
+    def __bool__(self) -> bool:
+        return bool(self.jobs)
+
     @property
     def filling(self) -> bool:
         """Whether slots are being filled, also such as are in SGLang's tree already."""
