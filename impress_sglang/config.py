@@ -279,10 +279,17 @@ class ImpressConfig:
         return json.dumps(dataclasses.asdict(self))
 
 
-def share_of_rank(config: ImpressConfig, size: int) -> ImpressConfig:
-    """The options of one of `size` ranks of a model, which share disk and memory of the host."""
-    shared = "ssd_gb", "namespace_gb", "write_gb_per_day", "store_gb", "host_gb", "buffer_gb"
-    return dataclasses.replace(config, **{name: getattr(config, name) / size for name in shared})
+def share_of_rank(config: ImpressConfig, size: int, copies: int = 1) -> ImpressConfig:
+    """The options of one of `size` ranks of a model, which share disk and memory of the host.
+
+    `copies` of them have one store.
+    """
+    parts = dict.fromkeys(
+        ("ssd_gb", "namespace_gb", "write_gb_per_day", "store_gb"), size // copies
+    )
+    parts |= dict.fromkeys(("host_gb", "buffer_gb"), size)
+    shares = {name: getattr(config, name) / own for name, own in parts.items()}
+    return dataclasses.replace(config, **shares)
 
 
 def enable_for_engine(**options: Any) -> ImpressConfig:

@@ -23,6 +23,7 @@ from impress_sglang.serving.ranks import Agreement, Wish
 from impress_sglang.serving.report import estimate_fields
 from impress_sglang.serving.scheduling import CacheState, QueueOrder
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import StoredMatch
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class PrefixLoads:
     ) -> None:
         self._cache, self._planner = shared.cache, shared.planner
         self._service = service = shared.service
-        self._known, self._alone = shared.known, shared.ranks.alone
+        self._known, self._ranks = shared.known, shared.ranks
+        self._alone = shared.ranks.alone
         self._scheduler, self._requests, self._reports = scheduler, requests, reports
         self._passes = 0
         # What was planned and is not agreed on, by request.
@@ -290,6 +292,12 @@ class PrefixLoads:
         if isinstance(job.error, PrefixUnreadable) and self._service.served.opened is job.store:
             logger.warning("a stored prefix is computed: %s", job.error)
             job.store.report(job.error)
+        elif job.state is JobState.FAILED and job.error is None and self._ranks.copies > 1:
+            # A rank that could not read what this one wrote may never try it again.
+            spans, tree = job.match.slice(job.start, job.stop), job.store.tree
+            found = dict.fromkeys(own.segment for own in reversed(spans))
+            lost = [own for own in found if tree.get(own.segment_id) is own]
+            job.store.writes.evict(lost, Cause.DAMAGED)
         if self._blends is not None:
             self._blends.note_end(job)
 

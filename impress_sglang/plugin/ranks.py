@@ -93,4 +93,4 @@ def identity_of_rank(ranks: Ranks, read: Callable[[], str]) -> str:
         raise failure
     if not all(identities):
         raise UnsupportedError("the weights of another rank have no identity")
-    return rank_identity(identities, ranks.rank)
+    return rank_identity(identities, ranks.rank // ranks.copies)

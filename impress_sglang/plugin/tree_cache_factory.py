@@ -26,6 +26,7 @@ from impress_sglang.plugin.pools import (
     PoolLayers,
     full_pool,
     index_keys,
+    is_latent,
     streams_of,
     window_pool,
 )
@@ -71,6 +72,10 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     stateful = hasattr(runner.req_to_token_pool, "mamba_pool")
     if stateful:
         check_alone(options, "states beside KVs")
+    if not (ranks.alone or drafts or stateful):
+        # Each rank has states of its own, and drafts may share their heads in another way.
+        heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()
+        ranks.copies = max(tp_size // heads, 1)
     why = DRAFTED if drafts else WINDOWED if windows is not None else STATEFUL if stateful else ""
     if no_codes := streams.no_codes or why:
         config = config.without_codes(no_codes)
@@ -84,7 +89,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         # Before the store is opened.
         Blends.check(runner.model)
         make_blends = Blends
-    config = share_of_rank(config, ranks.size)
+    config = share_of_rank(config, ranks.size, ranks.copies)
     policy = make_policy(config)
     shape, codec = kv_shape(runner, policy, config, tp_size), None
     shape = replace(shape, exact=config.kept != CODES)

@@ -248,7 +248,7 @@ class WriteBack:
     def _may_store(self, known: Known) -> bool:
         """Whether a request may be stored by this rank."""
         in_use = self._service.served.in_use and not known.refused
-        return in_use and store_refusal(known.req) is None
+        return self._ranks.writes and in_use and store_refusal(known.req) is None
 
     def _fits(self, known: Known, num_tokens: int) -> bool:
         """Whether a request may be stored, and is long enough."""

@@ -65,6 +65,8 @@ class Ranks:
         self.gather = gather
         self.begin = begin or (lambda numbers: functools.partial(self.least, numbers))
         self.batches = batches
+        self.copies = 1
+        """How many ranks in a row have the same heads, which the first of them writes for all."""
         self._due: list[Callable[[], None]] = []
         self._held = 0
 
@@ -72,6 +74,11 @@ class Ranks:
     def alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return self.size == 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its heads, and the others with them read what it wrote."""
+        return self.rank % self.copies == 0
 
     @property
     def lag(self) -> int:

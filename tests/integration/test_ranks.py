@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import distributed
 
-from impress_sglang.errors import UnsupportedError
+from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.plugin.admin import handle
 from impress_sglang.plugin.prefix_loads import SAVES_EVERY
 from impress_sglang.plugin.ranks import identity_of_rank, identity_reader, ranks_of
@@ -35,20 +36,26 @@ _T = TypeVar("_T")
 
 
 class RankWorlds:
-    """Two tree caches, each with its own store, that are told the same."""
+    """Two tree caches, each with its own store, that are told the same.
 
-    def __init__(self, root: Path, **options: Any) -> None:
+    Of `copies` the first writes for all.
+    """
+
+    def __init__(self, root: Path, copies: int = 1, **options: Any) -> None:
         self.reduction = Reduction(SIZE)
+        ranks = [Ranks(rank, SIZE, self.reduction.least) for rank in range(SIZE)]
+        for own in ranks:
+            own.copies = copies
         self._pool = ThreadPoolExecutor(SIZE)
         self.worlds = [
             TreeWorld(
-                root / f"rank{rank}",
-                ranks=Ranks(rank, SIZE, self.reduction.least),
+                root / f"rank{own.rank // copies}",
+                ranks=own,
                 write_after=1,
                 blend="off",
                 **options,
             )
-            for rank in range(SIZE)
+            for own in ranks
         ]
 
     def all(self, act: Callable[[TreeWorld], _T]) -> _T:
@@ -188,6 +195,40 @@ def test_saves_alone_are_seldom_agreed_on_while_a_batch_runs(ranks: RankWorlds) 
 
     wait_until(is_released)
     assert ranks.reduction.count == before + passes / SAVES_EVERY
+
+
+def test_what_one_writes_for_both_is_lost_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if only the other one cannot read it."""
+    ranks, prompt, asked = (
+        RankWorlds(tmp_path, SIZE, load="always"),
+        draw(1, 200),
+        itertools.count(),
+    )
+    writer, reader = (own.service.store for own in ranks.worlds)
+
+    def loaded() -> int:
+        rid = f"r{next(asked)}"
+        ranks.all(lambda own: bool(own.request(rid, prompt)))
+        drain(ranks)
+        ranks.all(TreeWorld.flush)
+        return int(ranks.worlds[0].service.totals["prompt_tokens"]["loaded"])
+
+    wait_until(loaded)
+    assert len(files_of(ranks.worlds[0])) == 1
+    open_whole, before = reader.open_whole, loaded()
+    with monkeypatch.context() as patch:
+        damage = SegmentUnreadable(next(writer.tree.segments()).segment_id, "damaged")
+        patch.setattr(reader, "open_whole", lambda *_, **__: raise_(damage))
+        assert loaded() == before
+    assert reader.open_whole == open_whole
+    wait_until(lambda: loaded() > before)
+    ranks.close()
+
+
+def raise_(error: Exception) -> None:
+    raise error
 
 
 def order(world: TreeWorld, verb: str, **fields: Any) -> dict[str, Any]:

@@ -6,15 +6,17 @@ KVs before they are rounded.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from impress_sglang.store.peers import LOOK_SECONDS
 from tests.serving.compare import Answer, assert_same, report
 from tests.serving.conftest import Serve
-from tests.serving.damage import store_damaged
+from tests.serving.damage import segments, store_damaged
 from tests.serving.harness import LATENT, SPECULATING, Server
 from tests.serving.tiny_models import (
     make_adapter,
@@ -27,8 +29,15 @@ from tests.serving.tiny_models import (
 PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300)]
 
 
-def assert_comes_back(server: Server) -> None:
+def assert_comes_back(server: Server, *, ranks: int = 1) -> None:
     """Exactly, and computed if it is damaged."""
+
+    def heard() -> None:
+        if ranks > 1:
+            # By the rank that reads what the first one wrote.
+            time.sleep(2 * LOOK_SECONDS)
+            server.stats()
+
     for prompt in PROMPTS:
         server.generate(prompt, 1)
         answers = []
@@ -37,9 +46,11 @@ def assert_comes_back(server: Server) -> None:
             assert report(answers[-1])["path"] == path
             assert not report(answers[-1])["approximate"]
             server.flush()
+            heard()
         # What was resident ends a token later than what was loaded, which rounds otherwise.
         assert_same(answers[:1], answers[1:], 1e-5)
     prompt = [*store_damaged(server, 900, seed=81), *random_tokens(3, seed=82)]
+    heard()
     told = report(server.generate(prompt, 12))
     assert told["path"] == "computed" and told["why"]["reason"] == "damaged"
 
@@ -52,11 +63,14 @@ def test_eight_bits(serve: Serve) -> None:
 
 
 def test_latent_vectors(workdir: Path, serve: Serve) -> None:
+    """Two ranks have the same ones, which the first one writes."""
     model = make_model("deepseek_v2", workdir / "deepseek")
     flags = ("--impress-keep=auto", "--max-total-tokens=9000")
-    with serve("latents", *flags, model=model, preload=LATENT) as server:
+    with serve("latents", *flags, model=model, preload=LATENT, ranks=2) as server:
         assert "latent vectors (MLA) are stored as they are" in server.log_text()
-        assert_comes_back(server)
+        assert_comes_back(server, ranks=2)
+        written = (workdir / "store-latents").glob("*/segments/*/*.kv")
+        assert set(written) == segments(server)
         server.assert_whole()
 
 

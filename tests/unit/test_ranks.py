@@ -210,4 +210,6 @@ def test_ranks_of_a_model_know_their_stores(tmp_path: Any) -> None:
 def test_ranks_share_the_quota() -> None:
     own = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0, device_gb=1.0), 2)
     assert (own.ssd_gb, own.host_gb, own.device_gb) == (1.5, 1.0, 1.0)
+    own = share_of_rank(ImpressConfig(ssd_gb=3.0, host_gb=2.0), 4, 2)
+    assert (own.ssd_gb, own.host_gb) == (1.5, 0.5)
     assert share_of_rank(ImpressConfig(), 1) == ImpressConfig()
