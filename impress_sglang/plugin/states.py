@@ -16,11 +16,10 @@ from torch import Tensor
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.stored import STATE_TOKEN
 from impress_sglang.transfer.packed import PackedLayers
 
 STATEFUL = "states of layers without KVs are stored with the others, and only as they are"
-TOKEN = -1
-"""Stands for a part of a state."""
 # What SGLang keeps beside or instead of states that it can move.
 _OTHERS = ("mamba_ckpt_pool", "mamba_v2p_table")
 
@@ -55,7 +54,7 @@ def kinds_of(pool: Any) -> list[tuple[str, str, tuple[int, ...], int]]:
 
 def behind(tokens: Tokens, states: PackedLayers) -> Tokens:
     """A prefix, and the tokens that stand for its state."""
-    return np.concatenate([tokens, np.full(states.tokens, TOKEN, np.int32)])
+    return np.concatenate([tokens, np.full(states.tokens, STATE_TOKEN, np.int32)])
 
 
 def last_state(cache: Any, last: Any, most: int) -> tuple[Any, int, Tensor | None]:

@@ -44,7 +44,6 @@ from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.plugin.states import TOKEN
 from impress_sglang.plugin.sweeps import Sweeps
 from impress_sglang.plugin.tree_nodes import free_leaf, is_locked, last_node
 from impress_sglang.plugin.weights import WeightWatch
@@ -90,10 +89,10 @@ class ImpressTreeCache(UnifiedRadixCache):
         self._service, keys = service, layers(0)[0]
         # Keys of pairs of tokens: drafts of EAGLE see the next one.
         beyond, packed = int(self.tree_core.is_eagle), layers.packed
-        state = None if layers.states is None else TOKEN
-        self._planner = LoadPlanner(service, self.page_size, beyond, packed, state)
+        states = layers.states is not None
+        self._planner = LoadPlanner(service, self.page_size, beyond, packed, states=states)
         self._allocation = Allocation(
-            self, packed.window if packed is not None else 0, states=state is not None
+            self, packed.window if packed is not None else 0, states=states
         )
         self._provenance = Provenance(len(keys), keys.device)
         self._shared = Shared(

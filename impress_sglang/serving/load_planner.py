@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.serving.kv_class import KVClass
@@ -35,8 +34,8 @@ class LoadPlan:
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:
-        """The stored tokens that are loaded."""
-        return self.match.slice(self.start, self.stop)
+        """What is loaded: stored tokens, and the state behind them."""
+        return (*self.match.slice(self.start, self.stop), *self.behind)
 
 
 class LoadPlanner:
@@ -48,21 +47,21 @@ class LoadPlanner:
         page_size: int,
         beyond: int = 0,
         packed: PackedLayers | None = None,
-        state: int | None = None,
+        *,
+        states: bool = False,
     ) -> None:
         """`page_size`: of SGLang's pool; prefixes are used in whole pages.
 
         `beyond`: how many tokens behind a slot's own its KVs depend on. `packed` are the layers
-        behind those of the pool. `state` is the token with which states begin that prefixes must
-        have; None: they need none.
+        behind those of the pool. `states`: whether prefixes must have one where they end.
         """
-        self._state = state
+        self._states = states
         self._service = service
         self._config = service.config
         self._page_size = page_size
         self.beyond = beyond
         self._windows = packed if packed is not None and packed.window else None
-        if self._windows is not None or state is not None:
+        if self._windows is not None or states:
             service.explainer.usable = self.usable
 
     def looks_for(self, num_tokens: int) -> bool:
@@ -90,19 +89,17 @@ class LoadPlanner:
         usable = self.whole_pages(max(match.num_tokens - self.beyond, 0))
         if self._windows is not None:
             usable = match.with_windows(self._windows.window, self._page_size)
-        if self._state is not None:
-            usable = next((end for end, _ in self._states(match) if end <= usable), 0)
+        if self._states:
+            # Some may be inside a page: its size was another one.
+            ends = self._service.store.tree.states_in(match)
+            usable = next(
+                (own for own in ends if own <= usable and own == self.whole_pages(own)), 0
+            )
         return usable
 
     def behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
         """The state where a match ends, if there are states."""
-        return tuple(span for end, span in self._states(match) if end == match.num_tokens)[:1]
-
-    def _states(self, match: StoredMatch) -> Iterator[tuple[int, StoredSpan]]:
-        """Where in a match there are states, the last one first."""
-        if self._state is None:
-            return iter(())
-        return self._service.store.tree.followed_by(match, self._state)
+        return self._service.store.tree.state_behind(match) if self._states else ()
 
     def plan(
         self, namespace: str, tokens: Tokens, resident_len: int, own: KVClass

@@ -146,9 +146,10 @@ class Pins:
         self._held = {own for pin in self._pins for own in pin.segments}
 
     def _resolve(self, pin: _Pin) -> int:
-        """Look up the segments of a pin; returns how many of its tokens are stored."""
+        """Look up the segments of a pin, and its state; returns how many tokens are stored."""
         known = self._tree.match(pin.namespace, pin.tokens, least=ANYTHING)
-        pin.segments = tuple(dict.fromkeys(span.segment for span in known.spans))
+        spans = (*known.spans, *self._tree.state_behind(known))
+        pin.segments = tuple(dict.fromkeys(span.segment for span in spans))
         return known.num_tokens
 
     def _read(self) -> list[_Pin]:

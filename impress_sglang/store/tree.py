@@ -24,7 +24,7 @@ import operator
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -33,7 +33,13 @@ from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.nodes import Node, deepest_first
-from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.store.stored import (
+    STATE_TOKEN,
+    SegmentState,
+    StoredMatch,
+    StoredSegment,
+    StoredSpan,
+)
 
 _start = operator.attrgetter("start")
 # In how many of its nodes a segment is checked.
@@ -97,22 +103,23 @@ class StoredTree:
                 spans.append(span)
         return StoredMatch(tuple(spans))
 
-    def followed_by(self, match: StoredMatch, token: int) -> Iterator[tuple[int, StoredSpan]]:
-        """Where in a match exact segments follow that begin with `token`, the last one first.
-
-        Of those that may be read now: how many tokens of the match are before it, and the whole.
-        """
+    def states_in(self, match: StoredMatch) -> Iterator[int]:
+        """How many tokens of a match are before each state that may be read now, the last first."""
         now, first = time.time(), match.num_tokens
         for span in reversed(match.spans):
             first -= len(span)
             for node in reversed(self._paths[span.segment.segment_id]):
-                child = next(node.choices(token, EXACT), None)
-                if span.start < node.stop <= span.stop and child is not None:
-                    segment = child.segment
-                    assert segment is not None
-                    if segment.may_be_read(now):
-                        whole = StoredSpan(segment, 0, segment.info.num_tokens)
-                        yield first + node.stop - span.start, whole
+                if span.start < node.stop <= span.stop and _state_below(node, now):
+                    yield first + node.stop - span.start
+
+    def state_behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
+        """The state where a match ends, if there is one that may be read now."""
+        last = match.spans[-1] if match.spans else None
+        path = () if last is None else self._paths.get(last.segment.segment_id, ())
+        if last is None or not path:
+            return ()
+        node = _holder(path, last.stop)
+        return _state_below(node, time.time()) if node.stop == last.stop else ()
 
     def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
         """Segments that have the end of a prefix or tokens behind it, in all qualities.
@@ -143,10 +150,11 @@ class StoredTree:
                     yield below.segment
 
     def touch(self, match: StoredMatch) -> None:
-        """Count an access to every segment of a match."""
-        if match.spans:
-            self.order.note(match.spans[-1].segment)
-        for span in match.spans:
+        """Count an access to every segment of a match, and to the state behind it."""
+        spans = (*match.spans, *self.state_behind(match))
+        if spans:
+            self.order.note(spans[-1].segment)
+        for span in spans:
             span.segment.hits += 1
 
     def insert(self, segment: StoredSegment, prefix: Tokens) -> bool:
@@ -405,6 +413,15 @@ class StoredTree:
         return upper
 
 
-def _holder(path: list[Node], length: int) -> Node:
+def _state_below(node: Node, now: float) -> tuple[StoredSpan, ...]:
+    """The state behind a node, if there is one that may be read now."""
+    child = next(node.choices(STATE_TOKEN, EXACT), None)
+    segment = None if child is None else child.segment
+    if segment is None or not segment.may_be_read(now):
+        return ()
+    return (StoredSpan(segment, 0, segment.info.num_tokens),)
+
+
+def _holder(path: Sequence[Node], length: int) -> Node:
     """The node of a segment that has the last of the segment's first `length` tokens."""
     return path[bisect.bisect_left(path, length, key=_start) - 1]

@@ -64,6 +64,18 @@ def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
     assert length(store, prompt(1)) == 0
 
 
+def test_the_state_behind_a_pinned_prefix_stays(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins_module, "_LOOK_SECONDS", -1.0)
+    store = bench.open(ssd_gb=gb(6 * bench.one))
+    bench.put(store, prompt(1))
+    assert pin(store, prompt(1)) is None
+    bench.put(store, (*prompt(1), -1, -1))
+    bench.put_all(store, *range(50, 58))
+    assert length(store, (*prompt(1), -1, -1)) == 10
+
+
 def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench: Workbench) -> None:
     store = bench.open()
     for count in (8, 16):

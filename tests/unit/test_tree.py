@@ -120,14 +120,20 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
     late = put("behind", [-1, -1], [*P, 7, 8])
 
     def ends(tokens: Sequence[int]) -> list[tuple[int, str, int]]:
-        following = tree.followed_by(tree.match("", as_tokens(tokens)), -1)
-        return [(end, span.segment.segment_id, len(span)) for end, span in following]
+        match = tree.match("", as_tokens(tokens))
+        parts = [(end, StoredMatch(match.slice(0, end))) for end in tree.states_in(match)]
+        found = [(end, *tree.state_behind(own)) for end, own in parts]
+        return [(end, span.segment.segment_id, len(span)) for end, span in found]
 
     assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2), (3, "inside", 2)]
     assert ends([*P, 7, 9]) == [(6, "between", 2), (3, "inside", 2)]
     assert ends(P[:5]) == [(3, "inside", 2)] and ends(P[:2]) == []
+    tree.touch(tree.match("", as_tokens(P)))
+    used = [own for own in tree.segments() if own.hits and own.last_access == tree.order.now]
+    assert [own.segment_id for own in used] == ["a", "between"]
     late.state = SegmentState.SUSPECT
     assert ends([*P, 7, 8]) == [(6, "between", 2), (3, "inside", 2)]
+    assert not tree.state_behind(tree.match("", as_tokens([*P, 7, 8])))
 
 
 DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {
