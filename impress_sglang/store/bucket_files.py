@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -18,13 +19,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.engines import BlockEngine, ThreadEngine
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo
+from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo, read_header
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 from impress_sglang.store.bucket import Bucket
 
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Large enough for the throughput of a connection with latency; a layer of a small model has less.
 RANGE_BYTES = 1 << 20
+# Most headers are shorter.
+_HEADER_BYTES = 256 << 10
 # Ranges in flight: threads that wait for the network without the GIL.
 MOST_READS = 32
 # After so many seconds without a reader the rest of an object is fetched.
@@ -205,10 +209,13 @@ class BucketFiles(FileSystem):
                 self._forget_ended(own)
 
     def forget(self) -> None:
-        """Remove the files of all objects, which nobody reads any more."""
+        """Remove the files of all objects; who still waits for one keeps its descriptor, which must
+        not become another file's."""
         with self._lock:
             for own in list(self._of_path.values()):
-                own.ended, own.users = own.descriptor >= 0, 0
+                own.ended = own.descriptor >= 0
+                with contextlib.suppress(OSError):
+                    self._files.unlink(own.local)
                 self._forget_ended(own)
 
     def _forget_ended(self, own: _Object) -> None:
@@ -217,6 +224,42 @@ class BucketFiles(FileSystem):
             with contextlib.suppress(OSError):
                 self._files.close(own.descriptor)
                 self._files.unlink(own.local)
+
+
+class _Begun(FileSystem):
+    """The file of an object of which the first bytes are at hand: for its header."""
+
+    def __init__(self, fetch: Any, content: bytes, size: int) -> None:
+        self._fetch, self._content, self._size = fetch, content, size
+
+    def stat(self, path: Path | str) -> os.stat_result:
+        return os.stat_result((0, 0, 0, 0, 0, 0, self._size, 0, 0, 0))
+
+    def open(self, path: Path, flags: int) -> int:
+        return 0
+
+    def close(self, descriptor: int) -> None:
+        pass
+
+    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
+        missing = offset + len(target) - len(self._content)
+        if missing > 0:
+            self._content += bytes(self._fetch(len(self._content), missing))
+        found = self._content[offset : offset + len(target)]
+        if len(found) < len(target):
+            raise EOFError("an object is shorter than its header says")
+        target[:] = found
+
+
+def read_begun(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:
+    """What the header of an object says, and its attributes.
+
+    Raises:
+        OSError, PrefixUnreadable: it is gone, is no segment, or cannot be read now.
+    """
+    content, attributes = bucket.begin(name, _HEADER_BYTES)
+    begun = _Begun(functools.partial(bucket.range, name), content, size)
+    return read_header(Path(name), begun).info, attributes
 
 
 def _path_of(info: SegmentInfo) -> Path:

@@ -17,24 +17,23 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import heapq
 import itertools
 import json
 import logging
-import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import ConfigError, PrefixUnreadable
+from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import StoreDirectory, segment_files
-from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import Priority, SegmentInfo, read_header
+from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.store.bucket import Bucket, ObjectMeta, open_bucket
-from impress_sglang.store.bucket_files import BucketFiles
+from impress_sglang.store.bucket_files import BucketFiles, read_begun
 from impress_sglang.store.eviction_order import LEAST
 from impress_sglang.store.journal import ORDER_SECONDS
 from impress_sglang.store.peers import News
@@ -48,13 +47,15 @@ LOOK_SECONDS = 2.0
 _LOOK_SHARE = 0.05
 GRACE_SECONDS = 60.0
 _KEY, _SEGMENTS, _ORDERS = "key", "segments", "orders"
-# Most headers are shorter.
-_HEADER_BYTES = 256 << 10
 _HEADER_THREADS = 8
 # Of an object that is refused while others are read.
 _MOST_ATTEMPTS = 5
-# The most that one poll takes.
-_MOST_NEWS = 64
+# How many are read before others hear of them, and orders are heard.
+_LEARNT_TOGETHER = 512
+# For how long one poll takes news, and sends what is left.
+_MOST_SECONDS = 0.005
+# Of an object that is put at once.
+_MOST_BYTES = 5 << 30
 
 
 class BucketPeer:
@@ -85,14 +86,15 @@ class BucketPeer:
         self._missed: set[str] = set()
         self._heard: set[str] = set()
         self._doomed: dict[str, float] = {}
-        self._delete_at: dict[str, float] = {}
+        # When, and which object of that name.
+        self._delete_at: dict[str, tuple[float, ObjectMeta | None]] = {}
         # To purge, which are still to be told.
         self._orders: collections.deque[Mapping[str, Any]] = collections.deque()
         # Segments of an earlier process.
         self._left: collections.deque[StoredSegment] = collections.deque()
         self._whole: collections.deque[SegmentInfo] = collections.deque()
-        # Segments of ours that are what an object is, or would be.
-        self._own: dict[str, str] = {}
+        # Segments of ours that are what an object is, or would be, what they build on, and age.
+        self._own: dict[str, tuple[SegmentInfo, str, float]] = {}
         self.sent = self.sent_bytes = 0
         self._stop, self._looked = threading.Event(), threading.Event()
         names = "impress-s3", "impress-s3-send", "impress-s3-keep"
@@ -149,7 +151,8 @@ class BucketPeer:
     def catch_up(self) -> None:
         """Send what an earlier process has not sent, once orders that came since are obeyed."""
         if self._looked.is_set() and not self._news:
-            for _ in range(min(len(self._left), _MOST_NEWS)):
+            until = time.monotonic() + _MOST_SECONDS
+            while self._left and time.monotonic() < until:
                 segment = self._left.popleft()
                 if segment.ready and not segment.info.reordered:
                     # What the quota has deleted does not come back for a restart.
@@ -160,16 +163,17 @@ class BucketPeer:
         """Put a segment of ours, whose file is durable, in the background."""
         name, above = self.name_of(segment.info), self._name_above(segment)
         with self._lock:
-            self._own[name] = segment.segment_id
+            self._own[name] = segment.info, above, segment.written
         if send:
-            self._sender.submit(self._send, name, segment.info, above, segment.written)
+            self._sender.submit(self._send, name)
 
     def lost(self, segment: StoredSegment) -> None:
         """Let the object stand for a segment that left the tree; if it was purged or has expired,
         the object is told of like any other, and goes for the same reason."""
         name = self.name_of(segment.info)
         with self._lock:
-            if self._own.get(name) == segment.segment_id:
+            own = self._own.get(name)
+            if own is not None and own[0].segment_id == segment.segment_id:
                 del self._own[name]
             if segment.home != self.home and name not in self._doomed:
                 # That it is elsewhere now is no use of it, nor of what it builds on.
@@ -179,8 +183,12 @@ class BucketPeer:
         """Delete the object of a segment with the next look; one that has expired may be read for
         a while."""
         grace = GRACE_SECONDS if segment.due <= time.time() else 0.0
+        name = self.name_of(segment.info)
         with self._lock:
-            self._delete_at[self.name_of(segment.info)] = time.monotonic() + grace
+            known = self._known.get(name)
+            # What was stored anew has the same name.
+            if known is not None and known.segment_id == segment.segment_id:
+                self._delete_at[name] = time.monotonic() + grace, self._listed.get(name)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell all servers an order to purge."""
@@ -188,7 +196,8 @@ class BucketPeer:
 
     def take(self) -> Iterator[News]:
         """What is new, as far as one poll takes it."""
-        for _ in range(min(len(self._news), _MOST_NEWS)):
+        until = time.monotonic() + _MOST_SECONDS
+        while self._news and time.monotonic() < until:
             yield self._news.popleft()
 
     def is_here(self, segment: StoredSegment) -> bool:
@@ -206,8 +215,9 @@ class BucketPeer:
     def _announce(self, name: str, last_access: int = 0) -> None:
         known, above = self._known.get(name), self._above.get(name, "")
         if known is not None and name in self._listed:
-            other = self._known.get(above)
-            above_id = self._own.get(above) or ("" if other is None else other.segment_id)
+            own, other = self._own.get(above), self._known.get(above)
+            above_id = "" if other is None else other.segment_id
+            above_id = above_id if own is None else own[0].segment_id
             fresh = dataclasses.replace(
                 known, dependents=[0] * len(Priority), above=above_id, last_access=last_access
             )
@@ -215,9 +225,14 @@ class BucketPeer:
 
     # What other threads do.
 
-    def _send(self, name: str, info: SegmentInfo, above: str, written: float) -> None:
-        if name not in self._own or name in self._listed:
-            # Evicted before it was sent, or there.
+    def _send(self, name: str) -> None:
+        own = self._own.get(name)
+        # Evicted before it was sent, or there; if that is going to be deleted, `look` sends anew.
+        if own is None or name in self._listed or self._stop.is_set():
+            return
+        info, above, written = own
+        if info.layout().file_bytes > _MOST_BYTES:
+            logger.warning("segment %s is not sent: it has more than 5 GiB", info.segment_id)
             return
         path, files = self._directory.segment_path(info.segment_id), self._directory.files
         try:
@@ -231,7 +246,7 @@ class BucketPeer:
         attributes = {"written": repr(written), "above": above}
         for attempt in itertools.count(1):
             # Purged, or evicted, while the store did not answer.
-            if name not in self._own or self._stop.is_set():
+            if self._own.get(name) is not own or self._stop.is_set():
                 return
             try:
                 if self._bucket.put(name, content, attributes):
@@ -263,30 +278,41 @@ class BucketPeer:
             took = time.monotonic() - began
             self._stop.wait(min(max(LOOK_SECONDS, took / _LOOK_SHARE), 4 * LOOK_SECONDS))
 
+    def _hear(self, found: Iterable[ObjectMeta]) -> None:
+        """Hear the new ones of these orders."""
+        for own in found:
+            if own.name.startswith(f"{self._root}/{_ORDERS}/") and own.name not in self._heard:
+                # Some are gone again, or are none.
+                with contextlib.suppress(ValueError, FileNotFoundError):
+                    order, _ = self._bucket.begin(own.name, 1 << 24)
+                    self._heard.add(own.name)
+                    self._news.append(News(purge=json.loads(order), far=True))
+
     def look(self) -> None:
         """See what is new, and do what is to be done, on the caller's thread.
 
         Raises:
             OSError: the store does not answer, or refuses.
         """
-        found = {own.name: own for own in self._bucket.list(self._root)}
-        for name in sorted(found):
-            if name.startswith(f"{self._root}/{_ORDERS}/") and name not in self._heard:
-                order, _ = self._bucket.begin(name, 1 << 24)
-                self._heard.add(name)
-                with contextlib.suppress(ValueError):
-                    self._news.append(News(purge=json.loads(order), far=True))
+        # What is empty is no object of ours, and cannot be read.
+        found = {own.name: own for own in self._bucket.list(self._root) if own.size}
+        self._hear(found.values())
         segments = f"{self._root}/{_SEGMENTS}/"
         listed = {name: own for name, own in found.items() if name.startswith(segments)}
+        # Only this thread changes these, and the store's thread does not wait for long lists.
+        listed_bytes = sum(own.size for own in listed.values())
+        missed = self._known.keys() - listed.keys()
+        # A list may lag behind: it takes two to believe that an object is gone.
+        gone = missed & self._missed
+        # Deleted, and stored anew by another server.
+        before, doomed_before = self._listed, self._doomed
+        gone |= {own for own in self._known if listed.get(own) not in (None, before.get(own))}
+        doomed = self._doom(listed, listed_bytes)
         with self._lock:
-            self._listed = listed
-            self._listed_bytes = sum(own.size for own in listed.values())
-            missed = self._known.keys() - listed.keys()
-            # A list may lag behind: it takes two to believe that an object is gone.
-            self._forget(missed & self._missed)
+            self._listed, self._listed_bytes, self._doomed = listed, listed_bytes, doomed
+            self._forget(gone | (doomed.keys() & self._known.keys()))
             self._missed = missed
-            self._doom()
-        self._learn([own for own in listed if own not in self._known and own not in self._doomed])
+        self._learn(sorted(listed.keys() - self._known.keys() - doomed.keys(), key=self._modified))
         self._looked.set()
         # Last, because who may only read goes no further.
         while self._orders:
@@ -294,13 +320,30 @@ class BucketPeer:
             self._orders.popleft()
         now, told = time.monotonic(), time.time() - ORDER_SECONDS
         with self._lock:
-            late = [own for own, since in self._doomed.items() if now > since + GRACE_SECONDS]
-            late += [own for own, at in self._delete_at.items() if now > at]
+            due = [(name, own) for name, (at, own) in self._delete_at.items() if now > at]
+        late = [own for own, since in doomed.items() if now > since + GRACE_SECONDS]
+        going = [*late, *(name for name, own in due if listed.get(name, own) == own)]
         old = [own for own in self._heard & found.keys() if found[own].modified < told]
-        self._bucket.delete([*late, *old])
+        self._bucket.delete([*going, *old])
         with self._lock:
-            for name in late:
+            # What was stored since is sent anew.
+            left = doomed_before.keys() - listed.keys()
+            anew = [own for own in (*late, *left) if self._age(own) > before[own].modified]
+            for name in going:
+                listed.pop(name, None)
+                doomed.pop(name, None)
+            self._forget(going)
+            for name, _ in due:
                 self._delete_at.pop(name, None)
+        for name in (*anew, *(own for own, _ in due)):
+            self._sender.submit(self._send, name)
+
+    def _age(self, name: str) -> float:
+        own = self._own.get(name)
+        return 0.0 if own is None else own[2]
+
+    def _modified(self, name: str) -> float:
+        return self._listed[name].modified
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
@@ -309,21 +352,29 @@ class BucketPeer:
             if known is not None:
                 self._news.append(News(gone=known.segment_id, far=True))
 
-    def _doom(self) -> None:
-        """Stop using the oldest objects above the quota."""
-        excess = self._listed_bytes - self._most_bytes
-        going, now = dict[str, float](), time.monotonic()
-        oldest = sorted(self._listed.values(), key=lambda own: (own.modified, own.name))
-        for own in oldest if self._most_bytes else ():
-            if excess <= 0:
-                break
-            going[own.name] = self._doomed.get(own.name, now)
-            excess -= own.size
-        self._doomed = going
-        self._forget(going.keys() & self._known.keys())
+    def _doom(self, listed: Mapping[str, ObjectMeta], listed_bytes: int) -> dict[str, float]:
+        """The oldest objects above the quota, and since when they are not used."""
+        excess, doomed = listed_bytes - self._most_bytes, dict[str, float]()
+        if not self._most_bytes or excess <= 0:
+            return doomed
+        oldest = [(own.modified, own.name) for own in listed.values()]
+        heapq.heapify(oldest)
+        while excess > 0:
+            name = heapq.heappop(oldest)[1]
+            doomed[name] = self._doomed.get(name, time.monotonic())
+            excess -= listed[name].size
+        return doomed
 
-    def _learn(self, names: list[str]) -> None:
-        """Read the headers of new objects, several at a time."""
+    def _learn(self, names: Sequence[str]) -> None:
+        """Read the headers of new objects, several at a time; what builds on others is newer."""
+        for first in range(0, len(names), _LEARNT_TOGETHER):
+            if first:
+                self._hear(self._bucket.list(f"{self._root}/{_ORDERS}"))
+            if self._stop.is_set():
+                return
+            self._learn_some(names[first : first + _LEARNT_TOGETHER])
+
+    def _learn_some(self, names: Sequence[str]) -> None:
         turns = zip(names, itertools.cycle(self._readers))
         reading = {own: thread.submit(self._read, own) for own, thread in turns}
         found, unusable = dict[str, StoredSegment](), 0
@@ -332,11 +383,11 @@ class BucketPeer:
                 found[name], self._above[name] = future.result()
             except FileNotFoundError:
                 continue
+            except (OSError, StoreUnavailable) as error:
+                logger.debug("%s cannot be read now: %s", name, error)
             except (PrefixUnreadable, ValueError) as error:
                 logger.debug("%s cannot be used: %s", name, error)
                 self._known[name], unusable = None, unusable + 1
-            except OSError as error:
-                logger.debug("%s cannot be read now: %s", name, error)
         if unusable:
             logger.warning("%d objects of %s cannot be used", unusable, self._bucket.url)
         with self._lock:
@@ -345,12 +396,7 @@ class BucketPeer:
                 self._announce(name)
 
     def _read(self, name: str) -> tuple[StoredSegment, str]:
-        content, attributes = self._bucket.begin(name, _HEADER_BYTES)
-        size = self._listed[name].size
-        header = _Begun(
-            lambda start, length: self._bucket.range(name, start, length), content, size
-        )
-        info = read_header(Path(name), header).info
+        info, attributes = read_begun(self._bucket, name, self._listed[name].size)
         if info.identity != self._directory.identity or self.name_of(info) != name:
             raise ValueError("it is not what its name says")
         written = float(attributes.get("written", 0.0))
@@ -385,31 +431,6 @@ class BucketPeer:
         for thread in (self._looker, self._keeper, self._sender, *self._readers):
             thread.close(max(until - time.monotonic(), 0.0))
         self.files.forget()
-
-
-class _Begun(FileSystem):
-    """The file of an object of which the first bytes are at hand: for its header."""
-
-    def __init__(self, fetch: Any, content: bytes, size: int) -> None:
-        self._fetch, self._content, self._size = fetch, content, size
-
-    def stat(self, path: Path | str) -> os.stat_result:
-        return os.stat_result((0, 0, 0, 0, 0, 0, self._size, 0, 0, 0))
-
-    def open(self, path: Path, flags: int) -> int:
-        return 0
-
-    def close(self, descriptor: int) -> None:
-        pass
-
-    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
-        missing = offset + len(target) - len(self._content)
-        if missing > 0:
-            self._content += bytes(self._fetch(len(self._content), missing))
-        found = self._content[offset : offset + len(target)]
-        if len(found) < len(target):
-            raise EOFError("an object is shorter than its header says")
-        target[:] = found
 
 
 def peer_of(config: ImpressConfig, directory: StoreDirectory) -> BucketPeer | None:

@@ -154,6 +154,9 @@ class DiskWorker:
         """
         path = self._directory.segment_path(row[0].segment_id)
         self.files.make_directory(path.parent)
+        with contextlib.closing(OpenSegment(fetched, self.files, direct=False)) as segment:
+            # As old as its KVs: orders to purge and `--impress-ttl` ask for that.
+            self.files.date(segment.descriptor, int(row[3] * 1e9))
         self.files.rename(fetched, path)
         self.files.sync_directory(path.parent)
         self.index(self.journal.change, [row])

@@ -43,14 +43,17 @@ class ForeignSegments:
         self._late: list[StoredSegment] = []
         self._again_at = 0.0
 
-    def add(self, segment: StoredSegment) -> None:
-        """Put a segment of another server into the tree, or keep it until there is a place."""
-        if segment.segment_id in self._unwanted:
+    def add(self, segment: StoredSegment, *, known: bool = False) -> None:
+        """Put a segment of another server into the tree, or keep it until there is a place; not
+        if it is `known` by another name, or was purged."""
+        if segment.segment_id in self._unwanted or (known and not self._purged):
             return
         before = self._tokens_before(segment)
         if before is not None and any(_is_of(segment, before, own) for own in self._purged):
             self.refuse(segment.segment_id)
             self._late.append(segment)
+            return
+        if known:
             return
         # Being told of counts as a use.
         segment.last_access = min(segment.last_access, 0)

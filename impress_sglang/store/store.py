@@ -212,8 +212,7 @@ class PrefixStore:
     def _hear(self, news: News) -> None:
         """Act on what another server has told."""
         if news.added is not None:
-            if not self._disk.has(news.added):
-                self.foreign.add(news.added)
+            self.foreign.add(news.added, known=self._disk.has(news.added))
         elif news.gone:
             self.foreign.forget(news.gone)
             segment = self.tree.get(news.gone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from impress_sglang.errors import ConfigError, StoreUnavailable
 from impress_sglang.paper.store import PartStore
+from impress_sglang.storage.directory import segment_files
 from impress_sglang.store import bucket as bucket_module
 from impress_sglang.store import bucket_files as files_module
 from impress_sglang.store import bucket_peer as peer_module
@@ -127,6 +129,10 @@ def until_found(store: PartStore, tokens: tuple[int, ...], **options: Any) -> No
     until(store, lambda: length(store, tokens, **options) == len(tokens))
 
 
+def until_there(store: PartStore, segment_id: str) -> None:
+    until(store, lambda: segment_id in store.tree)
+
+
 def until_gone(store: PartStore, tokens: tuple[int, ...]) -> None:
     until(store, lambda: not length(store, tokens))
 
@@ -235,6 +241,12 @@ def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
     until_found(second, prompt(4))
 
 
+def purge(store: PartStore, tokens: tuple[int, ...]) -> None:
+    order = Purge(store.namespace(""), as_tokens(tokens))
+    while order.left:
+        order.step(store)
+
+
 @pytest.mark.parametrize("by", ["a", "b"])
 def test_a_purge_reaches_the_bucket_and_who_starts_later(
     world: World, bucket: Faults, by: str
@@ -247,10 +259,7 @@ def test_a_purge_reaches_the_bucket_and_who_starts_later(
     for name in ("b", "c"):
         until_kept(stores[name], 1)
     world.benches["c"].close(stores.pop("c"))
-    namespace = stores[by].namespace("")
-    purge = Purge(namespace, as_tokens(prompt(1)))
-    while purge.left:
-        purge.step(stores[by])
+    purge(stores[by], prompt(1))
     until(stores[by], lambda: len(bucket.segments) == 1)
     for store in stores.values():
         until_gone(store, prompt(1))
@@ -286,20 +295,21 @@ def test_expired_objects_go(world: World, bucket: Faults) -> None:
 
 
 def test_a_damaged_object_is_a_miss(world: World, bucket: Faults) -> None:
-    first, second = world.open("a"), world.open("b")
+    first = world.open("a")
     world.put("a", first, prompt(1))
-    until_found(second, prompt(1))
+    until_listed(first, 1)
     (name,) = bucket.segments
     content = bytearray(obstore.get(bucket._store, name).bytes())
     content[-4096] ^= 1
     obstore.put(bucket._store, name, bytes(content))
-    match = second.match("", as_tokens(prompt(1)))
+    second = world.open("b")
+    until_found(second, prompt(1))
     with pytest.raises(Exception, match="fails its checksum") as error:
         check_rows(second, prompt(1))
     second.report(error.value)
     until_gone(second, prompt(1))
     until(second, lambda: not world.benches["b"].files())
-    assert match.num_tokens and second.health.state == "ok" and length(first, prompt(1))
+    assert second.health.state == "ok" and length(first, prompt(1))
 
 
 def test_a_bucket_that_fails_is_a_miss_until_it_answers(
@@ -345,6 +355,8 @@ def test_an_object_that_vanished_is_a_miss(world: World, bucket: Faults) -> None
 
 def test_what_is_no_segment_is_left_alone(world: World, bucket: Faults) -> None:
     obstore.put(bucket._store, f"{IDENTITY}/segments/x/{'0' * 32}.kv", b"x" * 10_000)
+    for name in ("segments/x", "orders/x.json"):
+        obstore.put(bucket._store, f"{IDENTITY}/{name}", b"")
     first, second = world.open("a"), world.open("b")
     world.put("a", first, prompt(1))
     until_found(second, prompt(1))
@@ -354,6 +366,79 @@ def test_what_is_no_segment_is_left_alone(world: World, bucket: Faults) -> None:
     )
     until_listed(second, 3)
     check_rows(second, prompt(1))
+    assert not bucket.failures
+
+
+def test_what_is_stored_again_after_a_purge_is_sent_again(world: World, bucket: Faults) -> None:
+    first, second, third = (world.open(name) for name in "abc")
+    world.put("a", first, prompt(1))
+    for store in (first, second, third):
+        until_found(store, prompt(1))
+        until_listed(store, 1)
+    # The object is still there, and will be deleted.
+    bucket.fails = lambda what, name: what == "list"
+    purge(first, prompt(1))
+    world.put("a", first, prompt(1))
+    bucket.fails = lambda what, name: False
+    until(first, lambda: first.summary()["bucket"]["sent"] == 2)
+    for store in (second, third):
+        until_there(store, next(iter(first.tree.segments())).segment_id)
+        check_rows(store, prompt(1))
+    assert len(bucket.segments) == 1
+
+
+def test_an_object_that_was_replaced_is_found(world: World, bucket: Faults) -> None:
+    first, second, third = (world.open(name) for name in "abc")
+    bucket.fails = lambda what, name: what == "list"
+    for name, store in (("a", first), ("b", second)):
+        world.put(name, store, prompt(1))
+    bucket.fails = lambda what, name: False
+    until_found(third, prompt(1))
+    (name,), (old,) = bucket.segments, third.tree.segments()
+    # Between two lists somebody deletes it, and somebody else stores the same.
+    other = next(own for own in (first, second) if old.segment_id not in own.tree)
+    ((new, path, _),) = segment_files(other._disk.files, other._disk.directory.path)
+    obstore.put(bucket._store, name, Path(path).read_bytes())
+    until_there(third, new)
+    check_rows(third, prompt(1))
+
+
+def test_a_header_that_cannot_be_read_now(
+    world: World, bucket: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "_HEADER_BYTES", 64)
+    bucket.fails = lambda what, name: what == "range"
+    world.put("a", world.open("a"), prompt(1))
+    second = world.open("b")
+    until(second, lambda: bucket.counts.get("range"))
+    bucket.fails = lambda what, name: False
+    until_found(second, prompt(1))
+
+
+def test_what_is_kept_is_as_old_as_it_was(world: World, bucket: Faults) -> None:
+    first, second = world.open("a"), world.open("b")
+    world.put("a", first, prompt(1))
+    (own,) = first.tree.segments()
+    until_found(second, prompt(1))
+    use(second, prompt(1))
+    until_kept(second, 1)
+    world.benches["b"].close(second)
+    (kept,) = world.open("b").tree.segments()
+    assert abs(kept.written - own.written) < 1e-3 and not kept.home
+
+
+def test_a_read_may_outlast_the_store(world: World, bucket: Faults) -> None:
+    first, second = world.open("a", io_timeout=1.0), world.open("b", io_timeout=1.0)
+    world.put("a", first, prompt(1))
+    until_found(second, prompt(1))
+    peer = second._disk.bucket
+    (segment,) = second.tree.segments()
+    descriptor = peer.files.open(peer.path_of(segment.info), os.O_RDONLY)
+    world.benches["b"].close(second)
+    assert not list(world.benches["b"].root.rglob("*.tmp"))
+    os.fstat(descriptor)
+    peer.files.close(descriptor)
+    assert not Path(f"/proc/self/fd/{descriptor}").exists()
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
