@@ -78,7 +78,8 @@ class Sweeps:
             return Sweep(list(root.children.values()), [root], namespace)
         found = []
         # The classes of a prefix differ in their keys, and so does how they begin in the tree.
-        for own in {node.key.extra_key for node in root.children.values()}:
+        # In their order, which is the same on all ranks, as that of a set is not.
+        for own in dict.fromkeys(node.key.extra_key for node in root.children.values()):
             if unmarked(own) != prefix.extra_key:
                 continue
             key = RadixKey(array("q", prefix.token_ids), own, cache_salt=prefix.cache_salt)

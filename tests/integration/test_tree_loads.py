@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from impress_sglang.plugin import sweeps
 from impress_sglang.plugin.keys import namespace_of
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.integration.tiny_model import WORDS
@@ -147,6 +148,26 @@ def test_a_purge_reaches_the_tree(tmp_path: Path, page_size: int, eagle: bool) -
     assert world.run("again", prompt[: 8 * 16 + 4])["path"] != "device"
     world.check_slots()
     world.close()
+
+
+def test_a_purge_goes_through_classes_in_the_order_of_the_tree(
+    world: TreeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks free the same in each step; in the order of a set of texts they would not."""
+    monkeypatch.setattr(sweeps, "MOST_FREED", 1)
+    key = RadixKey(array("q", ASKED[:PREFIX]))
+    for number, order in enumerate([({}, EXACT), (EXACT, {})]):
+        for wanted in order:
+            world.run(f"{number} {wanted}", ASKED, **wanted)
+        # Which lock what is swept.
+        world.service.store.writes.drain()
+        world.poll()
+        root = world.cache.root_node
+        first, _ = (own.key.extra_key for own in root.children.values())
+        while len(root.children) > 1:
+            world.cache.impress.sweeps.step(f"purge {number}", namespace_of(key), key)
+        assert [own.key.extra_key for own in root.children.values()] == [first]
+        world.flush()
 
 
 def test_a_class_has_a_tree_of_its_own(world: TreeWorld) -> None:

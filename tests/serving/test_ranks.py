@@ -182,21 +182,26 @@ def told_by(server: Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
 def test_a_rank_that_differs_changes_no_answer(
     ranks: Server, stock: Server, control: FaultControl, skew: str, count: int
 ) -> None:
+    differ(ranks, stock, control, skew, count)
+
+
+def differ(server: Server, stock: Server, control: FaultControl, skew: str, count: int) -> None:
+    """Let the second rank differ while so much is asked; answers are right, and it heals."""
     rule, prompts = SKEWS[skew], prompts_of(50 + list(SKEWS).index(skew), 12)
     want = ask_all(stock, prompts)
     # Some are stored before.
-    ask_all(ranks, prompts[:2], **EXACT)
-    ranks.flush()
+    ask_all(server, prompts[:2], **EXACT)
+    server.flush()
     before = control.hits()[rule.name]
     control.set(rule)
     try:
-        ask_often(ranks, prompts, want, count)
+        ask_often(server, prompts, want, count)
     finally:
         control.set()
     assert control.hits()[rule.name] > before, "the rank did not differ"
-    assert_healed(ranks, prompts, want)
+    assert_healed(server, prompts, want)
     if rule.fault == "raise":
-        ranks.forgive("Unforeseen: injected")
+        server.forgive("Unforeseen: injected")
 
 
 def test_a_rank_that_is_killed(

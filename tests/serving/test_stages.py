@@ -6,18 +6,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.fault_control import FaultControl
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.damage import flip_value
-from tests.serving.harness import Server
+from tests.serving.harness import SKEWED, Server
 from tests.serving.test_ranks import (
     EXACT,
     HANGS_S,
+    MANY,
+    SKEWS,
     TOLERANCE,
     ask_all,
+    differ,
     is_well,
     prompts_of,
     same_as,
@@ -28,16 +33,22 @@ from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
 STAYS_WHOLE = "stages"
-FLAGS = ("--max-total-tokens=9000", "--chunked-prefill-size=512")
+FLAGS = ("--max-total-tokens=9000", "--chunked-prefill-size=512", "--impress-io-timeout=2")
 BEFORE = random_tokens(900, 700)
 
 
 @pytest.fixture(scope="module")
-def stages(serve: Serve) -> Iterator[Server]:
+def control(workdir: Path) -> FaultControl:
+    return FaultControl(workdir / "stages-faults.json", seed=5)
+
+
+@pytest.fixture(scope="module")
+def stages(serve: Serve, control: FaultControl) -> Iterator[Server]:
     """Its second life."""
-    with serve("stages", *FLAGS, stages=2) as server:
+    how: dict[str, Any] = {"stages": 2, "faults": control, "preload": SKEWED}
+    with serve("stages", *FLAGS, **how) as server:
         server.store_prompts(BEFORE)
-    with serve("stages", *FLAGS, stages=2) as server:
+    with serve("stages", *FLAGS, **how) as server:
         yield server
 
 
@@ -89,3 +100,13 @@ def test_orders_and_weights_reach_all_stages_between_batches(
     stages.post("/update_weights_from_disk", model_path=str(tiny_llama)).raise_for_status()
     wait_until(lambda: stages.stats()["suspended"] is None, HANGS_S)
     assert same_as(stock, stages, prompts[:1], **EXACT) == ["ssd"]
+
+
+@pytest.mark.parametrize("skew", [*SKEWS])
+def test_a_stage_that_differs_changes_no_answer(
+    stages: Server, stock: Server, control: FaultControl, skew: str, request: pytest.FixtureRequest
+) -> None:
+    count = request.config.getoption("--rank-requests")
+    if count < MANY:
+        pytest.skip("it takes long, with --rank-requests 100")
+    differ(stages, stock, control, skew, count)
