@@ -57,6 +57,8 @@ class _Object:
     ranges: dict[int, Future[None]] = dataclasses.field(default_factory=dict)
     whole: bool = False
     """Whether all of it is there, and verified."""
+    leaves: bool = False
+    """Whether it is counted elsewhere."""
     ended: bool = False
     """Whether its file goes, or has become another's, with the last reader."""
 
@@ -75,8 +77,13 @@ class BucketFiles(FileSystem):
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of the local files of objects, if all of these were fetched."""
-        return sum(own.size for own in list(self._of_path.values()))
+        """Bytes of the local files of objects, if all of these were fetched, but for those that
+        are `leave`ing."""
+        return sum(own.size for own in list(self._of_path.values()) if not own.leaves)
+
+    def leave(self, info: SegmentInfo) -> None:
+        """Count an object no more, which is going to be ended."""
+        self._of_path[_path_of(info)].leaves = True
 
     def path_of(self, name: str, info: SegmentInfo) -> Path:
         """Where an object of this name is opened, which must be that segment."""

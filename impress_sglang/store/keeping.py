@@ -42,6 +42,7 @@ class FetchedSegments:
         assert bucket is not None
         segment = disk.tree.get(info.segment_id)
         size = info.layout().file_bytes
+        bucket.files.leave(info)
         if segment is None or not disk.is_far(segment) or not self._make_room(segment, size):
             disk.worker.submit(bucket.files.end, info)
             return

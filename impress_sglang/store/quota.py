@@ -97,7 +97,7 @@ class Quota:
         self._worker = disk.worker
         self._health = disk.health
         self._others = disk.others
-        self._peers = disk.peers
+        self._peers, self._bucket = disk.peers, disk.bucket
         self._removing: dict[Path, Future[bool]] = {}
         self._trimming: dict[Path, Future[int]] = {}
         # When it was found that a process serves a store.
@@ -194,6 +194,7 @@ class Quota:
         unserved += sum(list(worker.undeleted.values()))
         used = self.used_bytes + self.reserved_bytes + self.adopting_bytes + unserved
         used += self.other_models_bytes + self._peers.num_bytes
+        used += 0 if self._bucket is None else self._bucket.files.open_bytes
         pending = self.pending_bytes + self.reserved_bytes
         available = self._health.free_bytes - pending - bytes_of(config.min_free_gb)
         return max(used + num_bytes - bytes_of(config.ssd_gb), num_bytes - available)

@@ -218,7 +218,6 @@ def test_what_is_elsewhere_now_was_not_used(world: World, bucket: Faults) -> Non
     first = world.open("a")
     world.put("a", first, prompt(1, 13), prompt(1, 40), prompt(2))
     peer = first._disk.bucket
-    assert peer is not None
     until(first, lambda: len(peer._known) == 3 and not peer._news)
     oldest = next(iter(first.tree.order))
     first.writes.evict([oldest], Cause.EVICTED)
@@ -239,6 +238,11 @@ def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
         assert second.summary()["used_bytes"] <= 2 * one
     assert len(world.benches["b"].files()) <= 2
     until_found(second, prompt(4))
+    # What is being fetched counts.
+    far = next(own for own in second.tree.segments() if own.home)
+    needed = second.quota.missing(0)
+    second._disk.bucket.path_of(far.info)
+    assert second.quota.missing(0) == needed + one
 
 
 def purge(store: PartStore, tokens: tuple[int, ...]) -> None:
@@ -375,7 +379,6 @@ def test_what_is_stored_again_after_a_purge_is_sent_again(world: World, bucket: 
     for store in (first, second, third):
         until_found(store, prompt(1))
         until_listed(store, 1)
-    # The object is still there, and will be deleted.
     bucket.fails = lambda what, name: what == "list"
     purge(first, prompt(1))
     world.put("a", first, prompt(1))
@@ -395,7 +398,6 @@ def test_an_object_that_was_replaced_is_found(world: World, bucket: Faults) -> N
     bucket.fails = lambda what, name: False
     until_found(third, prompt(1))
     (name,), (old,) = bucket.segments, third.tree.segments()
-    # Between two lists somebody deletes it, and somebody else stores the same.
     other = next(own for own in (first, second) if old.segment_id not in own.tree)
     ((new, path, _),) = segment_files(other._disk.files, other._disk.directory.path)
     obstore.put(bucket._store, name, Path(path).read_bytes())
@@ -403,9 +405,7 @@ def test_an_object_that_was_replaced_is_found(world: World, bucket: Faults) -> N
     check_rows(third, prompt(1))
 
 
-def test_a_header_that_cannot_be_read_now(
-    world: World, bucket: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_not_read_now(world: World, bucket: Faults, monkeypatch: Any) -> None:
     monkeypatch.setattr(files_module, "_HEADER_BYTES", 64)
     bucket.fails = lambda what, name: what == "range"
     world.put("a", world.open("a"), prompt(1))

@@ -92,7 +92,7 @@ def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     health = SimpleNamespace(free_bytes=100)
     no_peers = SimpleNamespace(num_bytes=0, folders=[])
     disk: Any = SimpleNamespace(
-        tree=StoredTree(), worker=None, health=health, others={}, peers=no_peers
+        tree=StoredTree(), worker=None, health=health, others={}, peers=no_peers, bucket=None
     )
     quota = Quota(ImpressConfig(), disk, WriteBudget())
     segment = stored_segment("a", prompt(1))
