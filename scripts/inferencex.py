@@ -21,7 +21,7 @@ import yaml
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin.capabilities import check_options
+from impress_sglang.plugin.capabilities import check_alone, check_options
 
 # What the layers of a family keep, by the start of the family's name in InferenceX; None: MLA, with
 # or without sparse attention, or plain keys and values.
@@ -29,8 +29,9 @@ FAMILIES = {
     "dsr1": None,
     "dsv4": "keeps compressed KVs and index keys of sparse attention (DeepSeek-V4)",
     "glm5": None,
-    "qwen3.5": "IMPRESS does not support models with model_is_mrope",
+    "qwen3.5": None,
 }
+STATEFUL = "qwen3.5"
 
 
 def configurations(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -51,6 +52,7 @@ def verdict(name: str, entry: dict[str, Any], row: dict[str, Any]) -> str:
     worker = row.get("prefill", row)
     options = SimpleNamespace(
         tp_size=worker["tp"],
+        pp_size=1,
         enable_dp_attention=worker.get("dp-attn", False),
         speculative_algorithm="EAGLE" if row.get("spec-decoding") == "mtp" else None,
         disaggregation_mode="prefill" if "prefill" in row else "null",
@@ -62,6 +64,8 @@ def verdict(name: str, entry: dict[str, Any], row: dict[str, Any]) -> str:
     )
     try:
         check_options(ImpressConfig(ssd_dir="kv"), options)
+        if name.startswith(STATEFUL):
+            check_alone(options, "states beside KVs")
     except UnsupportedError as error:
         return str(error)
     return kept or ""

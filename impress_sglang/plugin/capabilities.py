@@ -107,16 +107,16 @@ _ENVIRONMENT_IDENTITY = ("SGLANG_ROPE_CACHE_FP32", "SGLANG_NVFP4_CKPT_FP8_GEMM_I
 _SCHEDULED = ("fcfs", "lpm", "dfs-weight", "hrrn")
 
 # RoPE whose angles depend on the position alone. `longrope` chooses by the longest request of a
-# batch, `mrope` counts media.
-ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "deepseek_yarn", "llama3"})
+# batch. `mrope` has three positions, which are the same where a prompt has no media.
+ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "deepseek_yarn", "llama3", "mrope"})
 _WINDOWED = "sliding_attention"
 _LAYER_TYPES = frozenset({"full_attention", "attention", _WINDOWED})
 # What a model's configurations, that of Hugging Face and SGLang's, must not have.
 _NOT_CAUSAL = (
     *("attention_chunk_size", "dual_chunk_attention_config", "attn_logit_softcapping"),
     *("num_kv_shared_layers", "cross_attention_layers", "add_cross_attention"),
-    *("alibi", "use_alibi", "is_local_attention_model", "model_is_mrope"),
-    *("is_hybrid_swa_compress", "is_encoder_decoder", "is_multimodal"),
+    *("alibi", "use_alibi", "is_local_attention_model"),
+    *("is_hybrid_swa_compress", "is_encoder_decoder"),
     *("use_ngram_embedding", "use_engram", "pointer_head", "decision_config", "joint_head_config"),
 )
 # In what attention layers of one model may differ from a plain one: what is compared with the pool;
@@ -243,10 +243,12 @@ def check_model(model_config: Any, options: ImpressConfig) -> None:
             raise UnsupportedError(f"IMPRESS does not support models with {name}")
     kinds = set(getattr(config, "layer_types", None) or ())
     windows = _WINDOWED in kinds or model_config.is_hybrid_swa
-    if (windows or stateful) and not may_have_windows(options):
+    media = model_config.is_multimodal or model_config.model_is_mrope
+    if (windows or stateful or media) and not may_have_windows(options):
         raise UnsupportedError(
-            "IMPRESS blends, codes by a basis, and loads parts of prefixes, where all layers "
-            "attend to all tokens: drop --impress-policy, --impress-blend and --impress-basis"
+            "IMPRESS blends, codes by a basis, and loads parts of prefixes, of models of text "
+            "whose layers attend to all tokens: drop --impress-policy, --impress-blend and "
+            "--impress-basis"
         )
     # SGLang says what layers with states keep.
     unknown = set[str]() if stateful else kinds - _LAYER_TYPES
@@ -259,7 +261,7 @@ def check_model(model_config: Any, options: ImpressConfig) -> None:
         for rope in (own or {} for own in each):
             kind = rope.get("rope_type", rope.get("type", "default"))
             nested = any(isinstance(value, dict) for value in rope.values())
-            if kind not in ROPE_TYPES or nested or "mrope_section" in rope:
+            if kind not in ROPE_TYPES or nested:
                 raise UnsupportedError(
                     f"IMPRESS needs positions that count tokens, and knows RoPE of types "
                     f"{', '.join(sorted(ROPE_TYPES))}; this model has {rope}"
@@ -301,6 +303,8 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
         UnsupportedError: with one sentence for the first reason.
     """
     pool, layers = runner.token_to_kv_pool, attention_layers(runner.model)
+    if runner.model_config.is_multimodal and not hasattr(runner.model, "pad_input_ids"):
+        raise UnsupportedError("IMPRESS cannot tell media from text by the tokens of this model")
     latent, ids = is_latent(full_pool(pool)), [layer.layer_id for layer in layers]
     kept = getattr(pool, "full_attention_layer_id_mapping", None)
     if kept is None:

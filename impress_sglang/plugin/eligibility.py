@@ -14,7 +14,8 @@ import logging
 from array import array
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req
+import numpy as np
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import UnsupportedError
@@ -134,6 +135,10 @@ def _refusal(req: Any, allowed: frozenset[str]) -> str | None:
     ]
     if found:
         return min(found, key=lambda name: (name == _LAST, name))
+    # Such tokens stand for media, which a session may have forgotten, or for states.
+    tokens = np.asarray(req.origin_input_ids)
+    if len(tokens) and (tokens.max() >= MM_PAD_SHIFT_VALUE or tokens.min() < 0):
+        return "origin_input_ids"
     params, usual = req.sampling_params, SamplingParams()
     for name in _sampling_fields():
         if not _is_plain(name, getattr(params, name), getattr(usual, name)):

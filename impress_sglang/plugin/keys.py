@@ -15,6 +15,7 @@ from impress_sglang.store.identity import weights_digest
 from impress_sglang.store.prefix_hashes import namespace_text
 
 _DIGEST = "_impress_digest"
+_MEDIA = np.iinfo(np.int32).max
 
 
 def namespace_of(key: Any) -> str:
@@ -23,8 +24,11 @@ def namespace_of(key: Any) -> str:
 
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:
-    """Token ids in the store's form, int32."""
-    return np.array(token_ids, dtype=np.int32)
+    """Token ids in the store's form, int32; those that stand for media become one that is no text.
+
+    They have 62 bits, of which the last 32 may be those of text.
+    """
+    return np.minimum(np.asarray(token_ids, np.int64), _MEDIA).astype(np.int32)
 
 
 def namespace_of_request(req: Any, manager: Any) -> str:

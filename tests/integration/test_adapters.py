@@ -54,6 +54,7 @@ def test_other_pools_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -
             model=torch.nn.Linear(4, 4),
             model_config=SimpleNamespace(hf_text_config=text, dtype=torch.float32),
             token_to_kv_pool=SimpleNamespace(dtype=torch.float32),
+            req_to_token_pool=None,
         )
 
     worker = SimpleNamespace(model_runner=runner(1))

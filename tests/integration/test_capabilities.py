@@ -173,7 +173,7 @@ def attention(layer_id: int, **fields: Any) -> RadixAttention:
 
 
 def runner(model: torch.nn.Module, pool: Any = None) -> Any:
-    config = SimpleNamespace(dtype=torch.float32, num_attention_heads=8)
+    config = SimpleNamespace(dtype=torch.float32, num_attention_heads=8, is_multimodal=False)
     return SimpleNamespace(model=model, token_to_kv_pool=pool or make_pool(), model_config=config)
 
 
@@ -182,6 +182,13 @@ def make_pool(**changed: Any) -> MHATokenToKVPool:
     for name, value in changed.items():
         setattr(pool, name, value)
     return pool
+
+
+def test_media_without_tokens_of_their_own() -> None:
+    own = runner(Layers())
+    own.model_config.is_multimodal = True
+    with pytest.raises(UnsupportedError, match="media from text"):
+        check_layers(own)
 
 
 def test_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,10 +234,9 @@ HYBRID = {
         ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({**LLAMA, "num_kv_shared_layers": 1}, "num_kv_shared_layers"),
         ({**LLAMA, "rope_scaling": LONG_ROPE}, "longrope"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope"),
     ],
     ids=[
-        *("gemma2", "layer-types", "chunks", "soft-cap", "kv-sharing", "longrope", "mrope"),
+        *("gemma2", "layer-types", "chunks", "soft-cap", "kv-sharing", "longrope"),
     ],
 )
 def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
@@ -246,7 +245,18 @@ def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
         capabilities.check_model(model_config, ImpressConfig())
 
 
-@pytest.mark.parametrize("config", [DSA, HYBRID], ids=["deepseek", "qwen3-next"])
+MEDIA = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        "rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]},
+        "num_hidden_layers": 4,
+    },
+    "vision_config": {},
+}
+
+
+@pytest.mark.parametrize("config", [DSA, HYBRID, MEDIA], ids=["deepseek", "qwen3-next", "qwen3.5"])
 def test_models_that_keep_more_than_kvs(tmp_path: Path, config: dict[str, Any]) -> None:
     model_config = ModelConfig(str(write_config(tmp_path, config)))
     capabilities.check_model(model_config, ImpressConfig())

@@ -18,7 +18,7 @@ import pytest
 import torch
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import UnsupportedError
@@ -30,6 +30,7 @@ from impress_sglang.plugin.eligibility import (
     serve_refusal,
     store_refusal,
 )
+from impress_sglang.plugin.keys import as_tokens
 
 OVERRIDES = PositionalEmbeds(embeds=[torch.ones(4)], positions=[1])
 # What SGLang gives a request at its making, or later, that makes its KVs depend on more than they
@@ -161,6 +162,15 @@ def test_another_value(field: str, value: object) -> None:
     req = request()
     setattr(req, field, value)
     assert field in refusals(req)
+
+
+@pytest.mark.parametrize("token", [MM_PAD_SHIFT_VALUE, 2**40 + 7, -1])
+def test_tokens_that_are_no_text(token: int) -> None:
+    """SGLang has those of media, which a session may have forgotten; they are of no text here."""
+    req = request()
+    req.origin_input_ids = array("q", [1, token, 3])
+    assert refusals(req) == ("origin_input_ids", "origin_input_ids")
+    assert as_tokens(req.origin_input_ids)[1] == as_tokens([token])[0] in (token, 2**31 - 1)
 
 
 MADE = set(inspect.signature(Req.__init__).parameters) - {"dllm_config"}

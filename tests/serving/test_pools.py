@@ -25,6 +25,7 @@ from tests.serving.tiny_models import (
     make_model,
     random_tokens,
 )
+from tests.serving.tiny_tokenizer import add_tokenizer
 
 PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300)]
 
@@ -71,6 +72,16 @@ def test_latent_vectors(workdir: Path, serve: Serve) -> None:
         assert_comes_back(server, ranks=2)
         written = (workdir / "store-latents").glob("*/segments/*/*.kv")
         assert set(written) == segments(server)
+        server.assert_whole()
+
+
+def test_text_of_a_multimodal_model(workdir: Path, serve: Serve) -> None:
+    """Its three positions of a token are the same one."""
+    model = make_model("qwen2_vl", workdir / "qwen2_vl")
+    add_tokenizer(model, media=True)
+    flags = ("--enable-multimodal", "--impress-bits=exact", "--max-total-tokens=9000")
+    with serve("media", *flags, model=model) as server:
+        assert_comes_back(server)
         server.assert_whole()
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 1000
+# The last ones of a vocabulary.
+_MEDIA_TOKENS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "bos_token_id": 1,
@@ -78,6 +80,21 @@ _STATES: dict[str, Any] = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
 }
+# Three positions of each token turn 2, 3 and 3 pairs of its elements.
+_MEDIA: dict[str, Any] = {
+    "text_config": {
+        **_GROUPED,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+    },
+    "vision_config": {
+        "depth": 1,
+        "embed_dim": 32,
+        "hidden_size": 128,
+        "num_heads": 2,
+        "in_chans": 3,
+    },
+    **{name: VOCAB - 4 + k for k, name in enumerate(_MEDIA_TOKENS)},
+}
 FAMILIES = ("llama", "opt", "qwen2", "qwen3")
 
 
@@ -95,6 +112,8 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
         config = transformers.Olmo3Config(**{**_GROUPED, **_WINDOWS, **overrides})
     elif family == "qwen3_next":
         config = transformers.Qwen3NextConfig(**{**_GROUPED, **_STATES, **overrides})
+    elif family == "qwen2_vl":
+        config = transformers.Qwen2VLConfig(**_MEDIA)
     elif family == "llama":
         config = transformers.LlamaConfig(**{**_GROUPED, **overrides})
     elif family == "qwen2":
@@ -112,7 +131,8 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
             init_std=0.15,
             **overrides,
         )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    auto = "AutoModelForImageTextToText" if family == "qwen2_vl" else "AutoModelForCausalLM"
+    model = getattr(transformers, auto).from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     if family == "olmo3":
         # SGLang has one class for both.

@@ -9,21 +9,31 @@ from pathlib import Path
 from tests.serving.tiny_models import VOCAB
 
 SPECIAL = ("<pad>", "<s>", "</s>")
+MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def add_tokenizer(folder: Path) -> None:
-    """Save it beside a model, for answers in text and for structured output."""
+def add_tokenizer(folder: Path, *, media: bool = False) -> None:
+    """Save it beside a model, for answers in text and for structured output; or for images."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = ("".join(pair) for pair in itertools.product(string.ascii_letters, repeat=2))
-    room = VOCAB - len(SPECIAL) - len(bytes_)
-    words = [*SPECIAL, *bytes_, *itertools.islice(pairs, room)]
+    last = MEDIA if media else ()
+    room = VOCAB - len(SPECIAL) - len(bytes_) - len(last)
+    words = [*SPECIAL, *bytes_, *itertools.islice(pairs, room), *last]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     pad, begin, end = SPECIAL
-    PreTrainedTokenizerFast(
+    own = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, bos_token=begin, eos_token=end
-    ).save_pretrained(folder)
+    )
+    if media:
+        import transformers
+
+        own.add_special_tokens({"additional_special_tokens": list(MEDIA)})
+        parts = transformers.Qwen2VLImageProcessor(), own, transformers.Qwen2VLVideoProcessor()
+        transformers.Qwen2VLProcessor(*parts).save_pretrained(folder)
+    else:
+        own.save_pretrained(folder)
