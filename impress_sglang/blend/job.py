@@ -8,7 +8,6 @@ model's passes (`blend.plugin.steps`). What cannot be read is computed as well.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import torch
@@ -133,10 +132,8 @@ class BlendJob(LoadJob):
         finally:
             self._close_all(opened)
 
-    def note_layer(self, event: Any = None) -> None:
+    def note_layer(self) -> None:
         """See `LoadJob.note_layer`; no pass may use it yet."""
-        if event is not None:
-            self.events.append(event)
         self._fills_done += 1
 
     def begin_computing(self, resident: Tensor) -> None:

@@ -120,12 +120,15 @@ class LoadJob:
     fills: FillStats = dataclasses.field(default_factory=FillStats)
     events: list[Any] = dataclasses.field(default_factory=list)
     """On an accelerator, an event after each layer."""
+    stream: Any = None
+    """That on which an accelerator writes to its slots."""
     computes: ClassVar[bool] = False
     """Whether the scheduler's thread has something to compute when all was read."""
 
     def __post_init__(self) -> None:
         self._revoked = False
         self._writing = threading.Lock()
+        self._written: Any = None
         self._changed = threading.Condition()
         self.done = threading.Event()
         """Set when the loader no longer works on it."""
@@ -160,8 +163,7 @@ class LoadJob:
         """
         with self._writing:
             self._revoked = True
-            if self.events:
-                self.events[-1].synchronize()
+            self.synchronize()
         with self._changed:
             self._changed.notify_all()
 
@@ -175,13 +177,22 @@ class LoadJob:
         with self._writing:
             if self._revoked:
                 raise JobRevoked
-            yield
+            try:
+                yield
+            finally:
+                if self.stream is not None:
+                    self._written = self.stream.record_event()
 
-    def note_layer(self, event: Any = None) -> None:
-        """Note that another layer is in the slots, once the device has passed `event`."""
+    def synchronize(self) -> None:
+        """Wait until an accelerator has written what it was told to: slots may be given away."""
+        if self._written is not None:
+            self._written.synchronize()
+
+    def note_layer(self) -> None:
+        """Note that another layer is in the slots, or will be when the device has written it."""
         with self._changed:
-            if event is not None:
-                self.events.append(event)
+            if self._written is not None:
+                self.events.append(self._written)
             self.layers += 1
             self._changed.notify_all()
 
@@ -375,9 +386,11 @@ class JobLoader:
             self._open(others)
 
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), contextlib.ExitStack() as ended:
                 if self._stream is not None:
                     self._stream.wait_event(job.after)
+                job.stream = self._stream
+                ended.callback(job.synchronize)
                 job.bring(source, fill)
                 if self._windows_from is not None:
                     job.bring_rows(self._windows_from, fill)
@@ -386,8 +399,6 @@ class JobLoader:
                         # Another rank has one where this one has none.
                         raise PrefixUnreadable("", "its state is gone")
                     job.bring_rows(0, fill)
-                if job.events:
-                    job.events[-1].synchronize()
         except JobRevoked:
             state = JobState.DROPPED
         except PrefixUnreadable as unreadable:
@@ -417,7 +428,7 @@ class JobLoader:
             if after is not None:
                 with job.writing():
                     after(keys)
-        job.note_layer(None if self._stream is None else self._stream.record_event())
+        job.note_layer()
         source.end_layer(layer)
         job.store.ahead.top_up()
 

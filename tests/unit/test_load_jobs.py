@@ -227,6 +227,25 @@ def test_a_corrupt_block_fails_its_job_alone(make: Callable[..., Desk], own: KVC
     assert stores.length(desk.store, OTHER) == len(OTHER)
 
 
+def test_a_failed_job_ends_behind_what_the_device_writes(
+    make: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its slots would be others' while it still writes to them."""
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    desk, stream = make(), mock.Mock()
+    desk.put(OTHER)
+    path = stores.path_of(desk.bench, look_up(desk.store, OTHER))
+    kv.flip_byte(path, path.stat().st_size - 4096)
+    written = stream.record_event.return_value
+    desk.loader._stream = stream
+
+    job = desk.load(OTHER, KVClass(6.0))
+
+    assert job.state is JobState.FAILED and job.layers
+    assert stream.record_event.call_count == job.layers == len(job.events)
+    written.synchronize.assert_called_once()
+
+
 @pytest.mark.parametrize(
     "rule",
     [
@@ -343,10 +362,13 @@ class TestLayers:
         assert time.monotonic() - began < 10.0
 
     def test_slots_are_taken_away_behind_what_the_device_writes(self) -> None:
-        job, event = self.job(), mock.Mock()
-        job.note_layer(event)
+        """Also before the layer is noted, and if only a part of it was written."""
+        job, stream = self.job(), mock.Mock()
+        job.stream = stream
+        with pytest.raises(ZeroDivisionError), job.writing():
+            1 / 0  # noqa: B018
         job.revoke()
-        event.synchronize.assert_called_once()
+        stream.record_event.return_value.synchronize.assert_called_once()
 
     def test_what_is_left_is_judged_by_what_was_loaded(self) -> None:
         job = self.job()
