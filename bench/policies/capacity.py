@@ -175,6 +175,8 @@ class _NoFiles:
     def delete(self, _: Any) -> None:
         """There is nothing to remove."""
 
+    remove_foreign = delete
+
     def unremoved(self) -> frozenset[str]:
         return frozenset()
 
@@ -212,7 +214,7 @@ class Store:
         self._places: dict[str, tuple[int, int]] = {}
         none: Any = _NoFiles()
         none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
-        none.peers = none.foreign = none
+        none.peers, none.foreign, none.bucket = none, none, None
         self.quota = Quota(config, none, WriteBudget())
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)
@@ -268,14 +270,14 @@ class Store:
             name = span.segment.segment_id
             if name not in self._places:
                 pages = np.ones(-(-span.segment.info.num_tokens // size), np.uint16)
-                self._places[name] = self._cache.placement.attach(pages), len(pages)
+                self._places[name] = self._cache.attach(pages), len(pages)
             base = self._places[name][0]
             found.append(np.arange(base + span.start // size, base + -(-span.stop // size)))
         return found
 
     def _forget(self, segment_id: str) -> None:
         if (place := self._places.pop(segment_id, None)) is not None:
-            self._cache.placement.detach(*place)
+            self._cache.detach(*place)
 
 
 def _no_layers(start: int) -> Any:

@@ -54,7 +54,9 @@ def run(
     runner: Any = SimpleNamespace(
         token_to_kv_pool=pool,
         model=Layers(),
-        model_config=SimpleNamespace(dtype=model_dtype or dtype, num_attention_heads=8),
+        model_config=SimpleNamespace(
+            dtype=model_dtype or dtype, num_attention_heads=8, is_multimodal=False
+        ),
         forward_stream=None,
     )
     if kind is MHATokenToKVPool:
