@@ -98,6 +98,7 @@ def test_two_replicas(workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Se
         server.generate(prompt, 1, routed_dp_rank=0)
         wait_until(lambda: _stored(server, prompt))
         schedulers_of(server)[0].kill()
+        time.sleep(HITS_S)
         answer = server.generate([*prompt, 7, 8], 4, routed_dp_rank=1, return_logprob=True)
         assert paths([answer]) == ["ssd"]
         assert_same([expected], [answer], 1e-4)
