@@ -250,6 +250,8 @@ class StoreHistory(RuleBasedStateMachine):
         return StoreOutcome.ACCEPTED if start < stop else StoreOutcome.UNREACHABLE
 
     def offer(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> StoreOutcome:
+        # What is being removed still takes room, for how long depends on the machine.
+        self.wait_for_removals()
         before = self.learn_names()
         path = self.model.follow(namespace, tokens, quality)
         start, stop = self.model.missing(namespace, tokens, quality)
