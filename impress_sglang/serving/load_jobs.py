@@ -121,7 +121,6 @@ class LoadJob:
     events: list[Any] = dataclasses.field(default_factory=list)
     """On an accelerator, an event after each layer."""
     stream: Any = None
-    """That on which an accelerator writes to its slots."""
     computes: ClassVar[bool] = False
     """Whether the scheduler's thread has something to compute when all was read."""
 
@@ -163,17 +162,13 @@ class LoadJob:
         """
         with self._writing:
             self._revoked = True
-            self.synchronize()
+            self._synchronize()
         with self._changed:
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep its slots while the loader writes to them.
-
-        Raises:
-            JobRevoked: they were taken away.
-        """
+        """Keep its slots while the loader writes to them, or raise `JobRevoked`."""
         with self._writing:
             if self._revoked:
                 raise JobRevoked
@@ -183,8 +178,8 @@ class LoadJob:
                 if self.stream is not None:
                     self._written = self.stream.record_event()
 
-    def synchronize(self) -> None:
-        """Wait until an accelerator has written what it was told to: slots may be given away."""
+    def _synchronize(self) -> None:
+        # Slots may be others' from now on, and an accelerator still write to them.
         if self._written is not None:
             self._written.synchronize()
 
@@ -198,6 +193,7 @@ class LoadJob:
 
     def end(self, state: JobState, error: BaseException | None = None) -> None:
         """Note how the loader's work on it ended."""
+        self._synchronize()
         with self._changed:
             self.state, self.error = state, error
             self._changed.notify_all()
@@ -386,11 +382,10 @@ class JobLoader:
             self._open(others)
 
         try:
-            with torch.cuda.stream(self._stream), contextlib.ExitStack() as ended:
+            with torch.cuda.stream(self._stream):
                 if self._stream is not None:
                     self._stream.wait_event(job.after)
                 job.stream = self._stream
-                ended.callback(job.synchronize)
                 job.bring(source, fill)
                 if self._windows_from is not None:
                     job.bring_rows(self._windows_from, fill)
