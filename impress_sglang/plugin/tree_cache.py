@@ -392,6 +392,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             super().reset()
             return
         assert not self.has_pending_cache_operations(), "SGLang flushes while slots are filled"
+        self._forget_ended()
         store = self._service.served.opened
         if store is not None:
             # Accepted writes read slots that are about to be given away.
