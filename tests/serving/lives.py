@@ -285,12 +285,7 @@ class Life:
 
     def _reckon(self) -> None:
         """For a while nothing is asked but what reports: the metrics must say what reports do, and
-        what clients have seen. Who hung up before may be counted late, but not twice in a row."""
-        if self._reckon_once():
-            wrong = self._reckon_once()
-            self._require(not wrong, "; ".join(wrong))
-
-    def _reckon_once(self) -> list[str]:
+        what clients have seen."""
         with self._world.pause():
             before = self._reckoned()
             self._world.only_reported = True
@@ -298,16 +293,15 @@ class Life:
         with self._world.pause():
             after = self._reckoned()
             self._world.only_reported = False
-        wrong = []
         for metric, (counted, measured) in after.items():
             counted -= before[metric][0]
             measured -= before[metric][1]
             self._world.count(f"reckoned {metric}", int(counted))
             off = abs(measured - counted)
             self._world.count(f"off {metric}", int(off))
-            if off > LARGEST_ERROR * counted:
-                wrong.append(f"{metric} says {measured:g}, others {counted:g}")
-        return wrong
+            self._require(
+                off <= LARGEST_ERROR * counted, f"{metric} says {measured:g}, others {counted:g}"
+            )
 
     def _reckoned(self) -> dict[str, tuple[float, float]]:
         """By metric: what others have counted so far, and what it says, of an idle server."""
