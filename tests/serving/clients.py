@@ -30,6 +30,8 @@ KINDS = {
 }
 # How a request ends whose prefix is damaged, where it is loaded in the pass.
 ASK_AGAIN = "its prefix cannot be loaded; ask again"
+# What is counted then.
+ENDED_IN_PASS = "ended in the pass"
 # Of these each request is answered, and its answer has its report.
 REPORTED = ("plain", "logprob", "json")
 WAYS = {"whole": 8, "part": 3, "bits": 2, "blend": 3, "abort": 1, "hang up": 1}
@@ -134,7 +136,7 @@ class Client(threading.Thread):
             self._world.count("beams that SGLang ended")
             return
         if ASK_AGAIN in response.text:
-            self._world.count("ended in the pass")
+            self._world.count(ENDED_IN_PASS)
             return
         if not response.ok:
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")

@@ -338,7 +338,8 @@ def launch(
     preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else preload
     own = {**(environment or {}), **(RETRACT if retracts else {})}
     if faults is not None:
-        preload = preload or FAULTY
+        # Which retracts as well, as those do that have faults and something else.
+        preload = FAULTY if preload in (None, RETRACTING) else preload
         own[CONTROL_VARIABLE] = str(faults.path)
     if ranks * stages * replicas > 1:
         # Which has faults and retracts as well, and what else a server is.

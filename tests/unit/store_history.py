@@ -283,6 +283,8 @@ class StoreHistory(RuleBasedStateMachine):
         self.model.add(Known(ids[0], namespace, above, own, SegmentState.PENDING))
         self.accepted.append(ids[0])
         self.pending.append(ids[0])
+        # One that is purged before it is at the gate would end, and let removals pass.
+        wait_until(self.blocked.is_set)
         if fails:
             self.failing.add(ids[0])
         return outcome
