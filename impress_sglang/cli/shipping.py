@@ -1,13 +1,14 @@
 """Moves prefixes from one store to others: `impress export` and `impress import`.
 
 What is exported is a folder: segment files as they are in the store, and `CONTENTS`, written last,
-which says what each of them builds on. Imported prefixes are offered to the store like those that a
-server has computed: the same writer writes them, and what is stored already is not written again.
+which says what each of them builds on. They are imported as they are, but for the namespace, which
+each store names by a key of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,26 +21,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from impress_sglang.cli.directory import Directory, check_file, namespace_in, opened, place_of
 from impress_sglang.cli.outcome import Refused, Unreachable
-from impress_sglang.codes.groups.energy import Coding, CodingRule
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.directory import identity_in, segment_files
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import ANYTHING
-from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo, Tokens, read_header
-from impress_sglang.storage.writer import LayerReader
+from impress_sglang.storage.segment import (
+    SEGMENT_SUFFIX,
+    SegmentHeader,
+    SegmentInfo,
+    Tokens,
+    encode_header,
+    read_header,
+)
+from impress_sglang.storage.writer import publishing
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
-from impress_sglang.store.writing import Offer, StoreOutcome
 
 CONTENTS = "contents.json"
 KIND = "impress-sglang prefixes"
@@ -75,8 +78,6 @@ def export(
         chosen = _with_bases(_chosen(store, which))
         if not chosen:
             raise Refused("nothing of it is stored")
-        if not chosen[0].info.shape.exact:
-            raise Refused("exact KVs are exported, and a store of --impress-keep codes has none")
         folders = {stores[name], *(own.home for own in chosen if own.home is not None)}
         found = [segment_files(directory.files, own) for own in folders]
         paths = {own: Path(file) for files in found for own, file, _ in files}
@@ -93,7 +94,8 @@ def export(
 def import_(directory: Directory, which: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Store what was exported but is not stored here, without removing anything for it.
 
-    `which` names the namespace. If there is no store at all, one is made.
+    `which` names the namespace. If there is no store at all, one is made. What begins like a stored
+    segment, and goes on otherwise inside it, has no place: it and what builds on it are left out.
 
     Raises:
         Refused: it is damaged, of another model or namespace, or there is no room.
@@ -112,31 +114,30 @@ def import_(directory: Directory, which: Mapping[str, Any], path: Path) -> dict[
             )
     with opened(files, directory.root / identity, shape) as store:
         now, name = time.time(), store.namespace(namespace)
-        new = []
+        new, copied, num_bytes = [], 0, 0
         for number, own in enumerate(folder.infos):
             prompt = folder.prompt(number)
             match = store.tree.match(name, prompt, least=own.quality)
             if not 0 < own.expires <= now and match.num_tokens < len(prompt):
-                new.append((own, prompt))
-        needed = sum(own.layout().file_bytes for own, _ in new)
+                digest = prefix_digest(name, prompt[: own.prefix_len])
+                here = dataclasses.replace(own, namespace=name, prefix_digest=digest)
+                new.append((StoredSegment(here, here.layout().file_bytes), prompt))
+        needed = sum(own.file_bytes for own, _ in new)
         left = files.free_bytes(directory.root) - bytes_of(ImpressConfig().min_free_gb)
         if new and needed > left:
             raise Refused(
                 f"it takes {needed / 1e9:.3f} GB, and {max(left, 0) / 1e9:.3f} GB are free"
             )
-        for own, prompt in new:
-            source = OpenSegment(folder.file(own.segment_id), files, direct=False)
-            with contextlib.closing(source) as segment:
-                _store(store, segment, prompt, namespace)
-        written = store.stats
-    if written.segments_failed:
-        raise Unreachable(f"{written.segments_failed} segments could not be written")
-    return {
-        "store": identity,
-        "segments": written.segments_written,
-        "known": len(folder.infos) - len(new),
-        "bytes": written.bytes_written,
-    }
+        for segment, prompt in new:
+            if store.tree.insert(segment, prompt[: segment.info.prefix_len]):
+                try:
+                    _copy(files, folder.file(segment.segment_id), store, segment)
+                except (OSError, PrefixUnreadable) as error:
+                    raise Unreachable(f"{segment.segment_id} cannot be stored: {error}") from error
+                copied, num_bytes = copied + 1, num_bytes + segment.file_bytes
+    known, left_out = len(folder.infos) - len(new), len(new) - copied
+    counts = {"segments": copied, "known": known, "left_out": left_out}
+    return {"store": identity, **counts, "bytes": num_bytes}
 
 
 class Exported:
@@ -241,59 +242,21 @@ def _write(
     return sum(own.stat().st_size for own in path.iterdir())
 
 
-def _store(store: PrefixStore, segment: OpenSegment, prompt: Tokens, namespace: str) -> None:
-    info = segment.info
-
-    def read_from(start: int) -> LayerReader:
-        def read(layer: int) -> tuple[Tensor, Tensor]:
-            keys, values, _ = _layer(segment, layer)
-            return keys[start - info.prefix_len :], values[start - info.prefix_len :]
-
-        return read
-
-    def coding(start: int) -> CodingRule | None:
-        """With a basis, the codes are those of the file; without, they are made anew."""
-
-        def rows(layer: int, keys: Tensor, values: Tensor) -> Coding:
-            _, _, own = _layer(segment, layer)
-            assert own is not None
-            return Coding(own[start - info.prefix_len :], float(segment.fits[layer]))
-
-        return rows if info.shape.basis else None
-
-    offer = Offer(
-        prompt,
-        read_from,
-        on_done=_nothing,
-        abandon=_nothing,
-        min_tokens=1,
-        quality=info.quality,
-        available_from=info.prefix_len,
-        coding=coding,
-        ttl=max(info.expires - time.time(), 1.0) if info.expires else 0.0,
-        priority=info.priority,
-        windows_from=info.prefix_len + info.windows_from,
-    )
-    outcome = store.writes.offer(namespace, offer)
-    store.writes.drain()
-    if outcome in (StoreOutcome.NO_SPACE, StoreOutcome.UNAVAILABLE):
-        raise Unreachable(f"segment {info.segment_id} could not be stored: {outcome.value}")
-
-
-def _layer(segment: OpenSegment, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values of a layer in logical order, and its rows if a basis has coded it."""
-    layout = segment.layout
-    pages = layout.codes[layer] if layout.shape.basis else None
-    memory = AlignedMemory(layout.columns_bytes if pages is None else layout.layer_bytes(layer))
-    segment.fill(memory, layout.layer_offset(layer))
-    mapping = None if segment.mapping is None else segment.mapping[layer]
-    keys, values = decode_layer(layout, memory.view, mapping)
-    rows = torch.frombuffer(memory.view, dtype=torch.uint8)[layout.columns_bytes :]
-    return keys, values, None if pages is None else pages.groups_in(rows)[: pages.num_tokens]
-
-
-def _nothing() -> None:
-    """Do nothing: no slots are held for the offer."""
+def _copy(files: FileSystem, path: Path, store: PrefixStore, new: StoredSegment) -> None:
+    """Write the file of a segment anew, under its description in this store."""
+    target, layout = store.segment_path(new.segment_id), new.info.layout()
+    files.make_directory(target.parent)
+    with (
+        contextlib.closing(OpenSegment(path, files, direct=False)) as old,
+        publishing(files, target, direct=False) as descriptor,
+    ):
+        header = SegmentHeader(new.info, old.checksums, old.sinks, old.mapping, old.fits)
+        files.write(descriptor, 0, memoryview(encode_header(header)))
+        for layer in range(new.info.shape.num_layers):
+            memory = AlignedMemory(layout.layer_bytes(layer))
+            old.fill(memory, layout.layer_offset(layer))
+            files.write(descriptor, layout.layer_offset(layer), memory.view)
+    store.worker.submit(store.worker.index, store.worker.journal.change, [new.row])
 
 
 def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]:

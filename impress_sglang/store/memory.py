@@ -13,7 +13,6 @@ from impress_sglang.store.policies import make_policy
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.stored_source import BLOCK_PAGE
 from impress_sglang.transfer.wanted import most_pages
 
 
@@ -36,7 +35,7 @@ class StoreMemory:
             _check_host(config, device)
         layout = SegmentLayout(shape, config.chunk_tokens, 1, BLOCK_BYTES)
         cache = ChunkCache(
-            BLOCK_PAGE,
+            BLOCK_BYTES,
             most_pages(layout),
             policy.replacement(),
             device=device,

@@ -99,7 +99,7 @@ class PrefixStore:
         self.worker, self.health = self._disk.worker, self._disk.health
         self.tree, self.pins = self._disk.tree, self._disk.pins
         self.foreign = self._disk.foreign
-        self.namespace = self._disk.namespace
+        self.namespace, self.segment_path = self._disk.namespace, self._disk.directory.segment_path
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
         self.cache = self._memory.cache
         files, patience = self._disk.files, config.io_timeout

@@ -107,7 +107,6 @@ class Offer:
         ttl: seconds after which the new KVs are removed; 0: only when room is needed.
         priority: priority of the new KVs when room is needed.
         windows_from: tokens before this one lack the KVs of layers with sliding windows.
-        coding: how layers are coded, of tokens from a position on; None: as in any other offer.
     """
 
     tokens: Tokens
@@ -121,7 +120,6 @@ class Offer:
     ttl: float = 0.0
     priority: Priority = Priority.NORMAL
     windows_from: int = 0
-    coding: Callable[[int], CodingRule | None] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -352,9 +350,7 @@ class SegmentWrites:
         self._quota.begin(segment)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
         coding: CodingRule | None = None
-        if offer.coding is not None:
-            coding = offer.coding(info.prefix_len)
-        elif self._codec is not None:
+        if self._codec is not None:
             coding = self._codec.rule(info.prefix_len, alone=not self._shape.exact)
         elif info.shape.coded and not info.shape.basis:
             coding = self._disk.meter.rule(info.shape.group_layout, offer.queries)

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.loops.placing import page_moves
 from impress_sglang.loops.types import Floats, Indices
 from impress_sglang.tiers.fence import CopyStream, Fence
 from impress_sglang.tiers.page_copies import make_copier
 from impress_sglang.tiers.placement import CACHES, Access, Moves, Placement, Tier
 from impress_sglang.tiers.rules import Ids, ReplacementRule
-from impress_sglang.tiers.slab import PageShape, Slab
+from impress_sglang.tiers.slab import Slab
 from impress_sglang.tiers.staging import Staging
 
 
@@ -52,7 +51,7 @@ class ChunkCache:
 
     def __init__(
         self,
-        page: PageShape,
+        page_bytes: int,
         max_chunk_pages: int,
         rule: ReplacementRule,
         *,
@@ -66,28 +65,30 @@ class ChunkCache:
             ConfigError: there is not enough memory.
         """
         self.device = device
-        self.page = page
+        self._page_bytes = page_bytes
         self.copies = CopyStats()
         self._max_chunk_pages = max_chunk_pages
-        device_pages = device_bytes // self.page.page_bytes
-        host_pages = host_bytes // self.page.page_bytes
+        device_pages = device_bytes // page_bytes
+        host_pages = host_bytes // page_bytes
         self.placement = Placement(
             rule,
             device_pages=device_pages,
             host_pages=host_pages,
             max_chunk_pages=max_chunk_pages,
         )
-        pin = device.type == "cuda"
-        device_slab = Slab(self.page, device_pages, device, option="--impress-device-gb", pin=False)
-        cpu = torch.device("cpu")
-        host_slab = Slab(self.page, host_pages, cpu, option="--impress-host-gb", pin=pin)
-        self.slabs: dict[int, Slab] = {Tier.DEVICE: device_slab, Tier.HOST: host_slab}
+        cpu, pin = torch.device("cpu"), device.type == "cuda"
+        self.slabs: dict[int, Slab] = {
+            Tier.DEVICE: Slab(
+                page_bytes, device_pages, device, option="--impress-device-gb", pin=False
+            ),
+            Tier.HOST: Slab(page_bytes, host_pages, cpu, option="--impress-host-gb", pin=pin),
+        }
         """The memory from which cached chunks are read, by tier."""
         self.copy_stream = CopyStream(device)
         """Moves chunks; readers on the device call `join` before and `note_reading` after."""
         self.staging = Staging(device)
         """Where addresses of chunks are left for kernels."""
-        self.copier = make_copier(self.page, device, self.staging)
+        self.copier = make_copier(page_bytes, device, self.staging)
         """Copies pages from and to the slabs."""
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
@@ -131,22 +132,14 @@ class ChunkCache:
         Returns:
             A fence before which `loaded` must not change; None if there was nothing to move.
         """
-        moves, size = access.moves, self.page.page_bytes
+        moves, size = access.moves, self._page_bytes
         if not len(moves):
             return None
         pages = moves.pages_moved()
         self.copies.promoted_bytes += int(pages[:, Tier.DEVICE].sum()) * size
         self.copies.demoted_bytes += int(pages[Tier.DEVICE, Tier.HOST]) * size
-        sources, targets, cached = page_moves(
-            moves.counts,
-            moves.sources,
-            moves.source_pages,
-            _addresses(moves, loaded),
-            moves.targets,
-            moves.target_pages,
-            self.begins(),
-            size,
-        )
+        sources, targets = self._addresses(moves, loaded)
+        cached = np.flatnonzero(np.repeat(moves.sources != Tier.SSD, moves.counts))
         with self.copy_stream.after_reading():
             if len(cached) and np.isin(targets, sources[cached]).any():
                 # Pages that are both source and target are set aside first.
@@ -155,6 +148,17 @@ class ChunkCache:
                 self.copier.copy(sources[cached], kept)
                 sources[cached] = kept
             return self.copier.copy(sources, targets)
+
+    def _addresses(self, moves: Moves, loaded: Sequence[LoadedChunks]) -> tuple[Indices, Indices]:
+        """Where the pages of chunks are and where they go, int64 [pages], chunk after chunk."""
+        begins, places = self.begins(), np.arange(moves.target_pages.shape[1])
+        on_ssd = (moves.sources == Tier.SSD)[:, None]
+        sources = np.where(on_ssd, places, moves.source_pages) * self._page_bytes
+        sources += (begins[moves.sources] + _starts(moves, loaded))[:, None]
+        targets = moves.target_pages.astype(np.int64) * self._page_bytes
+        targets += begins[moves.targets][:, None]
+        used = places < moves.counts[:, None]
+        return sources[used], targets[used]
 
     def abandon(self, access: Access) -> None:
         """Give up an access whose read failed: chunks that were to move are in no cache then."""
@@ -180,7 +184,7 @@ class ChunkCache:
         }
 
     def _tier_summary(self, tier: Tier) -> dict[str, float | None]:
-        size = self.page.page_bytes
+        size = self._page_bytes
         return {
             "capacity_bytes": self.placement.capacity[tier] * size,
             "used_bytes": self.placement.used_pages(tier) * size,
@@ -189,7 +193,7 @@ class ChunkCache:
         }
 
 
-def _addresses(moves: Moves, loaded: Sequence[LoadedChunks]) -> Indices:
+def _starts(moves: Moves, loaded: Sequence[LoadedChunks]) -> Indices:
     """Where chunks that were read begin in memory, int64 [moves]; 0 for those from a cache."""
     starts, order = np.zeros(len(moves), np.int64), np.argsort(moves.chunks)
     for part in loaded:

@@ -10,7 +10,6 @@ import torch
 from impress_sglang.loops import copies
 from impress_sglang.loops.types import Indices
 from impress_sglang.tiers.fence import Fence
-from impress_sglang.tiers.slab import PageShape
 from impress_sglang.tiers.staging import Staging
 
 
@@ -20,9 +19,9 @@ class PageCopier(abc.ABC):
     in_place: bool
     """Whether who reads pages may as well read them where they are: all is on the host."""
 
-    def __init__(self, page: PageShape, device: torch.device, staging: Staging) -> None:
+    def __init__(self, page_bytes: int, device: torch.device, staging: Staging) -> None:
         """`staging`: where addresses are left for the device."""
-        self._page_bytes = page.page_bytes
+        self._page_bytes = page_bytes
         self._device, self._staging = device, staging
 
     def copy(self, sources: Indices, targets: Indices) -> Fence:
@@ -43,9 +42,9 @@ class PageCopier(abc.ABC):
         """Copy what was begun; see `copy`."""
 
 
-def make_copier(page: PageShape, device: torch.device, staging: Staging) -> PageCopier:
+def make_copier(page_bytes: int, device: torch.device, staging: Staging) -> PageCopier:
     """The copier that fits the device."""
-    return (KernelCopier if device.type == "cuda" else LoopCopier)(page, device, staging)
+    return (KernelCopier if device.type == "cuda" else LoopCopier)(page_bytes, device, staging)
 
 
 class LoopCopier(PageCopier):

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang import loops
-from impress_sglang.loops.types import Floats
+from impress_sglang.loops.types import Floats, Int32s
 from impress_sglang.tiers.tables import grown
 
 Ids = npt.NDArray[np.int64]
@@ -35,6 +34,9 @@ LAST_TURN = 2**52
 _AWAITED = 2**62
 # The share of a chunk that is expected to have nothing important.
 LEAST_SHARE = 1e-6
+# Of a score's fraction, these bits are in its priority. The bias is larger than the magnitude of
+# any negative exponent of a float.
+_FRACTION_BITS, _BIAS = 32, 1100
 
 
 class ReplacementRule(abc.ABC):
@@ -70,7 +72,7 @@ class ReplacementRule(abc.ABC):
 
     def record(self, ids: Ids, shares: Floats) -> None:
         """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted."""
-        loops.update_scores(ids, self._count(ids, shares), self.priorities, _AWAITED)
+        self._rank(ids, self._count(ids, shares))
 
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Note the int64 turns of requests that wait for distinct chunks; NOBODY: none does now."""
@@ -80,7 +82,7 @@ class ReplacementRule(abc.ABC):
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """Let new chunks replace old ones: `ids` get the history of `sources`, and new shares."""
         self._copy(ids, sources, shares)
-        loops.update_scores(ids, self._ranks(ids), self.priorities, _AWAITED)
+        self._rank(ids, self._ranks(ids))
 
     def forget(self, base: int, count: int) -> None:
         """Forget neighbouring chunks, whose ids may be given to others."""
@@ -94,6 +96,11 @@ class ReplacementRule(abc.ABC):
     @abc.abstractmethod
     def _count(self, ids: Ids, shares: Floats) -> Ids:
         """Count an access; returns the priorities by the rule itself."""
+
+    def _rank(self, ids: Ids, found: Ids) -> None:
+        """Give chunks these priorities, except those that are awaited."""
+        held = self.priorities[ids]
+        self.priorities[ids] = np.where(held < _AWAITED, found, held)
 
     def _ranks(self, ids: Ids) -> Ids:
         """The priorities of chunks by the rule itself."""
@@ -144,7 +151,7 @@ class ImportanceScore(ReplacementRule):
     popular prefixes would differ by recency alone, and displace each other in turn.
 
     A frequency is kept in units of the weight that an access had when the chunk was last accessed,
-    and a priority has the number of doublings in its exponent (`loops.score_of`). So neither leaves
+    and a priority has the number of doublings in its exponent (`priorities_of`). So neither leaves
     its range, however long a server runs.
     """
 
@@ -167,12 +174,28 @@ class ImportanceScore(ReplacementRule):
 
     def _count(self, ids: Ids, shares: Floats) -> Ids:
         averages, frequencies, doublings, accesses = self._tables
-        tables = accesses, averages, frequencies, doublings
-        return loops.record_scores(ids, shares, *tables, self._now, AVERAGE_WEIGHT, MOST_ACCESSES)
+        accesses[ids] = counts = np.minimum(accesses[ids] + 1, MOST_ACCESSES)
+        averages[ids] += np.maximum(1.0 / counts, AVERAGE_WEIGHT) * (shares - averages[ids])
+        frequencies[ids] = np.ldexp(frequencies[ids], doublings[ids] - self._now) + 1.0
+        doublings[ids] = self._now
+        return self._ranks(ids)
 
     def _ranks(self, ids: Ids) -> Ids:
-        return loops.scores_of(ids, *self._tables[:3])
+        averages, frequencies, doublings, _ = self._tables
+        return priorities_of(frequencies[ids] * averages[ids], doublings[ids])
 
     def _copy(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         super()._copy(ids, sources, shares)
         self._tables[0][ids] = np.maximum(shares, LEAST_SHARE)
+
+
+def priorities_of(scores: Floats, doublings: Int32s) -> Ids:
+    """The priorities, int64 [n], of scores x 2**doublings, which outgrow every float; 0 for 0.
+
+    A priority is the exponent, and below that as many bits of the fraction as fit: priorities have
+    the order of the scores, as far as these differ by more than a relative 2**-32.
+    """
+    fractions, exponents = np.frexp(scores)
+    below = ((2.0 * fractions - 1.0) * 2.0**_FRACTION_BITS).astype(np.int64)
+    found = (exponents + doublings.astype(np.int64) + _BIAS << _FRACTION_BITS) + below
+    return np.where(scores > 0.0, found, 0)

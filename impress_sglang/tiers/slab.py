@@ -6,8 +6,6 @@ without fragments.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import weakref
 
 import torch
@@ -36,59 +34,35 @@ def pin_memory(memory: AlignedMemory) -> None:
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.address)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PageShape:
-    """What a page holds: `page_vectors` vectors of `unit` elements of `dtype`."""
-
-    unit: int
-    page_vectors: int
-    dtype: torch.dtype
-
-    @property
-    def elements(self) -> int:
-        """Elements of a page."""
-        return self.unit * self.page_vectors
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return self.elements * self.dtype.itemsize
-
-
 class Slab:
     """Pages on one device."""
 
     pages: Tensor
-    """[pages, page_vectors * unit]."""
+    """uint8 [pages, page_bytes]."""
 
     def __init__(
-        self, page: PageShape, num_pages: int, device: torch.device, *, option: str, pin: bool
+        self, page_bytes: int, num_pages: int, device: torch.device, *, option: str, pin: bool
     ) -> None:
         """Allocate the pages; `pin`: pin host memory, so that an accelerator reads it directly.
 
         Raises:
             ConfigError: there is not enough memory; the message names `option`.
         """
-        size = (num_pages, page.elements)
-        num_bytes = num_pages * page.page_bytes
+        num_bytes = num_pages * page_bytes
         try:
             if device.type == "cpu" and num_pages:
                 # The tensor keeps the bytes alive; they stay pinned as long as this object exists.
                 self._memory = _host_memory(num_bytes, pin=pin)
-                flat = torch.frombuffer(self._memory.view, dtype=page.dtype, count=math.prod(size))
-                self.pages = flat.view(size)
+                flat = torch.frombuffer(self._memory.view, dtype=torch.uint8, count=num_bytes)
+                self.pages = flat.view(num_pages, page_bytes)
             else:
-                self.pages = torch.empty(size, dtype=page.dtype, device=device)
+                size = num_pages, page_bytes
+                self.pages = torch.empty(size, dtype=torch.uint8, device=device)
         except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"{num_bytes / 1e9:.1f} GB for chunks cannot be allocated on {device}; lower "
                 f"{option}: {error}"
             ) from error
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pages are."""
-        return self.pages.device
 
     @property
     def address(self) -> int:

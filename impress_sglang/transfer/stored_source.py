@@ -25,13 +25,10 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader, PendingRead
 from impress_sglang.tiers.cache import ChunkCache, LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
-from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.wanted import Wanted
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
-# A page of a cache is a block as it stands on disk.
-BLOCK_PAGE = PageShape(BLOCK_BYTES // 4, 1, torch.int32)
 
 OpenSpan: TypeAlias = tuple[OpenSegment, range, int]
 """An open segment, which of its tokens are wanted, and the id of its first chunk in the cache."""

@@ -19,7 +19,6 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.page_copies import KernelCopier
 from impress_sglang.tiers.staging import Staging
 from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
-from impress_sglang.transfer.stored_source import BLOCK_PAGE
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def launch_all(shape: KVShape, device: torch.device, codec: KVCodec | None = Non
     with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
         blocks = torch.zeros(2, BLOCK_BYTES, dtype=torch.uint8, device=device)
         source, target = (np.array([own.data_ptr()]) for own in blocks)
-        KernelCopier(BLOCK_PAGE, device, Staging(device)).copy(source, target).wait()
+        KernelCopier(BLOCK_BYTES, device, Staging(device)).copy(source, target).wait()
     if not shape.coded:
         return
     slots = torch.arange(TOKENS, device=device)

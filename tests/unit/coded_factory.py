@@ -21,7 +21,7 @@ from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.sources import WholeSource
-from impress_sglang.transfer.stored_source import BLOCK_PAGE, OpenSpan
+from impress_sglang.transfer.stored_source import OpenSpan
 from impress_sglang.transfer.wanted import chunk_pages
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 
@@ -89,7 +89,7 @@ class CodedCase:
             layouts = segment.layout.codes
             if self.cache is None:
                 self.cache = ChunkCache(
-                    BLOCK_PAGE,
+                    BLOCK,
                     layouts[0].page_bytes // BLOCK,
                     rule or LeastRecentlyUsed(),
                     device=torch.device("cpu"),

@@ -23,7 +23,7 @@ from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
-from impress_sglang.transfer.stored_source import BLOCK_PAGE, OpenSpan
+from impress_sglang.transfer.stored_source import OpenSpan
 from impress_sglang.transfer.wanted import chunk_pages, most_pages
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
@@ -144,7 +144,7 @@ def make_cache(
     layout = SegmentLayout(dataclasses.replace(shape, code_bits=0.0), chunk_tokens, 1, DISK_BLOCK)
     chunk_bytes = max(own.page_bytes for own in layout.columns)
     return ChunkCache(
-        BLOCK_PAGE,
+        DISK_BLOCK,
         most_pages(layout),
         rule or LeastRecentlyUsed(),
         device=torch.device("cpu"),

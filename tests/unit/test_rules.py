@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang import loops
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.rules import (
     LAST_TURN,
@@ -20,6 +19,7 @@ from impress_sglang.tiers.rules import (
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
     ReplacementRule,
+    priorities_of,
 )
 
 RULES: dict[str, Callable[[], ReplacementRule]] = {
@@ -57,7 +57,7 @@ def priorities(rule: ReplacementRule) -> Ids:
 
 
 def scores(rule: ReplacementRule) -> Floats:
-    """What the priorities of scores stand for; see `loops.scores`."""
+    """What the priorities of scores stand for; see `priorities_of`."""
     exponents, below = np.divmod(priorities(rule), 2**32)
     return np.where(exponents > 0, np.ldexp(0.5 + below / 2**33, exponents - 1100), 0.0)
 
@@ -190,8 +190,7 @@ def test_forward_decay_is_a_halved_count_up_to_one_factor(half_life: int) -> Non
 @pytest.mark.parametrize("doublings", [0, 1, 500, 1100, 100_000, 2**29])
 @given(worths=st.lists(st.floats(1e-300, 1e300), min_size=SIZE, max_size=SIZE))
 def test_scores_have_the_order_of_their_numbers(doublings: int, worths: list[float]) -> None:
-    ids, ones = np.arange(SIZE), np.ones(SIZE)
-    found = loops.scores_of(ids, ones, np.array(worths), np.full(SIZE, doublings, np.int32))
+    found = priorities_of(np.array(worths), np.full(SIZE, doublings, np.int32))
 
     for one, other in itertools.pairwise(np.argsort(worths).tolist()):
         assert found[one] <= found[other]

@@ -19,7 +19,7 @@ from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopie
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
-from impress_sglang.transfer.stored_source import BLOCK_PAGE, take_blocks
+from impress_sglang.transfer.stored_source import take_blocks
 from impress_sglang.triton import codes, pages
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.triton.conftest import use_kernels
@@ -38,14 +38,14 @@ class Frames:
     def __init__(self) -> None:
         size = FRAMES * BLOCK_BYTES
         self.cache = ChunkCache(
-            BLOCK_PAGE, 1, LeastRecentlyUsed(), device=CPU, device_bytes=size, host_bytes=size
+            BLOCK_BYTES, 1, LeastRecentlyUsed(), device=CPU, device_bytes=size, host_bytes=size
         )
         generator = torch.Generator().manual_seed(0)
         self.blocks = torch.randint(
             0, 256, (len(Tier), FRAMES, BLOCK_BYTES), dtype=torch.uint8, generator=generator
         )
         for tier in (Tier.DEVICE, Tier.HOST):
-            self.cache.slabs[tier].pages.copy_(self.blocks[tier].view(torch.int32))
+            self.cache.slabs[tier].pages.copy_(self.blocks[tier])
         self.memory = PooledMemory(size)
         self.memory.vectors(torch.uint8, BLOCK_BYTES).copy_(self.blocks[Tier.SSD])
 

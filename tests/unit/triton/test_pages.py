@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopier
-from impress_sglang.tiers.slab import PageShape
 from impress_sglang.tiers.staging import Staging
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -50,16 +49,16 @@ def test_pages(
     """Pages of memory of the host and of the device go to memory of both, in one launch."""
     if kind is LoopCopier:
         device = "cpu"
-    page, chosen = PageShape(unit, vectors, dtype), np.random.permutation(12)
-    sources, found = (random_bits((2, 12, page.elements), dtype) for _ in range(2))
+    chosen = np.random.permutation(12)
+    sources, found = (random_bits((2, 12, unit * vectors), dtype) for _ in range(2))
     expected = found.clone()
     for numbers, place in ((chosen[:5], 0), (chosen[5:9], 1)):
         expected[place, numbers[::-1].copy()] = sources[1 - place, torch.from_numpy(numbers)]
     sources, found = ([own[0].to(device), pinned(own[1], device)] for own in (sources, found))
-    step = page.page_bytes
+    step = unit * vectors * dtype.itemsize
     from_host, from_device = (own.data_ptr() + chosen * step for own in reversed(sources))
     to_device, to_host = (own.data_ptr() + chosen * step for own in found)
-    copier = kind(page, torch.device(device), Staging(torch.device(device)))
+    copier = kind(step, torch.device(device), Staging(torch.device(device)))
     copier.copy(
         np.concatenate([from_host[:5], from_device[5:9]]),
         np.concatenate([to_device[4::-1], to_host[8:4:-1]]),
