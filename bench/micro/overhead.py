@@ -8,8 +8,6 @@ pair, so that what else the machine does hits both.
   short    prompts below --impress-min-prefix-tokens: the store is never asked, nothing is stored
   unshared longer prompts of which no two begin alike: each is written to SSD, with
             --write-after 1 (2, the default of a server, writes none of them)
-  shared    prompts that begin with one of 16 prefixes of 400 tokens, which are read from SSD where
-            --pool-tokens have no room for them
 
 The ratio is the median over pairs of the throughput with IMPRESS over that of the other, with its
 95% interval (bootstrap).
@@ -46,48 +44,30 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
 }
-PREFIX_TOKENS = 400
 WARM_UP_ROUNDS = 4
+NEW_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """A round: so many requests with prompts of [shortest, longest] tokens and so many new ones.
-
-    `prefixes`: how many there are, of PREFIX_TOKENS, with one of which each prompt begins.
-    """
+    """A round: so many requests with prompts of [shortest, longest] tokens."""
 
     requests: int
     shortest: int
     longest: int
-    new_tokens: int
-    prefixes: int = 0
 
     def prompts(self, chance: random.Random) -> list[list[int]]:
-        """Token ids, of which nobody has seen those after the prefix before."""
+        """Token ids that nobody has seen before."""
         lengths = [chance.randint(self.shortest, self.longest) for _ in range(self.requests)]
-        return [self._prefix(chance) + draw(chance, length) for length in lengths]
-
-    def _prefix(self, chance: random.Random) -> list[int]:
-        if not self.prefixes:
-            return []
-        return draw(random.Random(chance.randrange(self.prefixes)), PREFIX_TOKENS)
-
-
-def draw(chance: random.Random, count: int) -> list[int]:
-    """So many token ids."""
-    return chance.choices(range(3, VOCAB), k=count)
+        return [chance.choices(range(3, VOCAB), k=length) for length in lengths]
 
 
 WORKLOADS = {
-    "short": Workload(requests=16, shortest=16, longest=120, new_tokens=16),
-    "unshared": Workload(requests=8, shortest=300, longest=600, new_tokens=16),
-    "shared": Workload(requests=8, shortest=16, longest=60, new_tokens=4, prefixes=16),
+    "short": Workload(requests=16, shortest=16, longest=120),
+    "unshared": Workload(requests=8, shortest=300, longest=600),
 }
 OPTIONS = (
-    Option(
-        "workloads", ("short", "unshared"), "of short, unshared, shared", parse=one_of(WORKLOADS)
-    ),
+    Option("workloads", tuple(WORKLOADS), "of short, unshared", parse=one_of(WORKLOADS)),
     Option("pairs", 60, "rounds on each server", quick=4),
     Option("concurrency", 8, "requests under way"),
     Option("pool-tokens", 16000, "of the device pool"),
@@ -141,9 +121,7 @@ def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Ro
             chance.shuffle(order)
             for which in order:
                 began = time.perf_counter()
-                pair[which].generate_together(
-                    prompts, args.concurrency, new_tokens=workload.new_tokens
-                )
+                pair[which].generate_together(prompts, args.concurrency, new_tokens=NEW_TOKENS)
                 if number >= 0:
                     seconds[which].append(time.perf_counter() - began)
     times = zip(seconds["other"], seconds["impress"], strict=True)

@@ -15,8 +15,8 @@ shift        mean change of an option's log-likelihood, less the mean over the o
 read, needed bytes read from SSD, and bytes of the rows that were asked for, over those of the
              whole prefix, without requests that found it in the device pool
 
-In brackets are 95% intervals of a paired bootstrap over questions, not over prefixes. `paper-4` is
-the mean over the paper's tasks.
+In brackets are 95% intervals of a paired bootstrap over questions, not over prefixes. `mean` is
+that over the tasks.
 """
 
 from __future__ import annotations
@@ -37,21 +37,13 @@ from bench.core.options import ASKING, Option, one_of
 from bench.core.report import Column, Result, Row, Table, interval
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers, store_flags
 from bench.core.session import BenchFailed, step
-from bench.quality.tasks import (
-    MIN_PREFIX_TOKENS,
-    NORMALISED,
-    PAPER_TASKS,
-    TASKS,
-    Item,
-    Task,
-    make_task,
-)
+from bench.quality.tasks import MIN_PREFIX_TOKENS, NORMALISED, TASKS, Item, Task, make_task
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.options import BITS, BITS_TEXT, CODED_POLICIES, EXACTLY, PART_POLICIES
 
 Floats = NDArray[np.float64]
 REFERENCE = "recompute"
-PAPER_MEAN, OTHER_MEAN = "paper-4", "mean"
+MEAN = "mean"
 # Bytes are those of the store, and what is stored are the prefixes only.
 COMMON_FLAGS = (
     "--impress-reorder-interval=0",
@@ -139,13 +131,12 @@ OPTIONS = (
     Option("prefixes", 2, "per task", quick=1),
     Option("examples", 100, "questions per task", quick=6),
     Option("shots", 10, "examples per prefix"),
-    Option("prefix-tokens", None, "as many shots as fit into so many instead", parse=int),
     Option("passages", 10, "per prefix of squad"),
     Option("basis", None, "file of a basis: also a server with it, in its bits", parse=Path),
     Option("concurrency", 4, "requests under way"),
     *ASKING,
 )
-TASK_OPTIONS = ("prefixes", "shots", "prefix_tokens", "passages", "examples", "seed")
+TASK_OPTIONS = ("prefixes", "shots", "passages", "examples", "seed")
 
 
 class Measured(NamedTuple):
@@ -349,12 +340,10 @@ def make_rows(measured: Sequence[Measured], kv_bytes: int, seed: int) -> list[Ro
     """A row per system, retention and task, and those of their mean last."""
     by_key = {(*own.key, own.task.name): own for own in measured}
     names = list(dict.fromkeys(own.task.name for own in measured))
-    paper = set(PAPER_TASKS) <= set(names)
-    title, averaged = (PAPER_MEAN, list(PAPER_TASKS)) if paper else (OTHER_MEAN, names)
     groups = [([own], own.task.name) for own in measured]
-    if len(averaged) > 1:
+    if len(names) > 1:
         for key in dict.fromkeys(own.key for own in measured):
-            groups.append(([by_key[*key, name] for name in averaged], title))
+            groups.append(([by_key[*key, name] for name in names], MEAN))
     rows = []
     for parts, name in groups:
         references = [by_key[REFERENCE, 1.0, part.task.name] for part in parts]

@@ -14,8 +14,7 @@ agreement  of the likeliest token
 F1, right  words that a greedy answer of --answer-tokens has in common with the right one (its best
            variant), and the share of answers that contain it; 95% intervals of the difference of
            `right` to the exact answers' are in the file
-TTFT       the median, one request at a time; *many*, *per s*: the median of --clients, each of
-           which asks for one token as soon as it has its last one, and how many they get
+TTFT       the median, one request at a time
 
 `musique_cacheblend` (with --data) has CacheBlend's own documents and questions.
 """
@@ -32,7 +31,6 @@ import string
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from bench.core.data import SEPARATOR, Row, Tokenize, load_tokenize, model_folder, read_rows
@@ -50,9 +48,7 @@ OPTIONS = (
     Option(
         "continuation", 32, "tokens that exact KVs give, to compare; 0: the right answer", quick=8
     ),
-    Option("answers-only", False, "measure no distributions and no TTFT; ask eight at a time"),
     Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
-    Option("clients", 4, "at a time, for the throughput; 0: it is not measured", quick=2),
     Option("set", "squad_xquad_en", "data set with documents, questions and answers"),
     SEED,
     SERVER_FLAG,
@@ -64,7 +60,6 @@ OPTIONS = (
 Distribution = Mapping[int, float]
 """Log-probabilities of the likeliest tokens."""
 TOP = 100
-AT_ONCE = 8
 # Of the questions, such a share may have too short passages to be found, or find a whole prefix.
 FEW = 0.05
 FLAGS = (
@@ -125,8 +120,6 @@ def run(args: argparse.Namespace) -> Result:
     Raises:
         BenchFailed: too many were not blended.
     """
-    if args.answers_only and not args.answer_tokens:
-        raise BenchFailed("--answers-only needs --answer-tokens")
     model = model_folder(args.model)
     asked = draw(read_rows(args.data, args.set), load_tokenize(model), args)
     shares = tuple(dict.fromkeys((1.0, 0.0, *args.shares)))
@@ -137,21 +130,19 @@ def run(args: argparse.Namespace) -> Result:
                 for prompt in packs_of(asked, args.documents):
                     server.store(prompt, custom={"impress_blend": OFF})
             with step("asking"):
-                if args.continuation and not args.answers_only:
+                if args.continuation:
                     asked = [_continued(server, own, args.continuation) for own in asked]
                 found = ask_all(server, asked, shares, args)
-            rates = [_rate(server, asked, own, args.clients) for own in shares if args.clients]
             server.check_log()
     for share, answers in found.items():
         lacking = sum(not own.blended_tokens for own in answers)
         if share < 1.0 and lacking > FEW * len(asked):
             raise BenchFailed(f"{lacking} of {len(asked)} requests were not blended")
     rows = [_row(share, answers, found) for share, answers in found.items()]
-    rows = [row | rate for row, rate in zip(rows, rates or [{}] * len(rows), strict=True)]
     lengths = [len(own.documents_in(own.order)) for own in asked]
     figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows}
     names = ("share", "KL", "from", "to", "median", "of reuse", "loss", "agreement")
-    columns = plain(*names, "F1", "right", "blended", "TTFT", "many", "per s")
+    columns = plain(*names, "F1", "right", "blended", "TTFT")
     return Result(figures, [Table(columns, rows)])
 
 
@@ -189,15 +180,8 @@ def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> l
 def ask_all(
     server: Server, asked: Sequence[Question], shares: Sequence[float], args: argparse.Namespace
 ) -> dict[float, list[Answer]]:
-    """Answers by share; each alone and to an empty pool, or some at a time."""
-    if args.answers_only:
-        found = {}
-        for share in shares:
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                found[share] = list(pool.map(lambda own: _ask(server, own, share, args), asked))  # noqa: B023
-            server.flush()
-        return found
-    found = {share: [] for share in shares}
+    """Answers by share; each alone and to an empty pool."""
+    found: dict[float, list[Answer]] = {share: [] for share in shares}
     for question, share in itertools.product(asked, shares):
         found[share].append(_ask(server, question, share, args))
         server.flush()
@@ -226,12 +210,10 @@ def _ask(server: Server, question: Question, share: float, args: argparse.Namesp
         BenchFailed: it asked for exact KVs and was blended.
     """
     prompt, custom = question.prompt, _custom(share)
-    said: list[Row] = []
     began = time.perf_counter()
-    if not args.answers_only:
-        start, whole = len(prompt) - 1, [*prompt, *question.answer]
-        logs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": TOP}
-        said.append(server.generate(whole, custom=custom, **logs))
+    start, whole = len(prompt) - 1, [*prompt, *question.answer]
+    logs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": TOP}
+    said: list[Row] = [server.generate(whole, custom=custom, **logs)]
     seconds = time.perf_counter() - began
     if args.answer_tokens:
         said.append(server.generate(prompt, args.answer_tokens, custom=custom))
@@ -247,20 +229,6 @@ def _ask(server: Server, question: Question, share: float, args: argparse.Namesp
         blended,
         *score(said[-1]["text"] if args.answer_tokens else "", question.answers),
     )
-
-
-def _rate(server: Server, asked: Sequence[Question], share: float, clients: int) -> Row:
-    """How fast several clients get the first tokens of all questions."""
-    custom = _custom(share)
-    server.flush()
-    began = time.perf_counter()
-    answers = server.generate_together([own.prompt for own in asked], clients, custom)
-    seconds = time.perf_counter() - began
-    server.flush()
-    return {
-        "many": round(statistics.median(own for own, _ in answers), 4),
-        "per s": round(len(asked) / seconds, 3),
-    }
 
 
 def _custom(share: float) -> dict[str, Any]:
@@ -280,8 +248,6 @@ def _row(share: float, answers: Sequence[Answer], found: Mapping[float, Sequence
         "right_difference": [_mean(right), *interval([right])],
         "blended": round(statistics.fmean(one.blended_tokens for one in answers)),
     }
-    if not answers[0].distributions:
-        return row
     own, reuse = _divergences(exact, answers), _divergences(exact, found[0.0])
     low, high = interval([own])
     same = [

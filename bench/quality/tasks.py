@@ -16,12 +16,11 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bench.core.data import READERS, SEPARATOR, Question, Row, Tokenize, fitting_shots, read_rows
+from bench.core.data import READERS, SEPARATOR, Question, Row, Tokenize, read_rows
 from bench.core.session import BenchFailed
 
-PAPER_TASKS = ("piqa", "rte", "copa", "openbookqa")
 SQUAD, SQUAD_DATA = "squad", "squad_xquad_en"
-TASKS = (*PAPER_TASKS, SQUAD)
+TASKS = ("piqa", "rte", "copa", "openbookqa", SQUAD)
 # Their log-likelihoods are divided by the options' bytes.
 NORMALISED = ("piqa", "openbookqa")
 SQUAD_INTRODUCTION = "Answer the questions about these passages."
@@ -68,8 +67,7 @@ def make_task(name: str, tokenize: Tokenize, args: argparse.Namespace) -> Task:
     Args:
         name: of the task.
         tokenize: by the model's tokenizer.
-        args: the options `data`, `seed`, `examples`, `prefixes`, `shots`, `prefix_tokens` (if
-            given, it decides the number of shots) and `passages`.
+        args: the options `data`, `seed`, `examples`, `prefixes`, `shots` and `passages`.
 
     Raises:
         BenchFailed: the data is missing or too small, or a prefix is too short to be stored.
@@ -80,7 +78,7 @@ def make_task(name: str, tokenize: Tokenize, args: argparse.Namespace) -> Task:
         groups = _squad_groups(rows, rng, args)
     else:
         drawn = [READERS[name](row) for row in _shuffled(rows, rng)]
-        groups = _few_shot_groups(drawn, tokenize, args)
+        groups = _few_shot_groups(drawn, args)
     prefixes, items = [], []
     for place, (text, questions) in enumerate(groups):
         prefixes.append(prefix := tokenize(text))
@@ -96,21 +94,17 @@ def make_task(name: str, tokenize: Tokenize, args: argparse.Namespace) -> Task:
     return Task(name, prefixes, items)
 
 
-def _few_shot_groups(
-    drawn: Sequence[Question], tokenize: Tokenize, args: argparse.Namespace
-) -> list[_Group]:
+def _few_shot_groups(drawn: Sequence[Question], args: argparse.Namespace) -> list[_Group]:
     """Prefixes of shots, with questions that are no shots."""
     if len(drawn) <= args.examples:
         raise BenchFailed(f"{len(drawn)} rows are too few for {args.examples} examples")
     asked, shots, count = drawn[: args.examples], iter(drawn[args.examples :]), args.prefixes
     parts = (asked[len(asked) * i // count : len(asked) * (i + 1) // count] for i in range(count))
-    return [(_few_shot_text(shots, tokenize, args), part) for part in parts]
+    return [(_few_shot_text(shots, args.shots), part) for part in parts]
 
 
-def _few_shot_text(shots: Iterator[Question], tokenize: Tokenize, args: argparse.Namespace) -> str:
-    if args.prefix_tokens is not None:
-        chosen = fitting_shots(shots, tokenize, args.prefix_tokens)
-    elif len(chosen := list(itertools.islice(shots, args.shots))) < args.shots:
+def _few_shot_text(shots: Iterator[Question], count: int) -> str:
+    if len(chosen := list(itertools.islice(shots, count))) < count:
         raise BenchFailed("too few rows for so many --examples, --prefixes and --shots")
     return "".join(question.shot + SEPARATOR for question in chosen)
 

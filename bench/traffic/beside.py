@@ -1,11 +1,9 @@
 """What a request's load of a stored prefix costs those who run beside it, and itself.
 
-The demo's model, caches of 0 GB, and a device pool with room for all. Cases, by --cases:
-
-  gaps   one client streams a long answer while another one asks for a prefix of --prefix-tokens
-         random tokens, or for the same where it is in the pool and nothing is loaded: the stream's
-         longest, second and median gap in ms and tokens that came meanwhile, TTFT of the other one
-         and MB it read; medians of --repeats
+The demo's model, caches of 0 GB, and a device pool with room for all. One client streams a long
+answer while another one asks for a prefix of --prefix-tokens random tokens, or for the same where
+it is in the pool and nothing is loaded: the stream's longest, second and median gap in ms and
+tokens that came meanwhile, TTFT of the other one and MB it read; medians of --repeats.
 
 Many clients at once and chats are in `python -m bench trace`.
 """
@@ -18,21 +16,15 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.core.data import model_folder
-from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
+from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option
 from bench.core.report import Result, Row, Table, plain
 from bench.core.servers import Server, servers, store_flags
 from bench.core.session import step
-from bench.traffic.clients import (
-    Counts,
-    Stream,
-    draw,
-    gaps_of,
-    tokens_between,
-)
+from bench.traffic.clients import Stream, gaps_of, tokens_between
 
 NOT_STORED: dict[str, Any] = {"impress_store": False}
 EXACT: dict[str, Any] = {"impress_bits": "exact", **NOT_STORED}
@@ -65,14 +57,11 @@ GAPS = (
     Beside("default bits, 20 MB/s", mbps=20),
     Beside("exact, 80 MB/s", mbps=80, custom=EXACT),
 )
-SHOWN = {
-    "gaps": (
-        *("beside", "longest_ms", "second_ms", "median_ms", "tokens_meanwhile", "ttft_ms"),
-        *("read_mb", "cached_tokens"),
-    ),
-}
+SHOWN = (
+    *("beside", "longest_ms", "second_ms", "median_ms", "tokens_meanwhile", "ttft_ms"),
+    *("read_mb", "cached_tokens"),
+)
 OPTIONS = (
-    Option("cases", tuple(SHOWN), f"of {', '.join(SHOWN)}", parse=one_of(SHOWN)),
     Option("prefix-tokens", 3000, "of a random prefix", quick=1000),
     Option("answer-tokens", 150, "of a stream", quick=60),
     Option("repeats", 3, "of each gap", quick=1),
@@ -87,23 +76,20 @@ OPTIONS = (
 def run(args: argparse.Namespace) -> Result:
     """Measure it."""
     model = model_folder(args.model)
-    figures: dict[str, Any] = {"model": model.name}
     with servers(args) as pool:
         flags = [*SIZES, *store_flags(pool.folder / "kv"), *args.server_flag]
         with pool.running("beside", model, args.dtype, *flags) as server:
             work = Work(args, server)
             with step("storing and warming up"):
                 work.prepare()
-            for case in args.cases:
-                measure: Callable[[], list[Row]] = getattr(work, case)
-                with step(case):
-                    figures[case] = measure()
+            with step("gaps"):
+                rows = work.gaps()
             server.check_log()
-    return Result(figures, [Table(plain(*SHOWN[case]), figures[case], case) for case in args.cases])
+    return Result({"model": model.name, "gaps": rows}, [Table(plain(*SHOWN), rows)])
 
 
 class Work:
-    """A server that has a prefix in its store; a method for each case."""
+    """A server that has a prefix in its store."""
 
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         self._args, self._server = args, server
@@ -129,7 +115,8 @@ class Work:
     def _gap(self, beside: Beside) -> Row:
         """A stream with a request beside it."""
         row: Row = {}
-        with self._drive(beside.mbps) as counts:
+        with self._drive(beside.mbps):
+            before = self._read_bytes()
             if beside.resident:
                 self._server.generate(self._question(self._prefix), custom=NOT_STORED)
             stream = Stream(self._server, self._short, self._args.answer_tokens, NOT_STORED)
@@ -139,36 +126,35 @@ class Work:
                 began = time.perf_counter()
                 answer = self._server.generate(self._question(prefix), custom=beside.custom)
                 ended = time.perf_counter()
-                row |= {"ttft_ms": (ended - began) * 1e3, "cached_tokens": cached(answer)}
-            came, read = stream.join(), counts.since()
+                cached = answer["meta_info"]["cached_tokens"]
+                row |= {"ttft_ms": (ended - began) * 1e3, "cached_tokens": cached}
+            came, read = stream.join(), self._read_bytes() - before
         if beside.stored is not None:
             row["tokens_meanwhile"] = tokens_between(came, began, ended)
-            row["stream_over"] = came[-1].at < ended
-            row["read_mb"], row["drive_mb"] = read["read_bytes"] / 1e6, read["drive_bytes"] / 1e6
+            row["read_mb"] = read / 1e6
         return rounded(row | describe_gaps(gaps_of(came)))
 
+    def _read_bytes(self) -> int:
+        """Of requests that have ended."""
+        return int(self._server.stats()["totals"]["ssd_bytes"])
+
     def _fresh(self, count: int) -> list[int]:
-        """Tokens that nobody has seen."""
-        return draw(self._chance, count)
+        """Ids of ordinary words of the demo's model that nobody has seen together."""
+        return self._chance.choices(range(100, 40000), k=count)
 
     def _question(self, prefix: Sequence[int]) -> list[int]:
         return [*prefix, *self._fresh(QUESTION_TOKENS)]
 
     @contextlib.contextmanager
-    def _drive(self, mbps: float) -> Iterator[Counts]:
+    def _drive(self, mbps: float) -> Iterator[None]:
         """An empty pool and a drive of that rate; both are put right afterwards."""
         self._server.flush()
         self._server.emulate_ssd(mbps)
         try:
-            yield Counts(self._server)
+            yield
         finally:
             self._server.emulate_ssd(0)
             self._server.flush()
-
-
-def cached(answer: Mapping[str, Any]) -> int:
-    """Tokens of a prompt that were not computed."""
-    return int(answer["meta_info"]["cached_tokens"])
 
 
 def describe_gaps(gaps: Sequence[float]) -> Row:

@@ -22,7 +22,6 @@ from bench.core.options import DTYPE, KEEP, MODEL, SEED, Option
 from bench.core.report import Result, Table, plain
 from bench.core.servers import Server, servers, store_flags
 from bench.core.session import BenchFailed, step
-from bench.traffic.pages import ttft
 
 OPTIONS = (
     Option("prompts", 5, "random ones", quick=2),
@@ -92,6 +91,13 @@ def timed(server: Server, prompts: list[list[int]]) -> float:
     """The median TTFT of prompts that are not in the pool."""
     server.flush()
     return median_ms([ttft(server, prompt) for prompt in prompts])
+
+
+def ttft(server: Server, prompt: list[int]) -> float:
+    """Seconds until the first token."""
+    began = time.perf_counter()
+    came = list(server.stream(prompt, 1))
+    return came[0].at - began
 
 
 def median_ms(seconds: list[float]) -> float:

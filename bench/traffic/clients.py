@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 
 from bench.core.servers import Piece, Server
 from bench.core.session import BenchFailed
-
-
-def draw(chance: random.Random, count: int) -> list[int]:
-    """So many ids of ordinary words of the demo's model."""
-    return chance.choices(range(100, 40000), k=count)
 
 
 class Stream:
@@ -76,40 +70,14 @@ def tokens_between(came: Sequence[Piece], began: float, ended: float) -> int:
     return by - before
 
 
-class Counts:
-    """Counters of a server since the last look.
-
-    `read_bytes` are those of its totals, which count requests that have ended well; `drive_bytes`
-    is what the kernel says that its processes read from a drive, for whomever.
-    """
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._before = self._look()
-
-    def since(self) -> dict[str, float]:
-        """What was counted since the last call."""
-        before, self._before = self._before, self._look()
-        return {name: value - before[name] for name, value in self._before.items()}
-
-    def _look(self) -> dict[str, float]:
-        totals = self._server.stats()["totals"]
-        drive = sum(own.read_bytes for own in _counters(self._server.pid))
-        found = {"read_bytes": totals["ssd_bytes"], "loads": totals["requests_ssd"]}
-        return {**found, "drive_bytes": drive}
-
-
 def file_bytes(pid: int) -> tuple[int, int]:
     """What the processes of a server have read from files and written to them, be it to and from
     the page cache."""
-    found = list(_counters(pid))
-    read = sum(max(own.read_bytes, own.read_chars) for own in found)
-    return read, sum(max(own.write_bytes, own.write_chars) for own in found)
-
-
-def _counters(pid: int) -> Iterator[Any]:
-    main = psutil.Process(pid)
+    main, read, written = psutil.Process(pid), 0, 0
     for process in (main, *main.children(recursive=True)):
         # It has ended, or the kernel does not say.
         with contextlib.suppress(psutil.Error, NotImplementedError):
-            yield process.io_counters()
+            own = process.io_counters()
+            read += max(own.read_bytes, own.read_chars)
+            written += max(own.write_bytes, own.write_chars)
+    return read, written

@@ -10,7 +10,6 @@ blocks, and their text is WikiText's (`traffic/sessions.py`). The device pool ha
   hicache  with host memory and the `file` backend, pages of 64, what is in files waited for
   impress  few bits, as a server has them that is told nothing
   exact    --impress-bits=exact
-  basis    --impress-basis=FILE, by --basis FILE
 
 Columns: TTFT in ms over all requests; prompt and answer tokens per second; gaps in ms between
 pieces of answers, so what the loads and prefills of others cost; the share of prompt tokens that
@@ -35,15 +34,14 @@ from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder, rea
 from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Result, Row, Table, plain, ratio
 from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Piece, Server, servers
-from bench.core.session import BenchFailed, step
+from bench.core.session import step
 from bench.traffic.clients import file_bytes, gaps_of
 from bench.traffic.sessions import TRACE, Scale, Session, Turn, read_sessions
 
-SYSTEMS = ("stock", "hicache", "impress", "exact", "basis")
+SYSTEMS = ("stock", "hicache", "impress", "exact")
 OPTIONS = (
     TRACE,
-    Option("systems", SYSTEMS[:4], f"of {', '.join(SYSTEMS)}", parse=one_of(SYSTEMS)),
-    Option("basis", None, "of the model, for the system basis", parse=Path),
+    Option("systems", SYSTEMS, f"of {', '.join(SYSTEMS)}", parse=one_of(SYSTEMS)),
     Option("divide", 32, "lengths by this", quick=128),
     Option("sessions", 12, "the first ones", quick=2),
     Option("turns", 12, "of each, the first ones", quick=3),
@@ -91,8 +89,6 @@ class Asked(NamedTuple):
 
 def run(args: argparse.Namespace) -> Result:
     """Replay the trace on all systems, at all rates."""
-    if ("basis" in args.systems) != (args.basis is not None):
-        raise BenchFailed("the system basis needs --basis FILE, and the other way round")
     model = model_folder(args.model)
     text = "\n".join(row["text"] for row in read_rows(args.data, "wikitext2"))
     tokens = load_tokenize(model)(text)
@@ -150,7 +146,7 @@ def kind_of(
     if system == "hicache":
         flags = *HICACHE_FLAGS, f"--hicache-ratio={HOST_RATIO}"
         return HICACHE, flags, {HICACHE_FOLDER: str(store), HICACHE_MBPS: str(mbps)}
-    own = {"exact": ["--impress-bits=exact"], "basis": [f"--impress-basis={args.basis}"]}
+    own = {"exact": ["--impress-bits=exact"]}
     flags = "--enable-impress", f"--impress-ssd-dir={store}", "--impress-min-free-gb=0"
     caches = "--impress-device-gb=0", f"--impress-host-gb={host_bytes / 1e9:.4f}"
     return OURS, (*flags, *caches, *own.get(system, ()), *args.server_flag), {}
