@@ -17,7 +17,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,16 +248,25 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
         file_bytes = files.stat(path).st_size
         descriptor = files.open(path, os.O_RDONLY)
         try:
-            preamble = _read(files, descriptor, 0, _PREAMBLE.size)
-            magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(preamble)
-            most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
-            if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:
-                raise SegmentUnreadable(name, "not a segment of this format")
-            description = _read(files, descriptor, _PREAMBLE.size, description_bytes)
-            _check_size(name, description, header_bytes)
-            body = _read(files, descriptor, _PREAMBLE.size, header_bytes - _PREAMBLE.size)
+            return decode_header(name, file_bytes, functools.partial(_read, files, descriptor))
         finally:
             files.close(descriptor)
+
+
+def decode_header(
+    name: str, file_bytes: int, read: Callable[[int, int], bytes | bytearray]
+) -> SegmentHeader:
+    """The header of a file of so many bytes; `read` gives a number of them from an offset on.
+
+    Raises:
+        SegmentUnreadable: it is of another format, or fails its checksum.
+    """
+    magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(read(0, _PREAMBLE.size))
+    most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
+    if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:
+        raise SegmentUnreadable(name, "not a segment of this format")
+    _check_size(name, read(_PREAMBLE.size, description_bytes), header_bytes)
+    body = read(_PREAMBLE.size, header_bytes - _PREAMBLE.size)
     if _header_checksum(header_bytes, description_bytes, body) != expected:
         raise SegmentUnreadable(name, "the header fails its checksum")
     return _decode_body(bytes(body), description_bytes)
@@ -289,7 +298,7 @@ def _read(files: FileSystem, descriptor: int, offset: int, size: int) -> bytearr
     return content
 
 
-def _check_size(name: str, description: bytearray, header_bytes: int) -> None:
+def _check_size(name: str, description: bytes | bytearray, header_bytes: int) -> None:
     """Check that a header is as long as its description says, before memory is taken for it.
 
     Nothing is verified yet, so whatever goes wrong here is the file's fault.

@@ -14,7 +14,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from impress_sglang.config import ImpressConfig
@@ -27,14 +27,15 @@ _RETRIES = 4
 _PUT_SECONDS = 600
 # Names in one answer to a request for a list; S3 gives no more.
 _PAGE = 1000
+_NONE: Mapping[str, Any] = {}
 
 
 class ObjectMeta(NamedTuple):
-    """What a list says of an object: `modified` as of `time.time`, by the clock of the store."""
+    """What a list says of an object: `modified` is by the clock of the store."""
 
     name: str
     size: int
-    modified: float
+    modified: datetime.datetime
 
 
 class Bucket:
@@ -63,25 +64,36 @@ class Bucket:
         if time.monotonic() < self._rests_until:
             raise OSError(errno.EAGAIN, f"{self.url} has failed, and is left alone for a while")
 
-    def list(self, prefix: str) -> list[ObjectMeta]:
-        """All objects in a folder; asks even while other requests would fail at once."""
-        with self._reading(always=True):
-            pages = self._obstore.list(self._store, prefix, chunk_size=_PAGE)
-            return [
-                ObjectMeta(own["path"], own["size"], own["last_modified"].timestamp())
-                for page in pages
-                for own in page
-            ]
+    def list(self, prefix: str, known: Mapping[str, ObjectMeta] = _NONE) -> dict[str, ObjectMeta]:
+        """All objects in a folder that have bytes, by name; asks even while other requests would
+        fail at once.
+
+        Those of `known` that are as they were come back themselves: a hundred thousand new Python
+        objects would make its collector stop the process.
+        """
+        found = dict[str, ObjectMeta]()
+        with self._asking(reading=True):
+            for page in self._obstore.list(self._store, prefix, chunk_size=_PAGE):
+                for own in page:
+                    name, size, modified = own["path"], own["size"], own["last_modified"]
+                    meta = known.get(name)
+                    if meta is None or meta.size != size or meta.modified != modified:
+                        meta = ObjectMeta(name, size, modified)
+                    if size:
+                        found[name] = meta
+        return found
 
     def range(self, name: str, start: int, length: int) -> memoryview:
         """Bytes of an object; fewer if it ends before."""
-        with self._reading():
+        self.check()
+        with self._asking(reading=True):
             found = self._obstore.get_range(self._store, name, start=start, length=length)
             return memoryview(found)
 
     def begin(self, name: str, length: int) -> tuple[bytes, dict[str, str]]:
         """The first bytes of an object, and its attributes."""
-        with self._reading():
+        self.check()
+        with self._asking(reading=True):
             options = {"range": (0, length)}
             found = self._obstore.get(self._store, name, options=options)
             return bytes(found.bytes()), dict(found.attributes)
@@ -104,41 +116,29 @@ class Bucket:
                 return False
             return True
 
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, of which some may be gone."""
-        with self._asking():
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    self._obstore.delete(self._patient, name)
-
-    @contextlib.contextmanager
-    def _reading(self, *, always: bool = False) -> Iterator[None]:
-        if not always:
-            self.check()
-        error: Exception | None = None
-        try:
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, of which some may be gone, by a thousand in a request."""
+        if names:
             with self._asking():
-                yield
-        except FileNotFoundError:
-            raise
-        except OSError as own:
-            error = own
-            raise
-        finally:
-            self._note(error)
+                self._obstore.delete(self._patient, names)
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _asking(self, *, reading: bool = False) -> Iterator[None]:
         self.requests += 1
+        failed: Exception | None = None
         try:
             yield
         except FileNotFoundError:
             raise
         except Exception as error:
-            # Among others what `obstore` raises, whose classes are its own. Who may only read has
-            # no right to write, which says nothing of reads.
+            # Among others what `obstore` raises, whose classes are its own.
             self.failures += 1
+            failed = error
             raise OSError(errno.EIO, _first_line(error)) from error
+        finally:
+            # Who may only read has no right to write, which says nothing of reads.
+            if reading:
+                self._note(failed)
 
     def _note(self, error: Exception | None) -> None:
         """Note how a read has ended."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import errno
 import logging
 import os
 import threading
@@ -19,14 +19,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.engines import BlockEngine, ThreadEngine
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo, read_header
+from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo, decode_header, reading
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 from impress_sglang.store.bucket import Bucket
 
@@ -79,7 +78,7 @@ class BucketFiles(FileSystem):
     def open_bytes(self) -> int:
         """Bytes of the local files of objects, if all of these were fetched, but for those that
         are `leave`ing."""
-        return sum(own.size for own in list(self._of_path.values()) if not own.leaves)
+        return sum(own.size for own in list(self._of_descriptor.values()) if not own.leaves)
 
     def leave(self, info: SegmentInfo) -> None:
         """Count an object no more, which is going to be ended."""
@@ -98,35 +97,32 @@ class BucketFiles(FileSystem):
 
     def stat(self, path: Path | str) -> os.stat_result:
         """Only its size means something."""
-        own = self._of_path[Path(path)]
-        return os.stat_result((0, 0, 0, 0, 0, 0, own.size, 0, 0, 0))
+        return os.stat_result((0, 0, 0, 0, 0, 0, self._find(path).size, 0, 0, 0))
 
     def open(self, path: Path, flags: int) -> int:
-        """Open an object of `path_of`.
+        """Open an object of `path_of`; one that cannot be opened is forgotten after a while.
 
         Raises:
             OSError: the object store fails at present, or too much is open.
         """
         with self._lock:
-            own = self._of_path[path]
+            own = self._find(path)
             if own.descriptor < 0:
-                try:
-                    self._begin(own)
-                except BaseException:
-                    del self._of_path[path]
-                    raise
+                self._bucket.check()
+                used = sum(own.size for own in self._of_descriptor.values())
+                if used + own.size > self._most_bytes:
+                    raise OSError(f"{used / 1e9:.2f} GB are being fetched: there is no more room")
+                self._files.make_directory(own.local.parent)
+                own.descriptor = self._files.open(own.local, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
+                self._of_descriptor[own.descriptor] = own
             own.users += 1
             return own.descriptor
 
-    def _begin(self, own: _Object) -> None:
-        self._bucket.check()
-        used = sum(own.size for own in self._of_path.values() if own.descriptor >= 0)
-        if used + own.size > self._most_bytes:
-            raise OSError(f"{used / 1e9:.2f} GB are being fetched, there is no room for more")
-        flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR
-        self._files.make_directory(own.local.parent)
-        own.descriptor = self._files.open(own.local, flags)
-        self._of_descriptor[own.descriptor] = own
+    def _find(self, path: Path | str) -> _Object:
+        if (own := self._of_path.get(Path(path))) is None:
+            # It was idle for too long.
+            raise OSError(errno.EAGAIN, f"{path} is fetched no more")
+        return own
 
     def close(self, descriptor: int) -> None:
         """End one reader; the file stays for others until it is whole, or `end`."""
@@ -233,31 +229,6 @@ class BucketFiles(FileSystem):
                 self._files.unlink(own.local)
 
 
-class _Begun(FileSystem):
-    """The file of an object of which the first bytes are at hand: for its header."""
-
-    def __init__(self, fetch: Any, content: bytes, size: int) -> None:
-        self._fetch, self._content, self._size = fetch, content, size
-
-    def stat(self, path: Path | str) -> os.stat_result:
-        return os.stat_result((0, 0, 0, 0, 0, 0, self._size, 0, 0, 0))
-
-    def open(self, path: Path, flags: int) -> int:
-        return 0
-
-    def close(self, descriptor: int) -> None:
-        pass
-
-    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
-        missing = offset + len(target) - len(self._content)
-        if missing > 0:
-            self._content += bytes(self._fetch(len(self._content), missing))
-        found = self._content[offset : offset + len(target)]
-        if len(found) < len(target):
-            raise EOFError("an object is shorter than its header says")
-        target[:] = found
-
-
 def read_begun(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:
     """What the header of an object says, and its attributes.
 
@@ -265,8 +236,17 @@ def read_begun(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[
         OSError, PrefixUnreadable: it is gone, is no segment, or cannot be read now.
     """
     content, attributes = bucket.begin(name, _HEADER_BYTES)
-    begun = _Begun(functools.partial(bucket.range, name), content, size)
-    return read_header(Path(name), begun).info, attributes
+
+    def read(offset: int, length: int) -> bytes:
+        nonlocal content
+        if (missing := offset + length - len(content)) > 0:
+            content += bucket.range(name, len(content), missing)
+        if len(content) < offset + length:
+            raise EOFError("an object is shorter than its header says")
+        return content[offset : offset + length]
+
+    with reading(name):
+        return decode_header(name, size, read).info, attributes
 
 
 def _path_of(info: SegmentInfo) -> Path:

@@ -23,7 +23,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ _HEADER_THREADS = 8
 _MOST_ATTEMPTS = 5
 # How many are read before others hear of them, and orders are heard.
 _LEARNT_TOGETHER = 512
-# For how long one poll takes news, and sends what is left.
+# For how long one poll sends what is left.
 _MOST_SECONDS = 0.005
 # Of an object that is put at once.
 _MOST_BYTES = 5 << 30
@@ -61,14 +61,20 @@ _MOST_BYTES = 5 << 30
 class BucketPeer:
     """What a bucket has of a model. The store's thread owns it; other threads do the work."""
 
-    def __init__(self, config: ImpressConfig, directory: StoreDirectory, bucket: Bucket) -> None:
-        """Ask for nothing yet but the key of the namespaces.
+    def __init__(
+        self,
+        config: ImpressConfig,
+        directory: StoreDirectory,
+        bucket: Bucket,
+        news: collections.deque[News],
+    ) -> None:
+        """Ask for nothing yet but the key of the namespaces; `news` gets what is new.
 
         Raises:
             ConfigError: the bucket has another key than a directory that has segments, or it does
                 not answer, and the directory is new.
         """
-        self._bucket, self._directory = bucket, directory
+        self._bucket, self._directory, self._news = bucket, directory, news
         self._root = directory.identity
         self._share_key()
         self.home = Path(bucket.url)
@@ -76,14 +82,11 @@ class BucketPeer:
         self.files = BucketFiles(bucket, directory, bytes_of(config.ssd_gb))
         self._most_bytes = bytes_of(config.store_gb)
         self._lock = threading.RLock()
-        self._news: collections.deque[News] = collections.deque()
         self._listed: dict[str, ObjectMeta] = {}
         self._listed_bytes = 0
-        # Objects whose segments are known; None: they cannot be understood. And the names of those
-        # that these build on.
+        # Objects whose segments are known, which name the objects they build on; None: one that
+        # cannot be understood.
         self._known: dict[str, StoredSegment | None] = {}
-        self._above: dict[str, str] = {}
-        self._missed: set[str] = set()
         self._heard: set[str] = set()
         self._doomed: dict[str, float] = {}
         # When, and which object of that name.
@@ -194,12 +197,6 @@ class BucketPeer:
         """Tell all servers an order to purge."""
         self._orders.append(order)
 
-    def take(self) -> Iterator[News]:
-        """What is new, as far as one poll takes it."""
-        until = time.monotonic() + _MOST_SECONDS
-        while self._news and time.monotonic() < until:
-            yield self._news.popleft()
-
     def is_here(self, segment: StoredSegment) -> bool:
         """Whether a segment of ours has the same tokens as one of the bucket."""
         return segment.home == self.home and self.name_of(segment.info) in self._own
@@ -213,14 +210,13 @@ class BucketPeer:
         return self.name_of(above.info) if above is not None and above.on_disk else ""
 
     def _announce(self, name: str, last_access: int = 0) -> None:
-        known, above = self._known.get(name), self._above.get(name, "")
+        known = self._known.get(name)
         if known is not None and name in self._listed:
-            own, other = self._own.get(above), self._known.get(above)
-            above_id = "" if other is None else other.segment_id
-            above_id = above_id if own is None else own[0].segment_id
+            own, other = self._own.get(known.above), self._known.get(known.above)
             fresh = dataclasses.replace(
-                known, dependents=[0] * len(Priority), above=above_id, last_access=last_access
+                known, dependents=[0] * len(Priority), last_access=last_access
             )
+            fresh.above = own[0].segment_id if own else other.segment_id if other else ""
             self._news.append(News(added=fresh, far=True))
 
     # What other threads do.
@@ -278,91 +274,91 @@ class BucketPeer:
             took = time.monotonic() - began
             self._stop.wait(min(max(LOOK_SECONDS, took / _LOOK_SHARE), 4 * LOOK_SECONDS))
 
-    def _hear(self, found: Iterable[ObjectMeta]) -> None:
+    def _hear(self, names: Iterable[str]) -> None:
         """Hear the new ones of these orders."""
-        for own in found:
-            if own.name.startswith(f"{self._root}/{_ORDERS}/") and own.name not in self._heard:
+        for name in names:
+            if name.startswith(f"{self._root}/{_ORDERS}/") and name not in self._heard:
                 # Some are gone again, or are none.
                 with contextlib.suppress(ValueError, FileNotFoundError):
-                    order, _ = self._bucket.begin(own.name, 1 << 24)
-                    self._heard.add(own.name)
+                    order, _ = self._bucket.begin(name, 1 << 24)
+                    self._heard.add(name)
                     self._news.append(News(purge=json.loads(order), far=True))
 
     def look(self) -> None:
         """See what is new, and do what is to be done, on the caller's thread.
 
+        A list may have 100,000 objects: nothing is done to all of them at once while the lock is
+        held, or in a call that keeps other threads waiting.
+
         Raises:
             OSError: the store does not answer, or refuses.
         """
-        # What is empty is no object of ours, and cannot be read.
-        found = {own.name: own for own in self._bucket.list(self._root) if own.size}
-        self._hear(found.values())
-        segments = f"{self._root}/{_SEGMENTS}/"
-        listed = {name: own for name, own in found.items() if name.startswith(segments)}
-        # Only this thread changes these, and the store's thread does not wait for long lists.
+        # Only this thread changes these.
+        known, before, doomed_before = self._known, self._listed, self._doomed
+        listed, segments = self._bucket.list(self._root, before), f"{self._root}/{_SEGMENTS}/"
+        others = [name for name in listed if not name.startswith(segments)]
+        orders = {name: listed.pop(name) for name in others}
+        self._hear(orders)
         listed_bytes = sum(own.size for own in listed.values())
-        missed = self._known.keys() - listed.keys()
         # A list may lag behind: it takes two to believe that an object is gone.
-        gone = missed & self._missed
+        gone = [name for name in known if name not in listed and name not in before]
         # Deleted, and stored anew by another server.
-        before, doomed_before = self._listed, self._doomed
-        gone |= {own for own in self._known if listed.get(own) not in (None, before.get(own))}
+        gone += [name for name in known if listed.get(name, (was := before.get(name))) is not was]
         doomed = self._doom(listed, listed_bytes)
         with self._lock:
             self._listed, self._listed_bytes, self._doomed = listed, listed_bytes, doomed
-            self._forget(gone | (doomed.keys() & self._known.keys()))
-            self._missed = missed
-        self._learn(sorted(listed.keys() - self._known.keys() - doomed.keys(), key=self._modified))
+        self._forget([*gone, *doomed])
+        new = [name for name in listed if name not in known and name not in doomed]
+        self._learn(sorted(new, key=lambda own: listed[own].modified))
         self._looked.set()
         # Last, because who may only read goes no further.
         while self._orders:
             self._tell(self._orders[0])
             self._orders.popleft()
-        now, told = time.monotonic(), time.time() - ORDER_SECONDS
+        at = time.monotonic()
         with self._lock:
-            due = [(name, own) for name, (at, own) in self._delete_at.items() if now > at]
-        late = [own for own, since in doomed.items() if now > since + GRACE_SECONDS]
-        going = [*late, *(name for name, own in due if listed.get(name, own) == own)]
-        old = [own for own in self._heard & found.keys() if found[own].modified < told]
-        self._bucket.delete([*going, *old])
+            due = {name: own for name, (when, own) in self._delete_at.items() if at > when}
+        late = [own for own, since in doomed.items() if at > since + GRACE_SECONDS]
+        going = [*late, *(name for name, own in due.items() if listed.get(name, own) == own)]
+        told = time.time() - ORDER_SECONDS
+        old = [name for name, own in orders.items() if own.modified.timestamp() < told]
+        self._bucket.delete([*going, *(name for name in old if name in self._heard)])
+        # What was stored since is sent anew.
+        left = [own for own in doomed_before if own not in listed]
+        anew = [own for own in (*late, *left) if self._age(own) > before[own].modified.timestamp()]
         with self._lock:
-            # What was stored since is sent anew.
-            left = doomed_before.keys() - listed.keys()
-            anew = [own for own in (*late, *left) if self._age(own) > before[own].modified]
             for name in going:
                 listed.pop(name, None)
                 doomed.pop(name, None)
-            self._forget(going)
-            for name, _ in due:
+            for name in due:
                 self._delete_at.pop(name, None)
-        for name in (*anew, *(own for own, _ in due)):
+        self._forget(going)
+        for name in (*anew, *due):
             self._sender.submit(self._send, name)
 
     def _age(self, name: str) -> float:
         own = self._own.get(name)
         return 0.0 if own is None else own[2]
 
-    def _modified(self, name: str) -> float:
-        return self._listed[name].modified
-
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
-            known = self._known.pop(name, None)
-            self._above.pop(name, None)
-            if known is not None:
-                self._news.append(News(gone=known.segment_id, far=True))
+            with self._lock:
+                if known := self._known.pop(name, None):
+                    self._news.append(News(gone=known.segment_id, far=True))
 
     def _doom(self, listed: Mapping[str, ObjectMeta], listed_bytes: int) -> dict[str, float]:
         """The oldest objects above the quota, and since when they are not used."""
         excess, doomed = listed_bytes - self._most_bytes, dict[str, float]()
         if not self._most_bytes or excess <= 0:
             return doomed
-        oldest = [(own.modified, own.name) for own in listed.values()]
-        heapq.heapify(oldest)
-        while excess > 0:
-            name = heapq.heappop(oldest)[1]
-            doomed[name] = self._doomed.get(name, time.monotonic())
-            excess -= listed[name].size
+        oldest, count = list[ObjectMeta](), 64 + len(listed) * excess // listed_bytes
+        while sum(own.size for own in oldest) < excess:
+            oldest = heapq.nsmallest(count, listed.values(), lambda own: (own.modified, own.name))
+            count *= 2
+        for own in oldest:
+            if excess > 0:
+                doomed[own.name] = self._doomed.get(own.name, time.monotonic())
+                excess -= own.size
         return doomed
 
     def _learn(self, names: Sequence[str]) -> None:
@@ -380,7 +376,7 @@ class BucketPeer:
         found, unusable = dict[str, StoredSegment](), 0
         for name, future in reading.items():
             try:
-                found[name], self._above[name] = future.result()
+                found[name] = future.result()
             except FileNotFoundError:
                 continue
             except (OSError, StoreUnavailable) as error:
@@ -390,18 +386,17 @@ class BucketPeer:
                 self._known[name], unusable = None, unusable + 1
         if unusable:
             logger.warning("%d objects of %s cannot be used", unusable, self._bucket.url)
-        with self._lock:
-            self._known.update(found)
-            for name in sorted(found, key=lambda own: found[own].info.prefix_len):
+        for name in sorted(found, key=lambda own: found[own].info.prefix_len):
+            with self._lock:
+                self._known[name] = found[name]
                 self._announce(name)
 
-    def _read(self, name: str) -> tuple[StoredSegment, str]:
+    def _read(self, name: str) -> StoredSegment:
         info, attributes = read_begun(self._bucket, name, self._listed[name].size)
         if info.identity != self._directory.identity or self.name_of(info) != name:
             raise ValueError("it is not what its name says")
-        written = float(attributes.get("written", 0.0))
-        segment = StoredSegment(info, 0, written=written, home=self.home)
-        return segment, attributes.get("above", "")
+        written, above = float(attributes.get("written", 0.0)), attributes.get("above", "")
+        return StoredSegment(info, 0, written=written, home=self.home, above=above)
 
     def _keep(self) -> None:
         while not self._stop.wait(LOOK_SECONDS / 8):
@@ -433,7 +428,9 @@ class BucketPeer:
         self.files.forget()
 
 
-def peer_of(config: ImpressConfig, directory: StoreDirectory) -> BucketPeer | None:
+def peer_of(
+    config: ImpressConfig, directory: StoreDirectory, news: collections.deque[News]
+) -> BucketPeer | None:
     """The bucket of a store, if its options name one; raises as `BucketPeer` does."""
     bucket = open_bucket(config)
-    return None if bucket is None else BucketPeer(config, directory, bucket)
+    return None if bucket is None else BucketPeer(config, directory, bucket, news)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,7 +35,7 @@ from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.health import Health, Task, Work
-from impress_sglang.store.peers import News, Peers
+from impress_sglang.store.peers import Peers
 from impress_sglang.store.pins import Pins
 from impress_sglang.store.restoring import recover_tree
 from impress_sglang.store.stored import StoredSegment
@@ -82,7 +81,7 @@ class StoreDisk:
         self.peers = Peers(self.directory)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)
-            self.bucket = peer_of(config, self.directory)
+            self.bucket = peer_of(config, self.directory, self.peers.news)
             if self.bucket is not None:
                 undo.callback(self.bucket.close, self._seconds)
             self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
@@ -127,10 +126,6 @@ class StoreDisk:
     def is_far(self, segment: StoredSegment) -> bool:
         """Whether only the bucket has a segment."""
         return self.bucket is not None and segment.home == self.bucket.home
-
-    def take_news(self) -> Iterator[News]:
-        """What other servers and the bucket have told, as long as there is time for it."""
-        return itertools.chain(self.peers.take(), () if self.bucket is None else self.bucket.take())
 
     def has(self, segment: StoredSegment) -> bool:
         """Whether what the bucket tells of is stored here, or by another server, anyhow."""

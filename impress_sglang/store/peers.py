@@ -81,7 +81,8 @@ class Peers:
         self._directory, self._files = directory, directory.files
         self._followed: dict[Path, _Followed] = {}
         self._folders_at = 0.0
-        self._news: collections.deque[News] = collections.deque()
+        self.news: collections.deque[News] = collections.deque()
+        """What nobody has taken yet; a bucket adds what it has."""
         self._failed = False
         self._stop = threading.Event()
         self._thread: BackgroundThread | None = None
@@ -113,7 +114,7 @@ class Peers:
                 failed = error
             for own in self._followed.values():
                 try:
-                    self._news.extend(self._read(own))
+                    self.news.extend(self._read(own))
                 except Exception as error:
                     # Of the disk, or a line of another version: nothing ends the thread.
                     failed = error
@@ -126,11 +127,12 @@ class Peers:
 
         `orders`: to purge, which an earlier process of this folder has given.
         """
-        self._news.extend(News(purge=own) for own in orders)
+        self.news.extend(News(purge=own) for own in orders)
         self.look()
-        news, self._news = list(self._news), collections.deque()
+        news = list(self.news)
+        self.news.clear()
         gone = {own.gone for own in news}
-        self._news.extend(own for own in news if own.purge is not None)
+        self.news.extend(own for own in news if own.purge is not None)
         found = [own.added for own in news if own.added is not None]
         for own in found:
             # Used before all that is used here.
@@ -183,7 +185,7 @@ class Peers:
             self._followed.setdefault(folder, _Followed(folder))
         for folder in self._followed.keys() - set(there):
             left = self._followed.pop(folder)
-            self._news.extend(News(gone=own) for own in left.unsure.union(left.segments))
+            self.news.extend(News(gone=own) for own in left.unsure.union(left.segments))
 
     def _read(self, own: _Followed) -> Iterator[News]:
         path = own.folder / JOURNAL
@@ -214,11 +216,11 @@ class Peers:
     def take(self) -> Iterator[News]:
         """What is new, as long as that and what the caller does with it does not take too long; the
         rest comes with the next call."""
-        if not self._news:
+        if not self.news:
             return
         until = time.monotonic() + _MOST_SECONDS
-        while self._news and time.monotonic() < until:
-            yield self._news.popleft()
+        while self.news and time.monotonic() < until:
+            yield self.news.popleft()
 
 
 def _news_of(record: dict[str, Any], own: _Followed) -> Iterator[News]:

@@ -187,7 +187,7 @@ class PrefixStore:
             self.writes.finish(write)
         self.quota.take_removals()
         self.expire(self.tree.order.take_due(time.time(), MOST_EXPIRED))
-        for news in self._disk.take_news():
+        for news in self._disk.peers.take():
             self._hear(news)
         self._fetched.poll()
         self.foreign.place_again()

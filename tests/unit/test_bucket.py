@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,40 +51,20 @@ class Faults(Bucket):
         super().__init__(store, store, URL)
         self.fails: Callable[[str, str], bool] = lambda what, name: False
         self.counts: dict[str, int] = {}
+        verbs = "list", "get", "get_range", "put", "delete"
+        asks = {what: functools.partial(self._ask, what) for what in verbs}
+        self._obstore = SimpleNamespace(**asks)
 
-    def _asked(self, what: str, name: str) -> None:
+    def _ask(self, what: str, store: Any, name: Any, *arguments: Any, **how: Any) -> Any:
         self.counts[what] = self.counts.get(what, 0) + 1
         if self.fails(what, name):
             raise RuntimeError("a test")
-
-    def list(self, prefix: str) -> Any:
-        with self._reading(always=True):
-            self._asked("list", prefix)
-        return super().list(prefix)
-
-    def range(self, name: str, start: int, length: int) -> memoryview:
-        with self._reading():
-            self._asked("range", name)
-        return super().range(name, start, length)
-
-    def begin(self, name: str, length: int) -> Any:
-        with self._reading():
-            self._asked("begin", name)
-        return super().begin(name, length)
-
-    def put(self, name: str, *arguments: Any) -> bool:
-        with self._asking():
-            self._asked("put", name)
-        return super().put(name, *arguments)
-
-    def delete(self, names: Any) -> None:
-        with self._asking():
-            self._asked("delete", "")
-        super().delete(names)
+        return getattr(obstore, what)(store, name, *arguments, **how)
 
     @property
     def segments(self) -> list[str]:
-        return [own.name for own in super().list(IDENTITY) if own.name.endswith(".kv")]
+        found = obstore.list(self._store, IDENTITY).collect()
+        return [own["path"] for own in found if own["path"].endswith(".kv")]
 
 
 class World:
@@ -162,7 +144,7 @@ def test_what_one_stores_others_find_and_keep(world: World, bucket: Faults) -> N
     bucket.counts.clear()
     for tokens in (prompt(1, 40), prompt(1, 13)):
         check_rows(second, tokens)
-    assert "range" not in bucket.counts
+    assert "get_range" not in bucket.counts
     world.put("b", second, prompt(1, 60))
     until_found(first, prompt(1, 60))
     check_rows(first, prompt(1, 60))
@@ -241,8 +223,12 @@ def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
     # What is being fetched counts.
     far = next(own for own in second.tree.segments() if own.home)
     needed = second.quota.missing(0)
-    second._disk.bucket.path_of(far.info)
+    peer = second._disk.bucket
+    descriptor = peer.files.open(peer.path_of(far.info), os.O_RDONLY)
     assert second.quota.missing(0) == needed + one
+    peer.files.close(descriptor)
+    with pytest.raises(OSError, match="fetched no more"):
+        peer.files.stat("another.kv")
 
 
 def purge(store: PartStore, tokens: tuple[int, ...]) -> None:
@@ -407,10 +393,10 @@ def test_an_object_that_was_replaced_is_found(world: World, bucket: Faults) -> N
 
 def test_a_header_not_read_now(world: World, bucket: Faults, monkeypatch: Any) -> None:
     monkeypatch.setattr(files_module, "_HEADER_BYTES", 64)
-    bucket.fails = lambda what, name: what == "range"
+    bucket.fails = lambda what, name: what == "get_range"
     world.put("a", world.open("a"), prompt(1))
     second = world.open("b")
-    until(second, lambda: bucket.counts.get("range"))
+    until(second, lambda: bucket.counts.get("get_range"))
     bucket.fails = lambda what, name: False
     until_found(second, prompt(1))
 

@@ -46,18 +46,21 @@ def bucket(proxy: Proxy) -> Bucket:
     return at("some/prefix")
 
 
-def test_the_verbs(bucket: Bucket) -> None:
+def test_the_verbs(bucket: Bucket, proxy: Proxy) -> None:
     content = os.urandom(3 << 20)
     assert bucket.put("a/b", content, {"written": "1.5"})
     assert not bucket.put("a/b", b"another")
     assert bucket.range("a/b", 1 << 20, 1 << 20) == content[1 << 20 : 2 << 20]
     assert bucket.begin("a/b", 100)[0] == content[:100]
     assert bucket.begin("a/b", 100)[1]["written"] == "1.5"
-    (found,) = bucket.list("a")
+    (found,) = (known := bucket.list("a")).values()
+    assert bucket.list("a", known)["a/b"] is found
     assert (found.name, found.size) == ("a/b", len(content))
-    assert abs(found.modified - time.time()) < 60
-    bucket.delete(["a/b", "a/c"])
-    assert not bucket.list("a")
+    assert abs(found.modified.timestamp() - time.time()) < 60
+    bucket.put("a/d", content[:9])
+    asked = len(proxy.asked)
+    bucket.delete(["a/b", "a/c", "a/d"])
+    assert len(proxy.asked) == asked + 1 and not bucket.list("a")
     with pytest.raises(FileNotFoundError):
         bucket.range("a/b", 0, 10)
     assert bucket.answers and not bucket.failures

@@ -225,10 +225,10 @@ def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:  # noqa
     third._disk.peers.close(10)
     third._disk.peers.look()
     news = sorted(
-        third._disk.peers._news, key=lambda own: -own.added.info.prefix_len if own.added else 1
+        third._disk.peers.news, key=lambda own: -own.added.info.prefix_len if own.added else 1
     )
-    third._disk.peers._news.clear()
-    third._disk.peers._news.extend(news)
+    third._disk.peers.news.clear()
+    third._disk.peers.news.extend(news)
     until_stored(third, prompt(1, 40))
     check_rows(third, prompt(1, 40))
 

@@ -44,7 +44,7 @@ def hear(store: PartStore) -> None:
     """Look, and act on all that is new."""
     store._disk.peers._folders_at = 0.0
     store._disk.peers.look()
-    while store._disk.peers._news:
+    while store._disk.peers.news:
         store.poll()
     store.poll()
     store.check_integrity()
