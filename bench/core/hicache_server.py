@@ -8,8 +8,10 @@ down, which the kernel's page cache would otherwise serve.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -70,7 +72,7 @@ def _copy_rows(
 
 
 def _on_a_cpu() -> None:
-    from sglang.srt.mem_cache.pool_host import base, common, mha
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
     for name in ("empty", "tensor", "zeros", "full", "ones", "arange"):
         setattr(torch, name, _without_pins(getattr(torch, name)))
@@ -79,7 +81,7 @@ def _on_a_cpu() -> None:
     torch.cpu.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
     common._cuda_host_register = lambda *_, **__: None
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-    mha.transfer_kv_direct = _copy_rows
+    mha.transfer_kv_direct = mla.transfer_kv_direct = _copy_rows
 
 
 class _SlowFiles(FileSystem):
@@ -89,12 +91,15 @@ class _SlowFiles(FileSystem):
         self._drive = drive
 
     def read(self, descriptor: int, offset: int, target: memoryview) -> None:
-        super().read(descriptor, offset, target)
-        _pass(self._drive, len(target))
+        with _passing(self._drive, len(target)):
+            super().read(descriptor, offset, target)
 
 
-def _pass(drive: Drive, num_bytes: int) -> None:
+@contextlib.contextmanager
+def _passing(drive: Drive, num_bytes: int) -> Iterator[None]:
+    """What is read inside comes when it has come from the real drive, and would have from this."""
     (end,) = drive.ask(np.array([num_bytes]))
+    yield
     drive.wait(int(end))
 
 
@@ -106,10 +111,8 @@ def _slow_down(mbps: float) -> None:
     install(_SlowFiles(drive))
 
     def get_slowly(self: Any, key: str, target_location: torch.Tensor, *rest: Any) -> Any:
-        found = get(self, key, target_location, *rest)
-        if found is not None:
-            _pass(drive, target_location.nbytes)
-        return found
+        with _passing(drive, target_location.nbytes):
+            return get(self, key, target_location, *rest)
 
     HiCacheFile.get = get_slowly
 

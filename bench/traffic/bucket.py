@@ -1,108 +1,140 @@
-"""A store on S3: what a hit takes from there, from the drive in front of it, and computed.
+"""A store on S3: what a hit takes from there, from the drive, from what was kept, and computed.
 
-One server stores random prompts, in its directory and in a bucket of SeaweedFS on this machine,
-behind a proxy that adds --delay-ms to each request and counts them. Another with an empty directory
-asks for them, and again when it has kept them. Columns: median TTFT in ms, computed, from the
-first server's drive, from S3, and from what was kept; then what the endpoint counted for S3: reads,
-their median size, how many were under way at most, and bytes.
+Three servers share a bucket of SeaweedFS on this machine, behind a proxy that can delay requests
+and counts them. The first stores random prompts in its directory and in the bucket, the second has
+kept them, and the third has room for two, so that each that is asked for comes from S3. All of them
+run throughout. Each round has each way once, in an order that is drawn, for one of the prompts, or
+one that is new; the round before the first is not counted. Files of servers are read with O_DIRECT.
+Those of SeaweedFS are in the page cache: its drive is not part of S3 here.
+
+Rows: the median TTFT in ms, its 95% interval by bootstrap, and the median and interval of the ratio
+to the drive in the same round; of S3 also what the endpoint counted: reads for each hit, their
+median size, and how many were under way at most.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from bench.core.data import model_folder
-from bench.core.object_store import BUCKET, Proxy, credentials, seaweed
+from bench.core.object_store import BUCKET, Asked, Proxy, credentials, seaweed
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, Option
-from bench.core.report import Result, Table, plain
+from bench.core.report import Result, Row, Table, plain
 from bench.core.servers import Server, servers, store_flags
 from bench.core.session import BenchFailed, step
+from bench.traffic.turns import Way, in_turn, spread, ttft
 
 OPTIONS = (
-    Option("prompts", 5, "random ones", quick=2),
-    Option("prompt-tokens", 3000, "of each", quick=600),
+    Option("prompts", 4, "random ones, three or more"),
+    Option("prompt-tokens", 1500, "of each", quick=600),
     Option("delay-ms", (0.0, 20.0), "of each request to the endpoint"),
+    Option("rounds", 9, "in which each way is measured once", quick=1),
     *(MODEL, DTYPE, SEED, KEEP),
 )
 _WAIT_SECONDS = 300
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Measure with each delay, in a folder of the bucket of its own."""
-    model, rows = model_folder(args.model), []
-    draw = np.random.default_rng(args.seed)
-    prompts = draw.integers(100, 40_000, (args.prompts, args.prompt_tokens)).tolist()
-    room = args.prompt_tokens * (args.prompts + 1)
-    with servers(args) as pool, seaweed(pool.folder / "weed") as port:
-        proxy = Proxy(port)
-        for delay in args.delay_ms:
-            proxy.fault = lambda asked, delay=delay: f"{delay / 1e3}s"  # type: ignore[misc]
-            row = {"delay_ms": delay}
-            for name in ("first", "second"):
-                flags = [
-                    *store_flags(pool.folder / f"{name}-{delay:g}"),
-                    "--impress-keep=auto",
-                    f"--impress-store=s3://{BUCKET}/{delay:g}",
-                    f"--max-total-tokens={room}",
-                ]
-                how = {"environment": credentials(proxy.port)}
-                full = f"{name}-{delay:g}"
-                with pool.running(full, model, args.dtype, *flags, **how) as server, step(full):
-                    server.generate(list(range(100, 140)), 4)
-                    if name == "first":
-                        row |= {"computed_ms": timed(server, prompts)}
-                        server.flush()
-                        wait(lambda: bucket_of(server)["sent"] >= len(prompts))
-                        row |= {"drive_ms": timed(server, prompts)}
-                    else:
-                        row |= from_s3(server, proxy, prompts)
-                    server.check_log()
-            rows.append(row)
-        proxy.close()
-    return Result({"model": model.name, "rows": rows}, [Table(plain(*rows[0]), rows)])
+    """Measure all ways in turn."""
+    model, draw = model_folder(args.model), np.random.default_rng(args.seed)
+    prompts, fresh = (
+        draw.integers(100, 40_000, (count, args.prompt_tokens)).tolist()
+        for count in (args.prompts, args.rounds + 1)
+    )
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(servers(args))
+        proxy = Proxy(stack.enter_context(seaweed(pool.folder / "weed")))
+        stack.callback(proxy.close)
+
+        def start(name: str, gb: float = 100.0) -> Server:
+            flags = [
+                *store_flags(pool.folder / name),
+                *("--impress-keep=auto", f"--impress-ssd-gb={gb:.6f}"),
+                *("--impress-min-free-gb=0", f"--impress-store=s3://{BUCKET}/bench"),
+                f"--max-total-tokens={2 * args.prompt_tokens}",
+            ]
+            how = {"environment": credentials(proxy.port)}
+            return stack.enter_context(pool.running(name, model, args.dtype, *flags, **how))
+
+        first, second = start("first"), start("second")
+        with step("storing"):
+            for prompt in prompts:
+                first.store(prompt)
+            wait(lambda: bucket_of(first)["sent"] >= len(prompts))
+        file_gb = first.stats()["store"]["used_bytes"] / len(prompts) / 1e9
+        third = start("third", 2.5 * file_gb)
+        with step("keeping"):
+            for server in (second, third):
+                wait(lambda server=server: server.stats()["store"]["segments"] >= len(prompts))
+            for prompt in prompts:
+                hit(second, prompt)
+
+        def computed(number: int) -> float:
+            return hit(first, fresh[number], {"impress_store": False})
+
+        def local(server: Server) -> Way:
+            return lambda number: hit(server, prompts[number % len(prompts)])
+
+        asked = {delay: list[list[Asked]]() for delay in args.delay_ms}
+
+        turns = itertools.cycle(prompts)
+
+        def far(delay: float) -> Way:
+            def s3(_: int) -> float:
+                before = len(proxy.reads())
+                proxy.fault = lambda asked: f"{delay / 1e3}s"
+                took = hit(third, next(turns))
+                proxy.fault = lambda asked: ""
+                asked[delay].append(proxy.reads()[before:])
+                return took
+
+            return s3
+
+        ways: dict[str, Way] = {"computed": computed, "drive": local(first), "kept": local(second)}
+        ways |= {f"S3, {own:g} ms": far(own) for own in args.delay_ms}
+        before = len(proxy.reads())
+        found = in_turn(ways, args.rounds)
+        s3 = sum(len(own) for hits in asked.values() for own in hits)
+        if len(proxy.reads()) - before != s3:
+            raise BenchFailed("what a drive was to have came from S3")
+        for server in (first, second, third):
+            server.check_log()
+    rows = [{"way": name, **spread(own, found["drive"])} for name, own in found.items()]
+    for row, own in zip(rows[3:], asked.values(), strict=True):
+        row |= counted(own[1:])
+    return Result({"model": model.name, "rows": rows}, [Table(plain(*rows[-1]), rows)])
 
 
-def from_s3(server: Server, proxy: Proxy, prompts: list[list[int]]) -> dict[str, float]:
-    """The figures of a server whose directory is empty."""
-    wait(lambda: server.stats()["store"]["segments"] >= len(prompts))
-    before, held = len(proxy.reads()), list[float]()
-    for prompt in prompts:
-        held.append(ttft(server, prompt))
-        server.flush()
-        # The next one is not to wait for the rest of this one.
-        wait(lambda: not bucket_of(server)["fetching_bytes"])
-    reads = proxy.reads()[before:]
+def hit(server: Server, prompt: Sequence[int], custom: Mapping[str, Any] | None = None) -> float:
+    """The TTFT behind an empty pool; returns when nothing of it goes on."""
+    server.flush()
+    took = ttft(server, prompt, custom)
+    wait(lambda: not bucket_of(server)["fetching_bytes"])
+    return took
+
+
+def counted(hits: Sequence[Sequence[Asked]]) -> Row:
+    """What the endpoint counted.
+
+    Raises:
+        BenchFailed: nothing was read from it for a hit.
+    """
+    if not all(hits):
+        raise BenchFailed("a server had kept what it was to read from S3")
+    reads = [own for one in hits for own in one]
     return {
-        "s3_ms": median_ms(held),
-        "kept_ms": timed(server, prompts),
-        "reads": len(reads),
+        "reads": round(len(reads) / len(hits), 1),
         "read_kb": round(statistics.median(own.size for own in reads) / 1024),
         "together": max(own.together for own in reads),
-        "read_mb": round(sum(own.size for own in reads) / 1e6, 1),
     }
-
-
-def timed(server: Server, prompts: list[list[int]]) -> float:
-    """The median TTFT of prompts that are not in the pool."""
-    server.flush()
-    return median_ms([ttft(server, prompt) for prompt in prompts])
-
-
-def ttft(server: Server, prompt: list[int]) -> float:
-    """Seconds until the first token."""
-    began = time.perf_counter()
-    came = list(server.stream(prompt, 1))
-    return came[0].at - began
-
-
-def median_ms(seconds: list[float]) -> float:
-    """In milliseconds."""
-    return round(statistics.median(seconds) * 1e3, 1)
 
 
 def bucket_of(server: Server) -> dict[str, float]:

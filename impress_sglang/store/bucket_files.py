@@ -100,7 +100,7 @@ class BucketFiles(FileSystem):
         return os.stat_result((0, 0, 0, 0, 0, 0, self._find(path).size, 0, 0, 0))
 
     def open(self, path: Path, flags: int) -> int:
-        """Open an object of `path_of`; one that cannot be opened is forgotten after a while.
+        """Open an object of `path_of`.
 
         Raises:
             OSError: the object store fails at present, or too much is open.
@@ -108,19 +108,26 @@ class BucketFiles(FileSystem):
         with self._lock:
             own = self._find(path)
             if own.descriptor < 0:
-                self._bucket.check()
-                used = sum(own.size for own in self._of_descriptor.values())
-                if used + own.size > self._most_bytes:
-                    raise OSError(f"{used / 1e9:.2f} GB are being fetched: there is no more room")
-                self._files.make_directory(own.local.parent)
-                own.descriptor = self._files.open(own.local, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
+                try:
+                    own.descriptor = self._begin(own)
+                except BaseException:
+                    del self._of_path[path]
+                    raise
                 self._of_descriptor[own.descriptor] = own
             own.users += 1
             return own.descriptor
 
+    def _begin(self, own: _Object) -> int:
+        self._bucket.check()
+        used = sum(own.size for own in self._of_descriptor.values())
+        if used + own.size > self._most_bytes:
+            raise OSError(f"{used / 1e9:.2f} GB are being fetched, there is no room for more")
+        self._files.make_directory(own.local.parent)
+        return self._files.open(own.local, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
+
     def _find(self, path: Path | str) -> _Object:
         if (own := self._of_path.get(Path(path))) is None:
-            # It was idle for too long.
+            # It has become a file since it was looked for.
             raise OSError(errno.EAGAIN, f"{path} is fetched no more")
         return own
 
@@ -170,14 +177,10 @@ class BucketFiles(FileSystem):
         damaged, is dropped, and fetched anew when it is read again. It is not deleted: the drive or
         the memory of this server may be at fault.
         """
-        for own in list(self._of_path.values()):
+        for own in list(self._of_descriptor.values()):
             idle = time.monotonic() - own.idle_since
             with self._lock:
                 if own.whole or own.ended or own.users or idle < IDLE_SECONDS:
-                    continue
-                if own.descriptor < 0:
-                    # Was never opened.
-                    self._of_path.pop(own.path, None)
                     continue
                 own.users += 1
             try:

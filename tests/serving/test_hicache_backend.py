@@ -14,7 +14,7 @@ from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE
 from impress_sglang.hicache.packs import SUFFIX
 from tests.serving.conftest import TINY_FLAGS
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.harness import LATENT_HICACHE, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
@@ -40,22 +40,29 @@ def stored_by(answer: dict[str, Any]) -> int:
     return int((details or {}).get("storage", 0))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "family" in metafunc.fixturenames:
+        also = ["llama"] if metafunc.config.getoption("--full-matrix") else []
+        metafunc.parametrize("family", ["deepseek_v2", *also])
+
+
 class Serving(Protocol):
     """Starts a server whose HiCache stores in a folder, by what the command line prints."""
 
     def __call__(
-        self, name: str, model: Path, store: Path, *more: str
+        self, name: str, model: Path, store: Path, *more: str, **how: Any
     ) -> AbstractContextManager[Server]: ...
 
 
 @pytest.fixture
 def serving(workdir: Path, zygote: Zygote, capsys: pytest.CaptureFixture[str]) -> Serving:
     @contextmanager
-    def start(name: str, model: Path, store: Path, *more: str) -> Iterator[Server]:
+    def start(name: str, model: Path, store: Path, *more: str, **how: Any) -> Iterator[Server]:
         assert main(["hicache-config", "--ssd-dir", str(store), "--ssd-gb", "1", *more]) == DONE
         config = f"--hicache-storage-backend-extra-config={capsys.readouterr().out}"
         log = workdir / f"{name}.log"
-        with running(model, log, *FLAGS, config, zygote=zygote, preload=HICACHE) as server:
+        how = {"preload": HICACHE, **how}
+        with running(model, log, *FLAGS, config, zygote=zygote, **how) as server:
             yield server
             server.assert_quiet()
 
@@ -102,18 +109,51 @@ def test_pages_are_kept_verified_and_of_these_weights(
 
 
 def test_few_bits_and_new_weights(workdir: Path, tiny_llama: Path, serving: Serving) -> None:
-    """Pages take half of their bytes, and follow the weights of a server that runs."""
+    """Pages take half of their bytes, and follow the weights of a server that runs; each of two
+    ranks has those of its own heads."""
     store, whole = workdir / "hicache-bits", 20 * PAGE
     prompt = random_tokens(whole + 5, seed=32)
     other = make_model("llama", workdir / "hicache-new", initializer_range=0.1)
-    with serving("hicache-bits", tiny_llama, store, "--bits", "6") as server:
+    with serving("hicache-bits", tiny_llama, store, "--bits", "6", ranks=2) as server:
         for count in (1, 2):
             assert stored_by(server.generate(prompt, 1)) == 0
-            wait_until(lambda count=count: len(packs(store)) == count)
+            wait_until(lambda count=count: len(packs(store)) == 2 * count)
             server.flush()
             assert stored_by(server.generate(prompt, 1)) == whole
-            # Of two heads of 16, keys and values, in three layers.
-            exact_bytes = whole * 4 * 2 * 2 * 16 * 3
+            # Of a head of 16, keys and values, in three layers.
+            exact_bytes = whole * 4 * 2 * 16 * 3
             assert all(pack.stat().st_size < exact_bytes * 0.5 for pack in packs(store))
             changed = server.post("/update_weights_from_disk", model_path=str(other))
             assert changed.ok and changed.json()["success"]
+
+
+def test_two_ranks(workdir: Path, serving: Serving, family: str) -> None:
+    """Each has pages of its own heads; of latent vectors the first one writes what both read."""
+    store, whole = workdir / f"hicache-ranks-{family}", 20 * PAGE
+    model = make_model(family, workdir / "hicache-ranks" / family)
+    prompt = random_tokens(whole + 5, seed=33)
+    latent = family != "llama"
+    how = {"ranks": 2, "preload": LATENT_HICACHE if latent else HICACHE}
+    # Two heads of 16, keys and values, or a latent vector and what is rotated, in three layers.
+    width = 64 + 16 if latent else 2 * 2 * 16
+    with serving(f"hicache-ranks-{family}", model, store, **how) as server:
+        computed = server.generate(prompt, 8)
+
+        def are_stored() -> bool:
+            sizes = [own.stat().st_size for own in packs(store)]
+            return len(sizes) == 2 - latent and sum(sizes) >= whole * 4 * width * 3
+
+        wait_until(are_stored)
+        server.flush()
+        again = server.generate(prompt, 8)
+        assert stored_by(again) == whole
+        assert again["output_ids"] == computed["output_ids"]
+        # What one rank lacks neither uses.
+        server.flush()
+        damaged = max(packs(store))
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+        again = server.generate(prompt, 8)
+        assert 0 < stored_by(again) < whole
+        assert again["output_ids"] == computed["output_ids"]

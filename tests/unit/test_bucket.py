@@ -20,7 +20,7 @@ from impress_sglang.store import bucket_files as files_module
 from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store import foreign as foreign_module
 from impress_sglang.store import store as store_module
-from impress_sglang.store.bucket import Bucket, open_bucket
+from impress_sglang.store.bucket import Bucket
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.writing import StoreOutcome
@@ -32,7 +32,6 @@ from tests.unit.store_factory import (
     gb,
     length,
     lengths,
-    make_config,
     name_of,
     prompt,
     until,
@@ -413,6 +412,30 @@ def test_what_is_kept_is_as_old_as_it_was(world: World, bucket: Faults) -> None:
     assert abs(kept.written - own.written) < 1e-3 and not kept.home
 
 
+def test_who_may_only_read_follows(world: World, bucket: Faults) -> None:
+    first = world.open("a")
+    world.put("a", first, prompt(1))
+    until(first, lambda: bucket.segments)
+    bucket.fails = lambda what, name: what in ("put", "delete")
+    second = world.open("b")
+    world.put("b", second, prompt(2))
+    until(second, lambda: bucket.failures)
+    for number in (1, 2):
+        until_found(second, prompt(number))
+        check_rows(second, prompt(number))
+    assert second.summary()["bucket"]["state"] == "ok" and len(bucket.segments) == 1
+
+
+def test_segments_under_another_key(world: World, bucket: Faults) -> None:
+    first = world.open("a")
+    world.put("a", first, prompt(1))
+    world.benches["a"].close(first)
+    obstore.delete(bucket._store, f"{IDENTITY}/key")
+    world.open("b")
+    with pytest.raises(ConfigError, match="segments under another key"):
+        world.open("a")
+
+
 def test_a_read_may_outlast_the_store(world: World, bucket: Faults) -> None:
     first, second = world.open("a", io_timeout=1.0), world.open("b", io_timeout=1.0)
     world.put("a", first, prompt(1))
@@ -425,12 +448,3 @@ def test_a_read_may_outlast_the_store(world: World, bucket: Faults) -> None:
     os.fstat(descriptor)
     peer.files.close(descriptor)
     assert not Path(f"/proc/self/fd/{descriptor}").exists()
-
-
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(Path("kv"), store=URL)
-    assert open_bucket(make_config(Path("kv"))) is None
-    assert open_bucket(config)
-    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
-    with pytest.raises(ConfigError, match=r"pip install 'impress-sglang\[s3\]'"):
-        open_bucket(config)

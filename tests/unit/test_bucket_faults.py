@@ -11,6 +11,7 @@ import pytest
 
 from bench.core.object_store import BUCKET, Asked, Proxy, credentials, seaweed, weed
 from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ConfigError
 from impress_sglang.store.bucket import Bucket, open_bucket
 
 pytest.importorskip("obstore")
@@ -115,3 +116,12 @@ def test_wrong_credentials(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Non
     bucket = at("x")
     with pytest.raises(OSError, match=r"SignatureDoesNotMatch|403|Forbidden|denied|credentials"):
         bucket.list("x")
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ImpressConfig(store=f"s3://{BUCKET}")
+    assert open_bucket(ImpressConfig()) is None
+    assert open_bucket(config)
+    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    with pytest.raises(ConfigError, match=r"pip install 'impress-sglang\[s3\]'"):
+        open_bucket(config)

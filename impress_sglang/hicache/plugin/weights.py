@@ -21,6 +21,7 @@ from impress_sglang.plugin.drafts import draft_runners
 from impress_sglang.plugin.factory import identity_of
 from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
+from impress_sglang.serving.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +82,11 @@ class Weights:
 
     def watch(self) -> None:
         """Set pages aside while weights change, for a scheduler that is complete."""
-        watch = WeightWatch(self, self.read, lambda: None, self._is_empty, ranks_of(self.context))
+        ranks = ranks_of(self.context)
+        watch = WeightWatch(self, self.read, lambda: None, self._is_empty, ranks)
         watch_messages(self._scheduler, watch)
         wrapper = self._scheduler.flush_wrapper
-        wrapper._flush_cache = functools.partial(self._flush, wrapper._flush_cache, watch)
+        wrapper._flush_cache = functools.partial(self._flush, wrapper._flush_cache, watch, ranks)
 
     def take_over(self) -> None:
         """See `ServedStore.take_over`: there is nothing to wait for."""
@@ -107,9 +109,10 @@ class Weights:
         """Read and write pages again: all KVs of HiCache belong to `identity`."""
         self.aside = None
 
-    def _flush(self, flush: Callable[[], bool], watch: WeightWatch) -> bool:
+    def _flush(self, flush: Callable[[], bool], watch: WeightWatch, ranks: Ranks) -> bool:
         flushed = flush()
-        if flushed and self._is_empty():
+        # Identities are read together, or not at all.
+        if flushed and ranks.all(self._is_empty()):
             watch.flushed()
         return flushed
 
