@@ -2,16 +2,14 @@
 
 HiCache's tree, controller, policies, host pool and files are SGLang's own. Replaced is what only a
 GPU has: streams and events (copies are made at once), pinned memory, the kernel that copies between
-pools, and 10 GB that it leaves free in the host. `HICACHE_MBPS` slows reads of its files and ours
-down, which the kernel's page cache would otherwise serve.
+pools, and 10 GB that it leaves free in the host. `HICACHE_MBPS` slows reads of its files down,
+which the kernel's page cache would otherwise serve.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ import torch
 import bench.core.stock_server
 from bench.core.emulation import Drive
 from bench.core.servers import HICACHE_MBPS
-from impress_sglang.storage.files import FileSystem, install
 
 assert bench.core.stock_server
 
@@ -84,35 +81,18 @@ def _on_a_cpu() -> None:
     mha.transfer_kv_direct = mla.transfer_kv_direct = _copy_rows
 
 
-class _SlowFiles(FileSystem):
-    """Of our backend, on a drive."""
-
-    def __init__(self, drive: Drive) -> None:
-        self._drive = drive
-
-    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
-        with _passing(self._drive, len(target)):
-            super().read(descriptor, offset, target)
-
-
-@contextlib.contextmanager
-def _passing(drive: Drive, num_bytes: int) -> Iterator[None]:
-    """What is read inside comes when it has come from the real drive, and would have from this."""
-    (end,) = drive.ask(np.array([num_bytes]))
-    yield
-    drive.wait(int(end))
-
-
 def _slow_down(mbps: float) -> None:
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
     drive, get = Drive(), HiCacheFile.get
     drive.set_rate(mbps * 1e6)
-    install(_SlowFiles(drive))
 
     def get_slowly(self: Any, key: str, target_location: torch.Tensor, *rest: Any) -> Any:
-        with _passing(drive, target_location.nbytes):
-            return get(self, key, target_location, *rest)
+        # It comes when it has come from the real drive, and would have from the other.
+        (end,) = drive.ask(np.array([target_location.nbytes]))
+        found = get(self, key, target_location, *rest)
+        drive.wait(int(end))
+        return found
 
     HiCacheFile.get = get_slowly
 
