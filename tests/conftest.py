@@ -36,13 +36,8 @@ torch.set_num_threads(1)
 
 # Modules that take longest begin first, so that two processes end at the same time.
 LONGEST = (
-    "test_store_stateful",
-    "test_streams",
-    "test_coded_paths",
-    "test_scores",
-    "test_store_crash",
-    "test_engine_bench",
-    "test_refusals",
+    *("test_layering", "test_ranks", "test_store_stateful", "test_coded_paths", "test_more_bits"),
+    *("test_store_crash", "test_engine_bench", "test_refusals"),
     *("test_real_model", "test_random", "test_jobs", "test_triton_backend", "test_blend"),
     *("test_exact", "test_families", "test_pages", "test_faults"),
     *("test_pipeline", "test_unreadable", "test_weights"),
@@ -60,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where they run")
     group.addoption("--attention-backend", help="default: torch_native on a CPU, triton with CUDA")
     group = parser.getgroup("ranks", "the histories of tests/unit/test_ranks.py")
-    group.addoption("--rank-steps", type=int, default=10_000, help="how many steps they have")
+    group.addoption("--rank-steps", type=int, default=3000, help="how many steps they have")
     group.addoption("--rank-requests", type=int, default=24, help="for each skew, of servers")
     group = parser.getgroup("random", "the randomised run of tests/serving/test_random.py")
     group.addoption("--random-minutes", type=float, default=0.4, help="how long its traffic lasts")

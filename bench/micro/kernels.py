@@ -32,7 +32,7 @@ from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
 from impress_sglang.codes.rows.coder import product_matrix
 from impress_sglang.codes.rows.row import GAINS
-from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec, LoopRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec, KernelRestorer, LoopRestorer
 from impress_sglang.triton import codes
 
 # Writing it takes longer than queueing what is measured.
@@ -180,7 +180,7 @@ def by_a_basis(
     basis = Basis("random", ((heads, dim),) * 2, (dataclasses.replace(own, predict=None), own))
     angles = torch.rand(m, dim // 2)
     rotation = KeyRotation(lambda _: torch.cat([angles.cos(), angles.sin()], 1), halves=True)
-    codec = KVCodec(basis, rotation)
+    codec = BasisCodec(basis, rotation)
     restorer = KernelRestorer(codec, device)
     places = torch.arange(m)
     turns = rotation.turns(torch.zeros_like(places), places).to(device)

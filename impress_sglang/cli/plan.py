@@ -21,7 +21,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
 from impress_sglang.options import BITS, CODES
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from impress_sglang.transfer.kv_codec import shape_by
+from impress_sglang.transfer.basis_codec import shape_by
 
 _GB = 1e9
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from impress_sglang.loops.types import Float32s, Floats
 from impress_sglang.paper.history import chunk_shares, mapping_lists
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
-from impress_sglang.storage.layer_codec import decode_layer
+from impress_sglang.storage.layer_bytes import decode_layer
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import WriteAbandoned, write_segment

@@ -117,7 +117,7 @@ def _make_tree_cache(context: Any) -> Any:
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     _check_seams()
-    import_module(f"{_OURS}.reports").opt_in(config.policy)
+    import_module(f"{_OURS}.report_transport").opt_in(config.policy)
     if config.needs_parts:
         from impress_sglang.paper.plugin.factory import make_tree_cache
 
@@ -211,14 +211,18 @@ HOOKS = tuple(
         ("before", f"{_MANAGERS}.scheduler.Scheduler.on_idle", "served_cache.before_idle"),
         # Reports.
         ("after", f"{_STREAMER}.get_cached_tokens_details", "served_cache.after_cached_details"),
-        ("after", f"{_STREAMER}.build_additional_customized_info", "reports.after_built"),
+        ("after", f"{_STREAMER}.build_additional_customized_info", "report_transport.after_built"),
         (
             "before",
             f"{_COMPONENTS}.output_sender.SenderWrapper.send_output",
-            "reports.before_output",
+            "report_transport.before_output",
         ),
-        ("around", f"{_TOKENIZER}._accumulate_request_meta_info", "reports.around_meta_info"),
-        ("around", f"{_TOKENIZER}._handle_abort_req", "reports.around_abort"),
+        (
+            "around",
+            f"{_TOKENIZER}._accumulate_request_meta_info",
+            "report_transport.around_meta_info",
+        ),
+        ("around", f"{_TOKENIZER}._handle_abort_req", "report_transport.around_abort"),
         # Admin requests.
         ("around", f"{_MANAGERS}.scheduler.Scheduler.set_internal_state", "admin.around_message"),
         ("before", f"{_HTTP}._setup_and_run_http_server", "routes.before_http_server"),

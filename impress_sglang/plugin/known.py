@@ -14,7 +14,7 @@ from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
 from impress_sglang.plugin.keys import as_tokens, namespace_of_request
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.provenance import Provenance
-from impress_sglang.plugin.reports import attach
+from impress_sglang.plugin.report_transport import attach
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.job_queue import Waiter

@@ -2,7 +2,8 @@
 
 A stream is a view [slots, heads, dimensions] of a pool, in the dtype that its bytes are kept in.
 Storage cuts, keeps and restores streams without knowing what they are; it calls the first one keys
-and the second one values, which they are in most pools.
+and the second one values, which they are in most pools. What else a pool keeps (index keys of
+sparse attention, rows of windows, drafts) is packed into further layers: `transfer.packed`.
 """
 
 from __future__ import annotations

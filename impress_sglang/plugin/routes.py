@@ -22,7 +22,7 @@ from impress_sglang.plugin.admin import MESSAGE
 from impress_sglang.plugin.checking import OK, RUNNING
 from impress_sglang.plugin.flags import config_of
 from impress_sglang.plugin.page import OVERVIEW_ROUTE, PAGE_ROUTE, document, with_text
-from impress_sglang.plugin.reports import REPORT_KEY
+from impress_sglang.plugin.report_transport import REPORT_KEY
 from impress_sglang.serving.custom_params import BITS_KEY, BLEND_KEY, RETENTION_KEY, STORE_KEY
 from impress_sglang.serving.truncation import TRUNCATE_KEY
 from impress_sglang.serving.why import Reason

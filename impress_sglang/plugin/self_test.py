@@ -42,8 +42,8 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer
+from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.packed import PackedLayers
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def check_kvs(
     layers: PoolLayers,
     config: ImpressConfig,
     shape: KVShape,
-    codec: KVCodec | None,
+    codec: BasisCodec | None,
 ) -> float:
     """Store and load random KVs; returns the seconds that it took.
 

@@ -39,7 +39,7 @@ from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service
 from impress_sglang.store.policies import make_policy
-from impress_sglang.transfer.kv_codec import KVCodec, shape_by
+from impress_sglang.transfer.basis_codec import BasisCodec, shape_by
 from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         shape = replace(shape, code_bits=0.0)
     if config.basis:
         basis = Basis.load(config.basis_path).keeping(config.code_bits)
-        codec = KVCodec(basis, rotation_of(runner.model, "--impress-basis"))
+        codec = BasisCodec(basis, rotation_of(runner.model, "--impress-basis"))
         shape = shape_by(basis, shape)
         # So that other threads need not make it.
         codec.rotation.prepare(runner.model_config.context_len)

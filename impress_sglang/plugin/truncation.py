@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from impress_sglang.plugin.flags import config_of
-from impress_sglang.plugin.reports import share
+from impress_sglang.plugin.report_transport import share
 from impress_sglang.serving.custom_params import check_custom_params
 from impress_sglang.serving.truncation import (
     KEEP_KEY,

@@ -29,8 +29,8 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.threads import compute_alone
+from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.kv_codec import KVCodec
 from impress_sglang.transfer.packed import PackedLayers
 from impress_sglang.transfer.sources import WholeSource
 from impress_sglang.transfer.stored_source import ReadStats
@@ -273,7 +273,7 @@ class JobLoader:
         shape: KVShape,
         device: torch.device,
         layers: Callable[[int], tuple[Tensor, Tensor]],
-        codec: KVCodec | None = None,
+        codec: BasisCodec | None = None,
         packed: PackedLayers | None = None,
         states: PackedLayers | None = None,
     ) -> None:

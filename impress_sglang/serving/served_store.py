@@ -22,7 +22,7 @@ from impress_sglang.store.purging import MultiStepJobs, Purge
 from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.threads import BackgroundThread
-from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.basis_codec import BasisCodec
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ServedStore:
         shape: KVShape,
         device: torch.device,
         lookahead: LookAhead | None = None,
-        codec: KVCodec | None = None,
+        codec: BasisCodec | None = None,
         make_store: type[PrefixStore] = PrefixStore,
     ) -> None:
         """Open the store of these weights; `device` is where attention runs.

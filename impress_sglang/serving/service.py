@@ -21,7 +21,7 @@ from impress_sglang.storage.quality import Quality
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.policies import LoadOptions, make_policy
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.basis_codec import BasisCodec
 
 
 class Service:
@@ -34,7 +34,7 @@ class Service:
         identity: str,
         device: torch.device,
         hidden_size: int,
-        codec: KVCodec | None = None,
+        codec: BasisCodec | None = None,
         make_store: type[PrefixStore] = PrefixStore,
     ) -> None:
         """Open the store; `device`: where slots are, `hidden_size`: of the model.

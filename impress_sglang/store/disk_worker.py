@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from impress_sglang.codes.groups.energy import CodingRule
+from impress_sglang.codes.coding import CodingRule
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.directory import QUARANTINE, StoreDirectory, quarantined_files

@@ -34,7 +34,7 @@ from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.kv_codec import is_unlike
+from impress_sglang.transfer.basis_codec import is_unlike
 from impress_sglang.transfer.sources import WholeSource
 from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
 from impress_sglang.transfer.wanted import chunk_pages

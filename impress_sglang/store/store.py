@@ -44,7 +44,7 @@ from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import SegmentWrites
 from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.sources import WholeSource
 from impress_sglang.transfer.stored_source import StoredSource
 
@@ -74,7 +74,7 @@ class PrefixStore:
         memory: StoreMemory | None = None,
         lookahead: LookAhead | None = None,
         budget: WriteBudget | None = None,
-        codec: KVCodec | None = None,
+        codec: BasisCodec | None = None,
     ) -> None:
         """Open the store, or take over the parts of it that another thread has opened.
 

@@ -19,7 +19,8 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from impress_sglang.codes.groups.energy import CodingRule, QuerySource, no_queries
+from impress_sglang.codes.coding import CodingRule
+from impress_sglang.codes.groups.energy import QuerySource, no_queries
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import NotCodable
 from impress_sglang.storage.directory import CODING
@@ -34,7 +35,7 @@ from impress_sglang.store.open_segments import OpenSegments
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, prefix_digest
 from impress_sglang.store.quota import Quota
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.basis_codec import BasisCodec
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class SegmentWrites:
         quota: Quota,
         segments: OpenSegments,
         lookahead: LookAhead,
-        codec: KVCodec | None,
+        codec: BasisCodec | None,
     ) -> None:
         """Begin with no writes; `codec` codes KVs if there is a basis."""
         self.stats = StoreStats()

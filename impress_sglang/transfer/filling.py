@@ -18,7 +18,12 @@ from torch import Tensor
 from impress_sglang.codes.groups.codec import GROUP_TOKENS
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec, LoopRestorer, RowRestorer
+from impress_sglang.transfer.basis_codec import (
+    BasisCodec,
+    KernelRestorer,
+    LoopRestorer,
+    RowRestorer,
+)
 from impress_sglang.transfer.sources import WholeSource
 
 Writing: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -43,7 +48,7 @@ class SlotFiller:
         self,
         shape: KVShape,
         device: torch.device,
-        codec: KVCodec | None = None,
+        codec: BasisCodec | None = None,
         *,
         kernels: bool | None = None,
     ) -> None:

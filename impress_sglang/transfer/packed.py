@@ -1,5 +1,5 @@
-"""What other pools keep of the same tokens, as further layers of a segment: those of a draft model,
-or of layers with sliding windows. Or the states at the end of a prefix, as KVs of tokens behind it.
+"""What else pools keep of the same tokens, as further layers of a segment: of a draft model, index
+keys, or rows of sliding windows. Or the states at the end of a prefix, as KVs of tokens behind it.
 
 The bytes of a token in all of them stand in one row, which is cut into layers of the segment's
 shape; the last one ends with zeros. So storage needs to know no second shape. They are exact.

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from impress_sglang.storage.layer_codec import sinks_of
+from impress_sglang.storage.layer_bytes import sinks_of
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.transfer.buffers import BufferPool

@@ -18,7 +18,7 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.page_copies import KernelCopier
 from impress_sglang.tiers.staging import Staging
-from impress_sglang.transfer.kv_codec import KernelRestorer, KVCodec
+from impress_sglang.transfer.basis_codec import BasisCodec, KernelRestorer
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 TOKENS = 20
 
 
-def warm_up(shape: KVShape, device: torch.device, codec: KVCodec | None = None) -> None:
+def warm_up(shape: KVShape, device: torch.device, codec: BasisCodec | None = None) -> None:
     """Compile all kernels with which prefixes are loaded; on a CPU there are none.
 
     Args:
@@ -44,7 +44,7 @@ def warm_up(shape: KVShape, device: torch.device, codec: KVCodec | None = None) 
         logger.info("kernels that load prefixes are compiled (%.1f s)", time.perf_counter() - began)
 
 
-def launch_all(shape: KVShape, device: torch.device, codec: KVCodec | None = None) -> None:
+def launch_all(shape: KVShape, device: torch.device, codec: BasisCodec | None = None) -> None:
     """Launch all kernels in all their variants, also in Triton's interpreter; see `warm_up`."""
     with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
         blocks = torch.zeros(2, BLOCK_BYTES, dtype=torch.uint8, device=device)

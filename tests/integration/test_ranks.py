@@ -31,7 +31,7 @@ from tests.unit.ranks_model import Diverged, Reduction
 from tests.unit.waiting import wait_until
 
 SIZE = 2
-ROUNDS = 60
+ROUNDS = 40
 _T = TypeVar("_T")
 
 

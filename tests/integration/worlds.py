@@ -40,7 +40,7 @@ from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from impress_sglang.plugin.admin import MESSAGE, around_message
 from impress_sglang.plugin.pools import PoolLayers
-from impress_sglang.plugin.reports import Report, _carried
+from impress_sglang.plugin.report_transport import Report, _carried
 from impress_sglang.plugin.weights import around_handler
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT

@@ -21,7 +21,7 @@ from tests.serving.damage import flip_value
 from tests.serving.harness import ROOT, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 
-CHUNK = 128
+CHUNK = 64
 FLAGS = (
     "--attention-backend=triton",
     "--triton-attention-num-kv-splits=2",
@@ -85,7 +85,7 @@ def test_rows_of_backends(workdir: Path, zygote: Zygote) -> None:
 
 
 def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: Server) -> None:
-    stored = store_prefix([triton], 200, seed=1)
+    stored = store_prefix([triton], 100, seed=1)
     batch = [
         [*stored, *random_tokens(20, seed=2)],
         [*stored, *random_tokens(CHUNK + 10, seed=3)],
@@ -103,7 +103,7 @@ def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: 
 def test_what_loads_beside_the_pass_is_an_ordinary_prefix(
     stock_triton: Server, beside: Server
 ) -> None:
-    stored = store_prefix([beside], 200, seed=51)
+    stored = store_prefix([beside], 100, seed=51)
     batch = [
         [*stored, *random_tokens(20, seed=52)],
         [*stored, *random_tokens(CHUNK + 10, seed=53)],
@@ -125,7 +125,7 @@ def test_what_loads_beside_the_pass_is_an_ordinary_prefix(
 def test_a_request_with_a_damaged_prefix_ends_and_the_next_is_computed(
     stock_triton: Server, triton: Server
 ) -> None:
-    prompt = [*store_prefix([triton], 140, seed=41), *random_tokens(6, seed=42)]
+    prompt = [*store_prefix([triton], 80, seed=41), *random_tokens(6, seed=42)]
     directory = Path(triton.stats()["store"]["directory"])
     newest = max(directory.glob("segments/*/*.kv"), key=lambda path: path.stat().st_mtime)
     flip_value(newest)
@@ -140,7 +140,7 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
     triton: Server, torch_native: Server
 ) -> None:
     servers = [torch_native, triton]
-    stored = [store_prefix(servers, length, seed=length) for length in (200, 130)]
+    stored = [store_prefix(servers, length, seed=length) for length in (100, 66)]
     batch = [
         [*stored[0], *random_tokens(16, seed=12)],
         [*stored[1], *random_tokens(9, seed=13)],
@@ -150,7 +150,7 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
     # The same tokens are chosen from scores that differ in their last bits.
     assert_same(expected, actual, 5e-3)
     assert paths(actual) == ["ssd", "ssd", "computed"]
-    assert [report(answer)["used_tokens"] for answer in actual] == [50, 33, 0]
+    assert [report(answer)["used_tokens"] for answer in actual] == [25, 17, 0]
     # The control: a part gives other answers than the whole.
     whole = triton.generate(batch[0], 4, return_logprob=True, **EXACT)
     assert logprob_distance(whole, actual[0]) > 1e-2
@@ -159,12 +159,12 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
 def test_decoding_beside_prefill(triton: Server, torch_native: Server) -> None:
     """MIXED batches: one request decodes on a part of a prefix while another is computed."""
     servers = [torch_native, triton]
-    prompt = [*store_prefix(servers, 150, seed=21), *random_tokens(8, seed=22)]
+    prompt = [*store_prefix(servers, 80, seed=21), *random_tokens(8, seed=22)]
     other = random_tokens(2 * CHUNK, seed=23)
     expected = [torch_native.generate(ids, 6) for ids in (prompt, other)]
     with ThreadPoolExecutor() as pool:
         decoding = pool.submit(triton.generate, prompt, 6)
-        while "#cached-token: 150" not in triton.log_text():
+        while "#cached-token: 80" not in triton.log_text():
             assert not decoding.done()
             time.sleep(0.05)
         computed = triton.generate(other, 6)
@@ -172,4 +172,4 @@ def test_decoding_beside_prefill(triton: Server, torch_native: Server) -> None:
     assert [own["output_ids"] for own in actual] == [own["output_ids"] for own in expected]
     assert paths(actual) == ["ssd", "computed"]
     # Chunks that were computed while a request was running.
-    assert re.search(r"Prefill batch.*#new-token: 12\d.*#running-req: 1", triton.log_text())
+    assert re.search(r"Prefill batch.*#new-token: 6\d.*#running-req: 1", triton.log_text())

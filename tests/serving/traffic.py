@@ -220,44 +220,41 @@ def _generate(
     return Ask(name, kind, "/generate", body | fields)
 
 
-def answer_by_stock(catalogue: Catalogue, stock: Server, weights: str) -> None:
-    """Let stock SGLang answer everything with the weights that it has."""
+def answer_by_stock(catalogue: Catalogue, stock: Server, weights: str) -> int:
+    """Let stock SGLang answer everything with the weights that it has.
 
-    def answer(ask: Ask) -> Answer:
-        response = stock.post(ask.route, **ask.body)
+    Leaves requests out whose greedy choices are nearly ties; returns how many went.
+    """
+
+    def answer(ask: Ask) -> Any:
+        greedy = ask.kind in ("plain", "many", "logprob")
+        tops = {"return_logprob": True, "top_logprobs_num": 2} if greedy else {}
+        response = stock.post(ask.route, **ask.with_fields(**tops))
         assert response.ok, f"stock refuses {ask.name}: {response.text}"
-        return read_answer(ask, response.json())
+        return response.json()
 
+    unclear = set()
     # With nothing resident from what was asked in another way, and no others beside it.
     for kind in sorted(catalogue.kinds()):
         stock.flush()
         asks = catalogue.of_kind(kind)
         with ThreadPoolExecutor(4) as pool:
-            for ask, found in zip(asks, pool.map(answer, asks), strict=True):
-                catalogue.answers[ask.name, weights] = found
+            for ask, told in zip(asks, pool.map(answer, asks), strict=True):
+                catalogue.answers[ask.name, weights] = read_answer(ask, told)
+                if not _is_clear(told):
+                    unclear.add(ask.name)
+    catalogue.asks = [ask for ask in catalogue.asks if ask.name not in unclear]
     for talk in catalogue.talks:
         told = have_talk(stock.post, talk, talk.name)
         catalogue.talked[talk.name, weights] = told
+    return len(unclear)
 
 
-def drop_near_ties(catalogue: Catalogue, stock: Server) -> int:
-    """Leave requests out whose greedy choices are nearly ties; returns how many went."""
-
-    def is_clear(ask: Ask) -> bool:
-        if ask.kind not in ("plain", "many", "logprob"):
-            return True
-        body = _generate(ask.name, ask.kind, ask.body["input_ids"])
-        fields = {"return_logprob": True, "top_logprobs_num": 2}
-        tops = stock.post("/generate", **body.with_fields(**fields)).json()["meta_info"][
-            "output_top_logprobs"
-        ]
-        return all(first[0] - second[0] >= LEAST_MARGIN for first, second in tops)
-
-    with ThreadPoolExecutor(4) as pool:
-        clear = list(pool.map(is_clear, catalogue.asks))
-    before = len(catalogue.asks)
-    catalogue.asks = [ask for ask, good in zip(catalogue.asks, clear, strict=True) if good]
-    return before - len(catalogue.asks)
+def _is_clear(told: Any) -> bool:
+    """Whether no choice of an answer that says the two best of each is nearly a tie."""
+    sequences = told if isinstance(told, list) else [told]
+    tops = [own.get("meta_info", {}).get("output_top_logprobs") or () for own in sequences]
+    return all(one[0] - two[0] >= LEAST_MARGIN for own in tops for one, two in own)
 
 
 def have_talk(

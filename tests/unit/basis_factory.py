@@ -9,7 +9,7 @@ from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.fit import Moments, fit
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.basis_codec import BasisCodec
 from tests.unit import kv_factory as kv
 
 # Tokens of the text that bases are fitted to.
@@ -36,7 +36,7 @@ def fitted(shape: KVShape, rate: float, turning: KeyRotation, model: str = "made
     return fit(moments, None, rate, fewer={5.0: rate - 1}, model=model)
 
 
-def codec_for(shape: KVShape, rate: float = 4.0, *, halves: bool = True) -> KVCodec:
+def codec_for(shape: KVShape, rate: float = 4.0, *, halves: bool = True) -> BasisCodec:
     """A codec for KVs of a shape."""
     turning = rotation(shape.key_dim, halves=halves)
-    return KVCodec(fitted(shape, rate, turning), turning)
+    return BasisCodec(fitted(shape, rate, turning), turning)

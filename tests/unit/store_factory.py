@@ -27,7 +27,7 @@ from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.writing import Offer, StoreOutcome
-from impress_sglang.transfer.kv_codec import KVCodec
+from impress_sglang.transfer.basis_codec import BasisCodec
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 from tests.unit.waiting import wait_until
@@ -73,7 +73,7 @@ def prompt(number: int, length: int = 8) -> tuple[int, ...]:
 class Workbench:
     """Stores on one directory, and the short way to offer and look up."""
 
-    def __init__(self, root: Path, shape: KVShape, codec: KVCodec | None = None) -> None:
+    def __init__(self, root: Path, shape: KVShape, codec: BasisCodec | None = None) -> None:
         self.root = root
         self.shape = shape
         self.codec = codec

@@ -22,7 +22,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.store.writing import StoreOutcome
-from impress_sglang.transfer.kv_codec import WORST_FIT, KVCodec, shape_by
+from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, shape_by
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for
@@ -50,7 +50,7 @@ class Desk:
     """A store with prompts, a loader, and pools of keys and values."""
 
     def __init__(
-        self, root: Path, codec: KVCodec = CODEC, shape: KVShape = SHAPE, **options: Any
+        self, root: Path, codec: BasisCodec = CODEC, shape: KVShape = SHAPE, **options: Any
     ) -> None:
         self.codec, self.shape = codec, shape
         self.bench = Workbench(root, shape, codec)
@@ -104,7 +104,7 @@ def exact(tokens: Sequence[int], shape: KVShape = SHAPE) -> list[tuple[Tensor, T
     return [(own.keys(layer), own.values(layer)) for layer in range(shape.num_layers)]
 
 
-def expected(tokens: Sequence[int], codec: KVCodec = CODEC) -> list[tuple[Tensor, Tensor]]:
+def expected(tokens: Sequence[int], codec: BasisCodec = CODEC) -> list[tuple[Tensor, Tensor]]:
     """What the tokens are restored to, by the oracle, however they are cut into segments."""
     places, none = torch.arange(len(tokens)), torch.zeros(len(tokens), dtype=torch.int64)
     below, found = None, []

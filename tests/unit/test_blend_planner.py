@@ -13,7 +13,7 @@ from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
-from impress_sglang.transfer.kv_codec import shape_by
+from impress_sglang.transfer.basis_codec import shape_by
 from tests.unit import blending_desk
 from tests.unit.basis_factory import codec_for
 from tests.unit.blending_desk import APPROXIMATE, Desk, texts

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layer_codec import sinks_of
+from impress_sglang.storage.layer_bytes import sinks_of
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentHeader, SegmentInfo, encode_header, read_header
 from impress_sglang.storage.writer import write_segment

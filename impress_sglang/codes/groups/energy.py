@@ -11,12 +11,12 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.codes.coding import Coding, CodingRule
 from impress_sglang.codes.groups.layer import encode_layer
 from impress_sglang.codes.groups.layout import GroupLayout
 
@@ -28,17 +28,6 @@ ONE_OF_PROMPTS = 16
 # How many queries, of the last tokens of a prompt, are noted for this.
 MEASURED_QUERIES = 16
 
-
-class Coding(NamedTuple):
-    """A layer in codes: `groups` uint8 [groups, group_bytes], which with a basis are rows of
-    tokens, and `fit` then is `codes.rows.coder.fit_of` them."""
-
-    groups: Tensor
-    fit: float = 0.0
-
-
-# Codes a layer, given its number, keys [t, G, Dk] and values [t, G, Dv]. It may raise `NotCodable`.
-CodingRule = Callable[[int, Tensor, Tensor], Coding]
 
 # Returns the last queries of a prompt in a layer, [n, Hq, Dk] on the CPU; None: they are not known.
 QuerySource = Callable[[int], Tensor | None]

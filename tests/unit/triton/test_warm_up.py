@@ -23,7 +23,7 @@ from triton.runtime.jit import create_function_from_signature
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.kv_codec import KernelRestorer, shape_by
+from impress_sglang.transfer.basis_codec import KernelRestorer, shape_by
 from impress_sglang.transfer.warm_up import launch_all
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import pages as page_kernels

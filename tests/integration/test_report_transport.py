@@ -16,8 +16,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.cost import RequestLengths
 from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
-from impress_sglang.plugin import reports
-from impress_sglang.plugin.reports import (
+from impress_sglang.plugin import report_transport
+from impress_sglang.plugin.report_transport import (
     after_built,
     around_abort,
     around_meta_info,
@@ -116,7 +116,7 @@ class Manager:
 def test_a_message_that_ends_a_request_carries_its_report(
     monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
-    monkeypatch.setattr(reports, "_policy", "impress")
+    monkeypatch.setattr(report_transport, "_policy", "impress")
     req = Req("r", "", array("q", [1]), SamplingParams())
     message = AbortReq(rid="r", abort_message=text)
     report = matched(req)
@@ -147,21 +147,21 @@ def test_every_part_of_an_answer_has_the_report() -> None:
 
 def test_samples_are_told_what_was_done_for_their_prompt() -> None:
     manager = Manager()
-    reports.share(manager.obj)
+    report_transport.share(manager.obj)
     loaded, found, own = {"path": "ssd"}, {"path": "device"}, {"path": "ssd", "of": "its own"}
     assert answered(manager.state(), loaded, 0) is loaded
     sample = manager.state()
     assert answered(sample, found, 1, None) is loaded is answered(sample, None, 2, None)
     assert answered(manager.state(), found, 0) is loaded
     assert answered(manager.state(), own, 3) is own
-    reports.share(manager.obj)
+    report_transport.share(manager.obj)
     assert answered(manager.state(), found, 3) is found, "another input"
 
 
 def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the streamer of a server that has our tree cache, and no other."""
     monkeypatch.setattr(SchedulerOutputStreamer, "has_additional_customized_info", False)
-    reports.opt_in("impress")
+    report_transport.opt_in("impress")
     assert SchedulerOutputStreamer.has_additional_customized_info
     req = world.request("r", STORED)
     world.match(req)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.storage.layer_codec import decode_layer, encode_layer
+from impress_sglang.storage.layer_bytes import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit import kv_factory as kv
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.groups.energy import Coding, CodingRule
+from impress_sglang.codes.coding import Coding, CodingRule
 from impress_sglang.codes.rotation import KeyRotation, Turns
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
@@ -70,7 +70,7 @@ def shape_by(basis: Basis, shape: KVShape) -> KVShape:
     )
 
 
-class KVCodec:
+class BasisCodec:
     """A basis, and how the model that it was fitted to rotates its keys."""
 
     def __init__(self, basis: Basis, rotation: KeyRotation) -> None:
@@ -112,7 +112,7 @@ class KVCodec:
 class RowRestorer(abc.ABC):
     """Restores layers by a basis, and puts them into slots; one thread."""
 
-    def __init__(self, codec: KVCodec, device: torch.device) -> None:
+    def __init__(self, codec: BasisCodec, device: torch.device) -> None:
         """`device`: where the pools are."""
         self._basis, self._rotation, self._device = codec.basis, codec.rotation, device
 
@@ -161,7 +161,7 @@ class RowRestorer(abc.ABC):
 class LoopRestorer(RowRestorer):
     """Restores layers with compiled loops and products of torch."""
 
-    def __init__(self, codec: KVCodec, device: torch.device) -> None:
+    def __init__(self, codec: BasisCodec, device: torch.device) -> None:
         """See `RowRestorer`."""
         super().__init__(codec, device)
         # Imported only where it is used: Numba is not needed on a GPU.
@@ -204,7 +204,7 @@ class LoopRestorer(RowRestorer):
 class KernelRestorer(RowRestorer):
     """Restores layers with two kernels each, and waits for nothing."""
 
-    def __init__(self, codec: KVCodec, device: torch.device) -> None:
+    def __init__(self, codec: BasisCodec, device: torch.device) -> None:
         """See `RowRestorer`."""
         super().__init__(codec, device)
         # Imported only where it is used: Triton is not needed on a CPU.
