@@ -273,22 +273,25 @@ def may_have_windows(options: ImpressConfig) -> bool:
     return not (options.needs_parts or options.blend != OFF or options.basis)
 
 
-def check_alone(options: Any, what: str, otherwise: str = "") -> None:
+def check_alone(options: Any, what: str, otherwise: str = "", *, by_head: bool = False) -> None:
     """Refuse options with which something beside KVs of all tokens is not restored.
+
+    `by_head`: ranks that share heads restore what each has.
 
     Raises:
         UnsupportedError: with one sentence for the first of them.
     """
     rules: dict[str, tuple[object, ...]] = {
-        "tp_size": (1,),
+        **({} if by_head else {"tp_size": (1,)}),
         "pp_size": (1,),
         "speculative_algorithm": (None, "NGRAM"),
         "disaggregation_mode": (None, "null"),
     }
     for name, right in rules.items():
         if (value := getattr(options, name)) not in right:
+            where = "in one stage" if by_head else "on one rank"
             raise UnsupportedError(
-                f"IMPRESS restores {what} on one rank, without drafts, and not for other servers: "
+                f"IMPRESS restores {what} {where}, without drafts, and not for other servers: "
                 f"drop --{name.replace('_', '-')} {value}{otherwise}"
             )
 

@@ -71,7 +71,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         streams_of(windows, model_dtype)
     stateful = hasattr(runner.req_to_token_pool, "mamba_pool")
     if stateful:
-        check_alone(options, "states beside KVs")
+        check_alone(options, "states beside KVs", by_head=True)
     if not (ranks.alone or drafts or stateful):
         # Each rank has states of its own, and drafts may share their heads in another way.
         heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()

@@ -50,6 +50,16 @@ def lock_windows(cache: UnifiedRadixCache, last: Any, since: int) -> tuple[list[
     return locks, first
 
 
+def lock_states(cache: UnifiedRadixCache, last: Any) -> list[Any]:
+    """Lock the states before the node `last`, as a lock holds only that of its node."""
+    locks, node = list[Any](), cache.tree_core.node_by_id(last).parent
+    while node is not None:
+        if node.component_data[ComponentType.MAMBA].value is not None:
+            locks.append(cache.lock(node.id))
+        node = node.parent
+    return locks
+
+
 def free_leaf(cache: UnifiedRadixCache, node: Any) -> int:
     """Free a leaf that nobody has locked, as SGLang's eviction does; returns its tokens."""
     tracker = dict.fromkeys(cache.tree_components, 0)

@@ -27,7 +27,7 @@ from impress_sglang.plugin.known import Known, Shared
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.states import behind as behind_of
 from impress_sglang.plugin.states import last_state
-from impress_sglang.plugin.tree_nodes import lock_windows
+from impress_sglang.plugin.tree_nodes import lock_states, lock_windows
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.sights import Sights
@@ -209,6 +209,9 @@ class WriteBack:
         if self._window:
             others, save.windows_from = lock_windows(self._cache, save.last, save.windows_from)
             save.locks += others
+        elif self._layers.states is not None and not self._ranks.alone:
+            # Each rank stores the last one that it finds worth it.
+            save.locks += lock_states(self._cache, save.last)
 
     def _unlock(self, save: _Save) -> None:
         for lock in save.locks:
@@ -292,8 +295,10 @@ class WriteBack:
         if quality is None or first >= len(save.slots):
             return False
         if save.state is not None and len(save.slots) < save.locked:
-            # Other ranks find more of it worth storing, and the state is behind that.
-            return False
+            _, count, save.state = last_state(self._cache, save.last, len(save.slots))
+            if count < self._service.config.min_prefix_tokens:
+                return False
+            save.slots = save.slots[:count]
         if save.windows_from and len(save.slots) - save.windows_from < self._window:
             # Nobody could use it: of layers with windows too little is left.
             return False

@@ -351,6 +351,9 @@ class JobLoader:
                 continue
             try:
                 job.began_at = time.monotonic()
+                if self._states is not None and not job.behind:
+                    # Another rank has one where this one has none.
+                    raise PrefixUnreadable("", "its state is gone")
                 source = job.open()
                 if self._windows_from is not None:
                     source.num_layers = self._windows_from
@@ -390,9 +393,6 @@ class JobLoader:
                 if self._windows_from is not None:
                     job.bring_rows(self._windows_from, fill)
                 if self._states is not None:
-                    if not job.behind:
-                        # Another rank has one where this one has none.
-                        raise PrefixUnreadable("", "its state is gone")
                     job.bring_rows(0, fill)
         except JobRevoked:
             state = JobState.DROPPED

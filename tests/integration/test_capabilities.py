@@ -126,6 +126,11 @@ def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
     for name, value in others.items():
         with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} {value}"):
             check_alone(options(**{name: value}), "windows")
+    states = options(tp_size=2)
+    check_alone(states, "states", by_head=True)
+    states.pp_size = 2
+    with pytest.raises(UnsupportedError, match=r"in one stage.*drop --pp-size 2"):
+        check_alone(states, "states", by_head=True)
 
 
 @pytest.mark.parametrize("module", [llama, mistral, qwen2, qwen3])
