@@ -112,7 +112,7 @@ class Weights:
     def _flush(self, flush: Callable[[], bool], watch: WeightWatch, ranks: Ranks) -> bool:
         flushed = flush()
         # Identities are read together, or not at all.
-        if flushed and ranks.all(self._is_empty()):
+        if ranks.all(flushed and self._is_empty()):
             watch.flushed()
         return flushed
 
