@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,9 @@ import numpy as np
 from bench.core.data import model_folder
 from bench.core.object_store import BUCKET, Asked, Proxy, credentials, seaweed
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, Option
-from bench.core.report import Result, Row, Table, plain
+from bench.core.report import Result, Row, Table, interval, plain
 from bench.core.servers import Server, servers, store_flags
 from bench.core.session import BenchFailed, step
-from bench.traffic.turns import Way, in_turn, spread, ttft
 
 OPTIONS = (
     Option("prompts", 4, "random ones, three or more"),
@@ -40,6 +40,8 @@ OPTIONS = (
     *(MODEL, DTYPE, SEED, KEEP),
 )
 _WAIT_SECONDS = 300
+Way = Callable[[int], float]
+"""Measures once, in the round of this number: seconds."""
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -113,12 +115,37 @@ def run(args: argparse.Namespace) -> Result:
     return Result({"model": model.name, "rows": rows}, [Table(plain(*rows[-1]), rows)])
 
 
+def in_turn(ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each way in each round, from 1; that before, which warms up, does not count.
+
+    The order is drawn for each round.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name in random.Random(number).sample([*ways], len(ways)):
+            took = ways[name](number)
+            if number:
+                found[name].append(took)
+    return found
+
+
+def spread(seconds: Sequence[float], base: Sequence[float]) -> Row:
+    """Median in ms, and of the ratio to another way in the same round, each with its interval."""
+    own, ratios = np.array(seconds) * 1e3, np.divide(seconds, base)
+    low, high = interval([own], of=np.median)
+    row = {"ttft_ms": float(np.median(own)), "low": low, "high": high}
+    low, high = interval([ratios], of=np.median)
+    row |= {"ratio": float(np.median(ratios)), "ratio_low": low, "ratio_high": high}
+    return {name: round(value, 1 if value >= 10 else 3) for name, value in row.items()}
+
+
 def hit(server: Server, prompt: Sequence[int], custom: Mapping[str, Any] | None = None) -> float:
     """The TTFT behind an empty pool; returns when nothing of it goes on."""
     server.flush()
-    took = ttft(server, prompt, custom)
+    began = time.perf_counter()
+    came = list(server.stream(prompt, 1, custom))
     wait(lambda: not bucket_of(server)["fetching_bytes"])
-    return took
+    return came[0].at - began
 
 
 def counted(hits: Sequence[Sequence[Asked]]) -> Row:
