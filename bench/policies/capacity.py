@@ -250,7 +250,7 @@ class Store:
         """Store what was computed behind a match; False if that rests on too many loads."""
         quality = EXACT
         if loaded.spans and not self._own.exact:
-            quality = loaded.quality.after(1.0, self._own.bits)
+            quality = loaded.quality.after(self._own.bits)
         if quality.depth > self._config.approximation_depth:
             return False
         first = loaded.num_tokens if quality.depth else 0

@@ -104,7 +104,7 @@ class BlendPlan:
     @property
     def quality(self) -> Quality:
         """The quality of what is blended, and of what is computed after it."""
-        return self.match.quality.after(1.0, self.estimate.bits, self.share)
+        return self.match.quality.after(self.estimate.bits, self.share)
 
     @property
     def groups(self) -> list[tuple[Run, ...]]:

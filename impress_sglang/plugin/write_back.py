@@ -282,7 +282,7 @@ class WriteBack:
         if depth > self._service.config.approximation_depth:
             return None, 0
         share = own.share if provenance.blended(slots) else 1.0
-        return Quality(depth, 1.0, own.bits, share), provenance.loaded_before(slots)
+        return Quality(depth, own.bits, share), provenance.loaded_before(slots)
 
     def _offer(self, known: Known, save: _Save) -> bool:
         """Offer the slots of a save to the store; returns whether it will read them."""

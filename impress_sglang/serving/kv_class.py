@@ -50,7 +50,7 @@ class KVClass:
         """The worst stored quality that it accepts, if KVs may rest on `depth` approximations."""
         if self.exact or not depth:
             return EXACT
-        return Quality(depth, 1.0, self.bits, self.share)
+        return Quality(depth, self.bits, self.share)
 
 
 def marked(extra_key: str | None, own: KVClass, usual: KVClass) -> str | None:

@@ -74,9 +74,7 @@ class KVShape:
     def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
         """The shape that `to_fields` described."""
         dtype = getattr(torch, fields["dtype"])
-        tuples = {
-            name: tuple(fields.get(name, ())) for name in ("probe_kv_heads", "row_bytes_of_layers")
-        }
+        tuples = {name: tuple(fields[name]) for name in ("probe_kv_heads", "row_bytes_of_layers")}
         return cls(**{**fields, "dtype": dtype, **tuples})
 
     def to_fields(self) -> dict[str, Any]:
@@ -154,13 +152,7 @@ class KVShape:
 
     @functools.cached_property
     def _fields(self) -> dict[str, Any]:
-        fields = {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
-        # What is not set is left out, so that the headers of other files stay as they were.
-        if not self.basis:
-            del fields["basis"], fields["row_bytes_of_layers"]
-        if self.exact:
-            del fields["exact"]
-        return fields
+        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @functools.cached_property
     def _heads(self) -> tuple[tuple[int, ...], ...]:

@@ -7,8 +7,8 @@ import sys
 
 from impress_sglang.options import EXACT_BITS
 
-# Retention, bits and share of exact KVs.
-_ALL = 1.0, EXACT_BITS, 1.0
+# Bits and share of exact KVs.
+_ALL = EXACT_BITS, 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,21 +16,19 @@ class Quality:
     """The approximations that a KV rests on.
 
     `depth` counts them: 0 is exact, 1 was computed after an approximation of an exact prefix, 2
-    after one of a prefix of depth 1. `retention` is the smallest share of a prefix that any of them
-    used, 1.0 if all was used; `bits` the fewest bits per element, on average, that any of them had.
-    `share` is the smallest share that was computed again of reused tokens which are stored behind
-    other ones: such a KV is blended. It is 1.0 if there were none.
+    after one of a prefix of depth 1. `bits` are the fewest per element, on average, that any of
+    them had. `share` is the smallest share that was computed again of reused tokens which are
+    stored behind other ones: such a KV is blended. It is 1.0 if there were none.
     """
 
     depth: int = 0
-    retention: float = 1.0
     bits: float = EXACT_BITS
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        assert self.depth >= 0 and 0.0 < self.retention <= 1.0 and 0.0 < self.bits <= EXACT_BITS
+        assert self.depth >= 0 and 0.0 < self.bits <= EXACT_BITS
         assert 0.0 <= self.share <= 1.0
-        assert self.depth or (self.retention, self.bits, self.share) == _ALL
+        assert self.depth or (self.bits, self.share) == _ALL
 
     @property
     def blended(self) -> bool:
@@ -40,32 +38,25 @@ class Quality:
     @property
     def rank(self) -> tuple[float, ...]:
         """Sort key, best first; blended KVs have larger errors than all others."""
-        return -self.share, self.depth, -self.retention, -self.bits
+        return -self.share, self.depth, -self.bits
 
     def suffices(self, least: Quality) -> bool:
         """Whether a request that accepts `least` and better accepts this."""
-        return (
-            self.depth <= least.depth
-            and self.retention >= least.retention
-            and self.bits >= least.bits
-            and self.share >= least.share
-        )
+        return self.depth <= least.depth and self.bits >= least.bits and self.share >= least.share
 
-    def after(self, retention: float, bits: float = EXACT_BITS, share: float = 1.0) -> Quality:
-        """Quality of KVs computed after a prefix of this quality, used with `retention` and `bits`.
+    def after(self, bits: float, share: float = 1.0) -> Quality:
+        """Quality of KVs computed after a prefix of this quality, loaded in so many bits.
 
         `share`: how much is computed again of tokens in between that are stored behind other ones.
         """
-        own = retention, bits, share
-        if own == _ALL:
+        if (bits, share) == _ALL:
             return self
-        return self.worst(Quality(self.depth + 1, *own))
+        return self.worst(Quality(self.depth + 1, bits, share))
 
     def worst(self, other: Quality) -> Quality:
         """Quality of KVs that rest on both."""
         return Quality(
             max(self.depth, other.depth),
-            min(self.retention, other.retention),
             min(self.bits, other.bits),
             min(self.share, other.share),
         )
@@ -73,4 +64,4 @@ class Quality:
 
 EXACT = Quality()
 # Every quality suffices for it.
-ANYTHING = Quality(sys.maxsize, sys.float_info.min, sys.float_info.min, 0.0)
+ANYTHING = Quality(sys.maxsize, sys.float_info.min, 0.0)

@@ -33,10 +33,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, r
 from impress_sglang.storage.quality import EXACT, Quality
 
 MAGIC = b"IMPRSEG\x0a"
-FORMAT_VERSION = 12
-# The version of blended segments: software that does not know about blending takes them for
-# damaged, and not for better than they are.
-BLENDED_VERSION = 13
+FORMAT_VERSION = 14
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -97,11 +94,6 @@ class SegmentInfo:
         return self.quality != EXACT
 
     @property
-    def version(self) -> int:
-        """The version of the format that a reader must know."""
-        return BLENDED_VERSION if self.quality.blended else FORMAT_VERSION
-
-    @property
     def reordered(self) -> bool:
         """Whether the file has mapping lists."""
         return self.generation > 0
@@ -158,7 +150,7 @@ class SegmentInfo:
     def description(self) -> bytes:
         """All but the tokens, as JSON; `info_from` makes it from that."""
         fields = {
-            "version": self.version,
+            "version": FORMAT_VERSION,
             "segment_id": self.segment_id,
             "identity": self.identity,
             "namespace": self.namespace,
@@ -166,18 +158,15 @@ class SegmentInfo:
             "prefix_len": self.prefix_len,
             "num_tokens": self.num_tokens,
             "depth": self.quality.depth,
-            "retention": self.quality.retention,
             "bits": self.quality.bits,
+            "share": self.quality.share,
             "chunk_tokens": self.chunk_tokens,
             "generation": self.generation,
             "shape": self.shape.to_fields(),
+            "expires": self.expires,
+            "priority": self.priority.name.lower(),
+            "windows_from": self.windows_from,
         }
-        # Only where they are set, so that the headers of other files stay as they were.
-        fields |= {"expires": self.expires} if self.expires else {}
-        if self.priority is not Priority.NORMAL:
-            fields |= {"priority": self.priority.name.lower()}
-        fields |= {"share": self.quality.share} if self.quality.blended else {}
-        fields |= {"windows_from": self.windows_from} if self.windows_from else {}
         return json.dumps(fields, sort_keys=True).encode()
 
 
@@ -306,7 +295,7 @@ def _check_size(name: str, description: bytes | bytearray, header_bytes: int) ->
     try:
         fields = json.loads(description)
         version = fields["version"]
-        if version not in (FORMAT_VERSION, BLENDED_VERSION):
+        if version != FORMAT_VERSION:
             raise SegmentUnreadable(name, f"format version {version} is not supported")
         # Takes no memory, however many tokens there are.
         tokens = np.broadcast_to(np.int32(0), fields["num_tokens"])
@@ -316,15 +305,13 @@ def _check_size(name: str, description: bytes | bytearray, header_bytes: int) ->
         raise
     except Exception as error:
         raise SegmentUnreadable(name, f"the header cannot be understood: {error}") from error
-    if version != info.version:
-        raise SegmentUnreadable(name, f"format version {version} is not supported")
     if header_bytes != expected:
         raise SegmentUnreadable(name, "the header has the wrong size")
 
 
 def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
     """What a segment is, by its description, read as JSON, and its tokens."""
-    quality = fields["depth"], fields["retention"], fields["bits"], fields.get("share", 1.0)
+    quality = fields["depth"], fields["bits"], fields["share"]
     return SegmentInfo(
         segment_id=fields["segment_id"],
         identity=fields["identity"],
@@ -336,9 +323,9 @@ def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
         chunk_tokens=fields["chunk_tokens"],
         quality=_quality(json.dumps(quality)),
         generation=fields["generation"],
-        expires=fields.get("expires", 0),
-        priority=Priority[fields.get("priority", "normal").upper()],
-        windows_from=fields.get("windows_from", 0),
+        expires=fields["expires"],
+        priority=Priority[fields["priority"].upper()],
+        windows_from=fields["windows_from"],
     )
 
 

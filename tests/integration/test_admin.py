@@ -197,7 +197,7 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
     assert why([*STORED, *OTHER]) == (TOKENS, Reason.STORED, Reason.SEEN_TOO_SELDOM)
     assert why(STORED, extra_key="tenant") == (0, Reason.SEEN_TOO_SELDOM, None)
     (segment,) = world.runtime.store.tree.segments()
-    object.__setattr__(segment.info, "quality", segment.info.quality.after(0.5))
+    object.__setattr__(segment.info, "quality", segment.info.quality.after(8.0))
     assert told(world, "warm", STORED)["why"]["reason"] == Reason.QUALITY, "it is to be exact"
     told(world, "purge", STORED)
     assert why(STORED) == (0, Reason.PURGED, None)

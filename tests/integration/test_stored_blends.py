@@ -175,12 +175,12 @@ def test_what_was_blended_is_stored_with_a_mark(world: TreeWorld) -> None:
             store.match(namespace_text(None, None), as_tokens(tokens), least=least).num_tokens
         )
 
-    assert stored(Quality(1, 1.0, 6.0, 0.25)) == whole
+    assert stored(Quality(1, 6.0, 0.25)) == whole
     for better in (
         EXACT,
-        Quality(1, 1.0, 6.0),
-        Quality(1, 1.0, 6.0, 0.5),
-        Quality(1, 1.0, 8.0, 0.25),
+        Quality(1, 6.0),
+        Quality(1, 6.0, 0.5),
+        Quality(1, 8.0, 0.25),
     ):
         assert stored(better) < 32
     again = world.run("again", [*PROMPT, 5], **ASKED)

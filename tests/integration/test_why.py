@@ -134,7 +134,7 @@ def test_what_stands_against_it(
 
 
 def test_what_is_not_exact_enough(world: World, stored: StoredSegment) -> None:
-    quality = stored.info.quality.after(0.25)
+    quality = stored.info.quality.after(4.0)
     object.__setattr__(stored.info, "quality", quality)
     assert admitted(world)["reason"] == Reason.QUALITY
     assert admitted(world, retention=0.5)["reason"] == Reason.QUALITY

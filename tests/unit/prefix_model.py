@@ -13,7 +13,7 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.stored import SegmentState
 
 # Best first. Of the last three none takes the place of another.
-QUALITIES = (EXACT, Quality(1, 0.5), Quality(1, 0.25), Quality(2, 0.5), Quality(1, 1.0, 6.0, 0.15))
+QUALITIES = (EXACT, Quality(1, 8.0), Quality(1, 4.0), Quality(2, 8.0), Quality(1, 6.0, 0.15))
 # (token, quality) of every token up to a position
 Path = tuple[tuple[int, Quality], ...]
 Position = tuple[str, Path]

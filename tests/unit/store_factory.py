@@ -38,8 +38,8 @@ SHAPES = {
     "head groups bfloat16": kv.make_shape(dtype=torch.bfloat16, probe=()),
 }
 OTHER_IDENTITY = "f" * 32
-# Of what is computed after a quarter of an exact prefix.
-QUARTER = Quality(1, 0.25)
+# Of what is computed behind an exact prefix that was loaded in few bits.
+COARSE = Quality(1, 4.0)
 # No caches, no reading ahead, no reordering and no measuring unless a test asks for them, so that
 # bytes can be counted.
 DEFAULTS = {

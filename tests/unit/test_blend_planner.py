@@ -53,15 +53,15 @@ def test_a_prefix_stays_exact_and_is_a_head(bench: Workbench) -> None:
 def test_behind_what_was_blended_before_only_the_rest_is(bench: Workbench) -> None:
     """Its own text is no run for anybody, and who computes more again begins anew."""
     desk = Desk(bench, (0, 1, 2))
-    bench.put(desk.store, texts(3, 2, 1), quality=Quality(2, 1.0, 6.0, 0.5))
+    bench.put(desk.store, texts(3, 2, 1), quality=Quality(2, 6.0, 0.5))
     plan = desk.plan(texts(3, 2, 1, 0), wanted=LoadOptions(bits=6.0, blend=0.25))
     assert kinds_of(plan) == 606 * "k" + 200 * "r"
     assert plan is not None and plan.share == 0.25
-    assert plan.quality == Quality(3, 1.0, 6.0, 0.25)
+    assert plan.quality == Quality(3, 6.0, 0.25)
     assert desk.plan(texts(3, 2, 1), wanted=LoadOptions(bits=6.0, blend=0.25)) is None
     plan = desk.planned(texts(3, 2, 1, 0), wanted=LoadOptions(bits=6.0, blend=0.75))
     assert kinds_of(plan).startswith(203 * "c" + 202 * "r")
-    assert plan.quality == Quality(1, 1.0, 6.0, 0.75)
+    assert plan.quality == Quality(1, 6.0, 0.75)
     assert desk.plan([7, *texts(3)]) is None, "what was blended is no donor"
 
 

@@ -67,8 +67,8 @@ def test_of_several_segments_the_longest_run_is_taken() -> None:
     ("namespace", "quality", "state"),
     [
         ("other", EXACT, SegmentState.READY),
-        ("", Quality(1, 1.0, 5.0), SegmentState.READY),
-        ("", Quality(1, 1.0, 8.0, 0.99), SegmentState.READY),
+        ("", Quality(1, 5.0), SegmentState.READY),
+        ("", Quality(1, 8.0, 0.99), SegmentState.READY),
         ("", EXACT, SegmentState.PENDING),
         ("", EXACT, SegmentState.SUSPECT),
     ],

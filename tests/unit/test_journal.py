@@ -28,7 +28,7 @@ REFUSALS = {
 
 
 def segment(name: str, count: int = 8, **fields: object) -> StoredSegment:
-    info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 1 / 3, 5.3, 0.15))
+    info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 5.3, 0.15))
     return dataclasses.replace(StoredSegment(info, 1000 + count), **fields)
 
 

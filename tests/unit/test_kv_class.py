@@ -61,8 +61,7 @@ def test_what_a_class_accepts(own: KVClass, depth: int) -> None:
     if own.exact or not depth:
         assert worst == EXACT
     else:
-        assert Quality(depth, 1.0, own.bits, own.share).suffices(worst)
-        assert not Quality(depth + 1, 1.0, own.bits, own.share).suffices(worst)
+        assert Quality(depth, own.bits, own.share).suffices(worst)
+        assert not Quality(depth + 1, own.bits, own.share).suffices(worst)
         fewer = [bits for bits in BITS if bits < own.bits]
-        assert not any(Quality(depth, 1.0, bits, own.share).suffices(worst) for bits in fewer)
-        assert not Quality(depth, 0.5, own.bits, own.share).suffices(worst)
+        assert not any(Quality(depth, bits, own.share).suffices(worst) for bits in fewer)

@@ -24,7 +24,7 @@ from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
 from tests.unit.store_factory import (
-    QUARTER,
+    COARSE,
     Workbench,
     check_rows,
     gb,
@@ -77,7 +77,7 @@ def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:  # n
     assert [folder_of(own).name for own in two] == [IDENTITY, f"{IDENTITY}.1"]
     bench.put(first, prompt(1, 13))
     bench.put(first, prompt(2), namespace="salt")
-    bench.put(first, prompt(3), quality=QUARTER)
+    bench.put(first, prompt(3), quality=COARSE)
     until_stored(second, prompt(1, 13))
     bench.put(second, prompt(1, 40))
     until_stored(first, prompt(1, 40))
@@ -86,7 +86,7 @@ def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:  # n
     for store in two:
         check_rows(store, prompt(1, 60))
         check_rows(store, prompt(2), namespace="salt")
-        check_rows(store, prompt(3), quality=QUARTER, rows_of=QUARTER)
+        check_rows(store, prompt(3), quality=COARSE, rows_of=COARSE)
         assert length(store, prompt(2)) == length(store, prompt(3)) == 0
         assert bench.offer(store, prompt(1, 60)) is StoreOutcome.KNOWN
     used = [own.summary() for own in two]

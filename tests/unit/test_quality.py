@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.storage.quality import EXACT, Quality
 
-RETENTIONS = st.floats(0.0, 1.0, exclude_min=True)
 BITS = st.sampled_from([4.0, 5.0, 8.0]) | st.just(EXACT_BITS)
 SHARES = st.just(1.0) | st.floats(0.0, 1.0)
-QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), RETENTIONS, BITS, SHARES)
+QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), BITS, SHARES)
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        *((-1, 1.0), (1, 0.0), (1, -0.5), (1, 1.5), (0, 0.5)),
-        *((1, 1.0, 0.0), (1, 1.0, 16.5), (0, 1.0, 5.0)),
-        *((1, 1.0, 5.0, -0.1), (1, 1.0, 5.0, 1.1), (0, 1.0, 16.0, 0.5)),
+        *((-1, 16.0), (1, 0.0), (1, -5.0), (1, 16.5), (0, 5.0)),
+        *((1, 5.0, -0.1), (1, 5.0, 1.1), (0, 16.0, 0.5)),
     ],
 )
 def test_a_quality_that_cannot_be(bad: tuple[Any, ...]) -> None:
@@ -47,29 +45,24 @@ def test_better_is_a_partial_order(a: Quality, b: Quality, c: Quality) -> None:
     assert a.rank < b.rank or a.blended or not b.blended, "whatever else they rest on"
 
 
-def test_neither_fewer_approximations_nor_more_tokens_make_up_for_the_other() -> None:
-    often, coarse = Quality(2, 0.5), Quality(1, 0.25)
+def test_neither_fewer_approximations_nor_more_bits_make_up_for_the_other() -> None:
+    often, coarse, better = Quality(2, 8.0), Quality(1, 5.0), Quality(1, 8.0)
 
     assert not often.suffices(coarse) and not coarse.suffices(often)
-    assert Quality(1, 0.5).suffices(often) and Quality(1, 0.5).suffices(coarse)
-    part, few = Quality(1, 0.5), Quality(1, 1.0, 5.0)
-    assert not part.suffices(few) and not few.suffices(part)
-    assert Quality(1, 1.0, 8.0).suffices(few) and not few.suffices(Quality(1, 1.0, 8.0))
+    assert better.suffices(often) and better.suffices(coarse)
 
 
-@given(QUALITIES, RETENTIONS, BITS, SHARES)
-def test_what_is_computed_after_a_part_is_worse_by_one_approximation(
-    before: Quality, retention: float, bits: float, share: float
+@given(QUALITIES, BITS, SHARES)
+def test_what_is_computed_behind_few_bits_is_worse_by_one_approximation(
+    before: Quality, bits: float, share: float
 ) -> None:
-    after = before.after(retention, bits, share)
+    after = before.after(bits, share)
 
     assert before.suffices(after)
-    assert before.after(retention) == before.after(retention, EXACT_BITS)
-    if retention == share == 1.0 and bits == EXACT_BITS:
+    if share == 1.0 and bits == EXACT_BITS:
         assert after == before
     else:
         assert after.depth == before.depth + 1
-        assert after.retention == min(before.retention, retention)
         assert after.bits == min(before.bits, bits)
         assert after.share == min(before.share, share)
 

@@ -24,7 +24,7 @@ from impress_sglang.store.prefix_hashes import namespace_text
 from impress_sglang.transfer.basis_codec import shape_by
 from tests.unit.basis_factory import codec_for
 from tests.unit.kv_factory import IDENTITY, flip_byte, make_shape
-from tests.unit.store_factory import OTHER_IDENTITY, QUARTER, Workbench, check_rows, length, prompt
+from tests.unit.store_factory import COARSE, OTHER_IDENTITY, Workbench, check_rows, length, prompt
 
 Said = pytest.CaptureFixture[str]
 SHAPES = {
@@ -54,7 +54,7 @@ def source(tmp_path: Path, shape: KVShape) -> Workbench:
     bench.put(store, LONG[:100], namespace=NONE)
     bench.put(store, LONG, namespace=NONE)
     bench.put(store, EARLY, namespace=NONE)
-    bench.put(store, APPROXIMATE, namespace=NONE, quality=QUARTER)
+    bench.put(store, APPROXIMATE, namespace=NONE, quality=COARSE)
     bench.put(store, prompt(2, 70), namespace=TENANT)
     bench.close(store)
     return bench
@@ -104,7 +104,7 @@ def test_all_of_it_arrives(source: Workbench, file: Path, target: Workbench, cap
         if target.shape.exact:
             check_rows(store, tokens, namespace=NONE)
     assert length(store, APPROXIMATE, namespace=NONE) == len(LONG)
-    assert length(store, APPROXIMATE, namespace=NONE, quality=QUARTER) == len(APPROXIMATE)
+    assert length(store, APPROXIMATE, namespace=NONE, quality=COARSE) == len(APPROXIMATE)
     assert not length(store, prompt(2, 70), namespace=TENANT)
 
 

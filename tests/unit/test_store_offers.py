@@ -120,7 +120,7 @@ def test_holes_next_to_each_other_are_filled_at_once(known: str, expected: tuple
     spans = []
     for number, kind in enumerate(known):
         state = SegmentState.READY if kind == "." else SegmentState.LOST
-        quality = Quality(1, 1.0, 8.0, 0.5) if kind == "x" else EXACT
+        quality = Quality(1, 8.0, 0.5) if kind == "x" else EXACT
         own = kv.stored_segment(str(number), range(3), state=state, quality=quality)
         spans.append(StoredSpan(own, 0, 3))
     nothing: Any = None

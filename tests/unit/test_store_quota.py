@@ -253,12 +253,12 @@ def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Wor
     """Beside the last segment of the match there is a worse version of the same tokens."""
     store = bench.open(ssd_gb=stores.gb(2 * bench.one))
     worse, best, offered = ((1, *prompt(number, 7)) for number in (2, 3, 4))
-    bench.put(store, worse, quality=stores.QUARTER)
+    bench.put(store, worse, quality=stores.COARSE)
     (read,) = store.tree.segments()
     bench.put(store, best)
     store.segments.acquire(read)
 
-    assert bench.offer(store, offered, quality=stores.QUARTER) is StoreOutcome.NO_SPACE
+    assert bench.offer(store, offered, quality=stores.COARSE) is StoreOutcome.NO_SPACE
 
     store.segments.release(read.segment_id)
     check_rows(store, best)

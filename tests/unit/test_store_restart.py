@@ -79,7 +79,7 @@ def test_a_row_that_says_other_things_than_its_file_is_not_believed(
     bench: Workbench, store: PrefixStore, damage: dict[str, Any], asked: tuple[int, ...]
 ) -> None:
     """Even one whose checksum is right must not lend KVs to other tokens or tenants."""
-    quality = stores.QUARTER if "quality" in damage else EXACT
+    quality = stores.COARSE if "quality" in damage else EXACT
     bench.put(store, prompt(1, 13), quality=quality)
     assert is_served(store, prompt(1, 13)) == (quality == EXACT), "guards this test"
     namespace = damage.get("namespace", "")

@@ -18,8 +18,8 @@ from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
 
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
-# Computed after a part of an exact prefix.
-ONCE = Quality(1, 0.25)
+# Computed behind an exact prefix in few bits.
+ONCE = Quality(1, 4.0)
 
 
 Put = Callable[..., StoredSegment]
@@ -74,18 +74,18 @@ def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
 
 def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> None:
     """Whenever that comes, and only to who takes it; neither hides what is behind the other."""
-    half = Quality(1, 1.0, 8.0, 0.5)
+    half = Quality(1, 8.0, 0.5)
     put("half", [7, 8], put("a", P).info.tokens, quality=half)
-    put("tenth", [9], [*P, 7, 8], quality=Quality(2, 1.0, 5.0, 0.1))
+    put("tenth", [9], [*P, 7, 8], quality=Quality(2, 5.0, 0.1))
     tokens = [*P, 7, 8, 9]
-    assert [len(found(tree, tokens, least=Quality(8, 1.0, 5.0, own))) for own in (1, 0.5, 0.1)] == [
+    assert [len(found(tree, tokens, least=Quality(8, 5.0, own))) for own in (1, 0.5, 0.1)] == [
         *(1, 2, 3)
     ]
-    put("coarse", [7, 8], P, quality=Quality(8, 1.0, 4.0))
+    put("coarse", [7, 8], P, quality=Quality(8, 4.0))
     assert found(tree, tokens, least=half)[1:] == [("half", 0, 2)]
-    assert found(tree, tokens, least=Quality(8, 1.0, 4.0, 0.1))[1:] == [("coarse", 0, 2)]
+    assert found(tree, tokens, least=Quality(8, 4.0, 0.1))[1:] == [("coarse", 0, 2)]
     put("exact", [7, 8, 9], P)
-    for least in (EXACT, half, Quality(8, 1.0, 4.0, 0.1)):
+    for least in (EXACT, half, Quality(8, 4.0, 0.1)):
         assert found(tree, tokens, least=least)[1:] == [("exact", 0, 3)]
 
 
