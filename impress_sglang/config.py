@@ -168,11 +168,6 @@ class ImpressConfig:
         return Path(self.ssd_dir).expanduser()
 
     @property
-    def basis_path(self) -> Path:
-        """File of the basis, with `~` resolved."""
-        return Path(self.basis).expanduser()
-
-    @property
     def kept(self) -> str:
         """What is written of a prefix if it may have codes: `BOTH`, `CODES` or `EXACTLY`."""
         if self.keep != AUTO:

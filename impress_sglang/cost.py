@@ -334,6 +334,7 @@ class Estimator:
         """
         self._overlapped = overlapped
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
+        # Passes of the model, without loading: of their new tokens, and pairs of these and others.
         self.computing = Cost(START_SECONDS_PER_TOKEN, per_pair, floored=True)
         # Of a part, whose tokens are scored, and of a whole prefix, in the pass. What was not seen
         # costs nothing, nor what was seen once, when it may have been disturbed: what seems too
@@ -347,13 +348,9 @@ class Estimator:
         # than in a pass of SGLang's.
         self.blending = Cost(START_SECONDS_PER_LOADED, 1.0)
 
-    def note_forward(self, new: int, pairs: float, seconds: float) -> None:
-        """Learn that a pass of the model over `new` tokens took `seconds`, loading excluded."""
-        self.computing.observe(new, pairs, seconds)
-
     def note_request(self, before: int, new: int, seconds: float) -> None:
         """Learn that computing `new` tokens of a prompt behind `before` took `seconds`."""
-        self.note_forward(new, pairs_of(before, new), seconds)
+        self.computing.observe(new, pairs_of(before, new), seconds)
         if before > new:
             self._behind.append(seconds / before)
 

@@ -152,7 +152,7 @@ class BlendJob(LoadJob):
                 # This group does not need it; beginning the next one raises it again.
                 pass
             else:
-                ahead.wait(opened[following], source.num_layers)
+                ahead.wait(opened[following])
         slots, turn = self._placed(self._groups[number])
         ahead.join(source)
         for layer in range(source.num_layers):

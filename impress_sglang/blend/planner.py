@@ -150,7 +150,8 @@ class BlendPlanner:
         prefix = runs_of(match, resident_len)
         kinds = self._kinds(resident_len, known, stop, runs)
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
-        read = store.forecast.coded_bytes([run.span for run in (*prefix, *runs)])
+        spans = [run.span for run in (*prefix, *runs)]
+        read = store.forecast.bytes_to_read(spans, codes=True)
         io = store.forecast.seconds_to_read(read)
         share, estimate = self._choose(work, kinds, io, blend)
         if (refusal := self._too_slow(estimate, usual)) is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,10 +9,7 @@ Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Float32s = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
-Int16s = npt.NDArray[np.int16]
 Int32s = npt.NDArray[np.int32]
-Mapping = npt.NDArray[np.unsignedinteger[Any]]
 Uint8s = npt.NDArray[np.uint8]
 Uint64s = npt.NDArray[np.uint64]
 Uint16s = npt.NDArray[np.uint16]
-Words = npt.NDArray[np.uint64]

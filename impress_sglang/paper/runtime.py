@@ -138,9 +138,13 @@ class ServingRuntime(Service):
 
         def estimate(share: float) -> Estimate:
             whole = share >= 1.0
-            exact = store.forecast.exact_bytes
-            num_bytes = exact(spans) if whole else store.expected_bytes(spans, share)
-            return self.estimator.estimate(work, share, store.forecast.seconds_to_read(num_bytes))
+            forecast = store.forecast
+            num_bytes = (
+                forecast.bytes_to_read(spans, codes=False)
+                if whole
+                else store.expected_bytes(spans, share)
+            )
+            return self.estimator.estimate(work, share, forecast.seconds_to_read(num_bytes))
 
         found = map(estimate, shares)
         chosen = next(own for own in found if own.retention == shares[-1] or not own.unhidden())

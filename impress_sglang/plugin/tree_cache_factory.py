@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolved_view
@@ -96,7 +97,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     if config.kept == EXACTLY:
         shape = replace(shape, code_bits=0.0)
     if config.basis:
-        basis = Basis.load(config.basis_path).keeping(config.code_bits)
+        basis = Basis.load(Path(config.basis).expanduser()).keeping(config.code_bits)
         codec = BasisCodec(basis, rotation_of(runner.model, "--impress-basis"))
         shape = shape_by(basis, shape)
         # So that other threads need not make it.

@@ -358,7 +358,7 @@ class JobLoader:
                 if self._windows_from is not None:
                     source.num_layers = self._windows_from
                 try:
-                    job.store.ahead.wait(source, source.num_layers)
+                    job.store.ahead.wait(source)
                 except BaseException:
                     job.store.close_source(source)
                     raise

@@ -150,13 +150,13 @@ class LoadPlanner:
         state: tuple[StoredSpan, ...] = (),
     ) -> Estimate:
         forecast, count = self._service.store.forecast, sum(map(len, spans))
-        num_bytes = forecast.exact_bytes(spans) if own.exact else forecast.coded_bytes(spans)
+        num_bytes = forecast.bytes_to_read(spans, codes=not own.exact)
         if self._windows is not None:
             # Of layers with windows only the last tokens are read.
             layers, first = self._service.shape.num_layers, self._windows.first
             read = min(self._windows.window / count, 1.0)
             num_bytes *= (first + (layers - first) * read) / layers
-        num_bytes += forecast.exact_bytes(state)
+        num_bytes += forecast.bytes_to_read(state, codes=False)
         work = RequestLengths(start, count, total - start - count)
         io = forecast.seconds_to_read(num_bytes)
         return self._service.estimator.estimate(work, 1.0, io, own.bits)

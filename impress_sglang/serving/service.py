@@ -124,7 +124,7 @@ class Service:
             "totals": {k: round(v, 3) if isinstance(v, float) else v for k, v in totals},
             "store": None if store is None else store.summary(),
             "pins": None if store is None else store.pins.summary(),
-            "cache": None if store is None else store.cache_summary(),
+            "cache": None if store is None else store.cache.summary(),
             "reorder": None,
         }
 

@@ -112,10 +112,6 @@ class StoreDirectory:
         found = [self.root / own for own in names if identity_in(own) == self.identity]
         return [own for own in found if own != self.path and is_store(self.files, own)]
 
-    def quarantine_path(self, segment_id: str) -> Path:
-        """The path at which a damaged segment is kept for a while."""
-        return self.path / QUARANTINE / f"{segment_id}{SEGMENT_SUFFIX}"
-
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, replacing an older one as a whole.
 

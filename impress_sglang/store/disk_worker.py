@@ -234,7 +234,7 @@ class DiskWorker:
             self.quarantined_bytes -= size
 
     def _set_aside(self, path: Path) -> None:
-        target = self._directory.quarantine_path(path.stem)
+        target = self._directory.path / QUARANTINE / path.name
         self.files.rename(path, target)
         try:
             # Otherwise a power loss could bring it back beside its replacement.

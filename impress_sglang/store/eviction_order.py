@@ -58,10 +58,6 @@ class EvictionOrder:
         orders = (self._orders.get((namespace, level), ()) for level in Priority)
         return itertools.chain.from_iterable(orders)
 
-    def go_on_from(self, last_access: int) -> None:
-        """Let all uses from now on count as later than `last_access`."""
-        self.now = max(self.now, last_access)
-
     def add(self, segment: StoredSegment) -> None:
         """Add a segment of the tree; unless it is from an earlier process, that is a use."""
         self._join(segment)

@@ -55,17 +55,10 @@ class ReadForecast:
             )
         return False
 
-    def coded_bytes(self, spans: Sequence[StoredSpan]) -> float:
-        """Bytes of spans in codes that would have to come from SSD; of those in a bucket, so many
-        as SSD gives in the time that they take."""
-        return self._bytes(spans, codes=True)
-
-    def exact_bytes(self, spans: Sequence[StoredSpan]) -> float:
-        """Bytes of whole spans of exact KVs that would have to come from SSD."""
-        return self._bytes(spans, codes=False)
-
-    def _bytes(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
-        found, far = 0.0, self._segments.far_cost
+    def bytes_to_read(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
+        """Bytes of whole spans that would have to come from SSD; of those in a bucket, so many as
+        SSD gives in the time that they take."""
+        found, far = 0.0, self._segments.far_reader
         cached = self._memory.cache.placement.enabled
         # There may be many spans of one segment.
         lengths = Counter[StoredSegment]()
@@ -84,6 +77,6 @@ class ReadForecast:
                 num_bytes = info.shape.num_layers * geometry.columns_bytes
             slower = 1.0
             if far is not None and self._segments.is_far(segment):
-                slower = far.seconds_for(_SOME_BYTES) / self.seconds_to_read(_SOME_BYTES)
+                slower = far.cost.seconds_for(_SOME_BYTES) / self.seconds_to_read(_SOME_BYTES)
             found += slower * length / info.num_tokens * num_bytes
         return found

@@ -179,7 +179,8 @@ class Journal:
         try:
             found = self.segments() if self._end is None else None
             assert self._end is not None
-            if self._is_long(self._end):
+            is_long = self._end > 2 * self._size_anew + _SLACK_BYTES
+            if self._unsound or not self._end or is_long:
                 self._write_anew(found or self.segments())
             else:
                 self._end += _write(self._files, self._path, self._end, self._waiting)
@@ -190,9 +191,6 @@ class Journal:
             self._forget_oldest()
             raise
         self._waiting.clear()
-
-    def _is_long(self, end: int) -> bool:
-        return self._unsound or not end or end > 2 * self._size_anew + _SLACK_BYTES
 
     def _write_anew(self, segments: Mapping[str, StoredSegment]) -> None:
         first = encode(json.dumps({_OPENING: secrets.token_hex(16)}).encode())

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.cost import ReadCost
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Floats
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
@@ -87,11 +86,6 @@ class OpenSegments:
     def is_far(self, segment: StoredSegment) -> bool:
         """Whether only a bucket has a segment."""
         return self._disk is not None and self._disk.is_far(segment)
-
-    @property
-    def far_cost(self) -> ReadCost | None:
-        """What reads from the bucket take; None without one."""
-        return None if self.far_reader is None else self.far_reader.cost
 
     def is_open(self, segment_id: str) -> bool:
         """Whether a segment has readers."""

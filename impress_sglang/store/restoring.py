@@ -196,7 +196,7 @@ def restore_segments(
     ordered = sorted(newest.values(), key=_age)
     # Those of other servers come last: where they begin like own ones, these stay.
     ordered.sort(key=lambda own: (own.home is not None, own.info.prefix_len, -own.last_access))
-    tree.order.go_on_from(max((own.last_access for own in ordered), default=0))
+    tree.order.now = max((own.last_access for own in ordered), default=0)
     restoring = _Restoring(tree)
     others = [own for own in ordered if not restoring.put_below(own)]
     others.sort(key=lambda own: own.info.prefix_len)

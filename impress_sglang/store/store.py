@@ -292,10 +292,6 @@ class PrefixStore:
             "buffer_used_bytes": self._memory.pool.used_bytes,
         }
 
-    def cache_summary(self) -> dict[str, object]:
-        """Sizes and counters of the caches."""
-        return self.cache.summary()
-
     def check_integrity(self) -> None:
         """Compare tree, quota, readers and caches with each other."""
         if self._closed:

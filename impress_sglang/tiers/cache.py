@@ -24,14 +24,6 @@ from impress_sglang.tiers.slab import Slab
 from impress_sglang.tiers.staging import Staging
 
 
-@dataclasses.dataclass(slots=True)
-class CopyStats:
-    """Bytes of whole chunks that were copied between tiers since start."""
-
-    promoted_bytes: int = 0
-    demoted_bytes: int = 0
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedChunks:
     """Chunks that were read from SSD into one memory, uint8 on the CPU.
@@ -66,7 +58,8 @@ class ChunkCache:
         """
         self.device = device
         self._page_bytes = page_bytes
-        self.copies = CopyStats()
+        # Of whole chunks that were copied between tiers since start.
+        self._promoted_bytes = self._demoted_bytes = 0
         self._max_chunk_pages = max_chunk_pages
         device_pages = device_bytes // page_bytes
         host_pages = host_bytes // page_bytes
@@ -95,7 +88,7 @@ class ChunkCache:
         """An empty cache that takes over the memory; this one must not be read any more."""
         self._synchronize()
         taken = copy.copy(self)
-        taken.copies = CopyStats()
+        taken._promoted_bytes = taken._demoted_bytes = 0
         sizes = self.placement.capacity
         taken.placement = Placement(
             rule,
@@ -136,8 +129,8 @@ class ChunkCache:
         if not len(moves):
             return None
         pages = moves.pages_moved()
-        self.copies.promoted_bytes += int(pages[:, Tier.DEVICE].sum()) * size
-        self.copies.demoted_bytes += int(pages[Tier.DEVICE, Tier.HOST]) * size
+        self._promoted_bytes += int(pages[:, Tier.DEVICE].sum()) * size
+        self._demoted_bytes += int(pages[Tier.DEVICE, Tier.HOST]) * size
         sources, targets = self._addresses(moves, loaded)
         cached = np.flatnonzero(np.repeat(moves.sources != Tier.SSD, moves.counts))
         with self.copy_stream.after_reading():
@@ -179,7 +172,8 @@ class ChunkCache:
         return {
             **{tier.name.lower(): self._tier_summary(tier) for tier in CACHES},
             **self.placement.moved(),
-            **dataclasses.asdict(self.copies),
+            "promoted_bytes": self._promoted_bytes,
+            "demoted_bytes": self._demoted_bytes,
             "management_bytes": self.placement.num_bytes,
         }
 

@@ -27,9 +27,8 @@ class ReadAhead:
         self._live.append(source)
         self.top_up()
 
-    def wait(self, source: StoredSource, lead: int) -> None:
-        """Add the source of a waiting request: read `lead` of its first layers, at least one."""
-        source.lead = lead
+    def wait(self, source: StoredSource) -> None:
+        """Add the source of a waiting request."""
         self._waiting.append(source)
         self.top_up()
 
@@ -47,7 +46,7 @@ class ReadAhead:
                 return
             source.read_ahead()
         for source in self._waiting:
-            while source.wants_more:
+            while source.next_ahead < source.num_layers:
                 if not self._has_room(source):
                     return
                 source.read_ahead()

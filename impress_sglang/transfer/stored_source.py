@@ -126,8 +126,6 @@ class StoredSource(abc.ABC):
         """The layer that was asked for last; -1 before the first."""
         self.next_ahead = 0
         """The next layer to be read ahead."""
-        self.lead = 0
-        """How many layers are read ahead while the request waits; one is in any case."""
         self._shape = segments[0].layout.shape
         self._reader, self._pool, self._cache, self.codes = reader, pool, cache, codes
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
@@ -156,11 +154,6 @@ class StoredSource(abc.ABC):
                     of_buffer.setdefault(self._buffer_of[number], []).append(wanted)
             for number, found in of_buffer.items():
                 self._buffer(layer, number).read_ahead(_joined(found), self._reader)
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether more layers are to be read ahead while its request waits."""
-        return self.next_ahead < min(max(self.lead, 1), self.num_layers)
 
     @property
     def is_reading(self) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,17 +119,6 @@ def test_a_purge_empties_the_pool_of_a_namespace_or_of_all(world: World, everyth
     world.check_slots()
 
 
-def steps_of(world: World, between: Callable[[], None], **fields: Any) -> list[int]:
-    """What each step of a purge has freed, with something between two of them."""
-    freed = []
-    while True:
-        answer = told(world, "purge", **fields)
-        freed.append(answer["pool_tokens"])
-        if not answer["left"]:
-            return freed
-        between()
-
-
 def purged_by_age(world: World, **fields: Any) -> list[Any]:
     """The answers of all steps that removed something, and of the last one."""
     answers = [told(world, "purge", older_than=100, **fields)]
@@ -238,7 +227,6 @@ def test_a_request_says_before_what_it_goes(world: World, wish: str) -> None:
     world.compute("r", 2000, priority=wish)
     (path,) = Path(world.runtime.config.ssd_path).glob("*/segments/*/*")
     assert read_header(path, FileSystem()).info.priority is Priority[wish.upper()]
-    assert (b'"priority"' in path.read_bytes()) == (wish != "normal")
     rows = world.told("overview", after=0, below=None)["segments"]
     assert [own["priority"] for own in rows] == [wish]
 

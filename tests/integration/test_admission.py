@@ -75,7 +75,7 @@ def test_what_takes_longer_to_read_is_computed(
 ) -> None:
     runtime = world.runtime
     req = world.request("r", [*STORED, *range(5000, 5008)], retention=1.0)
-    slow_reads(runtime.store.forecast.exact_bytes(planned(world).spans) * 0.9)
+    slow_reads(runtime.store.forecast.bytes_to_read(planned(world).spans, codes=False) * 0.9)
     runtime.config = dataclasses.replace(runtime.config, load=load)
 
     assert world.match(req).host_hit_length == loads * TOKENS
@@ -90,7 +90,7 @@ def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
     world: World, hides: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.runtime
-    num_bytes = runtime.store.forecast.exact_bytes(planned(world).spans)
+    num_bytes = runtime.store.forecast.bytes_to_read(planned(world).spans, codes=False)
     slow_reads((1.0 if hides else 0.5) * num_bytes)
     config = dataclasses.replace(runtime.config, retention=AUTO, load="always")
     runtime.config = config

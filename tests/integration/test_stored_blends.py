@@ -94,7 +94,7 @@ def test_a_block_is_computed_between_two_passes(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are admitted meanwhile; then the request has an ordinary hit."""
-    world.service.estimator.note_forward(100, 5050.0, 0.01)
+    world.service.estimator.computing.observe(100, 5050.0, 0.01)
     req = world.request("r", PROMPT, **ASKED)
     job = read(world, req, monkeypatch)
     assert len(job) >= 880 and job.reused == len(job) - 16

@@ -167,7 +167,7 @@ def test_what_could_not_be_opened(world: World) -> None:
 def test_what_is_computed_faster(
     world: World, monkeypatch: pytest.MonkeyPatch, tokens: int, reason: Reason
 ) -> None:
-    world.runtime.estimator.note_forward(tokens, tokens * 1000, 1e-9)
+    world.runtime.estimator.computing.observe(tokens, tokens * 1000, 1e-9)
     monkeypatch.setattr(type(world.runtime.store.forecast), "seconds_to_read", lambda *_: 9.0)
     assert admitted(world)["reason"] == reason
 

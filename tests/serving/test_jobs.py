@@ -28,7 +28,6 @@ from tests.unit.waiting import wait_until
 TOLERANCE = 1e-4
 STAYS_WHOLE = "jobs"
 NO_CACHES = ("--impress-device-gb=0", "--impress-host-gb=0")
-EXACT = {"impress_bits": "exact"}
 # Of exact KVs of 1,500 tokens of the tiny model each layer then takes 4 s.
 SLOW_MBPS = 0.1
 # What another request waits for at most while a job runs, on a busy machine.

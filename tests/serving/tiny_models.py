@@ -95,7 +95,6 @@ _MEDIA: dict[str, Any] = {
     },
     **{name: VOCAB - 4 + k for k, name in enumerate(_MEDIA_TOKENS)},
 }
-FAMILIES = ("llama", "opt", "qwen2", "qwen3")
 
 
 def make_model(family: str, folder: Path, **overrides: Any) -> Path:

@@ -112,7 +112,7 @@ class Desk:
     def passes_take(self, seconds: float, times: int = 8) -> None:
         """For 1,000 new tokens."""
         for _ in range(times):
-            self.estimator.note_forward(1000, 500_500.0, seconds)
+            self.estimator.computing.observe(1000, 500_500.0, seconds)
 
     def job(self, plan: BlendPlan, wanted: LoadOptions = APPROXIMATE) -> BlendJob:
         """One with slots of its own."""

@@ -81,7 +81,6 @@ LAYOUTS = {
         Part(50, 8, 47, 50),
     ],
 }
-SEVERAL = LAYOUTS["several-segments"]
 
 RULES = {
     "LRU": LeastRecentlyUsed,

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool, PooledMemory, Tenant
-from impress_sglang.transfer.stored_source import StoredSource
 
 MIB = 1 << 20
 
@@ -27,9 +26,7 @@ class FakeSource:
     layer: int = -1
     next_ahead: int = 0
     memory: dict[int, PooledMemory] = dataclasses.field(default_factory=dict)
-    lead: int = 0
     gone: bool = False
-    wants_more = StoredSource.wants_more
 
     def read_ahead(self) -> None:
         assert self.next_ahead < self.num_layers and not self.gone
@@ -97,7 +94,7 @@ def test_who_waits_is_read_after_those_under_way_in_the_order_of_arrival() -> No
     bench = Bench(room=0)
     waiting = [bench.source(name, 3) for name in "bc"]
     for source in waiting:
-        bench.ahead.wait(source, 100)
+        bench.ahead.wait(source)
     assert bench.take_log() == [], "no room"
     bench.pool.limit_bytes = 100 * MIB
 
@@ -106,21 +103,10 @@ def test_who_waits_is_read_after_those_under_way_in_the_order_of_arrival() -> No
     assert bench.log == layers("a", 0, 1, 2, 3) + layers("b", 0, 1, 2) + layers("c", 0, 1, 2)
 
 
-@pytest.mark.parametrize(("lead", "count"), [(0, 1), (1, 1), (2, 2), (6, 6), (100, 6)])
-def test_who_waits_is_read_up_to_a_limit_but_one_layer_in_any_case(lead: int, count: int) -> None:
-    bench = Bench(room=100)
-    source = bench.source()
-
-    bench.ahead.wait(source, lead)
-    bench.ahead.top_up()
-
-    assert bench.log == layers("a", *range(count))
-
-
 def test_what_is_off_reads_nothing_ahead() -> None:
     bench = Bench(room=100, enabled=False)
     bench.ahead.join(bench.source())
-    bench.ahead.wait(bench.source("b"), 100)
+    bench.ahead.wait(bench.source("b"))
     bench.ahead.top_up()
 
     assert bench.log == []
@@ -129,22 +115,19 @@ def test_what_is_off_reads_nothing_ahead() -> None:
 STEPS = st.tuples(
     st.sampled_from(["join", "wait", "ask", "leave", "top up"]),
     st.integers(0, 3),
-    st.integers(0, 9),
 )
 
 
 @given(room=st.integers(0, 8), steps=st.lists(STEPS, max_size=40))
-def test_no_layer_is_read_twice_and_room_is_kept(
-    room: int, steps: list[tuple[str, int, int]]
-) -> None:
+def test_no_layer_is_read_twice_and_room_is_kept(room: int, steps: list[tuple[str, int]]) -> None:
     bench = Bench(room)
     sources: dict[int, FakeSource] = {}
     live: set[int] = set()
-    for step, number, amount in steps:
+    for step, number in steps:
         source = sources.get(number)
         if step == "wait" and source is None:
             sources[number] = bench.source(str(number))
-            bench.ahead.wait(sources[number], amount)
+            bench.ahead.wait(sources[number])
         elif step == "join" and number not in live:
             sources.setdefault(number, bench.source(str(number)))
             live.add(number)

@@ -125,14 +125,6 @@ def test_rows_compare_with_the_reference() -> None:
     assert "75.0 [" in text
 
 
-def arguments(**given: object) -> argparse.Namespace:
-    usual = {"questions": 4, "documents": 3, "tokens": 20, "seed": 1, "set": "a set"}
-    return argparse.Namespace(**(usual | given))
-
-
-WHOLE = [{"ctxs": ["one", "two", "three", "four"], "question": "q", "answers": ["a"]}] * 8
-
-
 def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:
     exact = {1: math.log(0.5), 2: math.log(0.25), 3: math.log(0.05)}
     found = {1: math.log(0.4), 2: math.log(0.4), 9: math.log(0.1)}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import mmap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -238,8 +236,3 @@ def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
     assert bench.check_all()
     old.placement.detach(0, SegmentLayout(SHAPE, CHUNK, 19, 4096).total_chunks)
     assert bench.check_all(), "what is done to the old one does not matter"
-
-
-def resident_bytes() -> int:
-    """Of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -242,7 +242,7 @@ def taught(machine: Machine, *, noise: float = 0.0) -> Estimator:
         factor = pick.uniform(1 - noise, 1 + noise)
         before = pick.choice([0, 0, pick.randint(0, 20_000)])
         seconds = machine.forward(before, work.new) * factor
-        estimator.note_forward(work.new, pairs_of(before, work.new), seconds)
+        estimator.computing.observe(work.new, pairs_of(before, work.new), seconds)
         for whole in (False, True):
             estimator.note_load(work, machine.load(work, whole=whole) * factor, whole=whole)
     return estimator
@@ -252,7 +252,7 @@ def after(machine: Machine, *lengths: int) -> Estimator:
     """After passes over so many tokens behind none."""
     estimator = Estimator(HIDDEN_SIZE)
     for new in lengths:
-        estimator.note_forward(new, pairs_of(0, new), machine.forward(0, new))
+        estimator.computing.observe(new, pairs_of(0, new), machine.forward(0, new))
     return estimator
 
 
@@ -297,7 +297,7 @@ def test_questions_bound_what_computing_takes(machine: Machine) -> None:
     """They are mostly overhead. Where reading is slow, one prefix is computed to learn the rest."""
     estimator = Estimator(HIDDEN_SIZE)
     for new in (19, 22, 20):
-        estimator.note_forward(new, pairs_of(3000, new), 0.02 + machine.forward(3000, new))
+        estimator.computing.observe(new, pairs_of(3000, new), 0.02 + machine.forward(3000, new))
     most, real = estimator.estimate(QUESTION, 1.0, 0.0).recompute, machine.forward(0, 3020)
     assert most is not None and most > 0.9 * real, "guesses how much is spent on pairs"
 
@@ -305,7 +305,7 @@ def test_questions_bound_what_computing_takes(machine: Machine) -> None:
     assert fast.load is slow.load is None
     assert fast.loads_faster() and not slow.loads_faster()
 
-    estimator.note_forward(3020, pairs_of(0, 3020), real)
+    estimator.computing.observe(3020, pairs_of(0, 3020), real)
     assert estimator.estimate(QUESTION, 1.0, 0.0).recompute == pytest.approx(real, rel=0.5)
 
 

@@ -11,7 +11,6 @@ import pytest
 from tests.fault_control import ControlledFaults, FaultControl
 from tests.faults import Faults, FaultyFileSystem, Rule
 
-BLOCK = 4096
 CONTENT = bytes(range(256)) * 64
 NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 

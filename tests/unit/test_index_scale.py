@@ -151,10 +151,6 @@ def test_python_looks_for_no_garbage_in_a_large_index(bench: Workbench, large: N
     assert nodes() > 0, "then it is garbage"
 
 
-def fail(*_: object) -> None:
-    raise OSError("a test")
-
-
 def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts may leave a system prompt at each of its tokens."""
     tree, tokens = StoredTree(), list(range(200))

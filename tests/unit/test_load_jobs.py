@@ -472,8 +472,8 @@ def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str)
                 continue
             spans = match.spans
             store.forecast.can_read(spans, in_codes=True)
-            store.forecast.exact_bytes(spans)
-            store.forecast.coded_bytes(spans)
+            store.forecast.bytes_to_read(spans, codes=False)
+            store.forecast.bytes_to_read(spans, codes=True)
             names = [span.segment.segment_id for span in spans]
             turn = int(chance.integers(-1, 4))
             ranges = [] if turn < 0 else [(0, match.num_tokens, turn)]
@@ -482,7 +482,7 @@ def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str)
                 store.segments.cached_bytes(name)
             store.cache.placement.check_integrity()
             store.summary()
-            store.cache_summary()
+            store.cache.summary()
             if len(jobs) < 3:
                 own = CLASSES[chance.integers(len(CLASSES))]
                 start = int(chance.integers(match.num_tokens))

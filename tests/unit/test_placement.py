@@ -15,7 +15,6 @@ from impress_sglang.tiers.placement import (
     Tier,
 )
 from impress_sglang.tiers.rules import NOBODY, Ids, ReplacementRule
-from impress_sglang.tiers.tables import IdRanges
 
 SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
 
@@ -154,31 +153,11 @@ def test_what_left_a_tier_last_had_this_score() -> None:
     assert bench.placement.evicted_scores == {HOST: 1.5, DEVICE: 2.0}, "nobody made room"
 
 
-def tables(placement: Placement) -> dict[str, np.ndarray]:
-    """All that has an entry per chunk."""
-    caches, size = placement._caches, len(placement._caches.tiers)
-    owners = {
-        "": caches._asdict() | caches.heaps._asdict() | placement._touched._asdict(),
-        "last.": vars(placement._rule),
-        "rule.": dict(enumerate(placement._rule._tables)),
-    }
-    return {
-        f"{owner}{name}": own
-        for owner, held in owners.items()
-        for name, own in held.items()
-        if isinstance(own, np.ndarray) and len(own) == size
-    }
-
-
 Damage = Callable[[Placement], object]
 
 
 def corrupt(values: np.ndarray, at: object, value: object) -> None:
     values[at] = value
-
-
-def overlap(ids: IdRanges) -> None:
-    ids.starts, ids.lengths = np.array([500, 501]), np.array([2, 9])
 
 
 DAMAGE: dict[str, Damage] = {

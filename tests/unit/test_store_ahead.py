@@ -32,7 +32,7 @@ def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -
 def bytes_of(store: PartStore, *, start: int = 0, retention: float = 1.0) -> float:
     spans = look_up(store, TOKENS).slice(start, len(TOKENS))
     if retention == 1.0:
-        return store.forecast.exact_bytes(spans)
+        return store.forecast.bytes_to_read(spans, codes=False)
     return store.expected_bytes(spans, retention)
 
 
@@ -78,7 +78,7 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
     match = look_up(store, prompt(1, 200))
     source = store.open_part(match, 0, 200, whole=True)
     if waits:
-        store.ahead.wait(source, 1e9)
+        store.ahead.wait(source)
     else:
         store.ahead.join(source)
     assert source.is_reading and source.next_ahead == source.num_layers

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,22 +22,6 @@ def test_a_table_grows_where_it_is(dtype: type[np.generic]) -> None:
     assert longer[:10].tolist() == [3] * 10 and not longer[10:].any()
     longer[2] = 5
     assert shorter[2] == 5, "they are the same entries"
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def refuse(least: int) -> Callable[..., mmap.mmap]:
-    """A system that has no more address space."""
-    real = mmap.mmap
-
-    def allocate(descriptor: int, size: int, flags: int) -> mmap.mmap:
-        if size > least:
-            raise OSError("no memory")
-        return real(descriptor, size, flags)
-
-    return allocate
 
 
 class Numbers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,13 +125,6 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on."""
     monkeypatch.setattr(cache, "make_copier", KernelCopier)
     monkeypatch.setattr(loader, "probe_scorer", lambda _: scores.column_sums)
-
-
-@pytest.fixture
-def no_synchronisation() -> Iterator[Callable[[], None]]:
-    """Call it, and from then on torch raises where it would wait for the device."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def compiled(
