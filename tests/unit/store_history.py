@@ -53,7 +53,7 @@ DAMAGES = st.sampled_from(["none", "removed", "removed", "damaged"])
 FAILS = st.sampled_from([False, False, False, True])
 NAMESPACES = st.sampled_from(["", "salt"])
 # What reading ahead is told of a source that is opened.
-BEGINNINGS = st.sampled_from(["join", "wait", "wait for one layer", "nothing"])
+BEGINNINGS = st.sampled_from(["join", "wait", "nothing"])
 # Room for a layer of the longest chain of segments, of which each takes 1 MiB, and hardly more.
 ROOM_BYTES = 10 << 20
 
@@ -326,8 +326,8 @@ class StoreHistory(RuleBasedStateMachine):
         beginning = data.draw(BEGINNINGS)
         if beginning == "join":
             self.store.ahead.join(source)
-        elif beginning != "nothing":
-            self.store.ahead.wait(source, 0.0 if "one" in beginning else 1e9)
+        elif beginning == "wait":
+            self.store.ahead.wait(source)
             self.waiting.append(source)
 
     def check_rows(self, number: int, layer: int, selected: Tensor | None) -> PartSource:
