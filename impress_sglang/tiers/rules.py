@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang.loops.types import Floats, Int32s
+from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.tables import grown
 
 Ids = npt.NDArray[np.int64]
@@ -99,7 +99,7 @@ class ReplacementRule(abc.ABC):
 
     def _rank(self, ids: Ids, found: Ids) -> None:
         """Give chunks these priorities, except those that are awaited."""
-        held = self.priorities[ids]
+        held = self.priorities.take(ids)
         self.priorities[ids] = np.where(held < _AWAITED, found, held)
 
     def _ranks(self, ids: Ids) -> Ids:
@@ -174,22 +174,24 @@ class ImportanceScore(ReplacementRule):
 
     def _count(self, ids: Ids, shares: Floats) -> Ids:
         averages, frequencies, doublings, accesses = self._tables
-        accesses[ids] = counts = np.minimum(accesses[ids] + 1, MOST_ACCESSES)
-        averages[ids] += np.maximum(1.0 / counts, AVERAGE_WEIGHT) * (shares - averages[ids])
-        frequencies[ids] = np.ldexp(frequencies[ids], doublings[ids] - self._now) + 1.0
-        doublings[ids] = self._now
-        return self._ranks(ids)
+        now, average = self._now, averages.take(ids)
+        accesses[ids] = counts = np.minimum(accesses.take(ids) + 1, MOST_ACCESSES)
+        average += np.maximum(1.0 / counts, AVERAGE_WEIGHT) * (shares - average)
+        frequency = np.ldexp(frequencies.take(ids), doublings.take(ids) - now) + 1.0
+        averages[ids], frequencies[ids], doublings[ids] = average, frequency, now
+        return priorities_of(frequency * average, now)
 
     def _ranks(self, ids: Ids) -> Ids:
         averages, frequencies, doublings, _ = self._tables
-        return priorities_of(frequencies[ids] * averages[ids], doublings[ids])
+        scores = frequencies.take(ids) * averages.take(ids)
+        return priorities_of(scores, doublings.take(ids).astype(np.int64))
 
     def _copy(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         super()._copy(ids, sources, shares)
         self._tables[0][ids] = np.maximum(shares, LEAST_SHARE)
 
 
-def priorities_of(scores: Floats, doublings: Int32s) -> Ids:
+def priorities_of(scores: Floats, doublings: Ids | int) -> Ids:
     """The priorities, int64 [n], of scores x 2**doublings, which outgrow every float; 0 for 0.
 
     A priority is the exponent, and below that as many bits of the fraction as fit: priorities have
@@ -197,5 +199,5 @@ def priorities_of(scores: Floats, doublings: Int32s) -> Ids:
     """
     fractions, exponents = np.frexp(scores)
     below = ((2.0 * fractions - 1.0) * 2.0**_FRACTION_BITS).astype(np.int64)
-    found = (exponents + doublings.astype(np.int64) + _BIAS << _FRACTION_BITS) + below
+    found = (exponents.astype(np.int64) + (doublings + _BIAS) << _FRACTION_BITS) + below
     return np.where(scores > 0.0, found, 0)

@@ -190,7 +190,7 @@ def test_forward_decay_is_a_halved_count_up_to_one_factor(half_life: int) -> Non
 @pytest.mark.parametrize("doublings", [0, 1, 500, 1100, 100_000, 2**29])
 @given(worths=st.lists(st.floats(1e-300, 1e300), min_size=SIZE, max_size=SIZE))
 def test_scores_have_the_order_of_their_numbers(doublings: int, worths: list[float]) -> None:
-    found = priorities_of(np.array(worths), np.full(SIZE, doublings, np.int32))
+    found = priorities_of(np.array(worths), doublings)
 
     for one, other in itertools.pairwise(np.argsort(worths).tolist()):
         assert found[one] <= found[other]
