@@ -65,7 +65,7 @@ def verdict(name: str, entry: dict[str, Any], row: dict[str, Any]) -> str:
     try:
         check_options(ImpressConfig(ssd_dir="kv"), options)
         if name.startswith(STATEFUL):
-            check_alone(options, "states beside KVs", by_head=True)
+            check_alone(options, "states beside KVs")
     except UnsupportedError as error:
         return str(error)
     return kept or ""

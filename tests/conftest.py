@@ -56,7 +56,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--attention-backend", help="default: torch_native on a CPU, triton with CUDA")
     group = parser.getgroup("ranks", "the histories of tests/unit/test_ranks.py")
     group.addoption("--rank-steps", type=int, default=3000, help="how many steps they have")
-    group.addoption("--rank-requests", type=int, default=24, help="for each skew, of servers")
+    group.addoption(
+        "--rank-requests", type=int, default=24, help="for each skew and draft, of servers"
+    )
     group = parser.getgroup("random", "the randomised run of tests/serving/test_random.py")
     group.addoption("--random-minutes", type=float, default=0.4, help="how long its traffic lasts")
     group.addoption("--random-seed", type=int, default=1, help="what is drawn in it")

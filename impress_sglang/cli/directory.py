@@ -71,7 +71,7 @@ class Directory:
                 sizes = self._sizes(path)
                 row: Row = {"store": path.name, "segments": len(sizes), "bytes": sum(sizes)}
                 row["quarantined"] = len(quarantined_files(self.files, path))
-                row["tokens"] = sum(own.info.num_tokens for own in self._entries(path))
+                row["tokens"] = sum(len(own.info.prompt_tokens) for own in self._entries(path))
                 found.append(row)
         return found
 
@@ -304,7 +304,7 @@ def _described(store: str, segment: StoredSegment) -> Row:
         "segment": info.segment_id,
         "namespace": info.namespace,
         "from_token": info.prefix_len,
-        "tokens": info.num_tokens,
+        "tokens": len(info.prompt_tokens),
         "bytes": segment.file_bytes,
         "hits": segment.hits,
         "priority": info.priority.name.lower(),

@@ -87,7 +87,7 @@ def export(
             raise Refused(f"{error}, so nothing is exported: see impress verify") from error
         except OSError as error:
             raise Unreachable(f"{path} cannot be written: {error}") from error
-    tokens = sum(own.info.num_tokens for own in chosen)
+    tokens = sum(len(own.info.prompt_tokens) for own in chosen)
     return {"store": name, "segments": len(chosen), "tokens": tokens, "bytes": num_bytes}
 
 

@@ -19,6 +19,7 @@ from impress_sglang.plugin.keys import as_tokens, namespace_of
 from impress_sglang.plugin.page import overview
 from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
 from impress_sglang.serving.ranks import ALONE
+from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.purging import Purge, Purged
 from impress_sglang.store.store import PrefixStore
@@ -107,6 +108,10 @@ def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
     if asked.verb == "unpin":
         done["unpinned"] = store.pins.unpin(name, tokens)
     else:
+        if cache.planner.states:
+            # Without the state at its end nobody could use it; that need not be the end of a block.
+            tokens = as_tokens(asked.input_ids)
+            tokens = tokens[: cache.planner.match(namespace_of(asked), tokens, ANYTHING).num_tokens]
         refusal = store.pins.pin(name, tokens)
         if not cache.ranks.all(refusal is None):
             raise Refused(refusal or "another rank cannot pin it, as its log says")

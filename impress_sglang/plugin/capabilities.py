@@ -155,16 +155,29 @@ def check_options(config: ImpressConfig, options: Any) -> None:
             )
     if sizes["pp_size"] > 1:
         check_values(options, _PIPELINED)
-    if options.disaggregation_mode == "prefill" and (config.needs_parts or config.blend != OFF):
-        raise UnsupportedError(
-            "IMPRESS has no KVs to send of prefixes that it blends or loads in part: drop "
-            "--disaggregation-mode, or --impress-policy and --impress-blend"
-        )
-    if (options.enable_lora or options.lora_paths) and (config.needs_parts or config.blend != OFF):
-        raise UnsupportedError(
-            "IMPRESS blends, and loads parts of prefixes, with the model's own weights: drop "
-            "--enable-lora, or --impress-policy and --impress-blend"
-        )
+    blends = config.blend != OFF
+    for why, name, is_used in (
+        (
+            "has no KVs to send of prefixes that it blends or loads in part",
+            "disaggregation_mode" * (options.disaggregation_mode == "prefill"),
+            config.needs_parts or blends,
+        ),
+        (
+            "blends, and loads parts of prefixes, with the model's own weights",
+            "enable_lora" * bool(options.enable_lora or options.lora_paths),
+            config.needs_parts or blends,
+        ),
+        (
+            "blends, and codes by a basis, the KVs of models without drafts",
+            "speculative_algorithm" * (options.speculative_algorithm not in (None, "NGRAM")),
+            config.basis or blends,
+        ),
+    ):
+        if name and is_used:
+            raise UnsupportedError(
+                f"IMPRESS {why}: drop --{name.replace('_', '-')}, or --impress-policy, "
+                "--impress-blend and --impress-basis"
+            )
     if config.schedule != OFF and options.schedule_policy not in _SCHEDULED:
         raise UnsupportedError(
             f"--impress-schedule changes places in the orders {', '.join(_SCHEDULED)}, not in that "
@@ -273,25 +286,21 @@ def may_have_windows(options: ImpressConfig) -> bool:
     return not (options.needs_parts or options.blend != OFF or options.basis)
 
 
-def check_alone(options: Any, what: str, otherwise: str = "", *, by_head: bool = False) -> None:
+def check_alone(options: Any, what: str, otherwise: str = "") -> None:
     """Refuse options with which something beside KVs of all tokens is not restored.
-
-    `by_head`: ranks that share heads restore what each has.
 
     Raises:
         UnsupportedError: with one sentence for the first of them.
     """
     rules: dict[str, tuple[object, ...]] = {
-        **({} if by_head else {"tp_size": (1,)}),
         "pp_size": (1,),
         "speculative_algorithm": (None, "NGRAM"),
         "disaggregation_mode": (None, "null"),
     }
     for name, right in rules.items():
         if (value := getattr(options, name)) not in right:
-            where = "in one stage" if by_head else "on one rank"
             raise UnsupportedError(
-                f"IMPRESS restores {what} {where}, without drafts, and not for other servers: "
+                f"IMPRESS restores {what} in one stage, without drafts, and not for other servers: "
                 f"drop --{name.replace('_', '-')} {value}{otherwise}"
             )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-DRAFTED = "a draft model's KVs are stored with the others, and only as they are"
 _WORKER = "impress_draft_worker"
 
 

@@ -26,7 +26,7 @@ EIGHT_BITS = (
 )
 
 LATENT = "latent vectors (MLA) are stored as they are"
-WINDOWED = "the KVs of layers with sliding windows are stored with the others, and only as they are"
+UNLIKE = "{} have another shape than the others, beside which they are stored as they are"
 
 
 class PoolLayers:
@@ -73,6 +73,13 @@ class PoolLayers:
             return self.packed.read(layer, self.rows(slots))
         keys, values = (own[slots] for own in self(layer))
         return keys, values
+
+    def number(self, layer_id: int) -> int:
+        """Which layer of the store a layer of the model is."""
+        if self._whole is None or self.packed is None:
+            return layer_id - int(self._pool.start_layer)
+        number, windowed = self._whole.layers_mapping[layer_id]
+        return int(number) + self.packed.first * windowed
 
     def rows(self, slots: Tensor) -> Tensor:
         """Where other pools keep the tokens of slots; 0 for nowhere."""

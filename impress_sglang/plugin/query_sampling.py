@@ -7,6 +7,7 @@ Nothing depends on it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -19,9 +20,10 @@ from impress_sglang.codes.groups.energy import MEASURED_QUERIES
 class QuerySampler:
     """The last queries of prompts that will be stored, by request and layer."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, number: Callable[[int], int]) -> None:
+        """`number`: of the layer of a store that a layer of the model is."""
         self._modules = [own for own in model.modules() if isinstance(own, RadixAttention)]
-        self._first = self._modules[0].layer_id if self._modules else 0
+        self._number = number
         self._hooks: list[RemovableHandle] = []
         self._wanted: set[str] = set()
         self._sampled: dict[str, dict[int, Tensor]] = {}
@@ -60,4 +62,4 @@ class QuerySampler:
             first = stop - min(MEASURED_QUERIES, int(count))
             own = queries[first:stop].view(stop - first, module.tp_q_head_num, module.qk_head_dim)
             layers = self._sampled.setdefault(rid, {})
-            layers[module.layer_id - self._first] = own.clone()
+            layers[self._number(module.layer_id)] = own.clone()

@@ -40,7 +40,9 @@ from impress_sglang.plugin.states import behind
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredSpan
 from impress_sglang.store.writing import Offer
 from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
@@ -121,26 +123,16 @@ def _error(
     for part in raw:
         part[used] = torch.randint_like(part[used], 256)
     right = [part[used] for part in raw]
-    tokens, access = np.arange(count, dtype=np.int32), PoolAccess()
     forward_stream = runners[0].forward_stream
-    store.writes.offer(
-        "",
-        Offer(
-            tokens,
-            lambda start: PoolLayerReader(layers.read, written[start:], forward_stream, access),
-            on_done=access.revoke,
-            abandon=access.revoke,
-            min_tokens=1,
-        ),
-    )
-    store.writes.drain()
-    spans = store.match("", tokens).spans
+    spans = _stored(store, np.arange(count, dtype=np.int32), layers.read, written, forward_stream)
     if sum(map(len, spans)) != count:
         return f"only {sum(map(len, spans))} of {count} tokens were stored"
-    for part in raw:
-        part[filled] = 0
+    others_of = [] if layers.packed is None else layers.packed.parts()
     for exact in (True, False)[: 1 + shape.coded]:
         source = store.open_whole(spans, exact=exact)
+        for part in others_of:
+            # What was loaded before shows nothing.
+            part[layers.rows(filled)] = 0
         for layer in range(shape.num_layers):
             stats = FillStats()
             if layers.packed is not None and layer >= layers.packed.first:
@@ -149,7 +141,6 @@ def _error(
             else:
                 both = layers(layer)
                 for own in both:
-                    # What was loaded before shows nothing.
                     own[filled] = 0
                 filler.fill(layer, source, *both, filled, stats, contextlib.nullcontext)
         store.close_source(source)
@@ -167,27 +158,36 @@ def _error(
     return ""
 
 
-def _comes_back(
-    states: PackedLayers, store: PrefixStore, filler: SlotFiller, forward_stream: Any
-) -> bool:
-    """Whether a state in the first slot is the same after it was stored and loaded to the next."""
-    parts, access = states.parts(), PoolAccess()
-    first, second = torch.arange(1, 3, device=parts[0].device).split(1)
-    for part in parts:
-        part[first] = torch.randint_like(part[first], 256)
-    tokens = behind(np.empty(0, np.int32), states)
+def _stored(
+    store: PrefixStore, tokens: Tokens, read: Any, slots: Tensor, forward_stream: Any
+) -> Sequence[StoredSpan]:
+    """What is stored of tokens after it was read from slots."""
+    access = PoolAccess()
     store.writes.offer(
         "",
         Offer(
             tokens,
-            lambda _: PoolLayerReader(states.read, first, forward_stream, access),
+            lambda start: PoolLayerReader(read, slots[start:], forward_stream, access),
             on_done=access.revoke,
             abandon=access.revoke,
             min_tokens=1,
         ),
     )
     store.writes.drain()
-    source = store.open_whole(store.match("", tokens).spans, exact=True)
+    return store.match("", tokens).spans
+
+
+def _comes_back(
+    states: PackedLayers, store: PrefixStore, filler: SlotFiller, forward_stream: Any
+) -> bool:
+    """Whether a state in the first slot is the same after it was stored and loaded to the next."""
+    parts = states.parts()
+    first, second = torch.arange(1, 3, device=parts[0].device).split(1)
+    for part in parts:
+        part[first] = torch.randint_like(part[first], 256)
+    tokens = behind(np.empty(0, np.int32), states)
+    spans = _stored(store, tokens, states.read, first, forward_stream)
+    source = store.open_whole(spans, exact=True)
     for layer in range(states.shape.num_layers):
         states.fill(filler, layer, source, second, FillStats(), contextlib.nullcontext)
     store.close_source(source)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.stored import STATE_TOKEN
+from impress_sglang.storage.segment import STATE_TOKEN, Tokens
 from impress_sglang.transfer.packed import PackedLayers
 
 STATEFUL = "states of layers without KVs are stored with the others, and only as they are"

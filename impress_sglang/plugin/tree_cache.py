@@ -102,7 +102,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             adapters=adapters,
         )
         self._known = service.live = self._shared.known
-        self._saves = saves = WriteBack(self._shared, QuerySampler(model))
+        self._saves = saves = WriteBack(self._shared, QuerySampler(model, layers.number))
         self._requests = KnownRequests(self._shared, saves.sight)
         self._reports = RequestReports(self._shared, counts=saves.sights is not None)
         # What is locked is not freed, and a rank does not know which of all writes are purged.

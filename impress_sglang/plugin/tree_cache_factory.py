@@ -20,10 +20,10 @@ from impress_sglang.plugin.capabilities import (
     may_have_windows,
 )
 from impress_sglang.plugin.compat import warn_if_untested
-from impress_sglang.plugin.drafts import DRAFTED, draft_runners
+from impress_sglang.plugin.drafts import draft_runners
 from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import (
-    WINDOWED,
+    UNLIKE,
     PoolLayers,
     full_pool,
     index_keys,
@@ -65,20 +65,20 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     pool, model_dtype = runner.token_to_kv_pool, runner.model_config.dtype
     streams, windows = streams_of(full_pool(pool), model_dtype), window_pool(pool)
     drafts = draft_runners(context.tp_worker)
-    for own in drafts:
-        streams_of(own.token_to_kv_pool, own.model_config.dtype)
+    further = [streams_of(own.token_to_kv_pool, own.model_config.dtype) for own in drafts]
+    kind = "a draft model's KVs"
     if windows is not None:
-        check_alone(options, "the pool of layers with sliding windows", _ONE_POOL)
-        streams_of(windows, model_dtype)
+        check_alone(options, "windows in a pool of their own", _ONE_POOL)
+        further, kind = [streams_of(windows, model_dtype)], "the KVs of layers with sliding windows"
     stateful = hasattr(runner.req_to_token_pool, "mamba_pool")
     if stateful:
-        check_alone(options, "states beside KVs", by_head=True)
-    if not (ranks.alone or drafts or stateful):
-        # Each rank has states of its own, and drafts may share their heads in another way.
+        check_alone(options, "states beside KVs")
+    if not (ranks.alone or further or stateful):
+        # Each rank has states of its own, and drafts or windows may have other heads to share.
         heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()
         ranks.copies = max(tp_size // heads, 1)
-    why = DRAFTED if drafts else WINDOWED if windows is not None else STATEFUL if stateful else ""
-    if no_codes := streams.no_codes or why:
+    unlike = UNLIKE.format(kind) if any(own != streams for own in further) else ""
+    if no_codes := streams.no_codes or unlike or STATEFUL * stateful:
         config = config.without_codes(no_codes)
         logger.info("prefixes are loaded exactly: %s", no_codes)
     attend_rectangularly(runner.attn_backend)

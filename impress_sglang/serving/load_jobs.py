@@ -237,14 +237,13 @@ class LoadJob:
             self.store.close_source(source)
 
     def bring_rows(self, first: int, fill: FillLayer) -> None:
-        """Bring the layers from `first` on: its last tokens, with sliding windows, or its state.
-
-        Raises:
-            PrefixUnreadable, JobRevoked: see `bring`.
-        """
+        """As `bring`, the layers from `first` on of its last tokens (windows), or its state."""
         assert self.rows is not None
         spans = self.behind or self.match.slice(self.stop - len(self.rows), self.stop)
-        source = self.store.open_whole(spans, exact=True)
+        if any(own.segment.info.windows_from > own.start for own in spans):
+            # Another rank can go on behind fewer tokens than this one.
+            raise PrefixUnreadable("", "its windows are gone")
+        source = self.store.open_whole(spans, exact=self.kv_class.exact)
         source.layer, source.next_ahead = first - 1, first
         try:
             self.store.ahead.join(source)

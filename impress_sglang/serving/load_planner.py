@@ -55,7 +55,7 @@ class LoadPlanner:
         `beyond`: how many tokens behind a slot's own its KVs depend on. `packed` are the layers
         behind those of the pool. `states`: whether prefixes must have one where they end.
         """
-        self._states = states
+        self.states = states
         self._service = service
         self._config = service.config
         self._page_size = page_size
@@ -89,7 +89,7 @@ class LoadPlanner:
         usable = self.whole_pages(max(match.num_tokens - self.beyond, 0))
         if self._windows is not None:
             usable = match.with_windows(self._windows.window, self._page_size)
-        if self._states:
+        if self.states:
             # Some may be inside a page: its size was another one.
             ends = self._service.store.tree.states_in(match)
             usable = next(
@@ -99,7 +99,7 @@ class LoadPlanner:
 
     def behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
         """The state where a match ends, if there are states."""
-        return self._service.store.tree.state_behind(match) if self._states else ()
+        return self._service.store.tree.state_behind(match) if self.states else ()
 
     def plan(
         self, namespace: str, tokens: Tokens, resident_len: int, own: KVClass

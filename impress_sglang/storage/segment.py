@@ -44,6 +44,8 @@ _SHARED = 1024
 
 Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
+STATE_TOKEN = -1
+"""Stands for a part of a state, which is stored as KVs of such tokens behind its prefix."""
 # Per layer, head group and token: the row of the token in the head group's columns (paper,
 # 4.4.1).
 MappingLists = npt.NDArray[np.unsignedinteger[Any]]
@@ -87,6 +89,11 @@ class SegmentInfo:
     def num_tokens(self) -> int:
         """Tokens in this segment."""
         return len(self.tokens)
+
+    @property
+    def prompt_tokens(self) -> Tokens:
+        """Those of a prompt; none if it is a state."""
+        return self.tokens[: 0 if self.tokens[0] == STATE_TOKEN else None]
 
     @property
     def approximate(self) -> bool:

@@ -153,7 +153,7 @@ class Purge:
         given_up = store.writes.discard([*writes, *going], Cause.PURGED)
         return Purged(
             segment_ids=tuple(own.segment_id for own in going),
-            tokens=sum(own.info.num_tokens for own in going),
+            tokens=sum(len(own.info.prompt_tokens) for own in going),
             bytes=sum(own.file_bytes for own in going),
             writes=given_up,
             unpinned=unpinned,

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 
-STATE_TOKEN = -1
-"""Stands for a part of a state, which is stored as KVs of such tokens behind its prefix."""
 SegmentUse: TypeAlias = tuple[str, int, int, str]
 """Name, last access and hits of a segment, and the name of what it builds on."""
 

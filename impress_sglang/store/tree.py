@@ -29,20 +29,20 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common_prefix_len
+from impress_sglang.storage.segment import (
+    STATE_TOKEN,
+    Priority,
+    SegmentInfo,
+    Tokens,
+    common_prefix_len,
+)
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.nodes import Node, deepest_first
-from impress_sglang.store.stored import (
-    STATE_TOKEN,
-    SegmentState,
-    StoredMatch,
-    StoredSegment,
-    StoredSpan,
-)
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 
 _start = operator.attrgetter("start")
-# In how many of its nodes a segment is checked.
+# In how many of its nodes a segment is checked, and of a match states are looked for.
 _MOST_NODES = 256
 
 
@@ -104,11 +104,18 @@ class StoredTree:
         return StoredMatch(tuple(spans))
 
     def states_in(self, match: StoredMatch) -> Iterator[int]:
-        """How many tokens of a match are before each state that may be read now, the last first."""
-        now, first = time.time(), match.num_tokens
+        """How many tokens of a match are before each state that may be read now, the last first.
+
+        Only the last nodes are looked at: requests wait meanwhile.
+        """
+        now, first, left = time.time(), match.num_tokens, _MOST_NODES
         for span in reversed(match.spans):
             first -= len(span)
-            for node in reversed(self._paths[span.segment.segment_id]):
+            path = self._paths[span.segment.segment_id]
+            stop = bisect.bisect_left(path, span.stop, key=_start)
+            nodes = path[max(stop - left, 0) : stop]
+            left -= len(nodes)
+            for node in reversed(nodes):
                 if span.start < node.stop <= span.stop and _state_below(node, now):
                     yield first + node.stop - span.start
 

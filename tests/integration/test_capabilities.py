@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,9 +117,8 @@ def test_models_with_windows(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
-    check_alone(options(speculative_algorithm="NGRAM"), "windows")
+    check_alone(options(speculative_algorithm="NGRAM", tp_size=2), "windows")
     others = {
-        "tp_size": 2,
         "pp_size": 2,
         "speculative_algorithm": "EAGLE",
         "disaggregation_mode": "prefill",
@@ -126,11 +126,6 @@ def test_a_pool_for_windows_beside_what_it_is_not_restored_for() -> None:
     for name, value in others.items():
         with pytest.raises(UnsupportedError, match=f"drop --{name.replace('_', '-')} {value}"):
             check_alone(options(**{name: value}), "windows")
-    states = options(tp_size=2)
-    check_alone(states, "states", by_head=True)
-    states.pp_size = 2
-    with pytest.raises(UnsupportedError, match=r"in one stage.*drop --pp-size 2"):
-        check_alone(states, "states", by_head=True)
 
 
 @pytest.mark.parametrize("module", [llama, mistral, qwen2, qwen3])
@@ -322,9 +317,18 @@ def test_several_ranks_may_have_adapters_and_drafts(own: dict[str, Any]) -> None
     check_options(ImpressConfig(), options(tp_size=2, **own))
 
 
-def test_a_server_that_prefills_for_others_has_whole_prefixes() -> None:
-    prefill = options(disaggregation_mode="prefill")
-    check_options(ImpressConfig(), prefill)
-    for config in (ImpressConfig(policy="paper"), ImpressConfig(blend=0.15)):
-        with pytest.raises(UnsupportedError, match="no KVs to send"):
-            check_options(config, prefill)
+@pytest.mark.parametrize(
+    ("own", "others", "words"),
+    [
+        ({"disaggregation_mode": "prefill"}, ({"policy": "paper"}, {"blend": 0.15}), "no KVs to"),
+        ({"speculative_algorithm": "EAGLE"}, ({"basis": "a"}, {"blend": 0.15}), "without drafts"),
+    ],
+)
+def test_what_has_whole_prefixes_of_one_model(
+    own: dict[str, Any], others: Sequence[dict[str, Any]], words: str
+) -> None:
+    """Servers that prefill for others, and those that draft."""
+    check_options(ImpressConfig(), options(**own))
+    for other in others:
+        with pytest.raises(UnsupportedError, match=words):
+            check_options(ImpressConfig(**other), options(**own))

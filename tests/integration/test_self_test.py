@@ -135,7 +135,8 @@ def windows(dtype: torch.dtype = torch.float32, **how: Any) -> SWAKVPool:
 @pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
 def test_pools_with_windows(dtype: torch.dtype) -> None:
     pool = windows(dtype)
-    run(pool=pool, policy="as", model_dtype=torch.bfloat16)
+    # In few bits as well, if others are.
+    run(pool=pool, model_dtype=dtype if dtype in DTYPES else torch.bfloat16)
     assert not pool.full_to_swa_index_mapping[:-1].any(), "nobody has a row"
 
 
@@ -184,6 +185,8 @@ def test_pools_of_drafts(heads: int, dim: int) -> None:
         return kind(300, 1, dtype, heads, dim, 2, "cpu", enable_memory_saver=False)
 
     run(policy="as", draft=drafts(MHATokenToKVPool))
+    if (heads, dim) == (2, 16):
+        run(draft=drafts(MHATokenToKVPool, torch.float32))
     run(policy="as", draft=drafts(MHATokenToKVPool, torch.float8_e5m2))
     for kind in (Scaled, Shifted, Copied):
         with pytest.raises(UnsupportedError, match="layer 0"):

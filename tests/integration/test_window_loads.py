@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,7 +51,10 @@ class WindowWorld(TreeWorld):
     def shape_with(self, layers: PoolLayers) -> KVShape:
         page = self.allocator.page_size
         shape = dataclasses.replace(SHAPE, num_layers=len(WHOLE), code_bits=0.0)
-        return layers.add(shape, [self.pool.swa_kv_pool], -(-WINDOW // page) * page)
+        shape = layers.add(shape, [self.pool.swa_kv_pool], -(-WINDOW // page) * page)
+        # Behind those of the others.
+        assert [*map(layers.number, (*WHOLE, *WINDOWED))] == [0, 1, 2, 3]
+        return shape
 
     def place(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         number, windowed = self.pool.layers_mapping[layer]
@@ -159,6 +164,7 @@ def test_rows_that_were_evicted_come_back(world: WindowWorld, page: int) -> None
 def test_only_what_has_its_rows_is_restored(world: WindowWorld, page: int) -> None:
     """As if the prompt had been computed in chunks."""
     prompt = draw(9, 768)
+    at_384 = mock.patch.object(world.cache._planner, "usable", lambda _: 384)
     req = world.request("chunks", prompt)
     world.settle(req)
     world.admit(req)
@@ -169,8 +175,10 @@ def test_only_what_has_its_rows_is_restored(world: WindowWorld, page: int) -> No
     world.end(req)
     world.service.store.writes.drain()
     world.flush()
-    assert world.run("fork", [*prompt[:500], 1])["path"] == "computed"
-    world.flush()
+    for name, planned in (("fork", nullcontext()), ("as another rank can go on", at_384)):
+        with planned:
+            assert world.run(name, [*prompt[:500], 1])["path"] == "computed"
+        world.flush()
     window = -(-WINDOW // page) * page
     least = [*prompt[: 512 + window], *draw(10, 20)]
     # What the fork has stored is followed by what has no rows, and that by what has.

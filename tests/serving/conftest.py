@@ -102,6 +102,12 @@ def roomy(serve: Serve) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture
+def at_length(request: pytest.FixtureRequest) -> bool:
+    """Whether all is tried, `--full-matrix`, and not only what is usual."""
+    return bool(request.config.getoption("full_matrix"))
+
+
 @pytest.fixture(autouse=True)
 def _stays_whole(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test that has it, the server that its module names is idle and holds nothing."""

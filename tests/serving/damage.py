@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
@@ -25,10 +26,10 @@ def ends_with(prompt: list[int], tokens: list[int]) -> bool:
     return prompt[-len(tokens) :] == tokens
 
 
-def store_damaged(server: Server, length: int, seed: int) -> list[int]:
+def store_damaged(server: Server, length: int, seed: int, **fields: Any) -> list[int]:
     """A prefix on SSD with a byte flipped in a layer after the first one."""
     before = segments(server)
-    prefix = server.store(length, seed)
+    prefix = server.store(length, seed, **fields)
     # Its state, if there is one, is written behind it.
     flip_value(min(segments(server) - before, key=lambda own: own.stat().st_mtime_ns))
     return prefix

@@ -217,16 +217,16 @@ class Server:
         assert not any(pool[kind] for kind in pool if kind != "tokens"), pool
         self.assert_quiet()
 
-    def store(self, length: int, seed: int) -> list[int]:
+    def store(self, length: int, seed: int, **fields: Any) -> list[int]:
         """A prefix that is on SSD only."""
         prefix = random_tokens(length, seed)
-        self.store_prompts(prefix)
+        self.store_prompts(prefix, **fields)
         return prefix
 
-    def store_prompts(self, *prompts: Sequence[int]) -> None:
+    def store_prompts(self, *prompts: Sequence[int], **fields: Any) -> None:
         """These are on SSD only."""
         for prompt in prompts:
-            self.generate(prompt, 1)
+            self.generate(prompt, 1, **fields)
         self.flush()
 
     def abort_in_every_phase(self, prompts: Sequence[Sequence[int]]) -> None:

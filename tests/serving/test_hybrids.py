@@ -118,4 +118,6 @@ def test_states_at_the_ends_of_prompts(serve: Serve, model: Path) -> None:
         loaded = server.generate([*prompt, 5], 16, return_logprob=True)
         assert report(loaded)["loaded_tokens"] == len(prompt)
         assert_same([resident], [loaded], 1e-5)
+        # With the state at its end, which is none of a block.
+        assert server.post("/impress/pin", input_ids=prompt).json()["tokens"] == len(prompt)
         server.assert_whole()

@@ -6,13 +6,14 @@ Of such layers prefixes are restored where all before the next token is stored, 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.harness import WINDOWS
-from tests.serving.test_pools import assert_comes_back
+from tests.serving.test_pools import assert_comes_back, assert_comes_in_few_bits
 from tests.serving.tiny_models import WINDOW, make_model, random_tokens
 
 TOLERANCE = 1e-4
@@ -20,30 +21,33 @@ TOLERANCE = 1e-4
 CRAMPED = ("--max-total-tokens=5120", "--swa-full-tokens-ratio=0.3", "--chunked-prefill-size=512")
 
 
-@pytest.fixture(scope="module", params=["cohere2", "olmo3"])
-def family(request: pytest.FixtureRequest) -> str:
-    """The first has a pool for layers with windows, the other one pool for all."""
-    name: str = request.param
-    return name
+@pytest.mark.parametrize(
+    ("family", "ranks", "usual"),
+    [
+        *(("cohere2", 1, False), ("cohere2", 2, True)),
+        *(("olmo3", 1, True), ("olmo3", 2, False)),
+    ],
+)
+def test_windows(
+    serve: Serve, workdir: Path, family: str, ranks: int, usual: bool, at_length: bool
+) -> None:
+    """Also behind a fork, in few bits, and after a restart.
 
-
-@pytest.fixture(scope="module")
-def model(workdir: Path, family: str) -> Path:
-    return make_model(family, workdir / family)
-
-
-def test_windows(serve: Serve, model: Path, family: str) -> None:
-    """Also behind a fork, and after a restart."""
-    flags = ("--max-total-tokens=9000", "--impress-keep=auto", "--impress-bits=exact")
+    The first family has a pool for layers with windows, the other one pool for all.
+    """
+    if not (usual or at_length):
+        pytest.skip("it takes long, with --full-matrix")
+    flags = ("--max-total-tokens=9000", "--impress-bits=exact")
+    name, model = f"windows-{family}-{ranks}", make_model(family, workdir / family)
+    how: dict[str, Any] = {"model": model, "preload": WINDOWS, "ranks": ranks}
     prompt = random_tokens(1500, seed=1)
     fork = [*prompt[:700], *random_tokens(100, seed=2)]
-    with serve(f"windows-{family}", *flags, model=model, preload=WINDOWS) as server:
-        said = "layers with sliding windows are stored with the others" in server.log_text()
-        assert said == (family == "cohere2")
+    with serve(name, *flags, **how) as server:
         computed = server.generate(fork, 16, return_logprob=True)
         server.store_prompts(prompt)
         assert_comes_back(server)
-    with serve(f"windows-{family}", *flags, model=model, preload=WINDOWS) as server:
+        assert_comes_in_few_bits(server)
+    with serve(name, *flags, **how) as server:
         # What was stored of the fork is not what its beginning is loaded from.
         for _ in range(2):
             answer = server.generate([*prompt[:700], *fork[700:]], 16, return_logprob=True)
@@ -57,7 +61,7 @@ def test_rows_for_few_tokens(serve: Serve, workdir: Path, page: int) -> None:
     """Prompts are computed in chunks, and what is behind a window is overwritten before the end."""
     model = make_model("cohere2", workdir / "cohere2")
     prompts = [random_tokens(900, seed=10 + number) for number in range(6)]
-    flags = (*CRAMPED, "--impress-keep=auto", f"--page-size={page}")
+    flags = (*CRAMPED, "--impress-bits=exact", f"--page-size={page}")
     with serve(f"few-rows-{page}", *flags, model=model, preload=WINDOWS) as server:
         computed = [server.generate(prompt, 16, return_logprob=True) for prompt in prompts]
         server.flush()

@@ -74,6 +74,7 @@ def test_the_state_behind_a_pinned_prefix_stays(
     bench.put(store, (*prompt(1), -1, -1))
     bench.put_all(store, *range(50, 58))
     assert length(store, (*prompt(1), -1, -1)) == 10
+    assert forget(store, prompt(1)).tokens == 8
 
 
 def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench: Workbench) -> None:

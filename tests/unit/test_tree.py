@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store import tree as tree_module
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
@@ -131,6 +133,8 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
     tree.touch(tree.match("", as_tokens(P)))
     used = [own for own in tree.segments() if own.hits and own.last_access == tree.order.now]
     assert [own.segment_id for own in used] == ["a", "between"]
+    with mock.patch.object(tree_module, "_MOST_NODES", 2):
+        assert ends([*P, 7, 8, 9]) == [(8, "behind", 2), (6, "between", 2)]
     late.state = SegmentState.SUSPECT
     assert ends([*P, 7, 8]) == [(6, "between", 2), (3, "inside", 2)]
     assert not tree.state_behind(tree.match("", as_tokens([*P, 7, 8])))

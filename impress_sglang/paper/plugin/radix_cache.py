@@ -73,7 +73,7 @@ class ImpressRadixCache(RadixCache):
             adapters=adapters,
         )
         self._known = shared.known
-        self._saves = saves = WriteBack(shared, QuerySampler(model))
+        self._saves = saves = WriteBack(shared, QuerySampler(model, layers.number))
         self._requests = KnownRequests(shared, saves.sight)
         self._reports = RequestReports(shared, counts=saves.sights is not None)
         self._plans: dict[str, LoadPlan] = {}
