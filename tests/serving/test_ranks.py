@@ -125,14 +125,17 @@ def test_exact_answers_are_those_of_one_rank(ranks: Server, stock: Server) -> No
 
 
 def test_answers_in_few_bits_are_those_of_one_rank(ranks: Server, roomy: Server) -> None:
-    bits = {"impress_bits": 6}
-    prompts = [random_tokens(700, 200 + number) for number in range(6)]
-    told = []
-    for server in (roomy, ranks):
-        server.store_prompts(*prompts)
-        told.append(ask_all(server, prompts, **bits))
+    assert_same_in_few_bits(roomy, ranks, 200)
+
+
+def assert_same_in_few_bits(server: Server, ranks: Server, seed: int) -> None:
+    """Both load what they stored."""
+    prompts, told = [random_tokens(700, seed + number) for number in range(4)], []
+    for own in (server, ranks):
+        own.store_prompts(*prompts)
+        told.append(ask_all(own, prompts, impress_bits=6))
         assert set(paths(told[-1])) == {"ssd"}
-        assert {report(own)["bits"] for own in told[-1]} == {6.0}
+        assert {report(answer)["bits"] for answer in told[-1]} == {6.0}
     for one, two in zip(*told, strict=True):
         assert one["output_ids"] == two["output_ids"]
 
@@ -268,16 +271,21 @@ def test_what_the_agreement_costs(
 
 
 def test_a_file_that_is_gone_or_damaged_on_one_rank(ranks: Server, stock: Server) -> None:
-    prompts = [random_tokens(900, 300 + number) for number in range(2)]
-    before = set(second(ranks).glob("segments/*/*.kv"))
-    ranks.store_prompts(*prompts)
-    gone, damaged = sorted(set(second(ranks).glob("segments/*/*.kv")) - before)
+    assert_stored_again(ranks, stock, 300)
+
+
+def assert_stored_again(server: Server, stock: Server, seed: int) -> None:
+    """What the second rank has lost all compute, and load the next time."""
+    prompts = [random_tokens(900, seed + number) for number in range(2)]
+    before = set(second(server).glob("segments/*/*.kv"))
+    server.store_prompts(*prompts)
+    gone, damaged = sorted(set(second(server).glob("segments/*/*.kv")) - before)
     gone.unlink()
     flip_value(damaged)
-    assert same_as(stock, ranks, prompts, **EXACT) == ["computed"] * 2
-    wait_until(lambda: is_well(ranks), HANGS_S)
-    ranks.flush()
-    assert same_as(stock, ranks, prompts, **EXACT) == ["ssd"] * 2
+    assert same_as(stock, server, prompts, **EXACT) == ["computed"] * 2
+    wait_until(lambda: is_well(server), HANGS_S)
+    server.flush()
+    assert same_as(stock, server, prompts, **EXACT) == ["ssd"] * 2
 
 
 def second(server: Server) -> Path:

@@ -1,32 +1,37 @@
-"""Two stages of a pipeline, over gloo: answers are those of one, also if a stage loses what it
-stores."""
+"""Two stages of a pipeline, over gloo, one of two layers and one of one: answers are those of one
+stage, also if one loses what it stores or is killed."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.fault_control import FaultControl
-from tests.serving.compare import assert_same, paths, report
-from tests.serving.conftest import Serve
-from tests.serving.damage import flip_value
-from tests.serving.harness import SKEWED, Server
+from tests.faults import Rule
+from tests.serving.compare import assert_same
+from tests.serving.conftest import Serve, impress_flags
+from tests.serving.harness import SKEWED, Server, Zygote, running
 from tests.serving.test_ranks import (
     EXACT,
     HANGS_S,
     MANY,
+    SECOND,
     SKEWS,
     TOLERANCE,
     ask_all,
+    assert_same_in_few_bits,
+    assert_stored_again,
     differ,
-    is_well,
     prompts_of,
     same_as,
     second,
+    told_by,
     watched,
 )
 from tests.serving.tiny_models import random_tokens
@@ -43,11 +48,20 @@ def control(workdir: Path) -> FaultControl:
 
 
 @pytest.fixture(scope="module")
-def stages(serve: Serve, control: FaultControl) -> Iterator[Server]:
-    """Its second life."""
+def stages(
+    serve: Serve, control: FaultControl, workdir: Path, tiny_llama: Path, zygote: Zygote
+) -> Iterator[Server]:
+    """Its second life: in the first one a stage was killed, which ended the server."""
     how: dict[str, Any] = {"stages": 2, "faults": control, "preload": SKEWED}
-    with serve("stages", *FLAGS, **how) as server:
+    flags = impress_flags(workdir / "store-stages", *FLAGS)
+    with running(tiny_llama, workdir / "killed.log", *flags, zygote=zygote, **how) as server:
         server.store_prompts(BEFORE)
+        control.set(kill := Rule("kill", "rename", SECOND))
+        with contextlib.suppress(requests.RequestException):
+            server.store_prompts(random_tokens(900, 701))
+        wait_until(lambda: not server.process.alive(), HANGS_S)
+        assert control.hits()[kill.name] == 1
+    control.set()
     with serve("stages", *FLAGS, **how) as server:
         yield server
 
@@ -57,30 +71,16 @@ def test_exact_answers_are_those_of_one_stage(stages: Server, stock: Server) -> 
     assert same_as(stock, stages, prompts, **EXACT)[0] == "ssd"
     stages.flush()
     assert same_as(stock, stages, prompts, **EXACT).count("ssd") > 6
+    one, two = told_by(stages, [])
+    assert one["tree"] == two["tree"]
 
 
 def test_answers_in_few_bits_are_those_of_one_stage(stages: Server, roomy: Server) -> None:
-    prompts, told = [random_tokens(700, 710 + number) for number in range(4)], []
-    for server in (roomy, stages):
-        server.store_prompts(*prompts)
-        told.append(ask_all(server, prompts, impress_bits=6))
-        assert set(paths(told[-1])) == {"ssd"}
-        assert {report(own)["bits"] for own in told[-1]} == {6.0}
-    for one, two in zip(*told, strict=True):
-        assert one["output_ids"] == two["output_ids"]
+    assert_same_in_few_bits(roomy, stages, 710)
 
 
 def test_a_file_that_is_gone_or_damaged_on_one_stage(stages: Server, stock: Server) -> None:
-    prompts = [random_tokens(900, 720 + number) for number in range(2)]
-    before = set(second(stages).glob("segments/*/*.kv"))
-    stages.store_prompts(*prompts)
-    gone, damaged = sorted(set(second(stages).glob("segments/*/*.kv")) - before)
-    gone.unlink()
-    flip_value(damaged)
-    assert same_as(stock, stages, prompts, **EXACT) == ["computed"] * 2
-    wait_until(lambda: is_well(stages), HANGS_S)
-    stages.flush()
-    assert same_as(stock, stages, prompts, **EXACT) == ["ssd"] * 2
+    assert_stored_again(stages, stock, 720)
 
 
 def test_orders_and_weights_reach_all_stages_between_batches(
