@@ -86,7 +86,11 @@ class TreeSlots:
     def is_idle(self) -> bool:
         """See `SlotPool.is_idle`."""
         scheduler, last = self._scheduler, self._scheduler.last_batch
-        ended = last is None or all(own.finished() for own in last.reqs)
+        # In a pipeline, `running_batch` and `last_batch` are those of this pass alone. Of others a
+        # stage hears the result at a fixed pass, as the others do: so all stages say the same.
+        others = *getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ())
+        batches = [own for own in (last, *others) if own is not None]
+        ended = all(own.finished() for batch in batches for own in batch.reqs)
         # What a prefill server sends has slots that come back.
         sends = bool(getattr(scheduler, "disagg_prefill_inflight_queue", None))
         runs = scheduler.chunked_req is not None or not scheduler.running_batch.is_empty()

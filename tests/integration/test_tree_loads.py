@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,20 +256,22 @@ def test_a_pass_begins_early_only_beside_nobody(
         world.poll()
 
 
-def test_what_is_sent_to_others_gives_its_slots_back(tmp_path: Path) -> None:
-    """A prefill server runs nothing, and has no room until it was sent."""
+@pytest.mark.parametrize("where", ["disagg_prefill_inflight_queue", "running_mbs", "mbs"])
+def test_what_is_sent_or_in_another_batch_gives_its_slots_back(tmp_path: Path, where: str) -> None:
+    """A prefill server, or a pass of a pipeline, runs nothing, and has no room before its end."""
     world = TreeWorld(tmp_path, size=512, write_after=1, load="always", blend="off")
     world.run("first", STORED)
     world.flush()
     sent = world.request("sent", draw(6, 300))
     world.admit(sent)
     world.compute(sent)
-    world.scheduler.disagg_prefill_inflight_queue = [sent]
+    held = [sent] if where.startswith("disagg") else [None, SimpleNamespace(reqs=[sent])]
+    setattr(world.scheduler, where, held)
     req = world.request("next", ASKED)
     for _ in range(3):
         world.poll()
         assert world.waits(req), "it would be computed, as soon as there is room"
-    world.scheduler.disagg_prefill_inflight_queue = []
+    setattr(world.scheduler, where, [])
     world.end(sent)
     world.settle(req)
     world.admit(req)

@@ -3,9 +3,9 @@ which tells what its ranks have:
 
     POST /tests/ranks {"prompts": [[1, 2, 3]]}
 
-Of each rank a digest of SGLang's tree and free slots, how much of each prompt its store has, and
-since the start: passes of the scheduler, votes in them, nanoseconds of CPU time and of time of the
-scheduler's thread, and of its votes.
+Of each rank a digest of SGLang's tree, of free slots, and of whether each pass found it idle; how
+much of each prompt its store has; and since the start: passes of the scheduler, votes in them,
+nanoseconds of CPU time and of time of the scheduler's thread, and of its votes.
 
 The operations are `job`, on the loader's thread before it opens what a job reads, and `match`, on
 the scheduler's; their paths are as if of segments.
@@ -39,6 +39,7 @@ from tests.faults import FaultyFileSystem
 _open, _match, _agree = LoadJob.open, PrefixStore.match, Agreement.agree
 _poll = ImpressTreeCache.check_hicache_events
 _cost = Counter[str]()
+_idle = hashlib.sha256()
 
 
 def _enter(store: PrefixStore, operation: str) -> str | None:
@@ -74,6 +75,8 @@ def _agree_counted(agreement: Agreement, *votes: Any) -> Any:
 
 def _poll_counted(tree: ImpressTreeCache) -> None:
     _cost["passes"] += 1
+    if tree.loads is not None:
+        _idle.update(bytes([tree.loads.jobs._pool.is_idle()]))
     _cost["ns"] = time.thread_time_ns()
     _cost["wall_ns"] = time.perf_counter_ns()
     _poll(tree)
@@ -88,7 +91,7 @@ def _tell(cache: ServedCache, asked: Any) -> list[Any]:
             value = None if part.value is None else [*map(int, part.value)]
             nodes.append((list(node.key or ()), value, part.lock_ref))
     free = tree.token_to_kv_pool_allocator.available_size()
-    state = json.dumps([nodes, free], default=str)
+    state = json.dumps([nodes, free, _idle.hexdigest()], default=str)
     store = cache.service.served.store
     space = namespace_of(asked)
     found = [_match(store, space, as_tokens(own)).num_tokens for own in asked.value]
