@@ -19,7 +19,7 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashes
 from impress_sglang.store.stored import StoredSegment
 
-# How many prefixes are remembered: those of four million tokens, in 1.1 MB.
+# How many prefixes are remembered, a power of two: those of four million tokens, in 1.1 MB.
 _PLACES = 1 << 16
 
 
@@ -50,16 +50,12 @@ class Loss:
 class Losses:
     """The losses of one store; owned by one thread."""
 
-    def __init__(
-        self, *, places: int = _PLACES, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`places`, a power of two: the most prefixes that are remembered."""
-        assert places & (places - 1) == 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._hashes = PrefixHashes()
         self._clock = clock
-        self._names = np.zeros(places, np.uint64)
-        self._times = np.zeros(places)
-        self._causes = np.zeros(places, np.uint8)
+        self._names = np.zeros(_PLACES, np.uint64)
+        self._times = np.zeros(_PLACES)
+        self._causes = np.zeros(_PLACES, np.uint8)
 
     def note(self, segment: StoredSegment, cause: Cause) -> None:
         """Note that a segment is about to leave the tree."""

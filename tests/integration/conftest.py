@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints import http_server
 
+from impress_sglang.plugin import routes
 from tests.integration.worlds import World, install_hooks
 
 
@@ -32,3 +36,13 @@ def no_slot_is_lost(world: World) -> Iterator[None]:
     yield
     world.settle()
     world.check_slots()
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    """Of the routes alone."""
+    app = FastAPI()
+    monkeypatch.setattr(http_server, "app", app)
+    routes.add_routes()
+    app.dependency_overrides[routes.refuse_foreign] = lambda: None
+    return TestClient(app)

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
-from sglang.srt.entrypoints import http_server
 
 from impress_sglang.plugin import admin, routes, sweeps
 from impress_sglang.plugin.admin import handle
-from impress_sglang.plugin.routes import NotDone, carry_out, fields_of
+from impress_sglang.plugin.routes import carry_out
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Priority, read_header
+from tests.integration.test_routes import manager_of
 from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.store_factory import check_index
 from tests.unit.waiting import wait_until
 
-VOCAB = 1000
+pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
 
 @pytest.fixture
 def options() -> dict[str, Any]:
     return {"load": "always"}
-
-
-@pytest.fixture
-def world(world: World) -> Iterator[World]:
-    """No slot is lost; most orders are read without one."""
-    yield world
-    world.settle()
-    world.check_slots()
 
 
 def told(world: World, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
@@ -231,167 +219,6 @@ def test_a_request_says_before_what_it_goes(world: World, wish: str) -> None:
     assert [own["priority"] for own in rows] == [wish]
 
 
-class Tokenizer:
-    def encode(self, text: str) -> list[int]:
-        return [*map(ord, text)]
-
-
-def manager_of(**fields: Any) -> SimpleNamespace:
-    """Stands in for SGLang's tokenizer manager."""
-    model_config = SimpleNamespace(vocab_size=VOCAB)
-    return SimpleNamespace(context_len=5, model_config=model_config, **fields)
-
-
-def test_bodies_are_read() -> None:
-    own = fields_of("pin", {"text": "abc", "extra_key": "t", "cache_salt": ""}, Tokenizer(), VOCAB)
-    assert own == {"input_ids": [97, 98, 99], "extra_key": "t"}
-    assert fields_of("purge", {"all": True}, None, VOCAB) == {"everything": True}
-    assert fields_of("purge", {"extra_key": None}, None, VOCAB) == {}
-    old = fields_of("purge", {"all": True, "older_than": 5}, None, VOCAB)
-    assert old == {"everything": True, "older_than": 5}
-    assert fields_of("warm", {"input_ids": [1]}, None, VOCAB) == {"input_ids": [1]}
-
-
-@pytest.mark.parametrize(
-    ("verb", "body"),
-    [
-        ("purge", None),
-        ("purge", {}),
-        ("purge", []),
-        ("purge", {"all": False}),
-        ("purge", {"all": 1}),
-        ("purge", {"all": True, "extra_key": "t"}),
-        ("purge", {"input_ids": []}),
-        ("purge", {"input_ids": [-1]}),
-        ("purge", {"input_ids": [VOCAB]}),
-        ("purge", {"input_ids": [True]}),
-        ("purge", {"input_ids": "1"}),
-        ("purge", {"text": 1}),
-        ("purge", {"text": "a", "input_ids": [1]}),
-        ("purge", {"text": ""}),
-        ("purge", {"prefix": [1]}),
-        ("purge", {"extra_key": 1}),
-        ("purge", {"older_than": 5}),
-        ("purge", {"older_than": -1, "all": True}),
-        ("purge", {"older_than": None, "all": True}),
-        ("purge", {"older_than": True, "all": True}),
-        ("purge", {"older_than": float("inf"), "all": True}),
-        ("pin", {"older_than": 5, "input_ids": [1]}),
-        ("pin", {"extra_key": "t"}),
-        ("unpin", {"all": True}),
-        ("warm", {"cache_salt": "t"}),
-    ],
-)
-def test_wrong_orders_are_refused(verb: str, body: object) -> None:
-    with pytest.raises(ValueError, match=r"[a-z]"):
-        fields_of(verb, body, Tokenizer(), VOCAB)
-
-
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
-    """Of the routes alone."""
-    app = FastAPI()
-    monkeypatch.setattr(http_server, "app", app)
-    routes.add_routes()
-    app.dependency_overrides[routes.refuse_foreign] = lambda: None
-    return TestClient(app)
-
-
-def test_what_is_no_prompt_never_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "tokenizer_manager", manager_of)
-    monkeypatch.setattr(routes, "send", None)
-    with pytest.raises(ValueError, match="at most 5 tokens"):
-        asyncio.run(carry_out("why", {"input_ids": [1] * 6}))
-
-
-@dataclasses.dataclass
-class Warming:
-    """Requests that are made of orders to warm, how each ends, and what becomes of its prefix."""
-
-    asked: list[Any] = dataclasses.field(default_factory=list)
-    ends: list[Any] = dataclasses.field(default_factory=list)
-    whys: list[Any] = dataclasses.field(default_factory=list)
-
-    async def generate_request(self, request: Any, _: None) -> AsyncIterator[dict[str, Any]]:
-        self.asked.append(request)
-        end = self.ends.pop(0) if self.ends else {"type": "length"}
-        if isinstance(end, Exception):
-            raise end
-        yield {"meta_info": {"finish_reason": end, "impress": {"path": "computed"}}}
-
-    async def send(self, verb: str, *, input_ids: list[int], **_: Any) -> dict[str, Any]:
-        assert verb == "warm"
-        why = self.whys.pop(0) if self.whys else {"reason": "never_stored", "rest": None}
-        if "error" in why:
-            raise NotDone(why["error"])
-        return {"tokens": len(input_ids), "stored_tokens": 0, "why": why}
-
-
-@pytest.fixture
-def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
-    own = Warming()
-    manager = manager_of(tokenizer=Tokenizer(), generate_request=own.generate_request)
-    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    monkeypatch.setattr(routes, "send", own.send)
-    return own
-
-
-def why(reason: Reason, rest: Reason | None = None) -> dict[str, Any]:
-    return {"reason": reason, "rest": rest}
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "outcome"),
-    [
-        (why(Reason.NEVER_STORED), why(Reason.BEING_WRITTEN), "being_written"),
-        (why(Reason.NEVER_STORED), why(Reason.STORED), "stored"),
-        (why(Reason.STORED, Reason.EVICTED), why(Reason.STORED), "stored"),
-        (why(Reason.STORED, Reason.EVICTED), why(Reason.STORED, Reason.NO_ROOM), "not_stored"),
-        (why(Reason.STORED), why(Reason.STORED, Reason.BEING_WRITTEN), "being_written"),
-        (why(Reason.STORED), why(Reason.STORED), "stored_before"),
-        (why(Reason.NO_ROOM), why(Reason.NO_ROOM), "not_stored"),
-    ],
-)
-def test_warming_says_what_became_of_a_prefix(
-    warming: Warming, before: Any, after: Any, outcome: str
-) -> None:
-    warming.whys = [before, after]
-    answer = asyncio.run(carry_out("warm", {"input_ids": [1, 2]}))
-    assert answer == {
-        "tokens": 2,
-        "stored_tokens": 0,
-        "why": after,
-        "path": "computed",
-        "outcome": outcome,
-    }
-
-
-ABORTED = {"type": "abort", "message": "Aborted"}
-
-
-@pytest.mark.parametrize(
-    ("end", "status", "words"),
-    [
-        (ABORTED, 503, "aborted (Aborted)"),
-        (HTTPException(503, "The request queue is full."), 503, "queue is full"),
-        (HTTPException(500, "no"), 500, "no"),
-        (ValueError("too long"), 400, "too long"),
-    ],
-)
-@pytest.mark.parametrize("several", [False, True])
-def test_warming_that_fails_is_no_success(
-    warming: Warming, client: TestClient, end: Any, status: int, words: str, several: bool
-) -> None:
-    """Whether there is a report or not; of several, those before it were warmed."""
-    warming.ends = [{"type": "length"}, end] if several else [end]
-    body = {"input_ids": [[1], [2], [3]] if several else [1]}
-    answer = client.post("/impress/warm", json=body)
-    assert answer.status_code == status and answer.json().keys() == {"error"}
-    assert words in answer.json()["error"]
-    assert answer.json()["error"].startswith("1 of 3 prefixes were warmed, ") == several
-    assert len(warming.asked) == 1 + several
-
-
 def test_a_fault_of_ours_is_none_of_the_caller(
     world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,53 +263,3 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
     assert all(own["pool_tokens"] == 9 and own["writes"] == 0 for own in answers)
     assert len(set(names)) == 12 and len(names) > 24, "each has a name, and goes in steps"
     assert names == sorted(names, key=names.index)
-
-
-def test_pages_of_other_sites_neither_see_nor_order_anything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A browser sends what a page posts, whoever may read the answer: it is refused before."""
-    app = FastAPI()
-    arguments = SimpleNamespace(api_key=None, admin_api_key=None)
-    manager = manager_of(server_args=arguments, tokenizer=None)
-    monkeypatch.setattr(http_server, "app", app)
-    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
-    routes.add_routes()
-    client = TestClient(app)
-    # Totals are as open as those of SGLang, and the page has no data.
-    open_to_all = {"/impress", "/impress/stats"}
-    paths = {
-        (path, method.upper())
-        for path, methods in app.openapi()["paths"].items()
-        for method in methods
-        if path not in open_to_all
-    }
-    assert {path.split("/")[-1] for path, _ in paths} == {
-        *("overview", "reorder", "check", "warm", "pin", "unpin", "purge", "why")
-    }
-    foreign = [{"Origin": own} for own in ("http://evil.example", "null")]
-    for (path, method), headers in itertools.product(sorted(paths), foreign):
-        assert client.request(method, path, headers=headers).status_code == 403, path
-    # An order of our own page, or of no page, is taken, and this one is wrong.
-    for headers in ({"Origin": "http://testserver"}, {}):
-        assert client.post("/impress/pin", headers=headers, json={"a": 1}).status_code == 400
-    # With a key the key decides.
-    arguments.api_key = "secret"
-    for headers in foreign:
-        assert client.post("/impress/pin", headers=headers, json={"a": 1}).status_code == 400
-
-
-def test_replicas_answer_as_one() -> None:
-    stats = [{"store": own} for own in ({"directory": "/kv/a.1"}, {"directory": "/kv/a"}, None)]
-    assert routes.merged("stats", stats)["replicas"] == [stats[2], stats[1], stats[0]]
-    overviews = [{"stats": own} for own in stats[:2]]
-    assert routes.merged("overview", overviews) is overviews[1]
-    for states, told in (("ok ok", "ok"), ("ok failed", "failed"), ("failed running", "running")):
-        answers = [{"integrity": own} for own in states.split()]
-        assert routes.merged("check", answers) == {"integrity": told}
-    steps = [{"segments": 2, "left": False}, {"segments": 1, "left": True}]
-    assert routes.merged("purge", steps) == {"segments": 3, "left": True}
-    stored = [{"stored_tokens": 64}, {"stored_tokens": 128}]
-    assert routes.merged("why", stored) is stored[1]
-    pins = [{"unpinned": n, "pins": {"prefixes": 1, "bytes": n}} for n in (0, 1)]
-    assert routes.merged("unpin", pins) == {"unpinned": 1, "pins": {"prefixes": 1, "bytes": 1}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,29 +14,20 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.serving.kv_class import KVClass
-from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
-from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import StoredMatch
+from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.filling import FillStats, SlotFiller
-from tests.faults import Faults, FaultyFileSystem, Rule
+from impress_sglang.transfer.filling import SlotFiller
+from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
+from tests.unit.load_desk import CPU, NUM_SLOTS, SHAPE, Desk, Pools
 from tests.unit.made import made_in
-from tests.unit.store_factory import Workbench, look_up, prompt
+from tests.unit.store_factory import look_up, prompt
 from tests.unit.waiting import wait_until
 
-SHAPE = kv.make_shape(
-    layers=3, query_heads=4, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
-)
-CPU = torch.device("cpu")
-# What nobody has written.
-EMPTY = -77.0
-NUM_SLOTS = 600
 CLASSES = [KVClass(), KVClass(6.0)]
 SMALL, LARGE = 2e-5, 2e-3
 CACHES = {
@@ -47,130 +38,6 @@ CACHES = {
     "both large": {"host_gb": LARGE, "device_gb": LARGE},
     "device small, host large": {"host_gb": LARGE, "device_gb": SMALL},
 }
-
-
-class Pools:
-    """Pools of keys and values of all layers."""
-
-    def __init__(self) -> None:
-        self.keys, self.values = (
-            [
-                torch.full((NUM_SLOTS, SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype)
-                for _ in range(SHAPE.num_layers)
-            ]
-            for dim in (SHAPE.key_dim, SHAPE.value_dim)
-        )
-
-    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer], self.values[layer]
-
-    def rows(self, slots: Tensor) -> list[Tensor]:
-        return [own[slots] for own in (*self.keys, *self.values)]
-
-    def empty(self, slots: Tensor) -> bool:
-        return all(bool((own == EMPTY).all()) for own in self.rows(slots))
-
-
-class Desk:
-    """A store with prompts, a loader, and pools."""
-
-    def __init__(self, root: Path, **options: Any) -> None:
-        self.faults = Faults(seed=1)
-        self.bench = Workbench(root, SHAPE)
-        options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
-        self.store = self.bench.open(files=FaultyFileSystem(self.faults), **options)
-        self.pools = Pools()
-        self.loader = JobLoader(SHAPE, CPU, self.pools)
-        self.free = torch.randperm(NUM_SLOTS)
-
-    def put(self, *all_tokens: Sequence[int]) -> None:
-        for tokens in all_tokens:
-            self.bench.put(self.store, tokens)
-
-    def job(self, tokens: Sequence[int], own: KVClass, start: int = 0) -> LoadJob:
-        """A job with slots, which is not begun."""
-        match = look_up(self.store, tokens)
-        assert match.num_tokens == len(tokens)
-        return self.job_of(tokens, match, own, start)
-
-    def job_of(
-        self, tokens: Sequence[int], match: StoredMatch, own: KVClass, start: int
-    ) -> LoadJob:
-        job = LoadJob(self.store, own, (None, None), kv.as_tokens(tokens), match, start)
-        job.slots = job.target = self.free[: len(job)]
-        self.free = self.free[len(job) :]
-        job.state = JobState.LOADING
-        return job
-
-    def check_or_gone(self, job: LoadJob) -> bool:
-        """Whether a job was loaded; if not, its segments were evicted before it began."""
-        if job.state is JobState.FAILED:
-            assert isinstance(job.error, SegmentUnreadable), job.error
-            spans = job.spans
-            assert any(self.store.tree.get(s.segment.segment_id) is not s.segment for s in spans)
-            return False
-        assert job.state is JobState.LOADED and job.target is not None
-        if job.kv_class.exact:
-            self.check(job)
-        return True
-
-    def begin(self, tokens: Sequence[int], own: KVClass = KVClass(), start: int = 0) -> LoadJob:  # noqa: B008
-        job = self.job(tokens, own, start)
-        self.loader.begin(job)
-        return job
-
-    def load(self, tokens: Sequence[int], own: KVClass = KVClass(), start: int = 0) -> LoadJob:  # noqa: B008
-        job = self.begin(tokens, own, start)
-        self.wait(job)
-        return job
-
-    def wait(self, *jobs: LoadJob) -> None:
-        """Until all are told to have ended."""
-        left = set(map(id, jobs))
-
-        def ended() -> bool:
-            left.difference_update(map(id, self.loader.take_ended()))
-            return not left
-
-        wait_until(ended)
-        assert all(job.done.is_set() and job.began_at >= job.planned_at for job in jobs)
-
-    def expected(self, job: LoadJob) -> list[Tensor]:
-        """What its slots must hold, by the definition of exact KVs, or by the other loader."""
-        if job.kv_class.exact:
-            kvs = kv.SequenceKVs(SHAPE, "", tuple(job.tokens.tolist()))
-            layers = range(SHAPE.num_layers)
-            rows = [*map(kvs.keys, layers), *map(kvs.values, layers)]
-            return [own[job.start :] for own in rows]
-        return restored(self.store, job)
-
-    def check(self, job: LoadJob) -> None:
-        assert job.state is JobState.LOADED and job.layers == SHAPE.num_layers
-        assert job.target is not None
-        for own, rows in zip(self.pools.rows(job.target), self.expected(job), strict=True):
-            assert torch.equal(own, rows)
-
-    def close(self) -> None:
-        self.faults.clear()
-        assert self.loader.close(20.0)
-        names = [own.segment_id for own in self.store.tree.segments()]
-        # Reads that were in flight when the last job ended are taken in by a poll.
-        wait_until(lambda: self.store.poll() or not any(map(self.store.segments.is_open, names)))
-        self.bench.close_all()
-
-
-def restored(store: PrefixStore, job: LoadJob) -> list[Tensor]:
-    """What the codes of a job are, read on the thread of the test."""
-    source, slots = store.open_whole(job.spans, exact=False), torch.arange(len(job))
-    assert source.codes
-    keys, values, filler = [], [], SlotFiller(SHAPE, CPU)
-    for layer in range(SHAPE.num_layers):
-        for rows, dim in ((keys, SHAPE.key_dim), (values, SHAPE.value_dim)):
-            rows.append(torch.full((len(job), SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype))
-        filler.fill(layer, source, keys[-1], values[-1], slots, FillStats(), nullcontext)
-        source.end_layer(layer)
-    store.close_source(source)
-    return [*keys, *values]
 
 
 @pytest.fixture(scope="module", autouse=True)
