@@ -22,7 +22,6 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from bench.core.data import make_model
 from bench.core.options import DTYPE, KEEP, SEED, Option, one_of
 from bench.core.report import Result, Row, Table, interval, plain
 from bench.core.servers import STOCK, Server, servers
-from bench.core.session import BenchFailed, step
+from bench.core.session import step
 
 VOCAB = 4000
 # Its steps take about 10 ms on two cores, as those of a large model on a GPU: work on the
@@ -83,7 +82,6 @@ def run(args: argparse.Namespace) -> Result:
     """Measure all workloads."""
     with _both(args) as pair:
         rows = [_compare(args, pair, name) for name in args.workloads]
-        _check_use(pair["impress"].stats(), args.workloads, args.write_after)
     names = ("workload", "pairs", "other_s", "impress_s", "throughput_ratio", "from", "to")
     return Result({"workloads": rows}, [Table(plain(*names), rows)])
 
@@ -136,10 +134,3 @@ def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Ro
         "pairs": len(ratios),
         "ratios": [round(ratio, 4) for ratio in ratios],
     }
-
-
-def _check_use(stats: dict[str, Any], workloads: Sequence[str], write_after: int) -> None:
-    """The workloads did with the store what they are said to do."""
-    stored = int(stats["store"]["segments"])
-    if (set(workloads) != {"short"} and write_after == 1) != (stored > 0):
-        raise BenchFailed(f"{stored} segments were stored by {', '.join(workloads)}")

@@ -15,7 +15,6 @@ second; of qwen-0.5b 12 KiB and 300,000. In shares of these bytes, --kinds of fi
 Columns, tokens in percent of those of all prompts:
 
   loaded        not computed, because they came from the store
-  too deep      worth storing, but not stored behind too many loads from codes (--depth)
   lru           found, if every block of a prompt were stored at once and the oldest left first
   bound         found at most, by anything: blocks of one size that Belady's rule chooses, each for
                 itself though it is of no use without those before it; a block that is not whole
@@ -23,8 +22,8 @@ Columns, tokens in percent of those of all prompts:
   endless       found, if nothing ever left
   idle, queued  TTFT in ms of a request alone, and with those before it: p50 and p99
   crowded       segments that left, and prompts for which there was no room
-  written       bytes per token of a prompt; tb a day and drives of --drive-tb a day, at the traffic
-                of the first nine tenths of the trace; lru tb a day: of the baseline
+  written       bytes per token of a prompt; tb a day, at the traffic of the first nine tenths of
+                the trace; lru tb a day: of the baseline
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ OPTIONS = (
     Option("drive-gbps", 7.0, "GB/s that the drive reads"),
     Option("host-gb", 64.0, "cache of chunks on the host"),
     Option("bus-gbps", 50.0, "GB/s from there to the GPU"),
-    Option("drive-tb", 7.68, "of the drive whose writes are counted"),
     SEED,
 )
 
@@ -169,19 +167,16 @@ class _NoFiles:
     suspects: dict[str, Any]
     namespace, pins = str, ()
 
-    def get(self, _: str) -> None:
-        """Nobody reads."""
+    def get(self, _: str) -> None: ...
 
-    def delete(self, _: Any) -> None:
-        """There is nothing to remove."""
+    def delete(self, _: Any) -> None: ...
 
     remove_foreign = delete
 
     def unremoved(self) -> frozenset[str]:
         return frozenset()
 
-    def write(self) -> None:
-        """There is nothing to do."""
+    def write(self) -> None: ...
 
     def submit(self, *_: Any) -> Future[None]:
         done: Future[None] = Future()
@@ -246,13 +241,13 @@ class Store:
         for ids in self._ids(match):
             self._cache.access(ids, np.ones(len(ids)))
 
-    def offer(self, tokens: Tokens, loaded: StoredMatch) -> bool:
-        """Store what was computed behind a match; False if that rests on too many loads."""
+    def offer(self, tokens: Tokens, loaded: StoredMatch) -> None:
+        """Store what was computed behind a match, unless that rests on too many loads."""
         quality = EXACT
         if loaded.spans and not self._own.exact:
             quality = loaded.quality.after(self._own.bits)
         if quality.depth > self._config.approximation_depth:
-            return False
+            return
         first = loaded.num_tokens if quality.depth else 0
         if len(tokens) >= max(self._config.min_prefix_tokens, first + 1):
             nothing, least = lambda *_: None, self._config.chunk_tokens
@@ -261,7 +256,6 @@ class Store:
             assert outcome is not StoreOutcome.UNREACHABLE
             for write in self._writes.ended():
                 self._writes.finish(write)
-        return True
 
     def _ids(self, match: StoredMatch) -> list[npt.NDArray[np.int64]]:
         """Of each span its chunks, by their numbers in the cache."""
@@ -288,7 +282,7 @@ def replay(asks: Sequence[Ask], store: Store, model: Model, args: argparse.Names
     """Ask for all prompts; what was loaded, how long it took, and what was written."""
     drive, bus = args.drive_gbps * 1e9, args.bus_gbps * 1e9
     free_at, drive_at = [0.0] * args.gpus, 0.0
-    loaded, deep, idle, queued = 0, 0, [], []
+    loaded, idle, queued = 0, [], []
     for ask in asks:
         text = ask.text()
         prompt = text[: ask.prompt_tokens]
@@ -307,13 +301,11 @@ def replay(asks: Sequence[Ask], store: Store, model: Model, args: argparse.Names
         ended = max(ready + copying, heapq.heappop(free_at)) + computing
         heapq.heappush(free_at, ended)
         queued.append(ended - ask.at)
-        if not store.offer(text[:worth], match):
-            deep += max(min(worth, len(prompt)) - match.num_tokens, 0)
+        store.offer(text[:worth], match)
         store.sight(text, len(prompt))
     prompts = sum(ask.prompt_tokens for ask in asks)
     return {
         "loaded": _percent(loaded, prompts),
-        "too_deep": _percent(deep, prompts),
         "idle": _milliseconds(idle),
         "queued": _milliseconds(queued),
         "crowded": store.stats.segments_evicted + store.stats.offers_without_space,
@@ -393,7 +385,6 @@ def run(args: argparse.Namespace) -> Result:
             else:
                 row |= replay(asks, Store(config, model, kind), model, args)
                 row["tb_a_day"] = round(row["written"] * a_day / 1e12, 2)
-                row["drives_a_day"] = round(row["tb_a_day"] / args.drive_tb, 2)
             if (kind.file, tb) not in compared:
                 token = model.token_bytes * kind.file
                 found, stored = lru(asks, room := int(tb * 1e12 / token / asks[0].size))

@@ -38,8 +38,6 @@ POLICIES = (
 )
 BASELINES = POLICIES[:4]
 REORDERING = ("paper+itf+reorder", "paper")
-# Appended to a policy: the queue does not say what its server evicts.
-NO_LOOKAHEAD = "-off"
 # Stores differ by what they keep; each is written by a policy that reads it.
 STORED_BY = {"exact": "as", "codes": "impress", "paper": "paper"}
 # Shorter than any prefix of a trace.
@@ -53,21 +51,8 @@ def store_kind(policy: str) -> str:
     return "codes" if policy.startswith("impress") else "exact"
 
 
-def ordinary(policy: str) -> str:
-    """The same policy with look-ahead."""
-    return policy.removesuffix(NO_LOOKAHEAD)
-
-
-def policy(text: str) -> str:
-    """A policy, perhaps with `NO_LOOKAHEAD`; for `Option.parse`."""
-    if ordinary(text) not in ALL_POLICIES:
-        names = ", ".join(ALL_POLICIES)
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {names}, or {NO_LOOKAHEAD} more")
-    return text
-
-
 OPTIONS = (
-    Option("policies", POLICIES, "to compare; with -off also without look-ahead", parse=policy),
+    Option("policies", POLICIES, "to compare", parse=one_of(ALL_POLICIES)),
     Option("prefixes", 8, "number of shared prefixes", quick=4),
     Option("prefix-tokens", 1500, "tokens of each, about", quick=512),
     Option("warmup", 96, "requests that fill the caches first", quick=6),
@@ -180,7 +165,7 @@ class Comparison:
         measured, store = self.trace.measured, self._pool.folder / f"store-{name}"
         link_store(self._pool.folder / f"prepared-{store_kind(name)}", store)
         with self._server(name, name, store, tiers) as server, step(f"{name}: measuring"):
-            if ordinary(name) == "recompute":
+            if name == "recompute":
                 measured = measured[: self._args.recompute_requests]
                 # There are no caches to fill, and one request is enough to grow buffers. The last
                 # one, for the prefix that it leaves in the pool is not that of the first measured.
@@ -204,7 +189,7 @@ class Comparison:
         # An order is found from the first part; the second one fills the caches again.
         first = round(len(warmup) * FIRST_SHARE)
         self._ask(server, warmup[:first])
-        if ordinary(name) in REORDERING:
+        if name in REORDERING:
             server.reorder()
         self._ask(server, warmup[first:])
         # Caches fill alike at any speed; how reads are cut follows the speed that is seen.
@@ -228,24 +213,21 @@ def policy_flags(
     policy: str, store: Path, retention: float, tiers: tuple[float, float]
 ) -> list[str]:
     """Arguments of the extension for one policy; `retention` is for those that use parts."""
-    name = ordinary(policy)
-    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={name}"]
-    if name == "recompute":
+    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={policy}"]
+    if policy == "recompute":
         return flags
     flags += [
         # What is compared is loading, so prefixes are stored at once and never computed instead.
         "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
-        f"--impress-retention={retention if name in PART_POLICIES else 1.0}",
+        f"--impress-retention={retention if policy in PART_POLICIES else 1.0}",
         # A measured request leaves nothing behind.
         "--impress-approximation-depth=0",
         f"--impress-device-gb={tiers[0] / 1e3:.6f}",
         f"--impress-host-gb={tiers[1] / 1e3:.6f}",
     ]
-    if policy.endswith(NO_LOOKAHEAD):
-        flags.append("--impress-lookahead=off")
-    if name in REORDERING:
+    if policy in REORDERING:
         flags.append("--impress-reorder-interval=0")
     return flags
 
@@ -254,7 +236,6 @@ def make_row(policy: str, ttft_ms: Sequence[float], found: Mapping[str, float]) 
     """The figures of one policy, from counters of all its requests; a ratio of nothing is None."""
     accessed = found["chunks_accessed"]
     quantiles = dict(zip(("p50", "p99"), np.percentile(ttft_ms, [50, 99]), strict=True))
-    layers = found["layers_by_probe"] + found["layers_by_fallback"]
     return {
         "policy": policy,
         "requests": len(ttft_ms),
@@ -268,8 +249,6 @@ def make_row(policy: str, ttft_ms: Sequence[float], found: Mapping[str, float]) 
             found["important_device_bytes"], found["important_bytes"]
         ),
         "read_amplification": ratio(found["ssd_bytes"], found["ssd_needed_bytes"]),
-        "ahead_share": ratio(found["ahead_used_bytes"], found["ssd_bytes"]),
-        "fallback_share": ratio(found["layers_by_fallback"], layers),
         **{name: round(total, 2) for name, total in found.items()},
         "ttft_ms": [round(ms, 2) for ms in ttft_ms],
     }
@@ -293,13 +272,12 @@ COLUMNS = (
     Column("device", "device_hit_ratio", "{:.0%}"),
     Column("host", "host_hit_ratio", "{:.0%}"),
     Column("important", "important_device_hit_ratio", "{:.0%}"),
-    Column("fallback", "fallback_share", "{:.0%}"),
 )
 
 
 def add_speedups(rows: Sequence[Row]) -> None:
     """Add to each row how many times faster it is than the fastest baseline of the run."""
-    means = [row["ttft_ms_mean"] for row in rows if ordinary(row["policy"]) in BASELINES]
+    means = [row["ttft_ms_mean"] for row in rows if row["policy"] in BASELINES]
     for row in rows:
         row["speedup_over_best_baseline"] = ratio(min(means, default=0.0), row["ttft_ms_mean"])
 
@@ -326,5 +304,5 @@ def warnings(rows: Sequence[Row]) -> list[str]:
         f"warning: {row['policy']}: only {row['requests_ssd']} of {row['requests']} requests used "
         "a stored prefix"
         for row in rows
-        if ordinary(row["policy"]) != "recompute" and row["requests_ssd"] != row["requests"]
+        if row["policy"] != "recompute" and row["requests_ssd"] != row["requests"]
     ]
