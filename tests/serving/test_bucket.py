@@ -7,13 +7,17 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.core.object_store import BUCKET, Proxy, credentials, seaweed, weed
+from impress_sglang.config import ImpressConfig
+from impress_sglang.store.bucket import open_bucket
 from tests.serving.compare import assert_same, report
 from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, launch, wait_until_ready
+from tests.serving.harness import Server, Zygote, launch, running, wait_until_ready
+from tests.serving.test_ranks import MANY
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
@@ -56,14 +60,14 @@ def until_stored(server: Server, prompt: list[int], stored: bool = True) -> None
 def test_three_lives_on_one_bucket(
     workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server, proxy: Proxy
 ) -> None:
-    running = list[Server]()
+    servers = list[Server]()
 
     def start(name: str) -> Server:
         flags = impress_flags(workdir / f"store-s3-{name}", *FLAGS)
-        log = workdir / f"s3-{name}-{len(running)}.log"
+        log = workdir / f"s3-{name}-{len(servers)}.log"
         own = credentials(proxy.port)
-        running.append(launch(tiny_llama, log, *flags, zygote=zygote, environment=own))
-        return running[-1]
+        servers.append(launch(tiny_llama, log, *flags, zygote=zygote, environment=own))
+        return servers[-1]
 
     def objects() -> int:
         return int(first.stats()["store"]["bucket"]["sent"])
@@ -116,5 +120,48 @@ def test_three_lives_on_one_bucket(
             server.assert_quiet()
     finally:
         proxy.fault = lambda asked: ""
-        for server in running:
+        for server in servers:
             server.stop()
+
+
+def test_two_ranks_have_objects_of_their_own(
+    workdir: Path,
+    tiny_llama: Path,
+    zygote: Zygote,
+    stock: Server,
+    proxy: Proxy,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the next server find them, when all else is lost."""
+    if request.config.getoption("--rank-requests") < MANY:
+        pytest.skip("it takes long, with --rank-requests 100")
+    how: dict[str, Any] = {"environment": credentials(proxy.port), "zygote": zygote, "ranks": 2}
+    for name, value in how["environment"].items():
+        monkeypatch.setenv(name, value)
+    url, prompts = f"s3://{BUCKET}/ranks", [random_tokens(600, seed=seed) for seed in (181, 182)]
+    flags = impress_flags(workdir / "store-s3-ranks", *FLAGS, f"--impress-store={url}")
+    bucket = open_bucket(ImpressConfig(ssd_dir="kv", store=url))
+    assert bucket is not None
+
+    def put() -> list[str]:
+        return [name.split("/")[0] for name in bucket.list("") if name.endswith(".kv")]
+
+    with running(tiny_llama, workdir / "s3-ranks-first.log", *flags, **how) as server:
+        server.store_prompts(*prompts)
+        wait_until(lambda: len(put()) == 4, 20)
+        assert len(set(put())) == 2
+    shutil.rmtree(workdir / "store-s3-ranks")
+    with running(tiny_llama, workdir / "s3-ranks-second.log", *flags, **how) as server:
+
+        def is_loaded() -> bool:
+            server.flush()
+            # Each rank hears of the objects when it looks.
+            told = server.generate(prompts[0], 1, impress_store=False)
+            return bool(report(told)["path"] == "ssd")
+
+        wait_until(is_loaded, 20)
+        server.flush()
+        for prompt in prompts:
+            assert_answer(server, prompt, stock, "ssd")
+        server.assert_quiet()
