@@ -20,10 +20,10 @@ from impress_sglang.errors import ImpressError
 
 ROOMS = {
     "policies": ("serving", "capacity"),
-    "traffic": ("beside", "bucket", "trace"),
-    "quality": ("accuracy", "blend"),
+    "traffic": ("beside", "bucket", "pages", "trace"),
+    "quality": ("accuracy", "blend", "precision"),
     "engine": ("engine",),
-    "micro": ("overhead", "kernels"),
+    "micro": ("overhead", "kernels", "gpu"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}
 

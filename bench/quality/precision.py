@@ -1,0 +1,221 @@
+"""What few bits of a prefix do to what a model says after it, without a server.
+
+The model computes each prefix exactly, its KVs are rounded by a rule, and the model goes on from
+there, for each question or text by itself. Rules, and the bits of their names per element:
+
+    coded 5      as the store codes prefixes without a basis
+    basis 4      by the basis of --basis at this rate, which `impress calibrate` made
+
+The first tokens of a prefix, which are attention sinks, stay exact.
+
+bytes     of codes and ranges, over those in 16 bits
+KL        of the next tokens' distributions, of text that follows prefixes of wikitext2, or of the
+          files of --text, each of one kind, in nats; its first tokens, a question, do not count
+
+What it does to answers to questions is in `python -m bench accuracy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.core.data import load_tokenize, model_folder, read_rows
+from bench.core.options import DATA, MODEL, Option
+from bench.core.report import Column, Result, Row, Table
+from bench.core.session import BenchFailed, step
+from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
+from impress_sglang.codes.groups.codec import GROUP_TOKENS, code_keys, code_values, restore
+from impress_sglang.codes.groups.energy import MEASURED_QUERIES
+from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.rows.basis import RATES, Basis
+from impress_sglang.codes.rows.fit import SINK_TOKENS
+from impress_sglang.options import BITS
+
+
+class Rule(NamedTuple):
+    """How KVs are rounded, and bits per element."""
+
+    kind: str
+    bits: float
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Read `KIND BITS`."""
+        kind, _, bits = text.partition(" ")
+        try:
+            rule = cls(kind, float(bits))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not KIND BITS") from None
+        if kind not in ("coded", "basis") or (kind == "coded" and rule.bits not in BITS):
+            raise argparse.ArgumentTypeError(f"there is no rule {text!r}")
+        return rule
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.bits:g}"
+
+
+OPTIONS = (
+    Option(
+        "rules",
+        tuple(Rule("coded", bits) for bits in BITS),
+        "coded or basis, with bits",
+        quick=(Rule("coded", BITS[0]),),
+        parse=Rule.parse,
+    ),
+    Option("prefixes", 5, "of each text", quick=1),
+    Option("prefix-tokens", 1500, "of text", quick=300),
+    Option("follow-tokens", 144, "of the text that follows", quick=40),
+    Option("question-tokens", 24, "of these, what is the question", quick=8),
+    Option("seed", 5, "draws prefixes"),
+    Option("text", (), "files of text, each of one kind, in place of wikitext2", parse=Path),
+    DATA,
+    MODEL,
+    Option("basis", (), "files of bases for rules `basis`", parse=Path),
+)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure all rules."""
+    if args.question_tokens >= args.follow_tokens:
+        raise BenchFailed("--question-tokens must be fewer than --follow-tokens")
+    torch.set_grad_enabled(False)
+    folder = model_folder(args.model)
+    rates = (own.keeping(bits) for own in map(Basis.load, args.basis) for bits in RATES)
+    bases = {round(own.rate, 2): own for own in rates}
+    unknown = [own for own in args.rules if own.kind == "basis" and own.bits not in bases]
+    if unknown:
+        raise BenchFailed(f"no file of --basis has the rate of {', '.join(map(str, unknown))}")
+    reader = Reader(folder, bases)
+    with step("text"):
+        divergences = _text(args, folder, reader)
+    rows: list[Row] = [
+        {
+            "rule": str(rule),
+            "bytes": reader.bytes_of(rule),
+            "KL": round(statistics.fmean(own[rule] for own in divergences.values()), 5),
+            "KL_of": {kind: round(own[rule], 5) for kind, own in divergences.items()},
+        }
+        for rule in args.rules
+    ]
+    columns = (
+        Column("rule", "rule"),
+        Column("bytes", "bytes", "{:.3f}"),
+        Column("KL", "KL", "{:.5f}"),
+        Column("KL of each kind", lambda row: "  ".join(map(str, row["KL_of"].values()))),
+    )
+    return Result({"model": folder.name, "rows": rows}, [Table(columns, rows, folder.name)])
+
+
+class Reader:
+    """A model that reads on behind prefixes whose KVs were rounded."""
+
+    def __init__(self, folder: Path, bases: Mapping[float, Basis]) -> None:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        def attend(module: Any, query: Tensor, *more: Any, **how: Any) -> Any:
+            self._queries.append(query[0, :, -MEASURED_QUERIES:])
+            return sdpa_attention_forward(module, query, *more, **how)
+
+        AttentionInterface.register("noting", attend)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="noting"
+        ).eval()
+        self._turner, self._bases = Prompts(self.model), bases
+        # Of each layer of the last pass, those of its last tokens, [Hq, n, D].
+        self._queries: list[Tensor] = []
+        self._sizes = 0, 0, 0
+
+    def prefix(self, tokens: Sequence[int]) -> tuple[KVs, list[Tensor]]:
+        """Keys and values of each layer of a prefix, [m, G, D], and the mean square of its last
+        queries in each channel of a KV head, [G, D]."""
+        cache, _ = self._read((), tokens)
+        kvs = [(own.keys[0].transpose(0, 1), own.values[0].transpose(0, 1)) for own in cache.layers]
+        heads, key_dim, value_dim = *kvs[0][0].shape[1:], kvs[0][1].shape[2]
+        self._sizes = heads, key_dim, value_dim
+        return kvs, [own.unflatten(0, (heads, -1)).square().mean((1, 2)) for own in self._queries]
+
+    def rounded(self, rule: Rule, kvs: KVs, energies: Sequence[Tensor]) -> KVs:
+        """What KVs of a prefix are restored to by a rule; sinks are exact."""
+        if rule.kind == "basis":
+            turned = [(self._turner.turned(keys, back=True), values) for keys, values in kvs]
+            found = coded_kvs(self._bases[rule.bits], turned)
+            return [(self._turner.turned(keys, back=False), values) for keys, values in found]
+        found, bits = [], int(rule.bits)
+        for (keys, values), energy in zip(kvs, energies, strict=True):
+            own = restore(code_keys(keys, bits, energy)), restore(code_values(values, bits))
+            for left, right in zip(own, (keys, values), strict=True):
+                left[:SINK_TOKENS] = right[:SINK_TOKENS]
+            found.append(own)
+        return found
+
+    def follow(self, kvs: KVs, tokens: Sequence[int]) -> Tensor:
+        """Log-probabilities of the tokens behind each of these, [n, vocabulary]."""
+        return self._read(kvs, tokens)[1][0].log_softmax(-1)
+
+    def bytes_of(self, rule: Rule) -> float:
+        """Bytes of a whole group of tokens, over those in 16 bits."""
+        if rule.kind == "basis":
+            own = self._bases[rule.bits]
+            features = sum(heads * dim for heads, dim in own.shapes) * own.num_layers
+            return round(own.token_bytes / (2 * features), 4)
+        heads, key_dim, value_dim = self._sizes
+        elements = GROUP_TOKENS * heads * (key_dim + value_dim)
+        return round(GroupLayout(*self._sizes, int(rule.bits)).group_bytes / (2 * elements), 4)
+
+    def _read(self, kvs: KVs | tuple[()], tokens: Sequence[int]) -> tuple[Any, Tensor]:
+        from transformers import DynamicCache
+
+        self._queries.clear()
+        cache = DynamicCache()
+        for layer, own in enumerate(kvs):
+            keys, values = (one.transpose(0, 1)[None].contiguous() for one in own)
+            cache.update(keys, values, layer)
+        held = len(kvs[0][0]) if kvs else 0
+        seen = torch.ones(len(tokens), held + len(tokens), dtype=torch.bool).tril(held)
+        found = self.model(
+            torch.tensor([list(tokens)]),
+            past_key_values=cache,
+            position_ids=torch.arange(held, held + len(tokens))[None],
+            attention_mask=seen[None, None],
+        )
+        return cache, found.logits
+
+
+def _text(args: argparse.Namespace, folder: Path, reader: Reader) -> dict[str, dict[Rule, float]]:
+    """Of each kind of text the mean divergence of each rule."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in args.text}
+    if not texts:
+        texts["wikitext2"] = "\n".join(row["text"] for row in read_rows(args.data, "wikitext2"))
+    tokenize, found = load_tokenize(folder), {}
+    for kind, text in texts.items():
+        tokens = tokenize(text)
+        if len(tokens) < args.prefix_tokens + args.follow_tokens:
+            raise BenchFailed(f"{kind} has only {len(tokens)} tokens; give more of it")
+        found[kind] = _divergences(args, tokens, reader)
+    return found
+
+
+def _divergences(
+    args: argparse.Namespace, tokens: Sequence[int], reader: Reader
+) -> dict[Rule, float]:
+    length, asked = args.prefix_tokens + args.follow_tokens, args.question_tokens
+    found: dict[Rule, list[float]] = {rule: [] for rule in args.rules}
+    rng = random.Random(args.seed)
+    for _ in range(args.prefixes):
+        start = rng.randrange(len(tokens) - length + 1)
+        kvs, energies = reader.prefix(tokens[start:][: args.prefix_tokens])
+        text = tokens[start + args.prefix_tokens : start + length]
+        exact = reader.follow(kvs, text)[asked:]
+        for rule in args.rules:
+            other = reader.follow(reader.rounded(rule, kvs, energies), text)[asked:]
+            found[rule].append(float((exact.exp() * (exact - other)).sum(-1).mean()))
+    return {rule: statistics.fmean(own) for rule, own in found.items()}
