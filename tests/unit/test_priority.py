@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from impress_sglang.storage.segment import Priority, read_header
+from impress_sglang.storage.segment import Priority
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from tests.unit import store_factory
@@ -99,10 +99,3 @@ def test_a_restart_knows_it(bench: Workbench, full: PrefixStore, index: str) -> 
     assert [segment_of(store, n).info.priority for n in (1, 2, 3)] == [HIGH, NORMAL, LOW]
     bench.put(store, prompt(4))
     assert lengths(store, 1, 2, 3, 4) == [8, 8, 0, 8]
-
-
-def test_files_without_a_priority_are_normal(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1))
-    path = store_factory.path_of(bench, look_up(store, prompt(1)))
-    assert b"priority" not in path.read_bytes()
-    assert read_header(path, store._disk.files).info.priority is NORMAL
