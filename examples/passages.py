@@ -24,7 +24,7 @@ from openai import OpenAI
 from options import client_options
 
 DATA = Path(__file__).parents[1] / "bench" / "data" / "squad_xquad_en"
-PASSAGES = 4
+PASSAGES = 3
 
 
 def rows() -> list[dict[str, Any]]:

@@ -151,7 +151,7 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
     half_precision = TOKENS * 30 * 3 * 2 * 64 * 2
     with_header = said["ssd_bytes"] + header.info.layout().header_bytes
     # Beside the bits there are ranges, checksums and the ends of blocks.
-    assert with_header <= 0.44 * half_precision
+    assert with_header <= 0.45 * half_precision
     if server.stats()["store"]["direct_io"]:
         assert with_header <= from_device <= 1.02 * with_header
 
@@ -173,7 +173,7 @@ def test_passages_example(server: Server) -> None:
     told = _run_example("passages.py", f"--url={server.url}")
     cached = [int(own) for own in re.findall(r"(\d+) of them cached", told)]
     # On a busy machine blending may take too long for others to wait.
-    assert len(cached) == 4 and sum(own > 200 for own in cached) >= 2, told
+    assert len(cached) == 3 and sum(own > 200 for own in cached) >= 2, told
     server.assert_quiet()
 
 
