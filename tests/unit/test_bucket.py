@@ -219,6 +219,7 @@ def test_the_local_quota_holds(world: World, bucket: Faults) -> None:
         assert second.summary()["used_bytes"] <= 2 * one
     until(second, lambda: len(world.benches["b"].files()) <= 2)
     until_found(second, prompt(4))
+    until(second, lambda: not second.quota.adopting_bytes)
     # What is being fetched counts.
     far = next(own for own in second.tree.segments() if own.home)
     needed = second.quota.missing(0)
