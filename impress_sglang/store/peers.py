@@ -129,8 +129,8 @@ class Peers:
         """
         self.news.extend(News(purge=own) for own in orders)
         self.look()
-        news = list(self.news)
-        self.news.clear()
+        # Others may add to it meanwhile.
+        news = [self.news.popleft() for _ in range(len(self.news))]
         gone = {own.gone for own in news}
         self.news.extend(own for own in news if own.purge is not None)
         found = [own.added for own in news if own.added is not None]

@@ -206,8 +206,8 @@ def test_drafts(
     keep = ("--impress-keep=both", "--impress-bits=exact") if few else ("--impress-keep=auto",)
     flags = (*TRITON, *speculating(algorithm, draft), *keep)
     name, how = f"{algorithm}-{ranks}", {"model": model, "preload": SPECULATING, "ranks": ranks}
-    count, length = (request.config.getoption("--rank-requests"), 16) if at_length else (1, 8)
-    prompts = [random_tokens(70 + seed % 20, seed) for seed in range(count)]
+    count = request.config.getoption("--rank-requests") if at_length else 2
+    prompts = [random_tokens(100 + seed % 20, seed) for seed in range(count)]
     with serve(name, *flags, **how) as server:
         said = "a draft model's KVs have another shape" in server.log_text()
         assert said == (not few)
@@ -217,7 +217,7 @@ def test_drafts(
             for path, answers in found.items():
                 if path != "few bits" or few:
                     bits = {"impress_bits": 6 if path == "few bits" else "exact"}
-                    answers.append(server.generate(prompt, length, return_logprob=True, **bits))
+                    answers.append(server.generate(prompt, 16, return_logprob=True, **bits))
                     assert report(answers[-1])["path"] == path.replace("few bits", "ssd")
                     assert report(answers[-1])["approximate"] == (path == "few bits")
                     server.flush()

@@ -56,6 +56,7 @@ def stages(
     flags = impress_flags(workdir / "store-stages", *FLAGS)
     with running(tiny_llama, workdir / "killed.log", *flags, zygote=zygote, **how) as server:
         server.store_prompts(BEFORE)
+        wait_until(lambda: list(second(server).glob("segments/*/*.kv")), HANGS_S)
         control.set(kill := Rule("kill", "rename", SECOND))
         with contextlib.suppress(requests.RequestException):
             server.store_prompts(random_tokens(900, 701))
