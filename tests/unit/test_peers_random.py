@@ -132,7 +132,8 @@ class History:
         for store in self.stores:
             store.writes.drain()
             store.worker.submit(int).result()
-        for _ in range(3):
+        # Of what has no place yet a few are tried in each poll.
+        for _ in range(30):
             self.look()
 
 
