@@ -156,26 +156,29 @@ def check_options(config: ImpressConfig, options: Any) -> None:
     if sizes["pp_size"] > 1:
         check_values(options, _PIPELINED)
     blends = config.blend != OFF
-    for why, name, is_used in (
+    for why, flag, is_set, is_used in (
         (
             "has no KVs to send of prefixes that it blends or loads in part",
-            "disaggregation_mode" * (options.disaggregation_mode == "prefill"),
+            "disaggregation-mode",
+            options.disaggregation_mode == "prefill",
             config.needs_parts or blends,
         ),
         (
             "blends, and loads parts of prefixes, with the model's own weights",
-            "enable_lora" * bool(options.enable_lora or options.lora_paths),
+            "enable-lora",
+            options.enable_lora or options.lora_paths,
             config.needs_parts or blends,
         ),
         (
             "blends, and codes by a basis, the KVs of models without drafts",
-            "speculative_algorithm" * (options.speculative_algorithm not in (None, "NGRAM")),
+            "speculative-algorithm",
+            options.speculative_algorithm not in (None, "NGRAM"),
             config.basis or blends,
         ),
     ):
-        if name and is_used:
+        if is_set and is_used:
             raise UnsupportedError(
-                f"IMPRESS {why}: drop --{name.replace('_', '-')}, or --impress-policy, "
+                f"IMPRESS {why}: drop --{flag}, or --impress-policy, "
                 "--impress-blend and --impress-basis"
             )
     if config.schedule != OFF and options.schedule_policy not in _SCHEDULED:
