@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -20,8 +21,9 @@ from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
 
-# Seconds between two attempts to place what has no place, how many are tried, and for how long.
-_AGAIN_SECONDS, _TRIED_AGAIN, _MOST_SECONDS = 1.0, 64, 0.002
+# Seconds between two attempts to place what has no place, how many are tried, in how many segments
+# of the tree a place is looked for, and for how long each.
+_AGAIN_SECONDS, _TRIED_AGAIN, _SEARCHED, _MOST_SECONDS = 1.0, 64, 512, 0.002
 
 _Order: TypeAlias = tuple[str | None, bytes | None, float]
 """What is purged: namespace or all, the bytes of a prefix or all of it, written until when."""
@@ -42,6 +44,8 @@ class ForeignSegments:
         self._purged: dict[_Order, float] = {}
         self._late: list[StoredSegment] = []
         self._again_at = 0.0
+        # Those of the tree in which a place has not been looked for yet.
+        self._search: Iterator[StoredSegment] = iter(())
 
     def add(self, segment: StoredSegment, *, known: bool = False) -> None:
         """Put a segment of another server into the tree, or keep it until there is a place; not
@@ -95,6 +99,7 @@ class ForeignSegments:
         """Try again, now and then, to place what had no place."""
         if not self._unplaced or time.monotonic() < self._again_at:
             return
+        self._search_places()
         now = time.monotonic()
         self._again_at = now + _AGAIN_SECONDS
         for segment_id in list(itertools.islice(self._unplaced, _TRIED_AGAIN)):
@@ -107,6 +112,17 @@ class ForeignSegments:
                 self.add(segment)
             if time.monotonic() - now > _MOST_SECONDS:
                 return
+
+    def _search_places(self) -> None:
+        """Look on for a place in the tree: what a segment builds on may be there by another name
+        than its server's, which has lost it since."""
+        until = time.monotonic() + _MOST_SECONDS
+        for number, segment in enumerate(self._search):
+            if segment.segment_id in self._tree:
+                self.note_stored(segment)
+            if number == _SEARCHED or time.monotonic() > until:
+                return
+        self._search = iter(list(self._tree.segments()))
 
     def take_unplaced(
         self, namespace: str | None, tokens: Tokens | None, before: float

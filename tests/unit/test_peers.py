@@ -233,6 +233,22 @@ def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:  # noqa
     check_rows(third, prompt(1, 40))
 
 
+def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: Two) -> None:  # noqa: F811
+    """Its server wrote that it builds on a segment that has been replaced since."""
+    first, second = two
+    third = bench.open()
+    bench.put(first, prompt(1, 13))
+    until_stored(second, prompt(1, 13))
+    third._disk.peers.close(10)
+    bench.put(second, prompt(1, 40))
+    (own,) = look_up(first, prompt(1, 13)).spans
+    first.writes.discard([own.segment], Cause.DAMAGED)
+    bench.put(first, prompt(1, 13))
+    third._disk.peers.look()
+    until_stored(third, prompt(1, 40))
+    check_rows(third, prompt(1, 40))
+
+
 @pytest.mark.parametrize("tail", [b"torn", b"0123456789abcdef {}\n", b"\n\n", bytes(100)])
 def test_damage_of_a_journal_costs_what_is_damaged(
     bench: Workbench,  # noqa: F811
