@@ -242,8 +242,10 @@ class SegmentLayout:
 
     def place(self, layer: int, *, codes: bool) -> tuple[int, int]:
         """Where the columns of a layer, or its codes, begin in the file, and their bytes."""
-        first = self.layer_offset(layer) + codes * self.columns_bytes
-        return first, sum(own.num_bytes for own in self.parts(layer, codes=codes))
+        first = self.layer_offset(layer)
+        if codes:
+            return first + self.columns_bytes, self.codes[layer].num_bytes
+        return first, self.columns_bytes
 
     def most_bytes(self, *, codes: bool) -> int:
         """Bytes of the columns of a layer, or of the largest codes of any layer."""

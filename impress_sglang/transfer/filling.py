@@ -113,11 +113,10 @@ class SlotFiller:
         self, found: Sequence[Sequence[Tensor]], pools: Sequence[Tensor], slots: Sequence[Tensor]
     ) -> None:
         """Copy the rows of each head's keys, and of each head's values, into slots."""
-        heads = range(self._shape.num_kv_heads)
-        places = [(pool, head) for pool in pools for head in heads]
+        heads = [head for pool in pools for head in pool.unbind(1)]
         for rows, own_slots in zip(found, slots, strict=True):
-            for own, (pool, head) in zip(rows, places, strict=True):
-                pool[:, head].index_copy_(0, own_slots, own.view(self._shape.dtype))
+            for own, head in zip(rows, heads, strict=True):
+                head.index_copy_(0, own_slots, own.view(self._shape.dtype))
 
 
 class GroupRestorer:

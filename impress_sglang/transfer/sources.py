@@ -61,19 +61,12 @@ class WholeSource(StoredSource):
         Raises:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
         """
-        taken, found = self._take(layer, dict(enumerate(self._wanted(layer)))), []
-        for (segment, tokens, _), blocks in zip(self.spans, taken, strict=True):
-            memory, at = blocks.reshape(-1), 0
-            found.append(list[Tensor]())
-            for pages in segment.layout.parts(layer, codes=self.codes):
-                if pages.group_bytes:
-                    groups = pages.groups_of(tokens.start, tokens.stop)
-                    first, last = (own // pages.page_groups for own in (groups[0], groups[-1]))
-                    begin, at = at, at + pages.page_offset(last + 1) - pages.page_offset(first)
-                    inside = groups[0] - first * pages.page_groups
-                    rows = pages.groups_in(memory[begin:at])
-                    found[-1].append(rows[inside : inside + len(groups)])
-        return found
+        wanted = self._wanted(layer)
+        taken = [own.reshape(-1) for own in self._take(layer, dict(enumerate(wanted)))]
+        return [
+            [pages.groups_in(memory[own])[groups] for pages, own, groups in of_span.places]
+            for of_span, memory in zip(wanted, taken, strict=True)
+        ]
 
     def put_sinks(self, layer: int, slots: Tensor, pools: Sequence[Tensor]) -> None:
         """Put the exact rows of first tokens where what was restored of them is."""

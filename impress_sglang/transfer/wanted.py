@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,9 @@ class Wanted:
 
     taken: Flags | None = None
     """Of all blocks of `chunks`, one after another, which are handed out; None: all."""
+    places: Sequence[tuple[Pages, slice, slice]] = ()
+    """Of each part that is not empty: its bytes in all blocks, and its groups there, if whole
+    tokens are wanted."""
 
     def __init__(self, layer: LayerChunks, chunks: Indices, rows: Indices, blocks: Flags) -> None:
         """`rows`: int64, how many of each are wanted; `blocks` bool [blocks of the layer]."""
@@ -96,17 +100,23 @@ def wanted_tokens(parts: tuple[Pages, ...], start: int, stop: int) -> Wanted:
     """What has the tokens [start, stop) in the parts of a layer, in the order of the tokens."""
     chunks = chunks_of(parts)
     blocks = np.zeros(chunks.count.sum(), np.bool_)
-    numbers, rows, before, at = [], [], 0, 0
+    numbers, rows, places, before, at, taken = [], [], [], 0, 0, 0
     for own in parts:
         if own.group_bytes:
             groups = own.groups_of(start, stop)
             begin = (at + own.group_offset(groups[0])) // BLOCK_BYTES
             end = at + own.group_offset(groups[-1]) + own.group_bytes
             blocks[begin : -(-end // BLOCK_BYTES)] = True
-            pages = np.arange(groups[0] // own.page_groups, groups[-1] // own.page_groups + 1)
-            edges = np.append(pages, pages[-1] + 1) * own.page_groups
+            first, last = (group // own.page_groups for group in (groups[0], groups[-1]))
+            pages = np.arange(first, last + 1)
+            edges = np.append(pages, last + 1) * own.page_groups
             numbers.append(before + pages)
             rows.append(np.diff(np.clip(edges, groups.start, groups.stop)))
+            size, skipped = own.page_offset(last + 1) - own.page_offset(first), edges[0]
+            inside = slice(groups.start - skipped, groups.stop - skipped)
+            places.append((own, slice(taken, taken := taken + size), inside))
         before += own.num_pages
         at += own.num_bytes
-    return Wanted(chunks, np.concatenate(numbers), np.concatenate(rows), blocks)
+    wanted = Wanted(chunks, np.concatenate(numbers), np.concatenate(rows), blocks)
+    wanted.places = places
+    return wanted
