@@ -1,20 +1,86 @@
 """A server that speculates on a CPU, where SGLang's usual kernels for that do not run.
 
-Those that it has in Triton do, and nothing is pinned.
+Those that it has in Triton do, but for attention, which would take seconds to interpret: drafts
+must be chains, `--speculative-eagle-topk=1`. Nothing is pinned.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.kernels.ops.attention import decode_attention, extend_attention
 from sglang.kernels.ops.speculative import spec_tree
+from torch import Tensor
 
 import bench.core.server as bench_server
+from impress_sglang.plugin.rectangular import rectangular_attention
 
 assert bench_server
+
+
+def _extend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    ends: Tensor,
+    prefix_ends: Tensor,
+    slots: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    mask_ends: Tensor | None,
+    longest: int,
+    key_scale: float,
+    value_scale: float,
+    sm_scale: float,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Of the new tokens of each request, in order, over those before them and themselves."""
+    places = zip(
+        itertools.pairwise(ends.tolist()), itertools.pairwise(prefix_ends.tolist()), strict=True
+    )
+    for (start, stop), (first, last) in places:
+        before = slots[first:last].long()
+        out[start:stop] = rectangular_attention(
+            queries[start:stop],
+            torch.cat([key_pool[before], keys[start:stop]]),
+            torch.cat([value_pool[before], values[start:stop]]),
+            scaling=sm_scale,
+            causal=True,
+        )
+
+
+def _decode(
+    queries: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    out: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    num_splits: Tensor,
+    most_splits: int,
+    sm_scale: float,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Of one token of each request."""
+    for row, (first, last) in enumerate(itertools.pairwise(ends[: len(queries) + 1].tolist())):
+        own = slots[first:last].long()
+        out[row : row + 1] = rectangular_attention(
+            queries[row : row + 1], key_pool[own], value_pool[own], scaling=sm_scale, causal=False
+        )
+
+
+extend_attention.extend_attention_fwd, decode_attention.decode_attention_fwd = _extend, _decode
 # Such GPUs have Triton's.
 spec_tree._is_xpu = True
 
