@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     if not (ranks.alone or further or stateful):
         # Each rank has states of its own, and drafts or windows may have other heads to share.
         heads = 1 if is_latent(pool) else runner.model_config.get_total_num_kv_heads()
-        ranks.copies = max(tp_size // heads, 1)
+        # What another node has written is on the drive of that.
+        of_node = options.tp_size * options.pp_size // options.nnodes
+        ranks.copies = math.gcd(max(tp_size // heads, 1), of_node)
     unlike = UNLIKE.format(kind) if any(own != streams for own in further) else ""
     if no_codes := streams.no_codes or unlike or STATEFUL * stateful:
         config = config.without_codes(no_codes)

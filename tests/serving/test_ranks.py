@@ -14,12 +14,22 @@ from typing import Any
 import pytest
 import requests
 
+from bench.core.session import ReservedPort
 from tests.fault_control import FaultControl
 from tests.faults import READS, Rule
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve, impress_flags
 from tests.serving.damage import flip_value
-from tests.serving.harness import SKEWED, Server, Zygote, running
+from tests.serving.harness import (
+    LATENT,
+    SKEWED,
+    SPECULATING,
+    Server,
+    Zygote,
+    launch,
+    running,
+    wait_until_ready,
+)
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
 
@@ -244,6 +254,50 @@ def test_a_rank_that_is_killed(
         ask_often(server, prompts, want, count)
         assert_healed(server, prompts, want)
         server.assert_quiet()
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_ranks_on_two_nodes(
+    workdir: Path, tiny_llama: Path, zygote: Zygote, latent: bool, at_length: bool
+) -> None:
+    """Each node has a drive of its own, also for what both have; a second life finds all of it."""
+    if not at_length:
+        pytest.skip("it takes long, with --full-matrix")
+    prompts, preload, model = prompts_of(90, 6), SPECULATING, tiny_llama
+    flags = FLAGS
+    if latent:
+        preload, model = LATENT, make_model("deepseek_v2", workdir / "deepseek-nodes")
+        flags = (*FLAGS, "--impress-keep=auto")
+    stores = [workdir / f"store-node-{number}-{latent}" for number in range(2)]
+    told = []
+    for life in ("first", "second"):
+        with contextlib.ExitStack() as stack, contextlib.closing(ReservedPort()) as port:
+            nodes = [
+                launch(
+                    model,
+                    workdir / f"node-{number}-{latent}-{life}.log",
+                    *impress_flags(stores[number], *flags),
+                    *("--nnodes=2", f"--node-rank={number}"),
+                    f"--dist-init-addr=127.0.0.1:{port.number}",
+                    zygote=zygote,
+                    ranks=2,
+                    preload=preload,
+                )
+                for number in (1, 0)
+            ]
+            for own in nodes:
+                stack.callback(own.stop)
+            server = wait_until_ready(nodes[1])
+            for _ in range(2):
+                told.append(ask_all(server, prompts, **EXACT))
+                server.flush()
+            for own in nodes:
+                own.assert_quiet()
+    assert [("ssd" in paths(answers)) for answers in told] == [False, True, True, True]
+    for answers in told[1:]:
+        assert_same(told[0], answers, TOLERANCE)
+    one, two = ([*store.glob("*/segments/*/*.kv")] for store in stores)
+    assert len(one) == len(two) > 0
 
 
 def test_what_the_agreement_costs(
