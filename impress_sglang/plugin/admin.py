@@ -105,13 +105,19 @@ def _whole(cache: ServedCache, input_ids: list[int]) -> list[int]:
 def _pin(cache: ServedCache, asked: Any) -> dict[str, Any]:
     store, tokens = _store(cache), as_tokens(_whole(cache, asked.input_ids))
     name, done = store.namespace(namespace_of(asked)), dict[str, Any]()
+    if cache.planner.states:
+        # Without the state at its end nobody could use it; that need not be the end of a block.
+        tokens = as_tokens(asked.input_ids)
+        if asked.verb == "unpin":
+            length = store.pins.longest(name, tokens) or len(tokens)
+        else:
+            length = cache.planner.match(namespace_of(asked), tokens, ANYTHING).num_tokens
+        tokens = tokens[: cache.ranks.least([length])[0]]
+        if not len(tokens):
+            raise Refused("no state of it is stored: warm it first")
     if asked.verb == "unpin":
         done["unpinned"] = store.pins.unpin(name, tokens)
     else:
-        if cache.planner.states:
-            # Without the state at its end nobody could use it; that need not be the end of a block.
-            tokens = as_tokens(asked.input_ids)
-            tokens = tokens[: cache.planner.match(namespace_of(asked), tokens, ANYTHING).num_tokens]
         refusal = store.pins.pin(name, tokens)
         if not cache.ranks.all(refusal is None):
             raise Refused(refusal or "another rank cannot pin it, as its log says")

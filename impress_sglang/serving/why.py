@@ -134,7 +134,7 @@ class Explainer:
             # So few tokens are only how other prompts happen to begin.
             hit = _hit(asked.report, min(self._config.min_prefix_tokens, len(asked.tokens) / 2))
         rest = len(asked.tokens) - int(asked.report["prefix_tokens"])
-        if hit is not None and rest < self._config.min_prefix_tokens:
+        if hit is not None and rest < max(self._config.min_prefix_tokens, 1):
             return say(*hit)
         reason, detail = self._miss(asked) if asked.opened else (Reason.NOT_OPENED, "")
         if hit is None:

@@ -134,6 +134,12 @@ class Pins:
             self._write()
         return count
 
+    def longest(self, namespace: str, tokens: Tokens) -> int:
+        """How many of these tokens the longest pin has that they begin with."""
+        own = [pin.tokens for pin in self._pins if pin.namespace == namespace]
+        lengths = (len(pin) for pin in own if common_prefix_len(pin, tokens) == len(pin))
+        return max(lengths, default=0)
+
     def summary(self) -> dict[str, int]:
         """Number of pinned prefixes, and their bytes on SSD."""
         return {"prefixes": len(self._pins), "bytes": self.num_bytes}

@@ -119,5 +119,9 @@ def test_states_at_the_ends_of_prompts(serve: Serve, model: Path) -> None:
         assert report(loaded)["loaded_tokens"] == len(prompt)
         assert_same([resident], [loaded], 1e-5)
         # With the state at its end, which is none of a block.
-        assert server.post("/impress/pin", input_ids=prompt).json()["tokens"] == len(prompt)
+        asked = {"input_ids": [*prompt, 5, 6]}
+        assert server.post("/impress/pin", **asked).json()["tokens"] == len(prompt)
+        assert server.post("/impress/unpin", **asked).json()["unpinned"] == 1
+        refused = server.post("/impress/pin", input_ids=prompt[:400])
+        assert refused.status_code == 400 and "no state" in refused.text
         server.assert_whole()
