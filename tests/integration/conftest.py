@@ -31,11 +31,10 @@ def world(
     world.close()
 
 
-@pytest.fixture
-def no_slot_is_lost(world: World) -> Iterator[None]:
-    yield
-    world.settle()
-    world.check_slots()
+@pytest.fixture(params=[1, 16], ids=["tokens", "pages"])
+def page_size(request: pytest.FixtureRequest) -> int:
+    size: int = request.param
+    return size
 
 
 @pytest.fixture

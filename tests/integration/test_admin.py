@@ -24,56 +24,47 @@ from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.store_factory import check_index
 from tests.unit.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
-
 
 @pytest.fixture
 def options() -> dict[str, Any]:
     return {"load": "always"}
 
 
-def told(world: World, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
-    """The answer to a request."""
-    return world.told(verb, input_ids=input_ids, **fields)
-
-
 def make_old(world: World) -> None:
     """All that is stored was written long ago."""
-    order = world.runtime.store.tree.order
-    for segment in world.runtime.store.tree.segments():
+    order = world.service.store.tree.order
+    for segment in world.service.store.tree.segments():
         segment.written = 1.0
     order._due = [(1.0, number, segment) for _, number, segment in order._due]
 
 
 def test_a_purged_prefix_is_nowhere(world: World) -> None:
-    """On SSD, in caches, and in SGLang's pool."""
-    world.store_prompt(1000)
-    world.end(world.loaded("first"))
-    world.make_resident(STORED)
+    """On SSD, and in SGLang's pool."""
+    world.run("stored", STORED)
     world.make_resident(OTHER)
 
-    answer = told(world, "purge", [*STORED, 7, 8])
+    answer = world.told("purge", [*STORED, 7, 8])
 
     assert (answer["segments"], answer["tokens"], answer["left"]) == (1, TOKENS, 0)
     assert answer["bytes"] > 0 and answer["pool_tokens"] == TOKENS
     assert world.cache.evictable_size() == TOKENS
     assert admitted(world)["reason"] == Reason.PURGED
     assert admitted(world, OTHER)["reason"] == Reason.RESIDENT
-    world.runtime.store.writes.drain()
-    check_index(world.runtime.store)
+    world.service.store.writes.drain()
+    check_index(world.service.store)
     assert world.files() == 0
 
 
 def test_a_purge_is_of_one_namespace(world: World) -> None:
-    world.compute("a", 2000, namespace="tenant")
-    world.compute("b", 2000)
-    assert told(world, "purge", extra_key="nobody")["segments"] == 0
-    assert told(world, "purge", STORED, extra_key="tenant")["segments"] == 1
-    assert told(world, "purge", extra_key="tenant")["segments"] == 0
+    world.stored_after("a", 2000, namespace="tenant")
+    world.stored_after("b", 2000)
+    assert world.told("purge", extra_key="nobody")["segments"] == 0
+    assert world.told("purge", STORED, extra_key="tenant")["segments"] == 1
+    assert world.told("purge", extra_key="tenant")["segments"] == 0
     assert admitted(world, namespace="tenant")["reason"] == Reason.PURGED
     assert admitted(world)["reason"] == Reason.LOADED
-    assert told(world, "purge", everything=True)["segments"] == 1
-    stats = world.runtime.store.stats
+    assert world.told("purge", everything=True)["segments"] == 1
+    stats = world.service.store.stats
     assert (stats.segments_purged, stats.segments_evicted) == (2, 0)
 
 
@@ -100,7 +91,7 @@ def test_a_purge_empties_the_pool_of_a_namespace_or_of_all(world: World, everyth
         fill_pool(world, namespace, 1000, 8, 16)
     assert resident(world) == {"a": 32, "b": 32, None: 32}
 
-    answer = told(world, "purge", **({"everything": True} if everything else {"extra_key": "a"}))
+    answer = world.told("purge", **({"everything": True} if everything else {"extra_key": "a"}))
 
     assert (answer["pool_tokens"], answer["left"]) == (96 if everything else 32, 0)
     assert resident(world) == ({} if everything else {"b": 32, None: 32})
@@ -109,74 +100,75 @@ def test_a_purge_empties_the_pool_of_a_namespace_or_of_all(world: World, everyth
 
 def purged_by_age(world: World, **fields: Any) -> list[Any]:
     """The answers of all steps that removed something, and of the last one."""
-    answers = [told(world, "purge", older_than=100, **fields)]
+    answers = [world.told("purge", older_than=100, **fields)]
     while answers[-1].get("left"):
-        answers.append(told(world, "purge", older_than=100, **fields))
+        answers.append(world.told("purge", older_than=100, **fields))
     return [answer for answer in answers if answer.get("segments") != 0 or not answer["left"]]
 
 
 def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:
-    world.compute("a", 2000)
-    world.compute("b", 2000, prompt=OTHER)
+    world.stored_after("a", 2000)
+    world.stored_after("b", 2000, prompt=OTHER)
     make_old(world)
-    world.compute("c", 4000, prompt=OTHER)
+    world.stored_after("c", 4000, prompt=OTHER)
 
     assert purged_by_age(world, input_ids=STORED)[0]["segments"] == 1
     assert purged_by_age(world, everything=True)[0]["segments"] == 1
     assert purged_by_age(world, everything=True)[0]["segments"] == 0
     assert admitted(world, STORED)["reason"] == Reason.PURGED
-    assert len(world.runtime.store.tree) > 0
+    assert len(world.service.store.tree) > 0
 
 
 @pytest.mark.parametrize("options", [{"ttl": 3600.0}])
 def test_an_idle_server_removes_what_is_too_old(world: World) -> None:
-    world.compute("a", 2000)
+    world.stored_after("a", 2000)
     make_old(world)
 
     def gone() -> bool:
-        world.runtime.tell_metrics(idle=True)
-        return not len(world.runtime.store.tree)
+        world.service.tell_metrics(idle=True)
+        return not len(world.service.store.tree)
 
     wait_until(gone)
     assert admitted(world)["reason"] == Reason.EXPIRED
 
 
 def test_a_request_that_waits_for_what_is_purged_is_computed(world: World) -> None:
-    world.store_prompt(1000)
-    req = world.ask("waits")
-    assert told(world, "purge", STORED)["segments"] == 1
-    assert world.admit(req) is None
+    world.store_prompt()
+    req = world.request("waits", [*STORED, 7])
+    assert world.waits(req)
+    assert world.told("purge", STORED)["segments"] == 1
+    assert world.serve(req)["path"] == "computed"
 
 
 def test_pins(world: World) -> None:
-    refused = told(world, "pin", STORED)
+    refused = world.told("pin", STORED)
     assert refused["error"] == f"0 of its {TOKENS} tokens are stored: warm it first"
-    world.store_prompt(1000)
-    done = told(world, "pin", [*STORED, 5])
+    world.store_prompt()
+    done = world.told("pin", [*STORED, 5])
     assert done["tokens"] == TOKENS and done["pins"]["prefixes"] == 1
-    assert world.runtime.summary()["pins"] == done["pins"]
-    assert told(world, "unpin", STORED)["unpinned"] == 1
-    assert told(world, "pin", STORED[:63]) == {"error": "a prefix has 64 tokens at least"}
+    assert world.service.summary()["pins"] == done["pins"]
+    assert world.told("unpin", STORED)["unpinned"] == 1
+    assert world.told("pin", STORED[:63]) == {"error": "a prefix has 64 tokens at least"}
 
 
 @pytest.mark.parametrize("options", [{"load": "always", "write_after": 2}])
 def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
     def why(prompt: list[int], **fields: Any) -> tuple[int, str, str | None]:
-        answer = told(world, "why", prompt, **fields)
+        answer = world.told("why", prompt, **fields)
         assert answer["tokens"] == len(prompt) and answer["why"]["text"].endswith(".")
         return answer["stored_tokens"], answer["why"]["reason"], answer["why"]["rest"]
 
     assert why(STORED) == (0, Reason.SEEN_TOO_SELDOM, None)
     assert why(STORED) == (0, Reason.SEEN_TOO_SELDOM, None), "to ask is no sight"
     for number in range(2):
-        world.compute(f"r{number}", 2000 + 100 * number)
+        world.stored_after(f"r{number}", 2000 + 100 * number)
     assert why(STORED) == (TOKENS, Reason.STORED, None)
     assert why([*STORED, *OTHER]) == (TOKENS, Reason.STORED, Reason.SEEN_TOO_SELDOM)
     assert why(STORED, extra_key="tenant") == (0, Reason.SEEN_TOO_SELDOM, None)
-    (segment,) = world.runtime.store.tree.segments()
+    (segment,) = world.service.store.tree.segments()
     object.__setattr__(segment.info, "quality", segment.info.quality.after(8.0))
-    assert told(world, "warm", STORED)["why"]["reason"] == Reason.QUALITY, "it is to be exact"
-    told(world, "purge", STORED)
+    assert world.told("warm", STORED)["why"]["reason"] == Reason.QUALITY, "it is to be exact"
+    world.told("purge", STORED)
     assert why(STORED) == (0, Reason.PURGED, None)
     assert why(STORED[:5]) == (0, Reason.TOO_SHORT, None)
     assert why([]) == (0, Reason.TOO_SHORT, None)
@@ -185,35 +177,35 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
 def test_no_order_ends_the_scheduler(world: World) -> None:
     for text in (None, "", "no JSON", "[]", "{}", '{"verb": 1}', '{"verb": "pin", "x": 1}'):
         assert "error" in json.loads(handle(world.impress, text))
-    assert "error" in told(world, "unheard of", STORED)
-    assert "error" in told(world, "pin", [2**40] * TOKENS)
-    world.runtime.served.aside = "weights change"
-    assert told(world, "purge", STORED) == {"error": "no store is in use: weights change"}
+    assert "error" in world.told("unheard of", STORED)
+    assert "error" in world.told("pin", [2**40] * TOKENS)
+    world.service.served.aside = "weights change"
+    assert world.told("purge", STORED) == {"error": "no store is in use: weights change"}
 
 
 @pytest.mark.parametrize("options", [{"write_after": 2}])
 def test_what_a_request_says_of_being_stored(world: World) -> None:
     """Nothing of it is, and it counts as no sight; or all of it is, at first sight."""
     for number in range(3):
-        assert world.compute(f"n{number}", 2000, store=False) == 0
-    assert world.compute("first", 3000) == 0
-    assert world.compute("again", 4000) == TOKENS
-    assert world.compute("once", 5000, prompt=OTHER, store=True) == 3 * TOKENS
+        assert world.stored_after(f"n{number}", 2000, store=False) == 0
+    assert world.stored_after("first", 3000) == 0
+    assert world.stored_after("again", 4000) == TOKENS
+    assert world.stored_after("once", 5000, prompt=OTHER, store=True) == 3 * TOKENS
 
 
 def test_a_request_says_how_long_it_is_stored(world: World) -> None:
     for number, ttl in enumerate((3600, 0)):
         wanted = {"ttl": ttl} if ttl else {}
-        world.compute(f"r{number}", 2000, prompt=(STORED, OTHER)[number], **wanted)
-    ends = sorted(own.info.expires for own in world.runtime.store.tree.segments())
+        world.stored_after(f"r{number}", 2000, prompt=(STORED, OTHER)[number], **wanted)
+    ends = sorted(own.info.expires for own in world.service.store.tree.segments())
     assert ends[0] == 0 and 0 < ends[1] - time.time() <= 3601
 
 
 @pytest.mark.parametrize("wish", ["low", "normal", "high"])
 def test_a_request_says_before_what_it_goes(world: World, wish: str) -> None:
     """As far as the header of the file that it stores."""
-    world.compute("r", 2000, priority=wish)
-    (path,) = Path(world.runtime.config.ssd_path).glob("*/segments/*/*")
+    world.stored_after("r", 2000, priority=wish)
+    (path,) = Path(world.service.config.ssd_path).glob("*/segments/*/*")
     assert read_header(path, FileSystem()).info.priority is Priority[wish.upper()]
     rows = world.told("overview", after=0, below=None)["segments"]
     assert [own["priority"] for own in rows] == [wish]
@@ -233,7 +225,7 @@ def test_a_fault_of_ours_is_none_of_the_caller(
     assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 400
     monkeypatch.setitem(admin.VERBS, "pin", None)
     assert client.post("/impress/pin", json={"input_ids": [1]}).status_code == 500
-    world.runtime.served.aside = "a test"
+    world.service.served.aside = "a test"
     refused = client.post("/impress/reorder")
     assert refused.status_code == 400 and "no store is in use: a test" in refused.text
 

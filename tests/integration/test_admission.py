@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,24 +12,21 @@ import pytest
 from impress_sglang.options import AUTO
 from impress_sglang.plugin import known
 from impress_sglang.serving.load_planner import LoadPlan
-from tests.integration.worlds import STORED, TOKENS, World, report_of
+from tests.integration.paper_world import PaperWorld
+from tests.integration.tree_world import report_of
+from tests.integration.worlds import STORED, TOKENS
 
 
 @pytest.fixture
-def options() -> dict[str, float]:
-    return {"readahead": 0.2}
-
-
-@pytest.fixture
-def world(world: World) -> World:
-    """A store with a prompt, of which nothing is resident."""
-    world.store_prompt(1000)
-    return world
+def world(tmp_path: Path) -> Iterator[PaperWorld]:
+    world = PaperWorld(tmp_path, readahead=0.2)
+    yield world
+    world.close()
 
 
 @pytest.mark.parametrize("refusal", [None, "a reason"])
 def test_what_is_against_a_request_is_asked_once(
-    world: World, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+    world: PaperWorld, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -45,9 +43,9 @@ def test_what_is_against_a_request_is_asked_once(
     assert asked == ["r"]
 
 
-def planned(world: World) -> LoadPlan:
+def planned(world: PaperWorld) -> LoadPlan:
     """How a request would use what is stored."""
-    world.match(world.request("asks", [*STORED, *range(5000, 5008)]))
+    world.ask("asks")
     plan = world.cache._plans["asks"]
     assert plan.stop == TOKENS
     del world.cache._known["asks"]
@@ -55,7 +53,7 @@ def planned(world: World) -> LoadPlan:
 
 
 @pytest.fixture
-def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+def slow_reads(world: PaperWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets reading take a second per byte, and computing so many seconds."""
     runtime = world.runtime
     runtime.config = dataclasses.replace(runtime.config, load="always")
@@ -71,14 +69,14 @@ def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float
 
 @pytest.mark.parametrize(("load", "loads"), [("faster", False), ("always", True)])
 def test_what_takes_longer_to_read_is_computed(
-    world: World, load: str, loads: bool, slow_reads: Callable[[float], None]
+    world: PaperWorld, load: str, loads: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.runtime
-    req = world.request("r", [*STORED, *range(5000, 5008)], retention=1.0)
     slow_reads(runtime.store.forecast.bytes_to_read(planned(world).spans, codes=False) * 0.9)
     runtime.config = dataclasses.replace(runtime.config, load=load)
+    req = world.ask("r", retention=1.0)
 
-    assert world.match(req).host_hit_length == loads * TOKENS
+    assert req.host_hit_length == loads * TOKENS
     report = report_of(req)
     assert report is not None
     assert report["decision"] == ("load" if loads else "recompute")
@@ -87,7 +85,7 @@ def test_what_takes_longer_to_read_is_computed(
 
 @pytest.mark.parametrize("hides", [True, False])
 def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
-    world: World, hides: bool, slow_reads: Callable[[float], None]
+    world: PaperWorld, hides: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.runtime
     num_bytes = runtime.store.forecast.bytes_to_read(planned(world).spans, codes=False)

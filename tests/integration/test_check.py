@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from impress_sglang.plugin import checking, routes
+from impress_sglang.serving.job_queue import Waiter
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 
@@ -39,7 +40,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_polls_tell_what_the_last_check_found(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.compute("a", 2000)
+    world.stored_after("a", 2000)
     assert [polled(world) for _ in range(3)] == ["unchecked"] * 3
     assert told(world, begin=False) == "unchecked", "nobody has begun one"
     assert checked(world) == "ok" == polled(world)
@@ -50,38 +51,38 @@ def test_polls_tell_what_the_last_check_found(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(world.runtime.store, "check_steps", fail)
+            patch.setattr(world.service.store, "check_steps", fail)
             assert checked(world) == "failed" == polled(world)
         assert "the integrity check of IMPRESS failed" in caplog.text
     assert checked(world) == "ok"
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("damage", ["private", "store"])
+@pytest.mark.parametrize("damage", ["requests", "store"])
 def test_a_check_finds_what_is_wrong(world: World, damage: str) -> None:
-    world.compute("a", 2000)
-    segment = next(world.runtime.store.tree.segments())
-    if damage == "private":
-        world.cache._private_tokens += 1
+    world.stored_after("a", 2000)
+    segment = next(world.service.store.tree.segments())
+    if damage == "requests":
+        world.jobs.waiters["nobody"] = Waiter("nobody")
     else:
         segment.last_access, segment.hits = -1, 5
-        world.runtime.store.quota.used_bytes += 1
+        world.service.store.quota.used_bytes += 1
     assert checked(world) == "failed"
-    world.cache._private_tokens = 0
-    world.runtime.store.quota.used_bytes = segment.file_bytes
+    world.jobs.waiters.clear()
+    world.service.store.quota.used_bytes = segment.file_bytes
     assert checked(world) == "ok"
 
 
 @pytest.mark.usefixtures("slow")
 def test_requests_are_served_while_a_check_goes_on(world: World) -> None:
-    world.compute("a", 2000)
+    world.stored_after("a", 2000)
     assert told(world) == "running" == polled(world)
-    world.compute("b", 3000, prompt=OTHER)
+    world.stored_after("b", 3000, prompt=OTHER)
     assert told(world) == "running", "who comes later waits for the same"
     world.make_resident(STORED)
     assert world.cache.evictable_size() >= TOKENS
     while (state := told(world, begin=False)) == "running":
-        world.compute("c", 4000, prompt=OTHER)
+        world.stored_after("c", 4000, prompt=OTHER)
     assert state == "ok"
 
 

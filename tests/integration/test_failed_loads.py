@@ -17,8 +17,8 @@ from torch import Tensor
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.plugin.attention import PrefixAttention
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
+from tests.integration.paper_world import make_runtime
 from tests.integration.tiny_model import Pool, layer_of
-from tests.integration.worlds import make_runtime
 from tests.unit.kv_factory import make_shape
 from tests.unit.request_factory import stored_request
 

@@ -11,18 +11,15 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from tests.integration.test_tree_loads import ASKED, EXACT, PREFIX, STORED
-from tests.integration.tree_world import TreeWorld, told_of
+from tests.integration.tree_world import TreeWorld
 
 OWN = [*ASKED[:-1], 3]
 
 
-@pytest.fixture(params=[1, 16], ids=["tokens", "pages"])
-def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TreeWorld]:
-    world = TreeWorld(tmp_path, request.param, write_after=1, load="always", blend="off")
+@pytest.fixture
+def world(tmp_path: Path, page_size: int) -> Iterator[TreeWorld]:
+    world = TreeWorld(tmp_path, page_size, write_after=1, load="always", blend="off")
     yield world
-    world.service.store.writes.drain()
-    world.check_slots()
-    assert not world.jobs.jobs and not world.jobs.waiters and not list(world.cache._known)
     world.close()
 
 
@@ -38,9 +35,7 @@ def running(
 ) -> Iterator[None]:
     """A request that runs, and leaves no room for another prefix."""
     req = world.request("running", tokens, **wanted)
-    world.settle(req)
-    world.admit(req)
-    world.compute(req)
+    world.begin(req)
     world.scheduler.running_batch.reqs.append(req)
     taken = world.allocator.alloc(world.allocator.available_size() - left)
     yield
@@ -52,21 +47,6 @@ def running(
 
 def is_exact(world: TreeWorld, rid: str) -> bool:
     return bool(world.cache._known[rid].kv_class.exact)
-
-
-def go_on(world: TreeWorld, req: Any) -> dict[str, Any]:
-    """The rest of a queued request; returns its report."""
-    world.settle(req)
-    world.admit(req)
-    world.compute(req)
-    told = told_of(req)
-    world.end(req)
-    return told
-
-
-def give_up(world: TreeWorld, req: Any) -> None:
-    world.scheduler.waiting_queue.remove(req)
-    world.cache.release_aborted_request(req.cache_request_handle)
 
 
 def evict_all(world: TreeWorld) -> None:
@@ -81,7 +61,7 @@ def test_who_would_wait_for_room_uses_them(world: TreeWorld) -> None:
         assert world.waits(req), "there may be room"
         world.poll()
         assert not world.waits(req)
-        told = go_on(world, req)
+        told = world.serve(req)
     assert told["path"] == "device" and told["prefix_tokens"] >= PREFIX
     assert told["decision"] == "none" and told["bits"] is None
     assert told["ssd_bytes"] == 0 and not told["approximate"]
@@ -93,7 +73,7 @@ def test_who_asks_for_exact_kvs_uses_no_others(world: TreeWorld) -> None:
         req = world.request("own", OWN, **EXACT)
         world.poll()
         assert world.waits(req) and is_exact(world, "own")
-        give_up(world, req)
+        world.abort(req)
 
 
 def raised(world: TreeWorld) -> Any:
@@ -108,5 +88,5 @@ def raised(world: TreeWorld) -> Any:
 
 @pytest.mark.usefixtures("stored")
 def test_when_they_are_gone_it_loads_what_it_asked_for(world: TreeWorld) -> None:
-    told = go_on(world, raised(world))
+    told = world.serve(raised(world))
     assert told["path"] == "ssd" and told["bits"] == world.config.bits and told["approximate"]

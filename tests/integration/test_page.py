@@ -19,7 +19,7 @@ from PIL import Image
 
 from impress_sglang.plugin import page
 from impress_sglang.plugin.page import document, with_text
-from impress_sglang.serving.report import MOST_WORDS, new_report
+from impress_sglang.serving.report import MOST_WORDS
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
 from tests.integration.worlds import STORED, World
 
@@ -41,17 +41,13 @@ def seen(world: World, **wanted: Any) -> Any:
 
 
 def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
-    req = world.request(rid, tokens, namespace="tenant")
-    known = world.cache._requests.note(req)
-    known.report = new_report("impress", 0)
-    world.cache._reports.count(known)
-    del world.cache._known[rid]
+    world.run(rid, tokens, namespace="tenant", store=False)
 
 
 def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MOST_SEGMENTS", 2)
     for number in range(5):
-        world.compute(f"r{number}", 2000 + 100 * number)
+        world.stored_after(f"r{number}", 2000 + 100 * number)
     rows = seen(world, after=0)["segments"]
     assert len(rows) == 2 and rows[1]["on"] == rows[0]["segment"]
     assert rows[0]["builders"] == 4 and rows[1]["builders"] == 0
@@ -61,7 +57,7 @@ def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nobody_is_shown_prompts(world: World) -> None:
-    world.compute("r", 2000)
+    world.stored_after("r", 2000)
     end(world)
     found = seen(world, after=0)
     assert found["requests"][0]["begins"] and found["segments"][0]["begins"]
@@ -77,7 +73,7 @@ class Tokenizer:
 
 @pytest.mark.parametrize("show_prompts", ["on"])
 def test_prompts_are_shown_to_who_wants_that(world: World) -> None:
-    world.compute("r", 2000)
+    world.stored_after("r", 2000)
     end(world)
     found = seen(world, after=0)
     assert found["requests"][0]["words"] == STORED[:MOST_WORDS]
@@ -130,7 +126,7 @@ def served(found: dict[str, Any]) -> Iterator[str]:
 @needs_browser
 @pytest.mark.parametrize("show_prompts", ["on"])
 def test_prompts_are_only_text(world: World, tmp_path: Path) -> None:
-    world.compute("r", 2000)
+    world.stored_after("r", 2000)
     end(world)
     found = with_text(seen(world, after=0), SimpleNamespace(decode=lambda _: HOSTILE))
     found["requests"][0] |= {"rid": HOSTILE, "why": {"text": HOSTILE, "reason": "x", "rest": None}}
@@ -143,7 +139,7 @@ def test_prompts_are_only_text(world: World, tmp_path: Path) -> None:
 @needs_browser
 @pytest.mark.parametrize("show_prompts", ["on"])
 def test_all_of_it_is_seen(world: World, tmp_path: Path) -> None:
-    world.compute("r", 2000)
+    world.stored_after("r", 2000)
     end(world)
     found = with_text(seen(world, after=0), SimpleNamespace(decode=lambda _: "You are"))
     with served(found) as url, Image.open(pictured(url, tmp_path)) as picture:

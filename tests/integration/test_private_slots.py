@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.why import Reason
-from tests.integration.worlds import SHAPE, TOKENS, World, report_of
-
-pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
-
-
-@pytest.fixture
-def options() -> dict[str, str]:
-    return {"load": "always"}
+from tests.integration.paper_world import SHAPE, PaperWorld
+from tests.integration.tree_world import report_of
+from tests.integration.worlds import OTHER, TOKENS
 
 
 @pytest.fixture
-def world(world: World) -> World:
-    world.store_prompt(1000)
-    return world
+def world(tmp_path: Path) -> Iterator[PaperWorld]:
+    world = PaperWorld(tmp_path, load="always")
+    yield world
+    world.close()
 
 
-def test_a_prefix_that_is_used_is_the_last_to_be_removed(world: World) -> None:
+def test_a_prefix_that_is_used_is_the_last_to_be_removed(world: PaperWorld) -> None:
     """The quota removes what was used longest ago."""
     (segment,) = world.runtime.store.tree.segments()
     for _ in range(2):
         before = segment.hits, segment.last_access
-        world.end(world.loaded("r"))
+        request = world.admit(world.ask("r"))
+        assert request is not None
+        world.load(request)
+        world.end("r")
         assert segment.hits == before[0] + 1 and segment.last_access > before[1]
 
 
-def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
+def test_a_part_of_a_prefix_has_slots_of_its_own(world: PaperWorld) -> None:
     """An offset row."""
     req = world.ask("part", retention=0.25)
     request = world.admit(req)
@@ -50,19 +52,17 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
 
 @pytest.mark.parametrize(("length", "saved"), [(15, 0), (16, 1)])
 def test_a_prompt_is_saved_from_the_shortest_length_on(
-    world: World, length: int, saved: int
+    world: PaperWorld, length: int, saved: int
 ) -> None:
-    req = world.request("p", range(3000, 3000 + length))
-    world.match(req)
-    world._offer(req)
+    world.prefill("p", OTHER[:length])
     assert len(world.cache._saves._saves) == saved
-    del world.cache._known["p"]
 
 
-def test_slots_that_are_written_count_as_room(world: World) -> None:
+def test_slots_that_are_written_count_as_room(world: PaperWorld) -> None:
     """SGLang admits a prompt by its budget, and evicts only for what it has admitted."""
     world.pool.go_on.clear()
-    used = [world.prefill(rid, first) for rid, first in (("a", 2000), ("b", 3000))][1].last_node
+    world.prefill("a", range(2000, 2064))
+    used = world.prefill("b", OTHER).last_node
     assert world.cache._saves.pending
     budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
     assert budget.remaining_total == TOKENS * 4
@@ -75,7 +75,7 @@ def test_slots_that_are_written_count_as_room(world: World) -> None:
 
 
 @pytest.mark.parametrize("part", [0.25, 1.0])
-def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: World, part: float) -> None:
+def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: PaperWorld, part: float) -> None:
     """SGLang drops what its pass computes, nothing of it is kept, and the next one is computed."""
     req = world.ask("r", retention=part)
     request = world.admit(req)
@@ -94,4 +94,14 @@ def test_a_request_is_ended_if_its_prefix_cannot_be_loaded(world: World, part: f
     assert report is not None and report["why"]["reason"] == Reason.DAMAGED
     assert not world.runtime.live and not world.cache._private_tokens
     assert not world.ask("again", retention=part).host_hit_length
-    del world.cache._known["again"]
+
+
+def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None:
+    req = world.ask("r")
+    for path in world.runtime.config.ssd_path.glob("*/segments/*/*"):
+        path.unlink()
+    assert world.admit(req) is None
+    assert not world.match(req).host_hit_length
+    world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
+    report = report_of(req)
+    assert report is not None and report["why"]["reason"] == Reason.NOT_OPENED

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
-import torch
 from torch import distributed
 
 from impress_sglang.errors import SegmentUnreadable, UnsupportedError
@@ -25,7 +24,7 @@ from impress_sglang.serving.ranks import Ranks
 from impress_sglang.store import disk_worker
 from impress_sglang.store.identity import rank_identity
 from tests.damage import flip_bit
-from tests.integration.tiny_model import WORDS
+from tests.integration.tiny_model import draw
 from tests.integration.tree_world import TreeWorld
 from tests.unit.ranks_model import Diverged, Reduction
 from tests.unit.waiting import wait_until
@@ -79,7 +78,7 @@ class RankWorlds:
 
     def close(self) -> None:
         for world in self.worlds:
-            world.close()
+            world.cache.release_host_resources()
         self._pool.shutdown()
 
 
@@ -94,11 +93,6 @@ def digest(world: TreeWorld) -> Any:
     queue = [req.rid for req in world.scheduler.waiting_queue]
     room = world.allocator.available_size(), world.cache.evictable_size()
     return nodes, queue, room, len(world.jobs.jobs), sorted(world.jobs.waiters)
-
-
-def draw(number: int, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, WORDS, (count,), generator=generator).tolist()
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import SegmentLayout
 from impress_sglang.store.memory import StoreMemory
 from tests.faults import Faults, FaultyFileSystem, Rule
-from tests.integration.worlds import NEW, OLD, SHAPE, STORED, TOKENS, World
+from tests.integration.worlds import NEW, OLD, OTHER, SHAPE, STORED, TOKENS, World
 from tests.unit.kv_factory import attach
 from tests.unit.waiting import wait_until
 
-OTHER = "2" * 32
+THIRD = "2" * 32
 IO_TIMEOUT = 0.3
 PATIENCE = 30.0
 
@@ -48,7 +48,7 @@ def options() -> dict[str, float]:
 @pytest.fixture
 def world(faults: Faults, world: World) -> Iterator[World]:
     """A test whose scheduler hangs goes on after a while, and fails."""
-    world.store_prompt(1000)
+    world.store_prompt()
     watchdog = threading.Timer(PATIENCE, faults.clear)
     watchdog.start()
     yield world
@@ -60,7 +60,7 @@ def world(faults: Faults, world: World) -> Iterator[World]:
 def opens(world: World, identity: str) -> bool:
     """Whether nobody has the lock of a store."""
     try:
-        StoreDirectory(FileSystem(), world.runtime.config.ssd_path, identity).close()
+        StoreDirectory(FileSystem(), world.config.ssd_path, identity).close()
     except StoreInUseError:
         return False
     return True
@@ -71,7 +71,7 @@ def begin_update(world: World, faults: Faults, rule: Rule) -> None:
     faults.add(rule)
     assert world.call("update_weights_from_disk").success
     wait_until(lambda: faults.hits)
-    assert world.runtime.served.suspended == "opening"
+    assert world.service.served.suspended == "opening"
 
 
 def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults) -> None:
@@ -80,39 +80,39 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     summary = world.impress.summary()
     assert (summary["suspended"], summary["integrity"]) == ("opening", "unchecked")
     assert summary["store"] is summary["cache"] is summary["reorder"] is None
-    assert world.stored(1000) == 0
-    world.prefill("unsaved", 5)
+    assert world.stored(STORED) == 0
+    world.prefill("unsaved", OTHER)
     assert not world.cache._saves.pending
     world.cache.evict(EvictParams(num_tokens=4 * TOKENS))
-    assert not world.match(world.request("waits", [*STORED, 5])).host_hit_length
+    assert world.serve(world.request("asks", [*STORED, 5]))["path"] == "computed"
     assert world.told("reorder") == {"error": "no store is in use: opening"}
     for _ in range(2):
-        assert world.flush() and world.runtime.served.suspended == "opening"
+        assert world.flush() and world.service.served.suspended == "opening"
     # What is computed meanwhile is of the same weights.
     slots = world.allocator.alloc(3)
     assert slots is not None
 
     faults.clear()
 
-    assert world.used() and world.runtime.served.identity == NEW and world.stored(1000) == 0
+    assert world.used() and world.service.served.identity == NEW and world.stored(STORED) == 0
     world.allocator.free(slots)
-    world.prefill("saved", 5)
-    world.runtime.store.writes.drain()
-    assert world.stored(5) == TOKENS
+    world.prefill("saved", OTHER)
+    world.service.store.writes.drain()
+    assert world.stored(OTHER) == TOKENS
 
 
 def test_weights_that_change_while_a_store_is_opened(world: World, faults: Faults) -> None:
     """What nobody wants any more is closed when it comes, and what has not begun never does."""
     begin_update(world, faults, hang(NEW))
-    assert world.call("update_weights_from_disk", model_path=OTHER).success
+    assert world.call("update_weights_from_disk", model_path=THIRD).success
     assert world.call("update_weights_from_disk", model_path=OLD).success
-    assert world.runtime.served.suspended == "opening" and world.runtime.served.identity == OLD
+    assert world.service.served.suspended == "opening" and world.service.served.identity == OLD
 
     faults.clear()
 
-    assert world.used() and world.stored(1000) == TOKENS
+    assert world.used() and world.stored(STORED) == TOKENS
     assert opens(world, NEW)
-    assert not (world.runtime.config.ssd_path / OTHER).exists()
+    assert not (world.config.ssd_path / THIRD).exists()
 
 
 @pytest.mark.parametrize("fault", ["EIO", "raise"])
@@ -124,10 +124,10 @@ def test_a_disk_that_fails_while_a_store_is_opened(
     # After the folder was locked, and threads were begun.
     with faults.injected(Rule(fault, "free_bytes", f"*/{NEW}*")):
         assert world.call("update_weights_from_disk").success
-        assert not world.used() and world.runtime.served.suspended == "not opened"
+        assert not world.used() and world.service.served.suspended == "not opened"
     assert caplog.text.count("cannot be opened; the next flush tries again") == 1
     assert not set(threading.enumerate()) - before, "threads of the attempt are left"
-    assert world.flush() and world.used() and world.runtime.served.identity == NEW
+    assert world.flush() and world.used() and world.service.served.identity == NEW
 
 
 def test_the_next_store_has_the_memory_of_the_last(
@@ -138,14 +138,14 @@ def test_the_next_store_has_the_memory_of_the_last(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("memory was allocated again")
 
-    before = world.runtime.store.cache
-    slabs, pool = before.slabs, world.runtime.served._memory.pool
+    before = world.service.store.cache
+    slabs, pool = before.slabs, world.service.served._memory.pool
     ids = attach(before, SegmentLayout(SHAPE, 8, 16, 4096))
     before.access(np.array([ids]), np.ones(1))
     monkeypatch.setattr(StoreMemory, "allocate", refuse)
     assert world.call("update_weights_from_disk").success and world.used()
-    after = world.runtime.store.cache
-    assert after.slabs is slabs and world.runtime.served._memory.pool is pool
+    after = world.service.store.cache
+    assert after.slabs is slabs and world.service.served._memory.pool is pool
     assert after.summary()["device"]["chunks"] == after.summary()["host"]["chunks"] == 0
     assert not before.slabs, "the old store could still read them"
 
@@ -155,7 +155,7 @@ def test_the_end_of_a_server_does_not_wait_for_a_store_that_is_opened(
 ) -> None:
     begin_update(world, faults, hang(NEW))
     began = time.monotonic()
-    world.runtime.close()
+    world.service.close()
     assert time.monotonic() - began < PATIENCE / 2
     faults.clear()
     wait_until(lambda: opens(world, NEW))
@@ -165,12 +165,12 @@ def test_a_server_serves_before_its_store_is_open(
     world: World, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where it has so many segments that opening it takes long."""
-    world.runtime.close()
+    world.service.close()
     monkeypatch.setattr(served_store, "START_SECONDS", 0.1)
     faults.add(hang(OLD, "list"))
-    begun = World(world.runtime.config.ssd_path, io_timeout=IO_TIMEOUT)
-    assert begun.runtime.served.suspended == "opening" and begun.stored(1000) == 0
+    begun = World(world.config.ssd_path, io_timeout=IO_TIMEOUT)
+    assert begun.service.served.suspended == "opening" and begun.stored(STORED) == 0
     assert begun.cache.impress.summary()["store"] is None
     faults.clear()
-    assert begun.used() and begun.stored(1000) == TOKENS
-    begun.runtime.close()
+    assert begun.used() and begun.stored(STORED) == TOKENS
+    begun.service.close()

@@ -27,7 +27,8 @@ from impress_sglang.plugin.report_transport import (
 from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.serving.report import RecentRequests, new_report
 from impress_sglang.serving.why import Reason
-from tests.integration.worlds import STORED, World, report_of
+from tests.integration.tree_world import report_of
+from tests.integration.worlds import STORED, World
 
 LENGTH, ABORT = {"type": "length"}, {"type": "abort"}
 
@@ -164,13 +165,13 @@ def test_sglang_asks_for_reports(world: World, monkeypatch: pytest.MonkeyPatch) 
     report_transport.opt_in("impress")
     assert SchedulerOutputStreamer.has_additional_customized_info
     req = world.request("r", STORED)
-    world.match(req)
     build: Callable[..., Any] = SchedulerOutputStreamer.build_additional_customized_info
     assert build(SimpleNamespace(tree_cache=world.cache), [req]) == {"impress": [None]}
     req.finished_reason = object()
     ((report,),) = build(SimpleNamespace(tree_cache=world.cache), [req]).values()
     assert_unused(report)
     assert build(SimpleNamespace(tree_cache=None), [req]) == {}
+    world.abort(req)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.prefix_hashes import namespace_text
 from impress_sglang.transfer.sources import WholeSource
-from tests.integration.tiny_model import WORDS
+from tests.integration.tiny_model import draw
 from tests.integration.tree_world import TreeWorld, install, told_of
 from tests.unit.kv_factory import as_tokens
 
@@ -25,8 +25,7 @@ ASKED: dict[str, Any] = {"bits": 6.0, "blend": 0.25}
 
 
 def document(number: int) -> list[int]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, WORDS, (DOCUMENT,), generator=generator).tolist()
+    return draw(number, DOCUMENT)
 
 
 def shuffled(*order: int) -> list[int]:
@@ -35,17 +34,6 @@ def shuffled(*order: int) -> list[int]:
 
 QUESTION = document(90)[:20]
 PROMPT = [*shuffled(3, 1, 2), *QUESTION]
-
-
-@pytest.fixture(params=[1, 16])
-def page_size(request: pytest.FixtureRequest) -> int:
-    size: int = request.param
-    return size
-
-
-@pytest.fixture
-def options() -> dict[str, Any]:
-    return {}
 
 
 @pytest.fixture
@@ -59,9 +47,7 @@ def world(
         world.run(rid, [*shuffled(1, 2, 3), *range(12)], blend="off")
     world.flush()
     yield world
-    world.service.store.writes.drain()
-    world.check_slots()
-    assert not world.jobs.jobs and not world.jobs.computing and not list(world.cache._known)
+    assert not world.jobs.computing
     world.close()
 
 
@@ -85,11 +71,6 @@ def read(world: TreeWorld, req: Any, monkeypatch: pytest.MonkeyPatch) -> BlendJo
     return job
 
 
-def go_away(world: TreeWorld, req: Any) -> None:
-    world.scheduler.waiting_queue.remove(req)
-    world.cache.release_aborted_request(req.cache_request_handle)
-
-
 def test_a_block_is_computed_between_two_passes(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +83,7 @@ def test_a_block_is_computed_between_two_passes(
     while world.waits(req):
         other = world.request(f"other-{steps}", document(50 + steps)[:40], blend="off")
         assert not world.waits(other)
-        go_away(world, other)
+        world.abort(other)
         before = sum(not layer for layer, _ in world.model.computed)
         world.poll()
         assert sum(not layer for layer, _ in world.model.computed) == before + 1, "a block"
@@ -151,7 +132,7 @@ def test_the_second_request_hits_what_the_first_one_blended(world: TreeWorld) ->
     assert first["why"]["reason"] == "blended"
     req = world.request("again", [*PROMPT, 5], **ASKED)
     assert world.match(req) == whole and not world.waits(req)
-    go_away(world, req)
+    world.abort(req)
     for wanted in (
         {"bits": "exact"},
         {"bits": 6.0, "blend": "off"},
@@ -159,7 +140,7 @@ def test_the_second_request_hits_what_the_first_one_blended(world: TreeWorld) ->
     ):
         req = world.request("another", [*PROMPT, 5], **wanted)
         assert world.match(req) < 32, wanted
-        go_away(world, req)
+        world.abort(req)
         world.jobs.drop_all()
         world.jobs.wait_for_loader(10)
 
@@ -211,7 +192,7 @@ def test_who_goes_away_leaves_nothing(
         if phase == "computing":
             world.poll()
             assert world.jobs.computing and job.position > job.start
-    go_away(world, req)
+    world.abort(req)
     if phase != "waiting":
         assert job.revoked and job.slots is None
         while world.jobs.jobs:

@@ -19,26 +19,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from impress_sglang.plugin import sweeps
 from impress_sglang.plugin.keys import namespace_of
 from impress_sglang.serving.load_jobs import JobState, LoadJob
-from tests.integration.tiny_model import WORDS
+from tests.integration.tiny_model import draw
 from tests.integration.tree_world import TreeWorld, told_of
 
 PREFIX = 320
 EXACT: dict[str, Any] = {"bits": "exact"}
 
 
-def draw(number: int, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, WORDS, (count,), generator=generator).tolist()
-
-
 STORED = [*draw(1, PREFIX), *range(8)]
 ASKED = [*STORED[:PREFIX], *draw(2, 20)]
-
-
-@pytest.fixture(params=[1, 16], ids=["tokens", "pages"])
-def page_size(request: pytest.FixtureRequest) -> int:
-    size: int = request.param
-    return size
 
 
 @pytest.fixture
@@ -49,9 +38,6 @@ def world(tmp_path: Path, page_size: int) -> Iterator[TreeWorld]:
     world.flush()
     world.cache.take_events()
     yield world
-    world.service.store.writes.drain()
-    world.check_slots()
-    assert not world.jobs.jobs and not world.jobs.waiters and not list(world.cache._known)
     world.close()
 
 
@@ -64,9 +50,7 @@ def block_hashes(events: list[Any], kind: str) -> list[int]:
 def kvs_of(world: TreeWorld, rid: str, tokens: list[int], **wanted: object) -> tuple[Any, Any]:
     """The report of a request, and the KVs of its prompt."""
     req = world.request(rid, tokens, **wanted)
-    world.settle(req)
-    world.admit(req)
-    world.compute(req)
+    world.begin(req)
     found = told_of(req), world.kvs(req, len(tokens))
     world.end(req)
     world.service.store.writes.drain()
@@ -147,7 +131,6 @@ def test_a_purge_reaches_the_tree(tmp_path: Path, page_size: int, eagle: bool) -
     freed, left = world.cache.impress.sweeps.step("purge", namespace_of(key), key)
     assert not left and freed == before > 0
     assert world.run("again", prompt[: 8 * 16 + 4])["path"] != "device"
-    world.check_slots()
     world.close()
 
 
@@ -187,9 +170,7 @@ def test_what_is_released_unfinished_is_over_unless_it_is_queued(
 ) -> None:
     """SGLang cannot put a beam group back into its queue, and ends it without a word."""
     req = world.request("own", ASKED)
-    world.settle(req)
-    world.admit(req)
-    world.compute(req)
+    world.begin(req)
     before = world.service.totals["requests"]
     req.to_finish = FINISH_LENGTH(1)
     world.release(req)
@@ -199,8 +180,7 @@ def test_what_is_released_unfinished_is_over_unless_it_is_queued(
     assert (world.cache._known.get("own") is not None) == queued
     assert world.service.totals["requests"] == before + (not queued)
     if queued:
-        world.scheduler.waiting_queue.remove(req)
-        world.cache.release_aborted_request(req.cache_request_handle)
+        world.abort(req)
 
 
 def nearly_done(world: TreeWorld, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -240,8 +220,7 @@ def test_a_pass_begins_early_only_beside_nobody(
         world.scheduler.require_mlp_sync = False
         other = world.request("other", draw(5, 40))
         assert world.waits(req) and not world.waits(other), "both would be in one pass"
-        world.scheduler.waiting_queue.remove(other)
-        world.cache.release_aborted_request(other.cache_request_handle)
+        world.abort(other)
         sharing = world.request("sharing", ASKED)
         assert world.waits(sharing)
         job.layers = 1
@@ -250,8 +229,7 @@ def test_a_pass_begins_early_only_beside_nobody(
         job.layers = 3
         assert not world.waits(req) and job.early and world.waits(sharing)
         for own in (req, sharing):
-            world.scheduler.waiting_queue.remove(own)
-            world.cache.release_aborted_request(own.cache_request_handle)
+            world.abort(own)
         end_job(world, job)
         world.poll()
 
@@ -273,10 +251,5 @@ def test_what_is_sent_or_in_another_batch_gives_its_slots_back(tmp_path: Path, w
         assert world.waits(req), "it would be computed, as soon as there is room"
     setattr(world.scheduler, where, [])
     world.end(sent)
-    world.settle(req)
-    world.admit(req)
-    assert told_of(req)["loaded_tokens"] == PREFIX
-    world.compute(req)
-    world.end(req)
-    world.check_slots()
+    assert world.serve(req)["loaded_tokens"] == PREFIX
     world.close()

@@ -13,12 +13,12 @@ from sglang.utils import TypeBasedDispatcher
 
 from impress_sglang.plugin.factory import kv_tensors
 from impress_sglang.plugin.weights import around_handler, watch_messages
-from tests.integration.worlds import NEW, OLD, TOKENS, World
+from tests.integration.worlds import NEW, OLD, OTHER, STORED, TOKENS, World
 
 
 @pytest.fixture
 def world(world: World) -> World:
-    world.store_prompt(1000)
+    world.store_prompt()
     world.asked = 0
     return world
 
@@ -49,31 +49,31 @@ def test_update_that_flushes(world: World) -> None:
     """The identity is asked once, when the update is over."""
     assert world.call("update_weights_from_disk").success
     assert world.used() and world.asked == 1
-    assert world.runtime.served.identity == NEW and world.stored(1000) == 0
+    assert world.service.served.identity == NEW and world.stored(STORED) == 0
     assert world.call("update_weights_from_disk", model_path=OLD).success
-    assert world.used() and world.stored(1000) == TOKENS
+    assert world.used() and world.stored(STORED) == TOKENS
 
 
 def test_update_that_leaves_kvs(world: World) -> None:
     """Nothing is read nor written until the next flush."""
-    world.prefill("resident", 5)
+    world.prefill("resident", OTHER)
     assert world.call("update_weights_from_disk", flush_cache=False).success
-    assert world.runtime.served.suspended == "update_weights_from_disk"
-    assert world.stored(1000) == 0
-    world.prefill("mixed", 2000)
+    assert world.service.served.suspended == "update_weights_from_disk"
+    assert world.stored(STORED) == 0
+    world.prefill("mixed", range(2000, 2064))
     assert not world.cache._saves.pending
     # Back to the first weights, but KVs of the others may be among what is resident.
     assert world.call("update_weights_from_disk", model_path=OLD, flush_cache=False).success
-    assert world.runtime.served.suspended and world.stored(1000) == 0
+    assert world.service.served.suspended and world.stored(STORED) == 0
     assert world.flush()
-    assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
+    assert world.service.served.suspended is None and world.stored(STORED) == TOKENS
 
 
 def test_update_that_changes_nothing(world: World) -> None:
     """What is resident is still right, so that the store goes on."""
-    world.prefill("resident", 5)
+    world.prefill("resident", OTHER)
     assert not world.call("update_weights_from_disk", model_path="missing").success
-    assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
+    assert world.service.served.suspended is None and world.stored(STORED) == TOKENS
 
 
 def test_session(world: World) -> None:
@@ -81,27 +81,27 @@ def test_session(world: World) -> None:
     assert world.call("begin_weight_update").success
     assert not world.call("begin_weight_update").success
     assert world.flush() and world.asked == 0
-    assert world.runtime.served.suspended == "begin_weight_update"
+    assert world.service.served.suspended == "begin_weight_update"
     world.allocator.alloc(3)
     assert world.call("end_weight_update").success
     assert world.asked == 0, "KVs of the session are resident"
-    assert world.flush() and world.runtime.served.suspended is None
+    assert world.flush() and world.service.served.suspended is None
 
 
 @pytest.mark.parametrize("action", ["snapshot", "compare", "checksum"])
 def test_checks_that_only_look(world: World, action: str) -> None:
-    world.prefill("written", 5)
+    world.prefill("written", OTHER)
     assert world.call("check_weights", action=action).success
-    assert world.runtime.served.suspended is None and world.asked == 0
-    world.runtime.store.writes.drain()
-    assert world.stored(5) == TOKENS
+    assert world.service.served.suspended is None and world.asked == 0
+    world.service.store.writes.drain()
+    assert world.stored(OTHER) == TOKENS
 
 
 def test_write_under_way_is_given_up(world: World) -> None:
     """A layer that is being read is waited for, no other is read, and nothing is published."""
     world.pool.go_on.clear()
     world.pool.reading.clear()
-    world.prefill("written", 5)
+    world.prefill("written", OTHER)
     assert world.pool.reading.wait(30)
     done = threading.Event()
 
@@ -115,12 +115,12 @@ def test_write_under_way_is_given_up(world: World) -> None:
     world.pool.go_on.set()
     thread.join(30)
     assert done.is_set() and world.pool.paused
-    world.runtime.store.writes.drain()
+    world.service.store.writes.drain()
     assert not world.cache._saves.pending and world.cache._saves.writing_tokens == 0
     world.call("resume_memory_occupation", tags=["kv_cache"])
-    assert world.runtime.served.suspended is None
-    assert world.stored(5) == 0 and world.stored(1000) == TOKENS
-    world.runtime.store.check_integrity()
+    assert world.service.served.suspended is None
+    assert world.stored(OTHER) == 0 and world.stored(STORED) == TOKENS
+    world.service.store.check_integrity()
     assert world.files() == 1
 
 
@@ -133,21 +133,21 @@ def test_released_weights_are_not_read(world: World) -> None:
     world.call("begin_weight_update")
     world.weights = NEW
     world.call("end_weight_update")
-    assert world.asked == 0 and world.runtime.served.suspended == "release_memory_occupation"
+    assert world.asked == 0 and world.service.served.suspended == "release_memory_occupation"
     world.call("resume_memory_occupation", tags=["kv_cache"])
-    assert world.asked == 1 and world.used() and world.runtime.served.identity == NEW
+    assert world.asked == 1 and world.used() and world.service.served.identity == NEW
 
 
 def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """The server goes on without the store, and asks again at the next flush."""
     world.weights = "unreadable"
     assert world.flush()
-    assert world.runtime.served.suspended == "no identity" and world.stored(1000) == 0
+    assert world.service.served.suspended == "no identity" and world.stored(STORED) == 0
     assert "the next flush tries again" in caplog.text
     assert world.impress.summary()["suspended"] == "no identity"
     world.weights = OLD
     assert world.flush()
-    assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
+    assert world.service.served.suspended is None and world.stored(STORED) == TOKENS
 
 
 def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,22 +156,21 @@ def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixt
     Nobody tells of these weights: a flush notices them.
     """
     world.weights = NEW
-    place = world.runtime.config.ssd_path / NEW
+    place = world.service.config.ssd_path / NEW
     place.touch()
     for _ in range(2):
         caplog.clear()
         assert world.flush() and not world.used()
-        assert world.runtime.served.suspended == "not opened"
-        world.cache.flush_pending_backups()
-        world.check_integrity()
+        assert world.service.served.suspended == "not opened"
+        world.poll()
         assert caplog.text.count("the next flush tries again") == 1
     # The first weights again: their store was closed.
     world.weights = OLD
     assert world.flush()
-    assert world.used() and world.stored(1000) == TOKENS
+    assert world.used() and world.stored(STORED) == TOKENS
     place.unlink()
     world.weights = NEW
-    assert world.flush() and world.used() and world.runtime.served.identity == NEW
+    assert world.flush() and world.used() and world.service.served.identity == NEW
 
 
 def test_what_names_a_model() -> None:
@@ -193,13 +192,12 @@ def test_what_names_a_model() -> None:
 @pytest.mark.parametrize(("method", "cause"), [("save_sharded_model", None), ("own", "called")])
 def test_calls_of_methods(world: World, method: str, cause: str | None) -> None:
     """Whatever a scheduler is told to call may change weights, but for what is known."""
-    world.prefill("resident", 5)
+    world.prefill("resident", OTHER)
 
     def called(request: Any) -> str:
         world.weights = NEW
         return "answer"
 
     request = SimpleNamespace(method=method)
-    scheduler, weights = world.updater.scheduler, world.impress.weights
-    assert around_handler(called, scheduler, weights, request) == "answer"
-    assert world.runtime.served.suspended == cause
+    assert around_handler(called, world.scheduler, world.impress.weights, request) == "answer"
+    assert world.service.served.suspended == cause

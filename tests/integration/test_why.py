@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
+from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.plugin import known
 from impress_sglang.serving.why import Reason
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import SegmentState, StoredSegment
-from tests.integration.worlds import STORED, TOKENS, World, report_of
+from tests.integration.tree_world import told_of
+from tests.integration.worlds import STORED, TOKENS, World
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def options() -> dict[str, Any]:
 @pytest.fixture
 def stored(world: World) -> StoredSegment:
     """What is stored, and nothing is resident."""
-    world.store_prompt(1000)
+    world.store_prompt()
     return the_segment(world)
 
 
@@ -35,19 +37,14 @@ def admitted(
     namespace: str | None = None,
     **wanted: Any,
 ) -> dict[str, Any]:
-    """What the report of a request says when it has been admitted."""
-    wishes = {"retention": 1.0} | wanted
-    req = world.request("asks", [*tokens, *range(7000, 7000 + new)], namespace=namespace, **wishes)
-    world.match(req)
-    if req.host_hit_length:
-        world.admit(req)
-    world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
-    report = report_of(req)
-    assert report is not None
-    why: dict[str, Any] = report["why"]
-    if req.rid in world.runtime.live:
-        world.end(world.runtime.live[req.rid])
-    world.cache._known.pop(req.rid, None)
+    """What the report of a request says when it has been admitted; nothing of it is computed."""
+    asked = [*tokens, *range(7000, 7000 + new)]
+    req = world.request("asks", asked, namespace=namespace, **wanted)
+    world.settle(req)
+    world.admit(req)
+    why: dict[str, Any] = told_of(req)["why"]
+    req.finished_reason = FINISH_LENGTH(1)
+    world.release(req)
     assert why["reason"] in Reason and why["text"].endswith(".")
     return why
 
@@ -73,14 +70,14 @@ def test_what_another_tenant_has_stored_nobody_has(world: World, stored: StoredS
     """Neither while it is there, nor when it is gone."""
     stranger = admitted(world, namespace="another")
     assert stranger["reason"] == Reason.NEVER_STORED
-    world.runtime.store.writes.evict([stored], Cause.EVICTED)
+    world.service.store.writes.evict([stored], Cause.EVICTED)
     assert admitted(world, namespace="another") == stranger
     assert admitted(world)["reason"] == Reason.EVICTED
 
 
 @pytest.mark.parametrize("cause", Cause)
 def test_what_has_left_the_store(world: World, stored: StoredSegment, cause: Cause) -> None:
-    world.runtime.store.writes.lose(stored, cause)
+    world.service.store.writes.lose(stored, cause)
     why = admitted(world)
     assert why["reason"] == Reason(cause.name.lower())
     assert why["text"].endswith(f": {TOKENS} tokens, 0 s ago.")
@@ -88,10 +85,10 @@ def test_what_has_left_the_store(world: World, stored: StoredSegment, cause: Cau
 
 
 def test_what_was_not_taken_for_want_of_room(world: World) -> None:
-    world.runtime.store.quota.used_bytes = 10**12
-    assert world.compute("r", 2000) == 0
+    world.service.store.quota.used_bytes = 10**12
+    assert world.stored_after("r", 2000) == 0
     assert admitted(world)["reason"] == Reason.NO_ROOM
-    world.runtime.store.quota.used_bytes = 0
+    world.service.store.quota.used_bytes = 0
 
 
 @pytest.mark.parametrize("options", [{"write_after": 2}])
@@ -102,7 +99,7 @@ def test_what_was_seen_too_seldom(world: World) -> None:
 
 
 def the_segment(world: World) -> StoredSegment:
-    (segment,) = world.runtime.store.tree.segments()
+    (segment,) = world.service.store.tree.segments()
     return segment
 
 
@@ -110,8 +107,8 @@ def the_segment(world: World) -> StoredSegment:
 SET: tuple[tuple[Callable[[World], object], str, object, Reason, str], ...] = (
     (the_segment, "state", SegmentState.PENDING, Reason.BEING_WRITTEN, ""),
     (the_segment, "state", SegmentState.SUSPECT, Reason.DAMAGED, ""),
-    (lambda world: world.runtime.store._memory.pool, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
-    (lambda world: world.runtime.served, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
+    (lambda world: world.service.store._memory.pool, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
+    (lambda world: world.service.served, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
     (lambda _: known, "serve_refusal", lambda _: "lora_id", Reason.NOT_SERVED, ": lora_id."),
 )
 
@@ -137,26 +134,21 @@ def test_what_is_not_exact_enough(world: World, stored: StoredSegment) -> None:
     quality = stored.info.quality.after(4.0)
     object.__setattr__(stored.info, "quality", quality)
     assert admitted(world)["reason"] == Reason.QUALITY
-    assert admitted(world, retention=0.5)["reason"] == Reason.QUALITY
 
 
 @pytest.mark.usefixtures("stored")
 def test_a_disk_that_does_not_answer(world: World) -> None:
-    world.runtime.store.health.failed("a test", OSError("no"), reading=True)
+    world.service.store.health.failed("a test", OSError("no"), reading=True)
     assert admitted(world)["reason"] == Reason.DEGRADED
 
 
 @pytest.mark.usefixtures("stored")
-def test_what_could_not_be_opened(world: World) -> None:
-    req = world.request("asks", [*STORED, 7], retention=1.0)
-    world.match(req)
-    for path in Path(world.runtime.config.ssd_path).glob("*/segments/*/*"):
-        path.unlink()
-    assert world.admit(req) is None
-    world.match(req)
-    world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
-    assert (report_of(req) or {})["why"]["reason"] == Reason.NOT_OPENED
-    del world.cache._known["asks"]
+def test_what_could_not_be_opened(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_whole(*_: Any, **__: Any) -> None:
+        raise PrefixUnreadable("a test")
+
+    monkeypatch.setattr(world.service.store, "open_whole", open_whole)
+    assert admitted(world)["reason"] == Reason.NOT_OPENED
 
 
 @pytest.mark.usefixtures("stored")
@@ -167,8 +159,8 @@ def test_what_could_not_be_opened(world: World) -> None:
 def test_what_is_computed_faster(
     world: World, monkeypatch: pytest.MonkeyPatch, tokens: int, reason: Reason
 ) -> None:
-    world.runtime.estimator.computing.observe(tokens, tokens * 1000, 1e-9)
-    monkeypatch.setattr(type(world.runtime.store.forecast), "seconds_to_read", lambda *_: 9.0)
+    world.service.estimator.computing.observe(tokens, tokens * 10, 1e-9)
+    monkeypatch.setattr(type(world.service.store.forecast), "seconds_to_read", lambda *_: 9.0)
     assert admitted(world)["reason"] == reason
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.storage.layout import KVShape
-from tests.integration.test_tree_loads import draw, kvs_of
+from tests.integration.test_tree_loads import kvs_of
+from tests.integration.tiny_model import draw
 from tests.integration.tree_world import SHAPE, TreeWorld
 
 WINDOW, SIZE, ROWS = 100, 4096, 2048
@@ -166,9 +167,7 @@ def test_only_what_has_its_rows_is_restored(world: WindowWorld, page: int) -> No
     prompt = draw(9, 768)
     at_384 = mock.patch.object(world.cache._planner, "usable", lambda _: 384)
     req = world.request("chunks", prompt)
-    world.settle(req)
-    world.admit(req)
-    world.compute(req)
+    world.begin(req)
     row = world.rows.req_to_token[req.kv.req_pool_idx, :512].long()
     world.allocator.free_swa(row)
     req.kv.set_evicted_seqlen(ComponentType.SWA, 512)
@@ -195,10 +194,7 @@ def test_room_that_jobs_and_writes_have(world: WindowWorld, page: int) -> None:
     world.check_slots()
     world.cache.evict_for_alloc(EvictParams(swa_num_tokens=ROWS))
     assert world.allocator.swa_available_size() == ROWS and not list(world.jobs.loading)
-    world.settle(req)
-    world.admit(req)
-    world.compute(req)
-    world.end(req)
+    world.serve(req)
 
 
 def test_whoever_is_next_needs_rows_that_others_hold(
@@ -227,11 +223,7 @@ def test_whoever_is_next_needs_rows_that_others_hold(
     )
     assert fits, "SGLang would not admit it"
     for req in waiting:
-        world.settle(req)
-        world.admit(req)
-        world.compute(req)
-        world.end(req)
-    world.check_slots()
+        world.serve(req)
     world.close()
 
 

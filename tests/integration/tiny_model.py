@@ -56,6 +56,11 @@ def rotated(rows: Tensor, positions: Tensor) -> Tensor:
     return ROTATION.move(rows, ROTATION.turns(torch.zeros_like(positions), positions))
 
 
+def draw(seed: int, length: int) -> list[int]:
+    """Tokens of a prompt."""
+    return [*map(int, tokens_of(seed, length))]
+
+
 def tokens_of(seed: int, length: int) -> Tensor:
     return torch.randint(0, WORDS, (length,), generator=torch.Generator().manual_seed(seed))
 

@@ -32,12 +32,12 @@ from impress_sglang.blend.plugin import blends
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF
 from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.report_transport import Report, _carried
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.service import Service
 from impress_sglang.storage.layout import KVShape
 from tests.integration import tiny_model
-from tests.integration.worlds import report_of
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import DEFAULTS
 from tests.unit.waiting import wait_until
@@ -65,8 +65,8 @@ class Pool(tiny_model.Pool):
 class Model(tiny_model.Model):
     """Attends as layers of SGLang's do, by what the forward context says."""
 
-    def __init__(self) -> None:
-        super().__init__(SHAPE)
+    def __init__(self, shape: KVShape) -> None:
+        super().__init__(shape)
         self.attend = lambda *inputs: get_attn_backend().forward(*inputs, None)
 
     def modules(self) -> tuple[()]:
@@ -83,6 +83,12 @@ class Batch:
         return not self.reqs
 
 
+def report_of(req: Any) -> Report | None:
+    """The report that a request was given last; None if it was never matched."""
+    carried = _carried(req)
+    return None if carried is None else carried.report
+
+
 def told_of(req: Req) -> dict[str, Any]:
     """What the answer of a request says."""
     report = report_of(req)
@@ -92,6 +98,9 @@ def told_of(req: Req) -> dict[str, Any]:
 
 class TreeWorld:
     """One tree cache with its store, and requests on their way."""
+
+    shape, pool_type = SHAPE, Pool
+    window: int | None = None
 
     def __init__(
         self,
@@ -108,7 +117,7 @@ class TreeWorld:
         defaults = DEFAULTS | {"policy": "impress", "retention": 1.0, "bits": 6.0}
         defaults |= {"min_prefix_tokens": 16}
         self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
-        self.model = Model()
+        self.model = Model(self.shape)
         self.rows = ReqToTokenPool(16, size, "cpu", enable_memory_saver=False)
         self.components: tuple[Any, ...] = (ComponentType.FULL,)
         self.pool: Any
@@ -131,7 +140,7 @@ class TreeWorld:
         self.service = Service(self.config, shape, IDENTITY, torch.device("cpu"), tiny_model.HIDDEN)
         if self.config.blend != OFF:
             self.service.make_blends = blends.Blends
-        self.cache.connect(self.service, self.model, layers, None, lambda: IDENTITY, ranks)
+        self.cache.connect(self.service, self.model, layers, None, self.read_identity, ranks)
         self.scheduler = SimpleNamespace(
             waiting_queue=[],
             running_batch=Batch(),
@@ -145,13 +154,14 @@ class TreeWorld:
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
         )
         self.cache.attach(self.scheduler)
-        wait_until(self.is_open)
 
-    window: int | None = None
+    def read_identity(self) -> str:
+        """Of the weights that are served."""
+        return IDENTITY
 
     def make_pool(self, size: int, page_size: int) -> None:
         """Make the pool and its allocator."""
-        self.pool = Pool(SHAPE, size + 64)
+        self.pool = self.pool_type(self.shape, size + 64)
         rest = torch.float32, "cpu", self.pool, False
         self.allocator = (
             TokenToKVPoolAllocator(size, *rest)
@@ -161,7 +171,7 @@ class TreeWorld:
 
     def shape_with(self, layers: PoolLayers) -> KVShape:
         """What is stored of a token."""
-        return SHAPE
+        return self.shape
 
     def place(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The pool of keys and that of values of a layer, and where these have slots."""
@@ -175,11 +185,6 @@ class TreeWorld:
         """Slots for tokens that are computed."""
         return self.allocator.alloc(count)
 
-    def is_open(self) -> bool:
-        self.cache.check_hicache_events()
-        self.service.served.take_over()
-        return self.service.served.in_use
-
     @property
     def jobs(self) -> Any:
         assert self.cache.loads is not None
@@ -190,11 +195,19 @@ class TreeWorld:
         assert self.cache.loads is not None
         return self.cache.loads._blends
 
-    def request(self, rid: str, tokens: Sequence[int], **wanted: object) -> Any:
+    def request(
+        self,
+        rid: str,
+        tokens: Sequence[int],
+        *,
+        namespace: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        **wanted: object,
+    ) -> Any:
         """One that is queued; `wanted` are custom parameters, without `impress_`."""
         custom = {f"impress_{name}": value for name, value in wanted.items()} or None
-        params = SamplingParams(custom_params=custom, max_new_tokens=4)
-        req: Any = Req(rid, "", array("q", tokens), params)
+        params = SamplingParams(custom_params=custom, **({"max_new_tokens": 4} | (sampling or {})))
+        req: Any = Req(rid, "", array("q", tokens), params, extra_key=namespace)
         req.full_untruncated_fill_ids = req.origin_input_ids
         self.match(req)
         self.scheduler.waiting_queue.append(req)
@@ -231,8 +244,7 @@ class TreeWorld:
         wait_until(ready)
 
     def admit(self, req: Any) -> int:
-        """A request is admitted; returns how long its prefix is."""
-        assert not self.waits(req)
+        """A request that need not wait is admitted; returns how long its prefix is."""
         length = self.match(req)
         req.lock = self.cache.lock(req.last_node)
         self.scheduler.waiting_queue.remove(req)
@@ -248,7 +260,7 @@ class TreeWorld:
 
     def compute(self, req: Any) -> None:
         """The pass of a request: KVs of its new tokens, behind what is in its prefix."""
-        tokens = torch.tensor([*req.origin_input_ids])
+        tokens = torch.tensor([*req.origin_input_ids]) % tiny_model.WORDS
         first = req.kv.cache_protected_len
         row = self.rows.req_to_token[req.kv.req_pool_idx, : len(tokens)].long()
         hidden, positions = self.model.embedding[tokens[first:]], torch.arange(first, len(tokens))
@@ -286,21 +298,36 @@ class TreeWorld:
 
     def run(self, rid: str, tokens: Sequence[int], **wanted: object) -> dict[str, Any]:
         """All of a request; returns its report."""
-        req = self.request(rid, tokens, **wanted)
-        self.settle(req)
-        self.admit(req)
-        self.compute(req)
-        report = told_of(req)
-        self.end(req)
+        report = self.serve(self.request(rid, tokens, **wanted))
         self.service.store.writes.drain()
         return report
 
-    def flush(self) -> None:
+    def begin(self, req: Any) -> None:
+        """A queued request is admitted as soon as it may be, and computed."""
+        self.settle(req)
+        self.admit(req)
+        self.compute(req)
+
+    def serve(self, req: Any, answer: Sequence[int] = ()) -> dict[str, Any]:
+        """All of a request that is queued; returns its report."""
+        self.begin(req)
+        report = told_of(req)
+        req.output_ids = array("q", answer)
+        self.end(req)
+        return report
+
+    def abort(self, req: Any) -> None:
+        """A queued request ends."""
+        self.scheduler.waiting_queue.remove(req)
+        self.cache.release_aborted_request(req.cache_request_handle)
+
+    def flush(self, empty_cache: bool = True) -> bool:
         """SGLang's, when it is idle."""
         assert not self.cache.has_pending_cache_operations()
         self.cache.reset()
         self.rows.clear()
         self.allocator.clear()
+        return True
 
     def check_slots(self) -> None:
         """SGLang's equation, where no request runs."""
@@ -319,6 +346,11 @@ class TreeWorld:
         return found
 
     def close(self) -> None:
+        """Nothing runs, waits or is lost any more."""
+        if self.service.served.in_use:
+            self.service.store.writes.drain()
+        self.check_slots()
+        assert not self.jobs.jobs and not self.jobs.waiters and not list(self.cache._known)
         self.cache.release_host_resources()
 
 
