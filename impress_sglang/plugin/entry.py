@@ -7,7 +7,6 @@ depend on anything here.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -27,8 +26,6 @@ from impress_sglang.plugin.hooks import Hook, check_in_place, register
 BACKEND_NAME = "impress"
 _OURS = "impress_sglang.plugin"
 _T = TypeVar("_T")
-
-logger = logging.getLogger(__name__)
 
 
 def activate() -> None:

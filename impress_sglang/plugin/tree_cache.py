@@ -393,13 +393,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             return
         assert not self.has_pending_cache_operations(), "SGLang flushes while slots are filled"
         self._forget_ended()
-        store = self._service.served.opened
-        if store is not None:
-            # Accepted writes read slots that are about to be given away.
-            store.writes.drain()
-            # Other weights may follow, and with them another store.
-            self._service.tell_metrics(now=True)
-        self._saves.give_all_up()
+        self._saves.finish()
         self.loads.drop_all()
         self._provenance.clear()
         self.impress.clear()
@@ -419,11 +413,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         assert self.loads is not None
         self.loads.drop_all()
         self.loads.wait_for_loader()
-        self._saves.revoke()
-        store = self._service.served.opened
-        if store is not None:
-            store.writes.abandon()
-        self._saves.give_all_up()
+        self._saves.abandon()
 
     def _describe_pool(self) -> dict[str, int]:
         """How many tokens of the pool are ours, by what they are for."""

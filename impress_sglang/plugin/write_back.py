@@ -244,9 +244,22 @@ class WriteBack:
         for save in saves:
             self._release(save)
 
-    def revoke(self) -> None:
-        """Stop reading anything from the pool."""
+    def finish(self) -> None:
+        """Let accepted writes end: slots that they read are about to be given away."""
+        store = self._service.served.opened
+        if store is not None:
+            store.writes.drain()
+            # Other weights may follow, and with them another store.
+            self._service.tell_metrics(now=True)
+        self.give_all_up()
+
+    def abandon(self) -> None:
+        """Stop reading anything from the pool, and give all saves up."""
         self._access.revoke()
+        store = self._service.served.opened
+        if store is not None:
+            store.writes.abandon()
+        self.give_all_up()
 
     def _may_store(self, known: Known) -> bool:
         """Whether a request may be stored by this rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future
 
 from impress_sglang.storage.segment import SegmentInfo
@@ -11,8 +10,6 @@ from impress_sglang.store.losses import Cause, prompt_of
 from impress_sglang.store.quota import Quota
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.store.writing import SegmentWrites
-
-logger = logging.getLogger(__name__)
 
 
 class FetchedSegments:

@@ -26,7 +26,7 @@ from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.storage.layout import KVShape
-from tests.integration.tree_world import IDENTITY
+from tests.integration.tree_world import IDENTITY, check_slots
 from tests.integration.worlds import STORED, TOKENS, Pool
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import make_config
@@ -133,13 +133,6 @@ class PaperWorld:
         for rid in {*self.runtime.live, *self.cache._known}:
             self.end(rid)
         self.runtime.store.writes.drain()
-        self.check_slots()
+        check_slots(self.cache, self.allocator)
         self.runtime.store.check_integrity()
         self.runtime.close()
-
-    def check_slots(self) -> None:
-        """SGLang's equation, where no request runs."""
-        cache = self.cache
-        held = self.allocator.available_size() + cache.evictable_size() + cache.protected_size()
-        assert held == self.allocator.size
-        cache._check_requests()

@@ -95,7 +95,6 @@ def test_a_purge_empties_the_pool_of_a_namespace_or_of_all(world: World, everyth
 
     assert (answer["pool_tokens"], answer["left"]) == (96 if everything else 32, 0)
     assert resident(world) == ({} if everything else {"b": 32, None: 32})
-    world.check_slots()
 
 
 def purged_by_age(world: World, **fields: Any) -> list[Any]:

@@ -18,7 +18,7 @@ OWN = [*ASKED[:-1], 3]
 
 @pytest.fixture
 def world(tmp_path: Path, page_size: int) -> Iterator[TreeWorld]:
-    world = TreeWorld(tmp_path, page_size, write_after=1, load="always", blend="off")
+    world = TreeWorld(tmp_path, page_size, blend="off")
     yield world
     world.close()
 

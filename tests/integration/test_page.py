@@ -32,7 +32,7 @@ def show_prompts() -> str:
 @pytest.fixture
 def options(show_prompts: str) -> dict[str, Any]:
     caches = {"device_gb": 1e-4, "host_gb": 1e-3}
-    return {"load": "always", "write_after": 1, "show_prompts": show_prompts, **caches}
+    return {"load": "always", "show_prompts": show_prompts, **caches}
 
 
 def seen(world: World, **wanted: Any) -> Any:

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.why import Reason
 from tests.integration.paper_world import SHAPE, PaperWorld
-from tests.integration.tree_world import report_of
+from tests.integration.tree_world import check_slots, report_of
 from tests.integration.worlds import OTHER, TOKENS
 
 
@@ -66,7 +66,7 @@ def test_slots_that_are_written_count_as_room(world: PaperWorld) -> None:
     assert world.cache._saves.pending
     budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
     assert budget.remaining_total == TOKENS * 4
-    world.check_slots()
+    check_slots(world.cache, world.allocator)
     lock = world.cache.lock(used)
     assert world.cache.evictable_size() == TOKENS
     assert world.cache.evict(EvictParams(num_tokens=2 * TOKENS)).num_tokens_evicted == TOKENS

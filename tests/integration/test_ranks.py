@@ -50,7 +50,6 @@ class RankWorlds:
             TreeWorld(
                 root / f"rank{own.rank // copies}",
                 ranks=own,
-                write_after=1,
                 blend="off",
                 **options,
             )

@@ -30,7 +30,7 @@ from impress_sglang.serving.why import Reason
 from tests.integration.tree_world import report_of
 from tests.integration.worlds import STORED, World
 
-LENGTH, ABORT = {"type": "length"}, {"type": "abort"}
+LENGTH = {"type": "length"}
 
 
 class Request(SimpleNamespace):

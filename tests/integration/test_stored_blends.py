@@ -42,7 +42,7 @@ def world(
 ) -> Iterator[TreeWorld]:
     """Documents 1, 2 and 3 are stored, in this order, and nothing is resident."""
     install(monkeypatch)
-    world = TreeWorld(tmp_path, page_size, **({"write_after": 1} | options))
+    world = TreeWorld(tmp_path, page_size, **options)
     for rid in "xy"[: world.config.write_after]:
         world.run(rid, [*shuffled(1, 2, 3), *range(12)], blend="off")
     world.flush()

@@ -35,7 +35,7 @@ class Tracer:
 def test_the_span_of_waiting_says_what_was_loaded_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, tracer = TreeWorld(tmp_path, write_after=1, blend="off"), Tracer()
+    world, tracer = TreeWorld(tmp_path, blend="off"), Tracer()
     world.run("first", [*STORED, 1])
     world.flush()
     monkeypatch.setattr(trace, "opentelemetry_initialized", True)

@@ -33,7 +33,7 @@ ASKED = [*STORED[:PREFIX], *draw(2, 20)]
 @pytest.fixture
 def world(tmp_path: Path, page_size: int) -> Iterator[TreeWorld]:
     """A prompt is stored, and nothing is resident."""
-    world = TreeWorld(tmp_path, page_size, write_after=1, load="always", blend="off")
+    world = TreeWorld(tmp_path, page_size, blend="off")
     world.run("first", STORED)
     world.flush()
     world.cache.take_events()
@@ -71,7 +71,7 @@ def test_exact_kvs_are_those_that_were_computed(world: TreeWorld) -> None:
 @pytest.mark.parametrize("page", [32, 64, 128])
 def test_other_sizes_of_pages(tmp_path: Path, page: int) -> None:
     """Those that GPUs have."""
-    world = TreeWorld(tmp_path, page, write_after=1, load="always", blend="off")
+    world = TreeWorld(tmp_path, page, blend="off")
     prompt = draw(5, 700)
     _, computed = kvs_of(world, "computed", prompt)
     world.flush()
@@ -97,8 +97,7 @@ def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_s
 
 def test_slots_whose_drafts_depend_on_the_next_token(tmp_path: Path, page_size: int) -> None:
     """Only those are loaded whose next token is stored, too."""
-    how = {"eagle": True, "write_after": 1, "load": "always", "blend": "off", "bits": "exact"}
-    world = TreeWorld(tmp_path, page_size, **how)
+    world = TreeWorld(tmp_path, page_size, eagle=True, blend="off", bits="exact")
     prompt = draw(3, PREFIX + 21)
     _, computed = kvs_of(world, "computed", prompt)
     world.flush()
@@ -122,8 +121,7 @@ def test_slots_whose_drafts_depend_on_the_next_token(tmp_path: Path, page_size: 
 @pytest.mark.parametrize("eagle", [False, True])
 def test_a_purge_reaches_the_tree(tmp_path: Path, page_size: int, eagle: bool) -> None:
     """Also one of pairs, whose last page reaches beyond what is purged."""
-    how = {"write_after": 1, "load": "always", "blend": "off", "bits": "exact"}
-    world = TreeWorld(tmp_path, page_size, eagle=eagle, **how)
+    world = TreeWorld(tmp_path, page_size, eagle=eagle, blend="off", bits="exact")
     prompt = draw(3, 10 * 16)
     world.run("computed", prompt)
     before = world.cache.evictable_size()
@@ -237,7 +235,7 @@ def test_a_pass_begins_early_only_beside_nobody(
 @pytest.mark.parametrize("where", ["disagg_prefill_inflight_queue", "running_mbs", "mbs"])
 def test_what_is_sent_or_in_another_batch_gives_its_slots_back(tmp_path: Path, where: str) -> None:
     """A prefill server, or a pass of a pipeline, runs nothing, and has no room before its end."""
-    world = TreeWorld(tmp_path, size=512, write_after=1, load="always", blend="off")
+    world = TreeWorld(tmp_path, size=512, blend="off")
     world.run("first", STORED)
     world.flush()
     sent = world.request("sent", draw(6, 300))

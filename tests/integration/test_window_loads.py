@@ -94,8 +94,7 @@ def page(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def world(tmp_path: Path, page: int) -> Iterator[WindowWorld]:
-    how: dict[str, Any] = {"write_after": 1, "load": "always", "blend": "off", "bits": "exact"}
-    world = WindowWorld(tmp_path, page, size=SIZE, **how)
+    world = WindowWorld(tmp_path, page, size=SIZE, blend="off", bits="exact")
     yield world
     world.service.store.writes.drain()
     world.check_slots()
@@ -202,8 +201,7 @@ def test_whoever_is_next_needs_rows_that_others_hold(
 ) -> None:
     """Nothing runs, so nobody would ever give them back."""
     monkeypatch.setattr("tests.integration.test_window_loads.ROWS", 320)
-    how: dict[str, Any] = {"write_after": 1, "load": "always", "blend": "off", "bits": "exact"}
-    world = WindowWorld(tmp_path, size=SIZE, **how)
+    world = WindowWorld(tmp_path, size=SIZE, blend="off", bits="exact")
     prompts = [draw(seed, 200) for seed in (13, 14, 15)]
     for number, prompt in enumerate(prompts):
         world.run(f"stored {number}", prompt)

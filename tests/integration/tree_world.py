@@ -96,6 +96,13 @@ def told_of(req: Req) -> dict[str, Any]:
     return report
 
 
+def check_slots(cache: Any, allocator: Any) -> None:
+    """SGLang's equation, where no request runs."""
+    held = allocator.available_size() + cache.evictable_size() + cache.protected_size()
+    assert held == allocator.size
+    cache._check_requests()
+
+
 class TreeWorld:
     """One tree cache with its store, and requests on their way."""
 
@@ -330,11 +337,8 @@ class TreeWorld:
         return True
 
     def check_slots(self) -> None:
-        """SGLang's equation, where no request runs."""
-        cache = self.cache
-        held = self.allocator.available_size() + cache.evictable_size() + cache.protected_size()
-        assert held == self.allocator.size
-        cache._check_requests()
+        """See the function."""
+        check_slots(self.cache, self.allocator)
 
     def kvs(self, req: Any, count: int) -> tiny_model.KVs:
         """The KVs of the first tokens of an admitted request."""

@@ -288,13 +288,6 @@ class Case:
             for number, chunk in touched
         ]
 
-    def chunk_bytes(
-        self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
-    ) -> int:
-        """Bytes on disk of all chunks that hold a wanted row."""
-        columns = self.columns_of_kinds(kinds)
-        return sum(sum(self.chunks(layer, column, tokens)) for column in columns)
-
     def reopen(self) -> None:
         """Give the ids of the chunks back, and take them in another order."""
         assert self.cache is not None

@@ -150,12 +150,10 @@ class Workbench:
         store.check_integrity()
         return outcome
 
-    def begin(
-        self, store: PrefixStore, tokens: Sequence[int], *, namespace: str = "", **options: Any
-    ) -> Gate:
+    def begin(self, store: PrefixStore, tokens: Sequence[int], **options: Any) -> Gate:
         """Offer; the write is accepted, and waits until its gate is opened."""
-        gate = Gate(kv.SequenceKVs(self.shape, namespace, tuple(tokens)))
-        outcome = self.offer(store, tokens, namespace=namespace, read_layers=gate, **options)
+        gate = Gate(kv.SequenceKVs(self.shape, "", tuple(tokens)))
+        outcome = self.offer(store, tokens, read_layers=gate, **options)
         assert outcome is StoreOutcome.ACCEPTED
         return gate
 
@@ -258,19 +256,15 @@ def open_source(
     return store.open_part(match, start, stop, whole=False)
 
 
-def rows(
-    shape: KVShape, source: PartSource, layer: int, tokens: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads, of the same tokens; probe heads come first in these shapes."""
-    found = read_rows(
-        source, layer, None if tokens is None else tokens.expand(kv.head_groups_of(shape), -1)
-    )
+def rows(shape: KVShape, source: PartSource, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads; probe heads come first in these shapes."""
+    found = read_rows(source, layer, None)
     keys, values = found.keys, found.values
     assert keys is not None and values is not None
     if not shape.probe_kv_heads:
         return keys, values
     probe = source.read_probe(layer)
-    return torch.cat([probe if tokens is None else probe[tokens], keys], 1), values
+    return torch.cat([probe, keys], 1), values
 
 
 def check_rows(
@@ -362,8 +356,8 @@ class Room(FileSystem):
         until(store, lambda: store.health.free_bytes == free)
 
 
-def path_of(bench: Workbench, match: StoredMatch, number: int = 0) -> Path:
-    return bench.file_of(match.spans[number].segment.segment_id)
+def path_of(bench: Workbench, match: StoredMatch) -> Path:
+    return bench.file_of(match.spans[0].segment.segment_id)
 
 
 def name_of(store: PrefixStore, tokens: Sequence[int], number: int = 0, **options: Any) -> str:

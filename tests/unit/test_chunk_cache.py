@@ -202,10 +202,6 @@ def bench() -> Bench:
     return bench
 
 
-# The chunks of one layer of that segment.
-PROBE, OTHER, VALUES = 0, 1, 2
-
-
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_cache_that_does_not_fit_is_a_config_error_that_names_size_and_option(tier: str) -> None:
     sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}

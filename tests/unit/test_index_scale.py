@@ -172,13 +172,6 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
     assert len(steps) == 4 * (1 + 2 + 2)
 
 
-@pytest.fixture
-def full(bench: Workbench) -> PrefixStore:
-    store = bench.open(ssd_gb=gb(40 * bench.one))
-    bench.put_all(store, *range(1, 41))
-    return store
-
-
 def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
     """A prefix that never leaves SGLang's pool is offered with each prompt, and never read."""
     store = bench.open(ssd_gb=gb(3 * bench.one))

@@ -16,9 +16,7 @@ from impress_sglang.tiers.placement import (
 )
 from impress_sglang.tiers.rules import NOBODY, Ids, ReplacementRule
 
-SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
-
-
+HOST, DEVICE = Tier.HOST, Tier.DEVICE
 # Of a share that is 1.
 UNIT = 2**32
 

@@ -183,6 +183,3 @@ class PlacementMachine(RuleBasedStateMachine):
 
 
 TestPlacement = PlacementMachine.TestCase
-
-
-HOST, DEVICE = 1, 2

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from tests.serving.traffic import TOLERANCE, Answer, Catalogue
-from tests.serving.watch import Record
 from tests.serving.world import MIXED, World
 
 ONE, OTHER = Answer(tokens=((1, 2, 3),)), Answer(tokens=((1, 2, 4),))
@@ -67,10 +66,3 @@ def test_what_is_not_exact_has_the_right_form(world: World) -> None:
         assert not judge(world, Answer(tokens=((1,), (2,))), now)
     time.sleep(0.01)
     assert not judge(world, OTHER, time.monotonic())
-
-
-def life(resident: list[float], seconds: float = 600) -> Record:
-    """A life in which so many MB were resident, in equal parts of it."""
-    steps = len(resident) * 10
-    times = [seconds * (step + 1) / steps for step in range(steps)]
-    return Record([(at, int(resident[step // 10] * 1e6)) for step, at in enumerate(times)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
 from tests.unit import source_factory as sources
-from tests.unit.kv_factory import flip_byte, make_cache, make_shape
+from tests.unit.kv_factory import flip_byte
 from tests.unit.step_engine import counting
 
 ROOMY = [
@@ -103,21 +100,3 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
         flip_byte(*damaged)
     sources.check_everything(case)
     case.close()
-
-
-Small = Callable[..., sources.Case]
-SMALL = make_shape()
-
-
-@pytest.fixture
-def small(reader: BlockReader, tmp_path: Path) -> Iterator[Small]:
-    """20 tokens in chunks of 8; rows of 32, 32 and 64 bytes, every chunk one block."""
-    with contextlib.ExitStack() as stack:
-
-        def make(shape: KVShape = SMALL, **room: int) -> sources.Case:
-            cache, parts = make_cache(shape, **room), [sources.Part(20, 8, 0, 20)]
-            case = sources.open_case(tmp_path, shape, parts, reader, cache=cache)
-            stack.callback(case.close)
-            return case
-
-        yield make

@@ -12,7 +12,6 @@ most as many tokens as a chunk of prefill, and fewer if these take longer than o
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,8 +36,6 @@ from impress_sglang.blend.tiled import tiled_attention, tiles_of
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
 from impress_sglang.plugin.rotation import rotation_of
-
-logger = logging.getLogger(__name__)
 
 # Most tokens of a block, and least ones however long they take.
 BLOCK_TOKENS = 2048

@@ -95,13 +95,7 @@ class ImpressRadixCache(RadixCache):
         if self.impress is None:
             super().reset()
             return
-        store = self.runtime.served.opened
-        if store is not None:
-            # Accepted writes read slots that are about to be given away.
-            store.writes.drain()
-            # Other weights may follow, and with them another store.
-            self.runtime.tell_metrics(now=True)
-        self._saves.give_all_up()
+        self._saves.finish()
         assert not self.runtime.live and not self._private_tokens
         self._plans.clear()
         self.impress.clear()
@@ -311,11 +305,7 @@ class ImpressRadixCache(RadixCache):
     def _set_aside(self) -> None:
         """Prepare for new weights or a new pool: end passes, give up writes, forget plans."""
         torch.get_device_module(self.device).synchronize()
-        self._saves.revoke()
-        store = self.runtime.served.opened
-        if store is not None:
-            store.writes.abandon()
-        self._saves.give_all_up()
+        self._saves.abandon()
         self._plans.clear()
 
     def _is_empty(self) -> bool:
