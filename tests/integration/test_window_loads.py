@@ -38,7 +38,6 @@ class WindowWorld(TreeWorld):
 
     def make_pool(self, size: int, page_size: int) -> None:
         shape, rest = SHAPE, ("cpu",)
-        self.components = WindowWorld.components
         self.pool = SWAKVPool(
             *(size, ROWS, page_size, shape.dtype, shape.num_kv_heads, shape.key_dim),
             *([*WINDOWED], [*WHOLE], *rest),

@@ -108,6 +108,7 @@ class TreeWorld:
 
     shape, pool_type = SHAPE, Pool
     window: int | None = None
+    components: tuple[Any, ...] = (ComponentType.FULL,)
 
     def __init__(
         self,
@@ -126,7 +127,6 @@ class TreeWorld:
         self.config = ImpressConfig(ssd_dir=str(root), **(defaults | BLENDS | options))
         self.model = Model(self.shape)
         self.rows = ReqToTokenPool(16, size, "cpu", enable_memory_saver=False)
-        self.components: tuple[Any, ...] = (ComponentType.FULL,)
         self.pool: Any
         self.allocator: Any
         self.make_pool(size, page_size)

@@ -171,9 +171,11 @@ class World(TreeWorld):
 
     def prefill(
         self, rid: str, tokens: Sequence[int], answer: Sequence[int] = (), **how: Any
-    ) -> None:
-        """A prompt is computed and resident; its write may still go on."""
-        self.serve(self.request(rid, tokens, **how), answer)
+    ) -> Any:
+        """A prompt is computed and resident; its write may still go on. Returns its request."""
+        req = self.request(rid, tokens, **how)
+        self.serve(req, answer)
+        return req
 
     def store_prompt(self) -> None:
         """A prompt is in the store, and nothing is resident."""

@@ -1,23 +1,28 @@
-"""Slots of stored prefixes: each request has its own; SGLang's tree takes over whole ones."""
+"""Stored prefixes of which a request may use a part: what is loaded, in slots of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.options import AUTO
+from impress_sglang.plugin import known
+from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.why import Reason
 from tests.integration.paper_world import SHAPE, PaperWorld
 from tests.integration.tree_world import check_slots, report_of
-from tests.integration.worlds import OTHER, TOKENS
+from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[PaperWorld]:
-    world = PaperWorld(tmp_path, load="always")
+    world = PaperWorld(tmp_path, load="always", readahead=0.2)
     yield world
     world.close()
 
@@ -58,8 +63,10 @@ def test_a_prompt_is_saved_from_the_shortest_length_on(
     assert len(world.cache._saves._saves) == saved
 
 
-def test_slots_that_are_written_count_as_room(world: PaperWorld) -> None:
+@pytest.mark.parametrize("kind", [PaperWorld, World], ids=["in the pass", "beside it"])
+def test_slots_that_are_written_count_as_room(tmp_path: Path, kind: Any) -> None:
     """SGLang admits a prompt by its budget, and evicts only for what it has admitted."""
+    world = kind(tmp_path, size=4 * TOKENS)
     world.pool.go_on.clear()
     world.prefill("a", range(2000, 2064))
     used = world.prefill("b", OTHER).last_node
@@ -72,6 +79,7 @@ def test_slots_that_are_written_count_as_room(world: PaperWorld) -> None:
     assert world.cache.evict(EvictParams(num_tokens=2 * TOKENS)).num_tokens_evicted == TOKENS
     assert not world.cache._saves.pending, "given up"
     world.cache.unlock(lock)
+    world.close()
 
 
 @pytest.mark.parametrize("part", [0.25, 1.0])
@@ -105,3 +113,75 @@ def test_a_request_does_without_what_cannot_be_opened(world: PaperWorld) -> None
     world.cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
     report = report_of(req)
     assert report is not None and report["why"]["reason"] == Reason.NOT_OPENED
+
+
+@pytest.mark.parametrize("refusal", [None, "a reason"])
+def test_what_is_against_a_request_is_asked_once(
+    world: PaperWorld, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(req: Any) -> str | None:
+        asked.append(req.rid)
+        return refusal
+
+    monkeypatch.setattr(known, "serve_refusal", refuse)
+    req = world.request("r", STORED)
+
+    assert (world.match(req).host_hit_length > 0) == (refusal is None)
+    report = report_of(req)
+    assert report is not None and report["not_served"] == refusal
+    assert asked == ["r"]
+
+
+def planned(world: PaperWorld) -> LoadPlan:
+    """How a request would use what is stored."""
+    world.ask("asks")
+    plan = world.cache._plans["asks"]
+    assert plan.stop == TOKENS
+    del world.cache._known["asks"]
+    return plan
+
+
+@pytest.fixture
+def slow_reads(world: PaperWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets reading take a second per byte, and computing so many seconds."""
+    runtime = world.runtime
+    monkeypatch.setattr(runtime.store.forecast, "seconds_to_read", lambda count: count)
+    computing = runtime.estimator.computing
+
+    def compute_for(seconds: float) -> None:
+        monkeypatch.setattr(computing, "seconds", lambda new, pairs: seconds)
+        monkeypatch.setattr(computing, "bound", lambda new, pairs: (seconds, True))
+
+    return compute_for
+
+
+@pytest.mark.parametrize(("load", "loads"), [("faster", False), ("always", True)])
+def test_what_takes_longer_to_read_is_computed(
+    world: PaperWorld, load: str, loads: bool, slow_reads: Callable[[float], None]
+) -> None:
+    runtime = world.runtime
+    slow_reads(runtime.store.forecast.bytes_to_read(planned(world).spans, codes=False) * 0.9)
+    runtime.config = dataclasses.replace(runtime.config, load=load)
+    req = world.ask("r", retention=1.0)
+
+    assert req.host_hit_length == loads * TOKENS
+    report = report_of(req)
+    assert report is not None
+    assert report["decision"] == ("load" if loads else "recompute")
+    assert report["estimated_load_ms"] > report["estimated_recompute_ms"]
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
+    world: PaperWorld, hides: bool, slow_reads: Callable[[float], None]
+) -> None:
+    runtime = world.runtime
+    num_bytes = runtime.store.forecast.bytes_to_read(planned(world).spans, codes=False)
+    slow_reads((1.0 if hides else 0.5) * num_bytes)
+    runtime.config = dataclasses.replace(runtime.config, retention=AUTO)
+
+    estimate = planned(world).estimate
+
+    assert (estimate.retention == 1.0) is hides
