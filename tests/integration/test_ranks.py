@@ -7,7 +7,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -45,7 +44,6 @@ class RankWorlds:
         ranks = [Ranks(rank, SIZE, self.reduction.least) for rank in range(SIZE)]
         for own in ranks:
             own.copies = copies
-        self._pool = ThreadPoolExecutor(SIZE)
         self.worlds = [
             TreeWorld(
                 root / f"rank{own.rank // copies}",
@@ -58,16 +56,7 @@ class RankWorlds:
 
     def all(self, act: Callable[[TreeWorld], _T]) -> _T:
         """Let all ranks do the same at the same time; returns what came of it on each."""
-
-        def run(world: TreeWorld) -> _T:
-            try:
-                return act(world)
-            finally:
-                self.reduction.end()
-
-        self.reduction.begin()
-        futures = [self._pool.submit(run, world) for world in self.worlds]
-        first, other = (own.result() for own in futures)
+        first, other = self.reduction.all(self.worlds, act)
         if first != other:
             raise Diverged(f"{first} and {other}")
         return first
@@ -78,7 +67,7 @@ class RankWorlds:
     def close(self) -> None:
         for world in self.worlds:
             world.cache.release_host_resources()
-        self._pool.shutdown()
+        self.reduction.close()
 
 
 def digest(world: TreeWorld) -> Any:

@@ -12,14 +12,17 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from impress_sglang.serving.job_queue import JobQueue, Loader, overlapping
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.ranks import Agreement, Ranks, Wish
 from tests.unit.job_world import Hold, Path, new_job
 from tests.unit.sglang_model import LEAST, MOST_TRIES, Request, SGLangModel
+
+_R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
 class Diverged(AssertionError):
@@ -30,7 +33,7 @@ class Reduction:
     """The least of each number over all ranks, which must all ask for it or end their step."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self._size, self._pool = size, ThreadPoolExecutor(size)
         self._changed = threading.Condition()
         self._votes: list[Sequence[int]] = []
         self._ended = 0
@@ -54,15 +57,24 @@ class Reduction:
                 raise Diverged("a rank waits for others that have gone on")
             return self._result
 
-    def end(self) -> None:
-        """A rank has ended its step."""
-        with self._changed:
-            self._ended += 1
-            self._changed.notify_all()
+    def all(self, ranks: Sequence[_R], act: Callable[[_R], _T]) -> list[_T]:
+        """Let all ranks do the same at the same time, as a step; what came of it on each."""
 
-    def begin(self) -> None:
-        """All begin a step."""
+        def run(rank: _R) -> _T:
+            try:
+                return act(rank)
+            finally:
+                with self._changed:
+                    self._ended += 1
+                    self._changed.notify_all()
+
         self._ended, self._votes = 0, []
+        futures = [self._pool.submit(run, rank) for rank in ranks]
+        wait(futures)
+        return [own.result() for own in futures]
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
 class Save:
@@ -253,7 +265,6 @@ class Lockstep:
     ) -> None:
         self.rng = random.Random(seed)
         self.reduction = Reduction(size)
-        self._pool = ThreadPoolExecutor(size)
         self.models: list[RankModel] = []
         ratio = self.rng.choice([1.0, 0.3])
         for rank in range(size):
@@ -265,23 +276,12 @@ class Lockstep:
             self.models.append(type("Rank", (RankModel,), own)(ratio))
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self.reduction.close()
 
     def all(self, act: Callable[[RankModel], object]) -> None:
         """Let all ranks do the same at the same time, and compare what came of it."""
-
-        def run(model: RankModel) -> None:
-            try:
-                act(model)
-            finally:
-                self.reduction.end()
-
-        self.reduction.begin()
         before = self.reduction.count
-        futures: list[Future[None]] = [self._pool.submit(run, model) for model in self.models]
-        failures = [failure for own in futures if (failure := own.exception()) is not None]
-        if failures:
-            raise failures[0]
+        self.reduction.all(self.models, act)
         assert self.reduction.count - before <= 1, "one reduction a pass"
         self.check()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable
 
 from impress_sglang.serving.job_queue import JobQueue, Loader, Waiter, overlapping
@@ -154,12 +155,16 @@ class SGLangModel:
         self._release(request)
         self._end(request)
 
-    def _end(self, request: Request) -> None:
+    def _take_out(self, request: Request, state: State) -> None:
+        """It is in no pass any more."""
         if request in self.running:
             self.running.remove(request)
         if request is self.chunked:
             self.chunked = None
-        request.state = State.ENDED
+        request.state = state
+
+    def _end(self, request: Request) -> None:
+        self._take_out(request, State.ENDED)
         del self.requests[request.rid]
         self.full = False
 
@@ -174,11 +179,8 @@ class SGLangModel:
 
     def _requeue(self, request: Request) -> None:
         self._release(request)
-        if request in self.running:
-            self.running.remove(request)
-        if request is self.chunked:
-            self.chunked = None
-        request.state, request.planned = State.QUEUED, False
+        self._take_out(request, State.QUEUED)
+        request.planned = False
         self.queue.append(request)
         self.full = False
 
@@ -310,8 +312,7 @@ class SGLangModel:
             self._generate(own)
 
     def _decode(self) -> None:
-        if self._allocated(len(self.running)) is None:
-            self._retract()
+        self._retract()
         self._wait_at_gate()
         for own in list(self.running):
             slots = self.tree.take(1)
@@ -320,17 +321,15 @@ class SGLangModel:
             self._attend(own)
             self._generate(own)
 
-    def _allocated(self, count: int) -> bool | None:
-        """Make room for a token each; None if there is none."""
-        slots = self._allocate(count)
-        if slots is None:
-            return None
-        self.tree.give(slots)
-        return True
+    def _make_room(self) -> bool:
+        """For a token of each."""
+        slots = self._allocate(len(self.running))
+        self.tree.give(slots or ())
+        return slots is not None
 
     def _retract(self) -> None:
         """Put requests back until the others fit, with the shortest answers first."""
-        while self._allocated(len(self.running)) is None:
+        while not self._make_room():
             last = min(self.running, key=lambda own: len(own.output))
             alone = len(self.running) == 1
             self._requeue(last)
@@ -353,11 +352,7 @@ class SGLangModel:
                 continue
             job.revoke()
             for own in self._users_of(job):
-                own.state = State.BROKEN
-                if own in self.running:
-                    self.running.remove(own)
-                if own is self.chunked:
-                    self.chunked = None
+                self._take_out(own, State.BROKEN)
 
     def _attend(self, own: Request) -> None:
         """Its pass: everything before its new tokens must be what it should be."""
@@ -493,19 +488,13 @@ class SGLangModel:
         if self.chunked is None or not self.strict:
             return
         rest = len(self.chunked.tokens) - self.chunked.computed
-        kept: set[Path] = set()
-        for own in self.requests.values():
-            if own.lock is not None:
-                kept |= {own.lock.path[:stop] for stop in range(1, len(own.lock.path) + 1)}
-        for job in self.jobs.jobs:
-            if job.early:
-                kept |= {job.hold.path[:stop] for stop in range(1, len(job.hold.path) + 1)}
+        paths = [own.lock.path for own in self.requests.values() if own.lock is not None]
+        paths += [job.hold.path for job in self.jobs.jobs if job.early]
+        kept = {path[:stop] for path in paths for stop in range(1, len(path) + 1)}
         after = len(self.tree.free) + len(self.tree.nodes) - len(kept) + self.jobs.loading_tokens
         assert after >= rest, "what was promised cannot be had"
 
 
 def _common(one: Path, other: Path) -> int:
-    count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
-        count += 1
-    return count
+    same = itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
+    return len([*same])
