@@ -1,12 +1,23 @@
-"""What the host can still give, from files as Linux has them."""
+"""What the host can still give, from files as Linux has them, and what a store takes of it.
+
+That is taken when a server starts, or it does not start.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ConfigError
+from impress_sglang.store import memory as memory_module
+from impress_sglang.store.memory import StoreMemory
 from impress_sglang.tiers.host_memory import MARGIN_BYTES, available_bytes
+from impress_sglang.tiers.placement import Tier
+from tests.unit.kv_factory import make_shape
 
 GIB = 1 << 30
 
@@ -53,3 +64,39 @@ def test_in_a_container_the_limit_is_at_the_root(tmp_path: Path) -> None:
     root = machine(tmp_path, 50 * GIB, "4:memory:/docker/0123\n0::/\n")
     group(root / "sys/fs/cgroup/memory", 8 * GIB, 2 * GIB, 0, 1)
     assert available_bytes(root) == 6 * GIB - MARGIN_BYTES
+
+
+CPU = torch.device("cpu")
+
+
+def allocate(**options: Any) -> StoreMemory:
+    config = ImpressConfig(ssd_dir="unused", buffer_gb=0.1, **options)
+    return StoreMemory.allocate(config, make_shape(probe=(), coded=True), CPU)
+
+
+@pytest.fixture
+def gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that has one."""
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: 10**9)
+
+
+def test_caches_that_the_host_cannot_hold_are_refused(gigabyte: None) -> None:
+    """Before anything is touched, however much it is."""
+    with pytest.raises(ConfigError, match=r"600 GB .* 1\.0 GB .* lower --impress-host-gb$"):
+        allocate(host_gb=600, device_gb=0)
+    with pytest.raises(ConfigError, match=r"1\.1 GB .*--impress-host-gb or --impress-device-gb"):
+        allocate(host_gb=0.6, device_gb=0.5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_caches_have_what_options_say(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def available() -> int:
+        if known:
+            return 10**9
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(memory_module, "available_bytes", available)
+    memory = allocate(host_gb=0.002, device_gb=0.001)
+    capacity = memory.cache.placement.capacity
+    assert capacity[Tier.HOST] == 2 * 10**6 // 4096 and capacity[Tier.DEVICE] == 10**6 // 4096
+    memory.close()
