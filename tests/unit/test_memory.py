@@ -14,8 +14,7 @@ import torch
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError
 from impress_sglang.store import memory as memory_module
-from impress_sglang.store.memory import StoreMemory
-from impress_sglang.tiers.host_memory import MARGIN_BYTES, available_bytes
+from impress_sglang.store.memory import MARGIN_BYTES, StoreMemory, available_bytes
 from impress_sglang.tiers.placement import Tier
 from tests.unit.kv_factory import make_shape
 
