@@ -60,11 +60,17 @@ class PaperWorld:
             page_size=1,
         )
         layers, model = PoolLayers(self.pool), torch.nn.Module()
-        self.cache = ImpressRadixCache(params, self.runtime, model, layers, None, lambda: IDENTITY)
+        self.identity = IDENTITY
+        self.cache = ImpressRadixCache(
+            params, self.runtime, model, layers, None, self.read_identity
+        )
         self.prefill("stored", STORED)
         self.runtime.store.writes.drain()
         self.cache.reset()
         self.allocator.clear()
+
+    def read_identity(self) -> str:
+        return self.identity
 
     def request(self, rid: str, tokens: Sequence[int], **wanted: object) -> Any:
         """SGLang's; `wanted` are custom parameters, without `impress_`."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.options import AUTO
 from impress_sglang.plugin import known
+from impress_sglang.plugin.admin import handle
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.why import Reason
 from tests.integration.paper_world import SHAPE, PaperWorld
 from tests.integration.tree_world import check_slots, report_of
-from tests.integration.worlds import OTHER, STORED, TOKENS, World
+from tests.integration.worlds import NEW, OTHER, STORED, TOKENS, World
+from tests.unit.waiting import wait_until
 
 
 @pytest.fixture
@@ -185,3 +189,42 @@ def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
     estimate = planned(world).estimate
 
     assert (estimate.retention == 1.0) is hides
+
+
+def told(world: PaperWorld, verb: str, **fields: Any) -> Any:
+    assert world.cache.impress is not None
+    return json.loads(handle(world.cache.impress, json.dumps({"verb": verb} | fields)))
+
+
+def test_orders_reach_what_is_resident_and_what_is_counted(world: PaperWorld) -> None:
+    world.prefill("own", OTHER)
+    world.runtime.store.writes.drain()
+    world.cache.flush_pending_backups()
+    done = told(world, "purge", input_ids=OTHER)
+    assert (done["segments"], done["pool_tokens"], done["left"]) == (1, TOKENS, False)
+    for wrong, expected in ((1, "failed"), (0, "ok")):
+        world.cache._private_tokens = wrong
+        state = told(world, "check", begin=True)["integrity"]
+        while state == "running":
+            state = told(world, "check")["integrity"]
+        assert state == expected
+
+
+def test_other_weights_are_served_once_nothing_is_resident(
+    world: PaperWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # SGLang asks for the module of the build's accelerator, which a CPU machine lacks.
+    monkeypatch.setattr(torch, "get_device_module", lambda device="cpu": torch.cpu)
+    assert world.cache.impress is not None
+    served, weights = world.runtime.served, world.cache.impress.weights
+    world.prefill("own", OTHER)
+    weights.begin("a test")
+    assert served.aside == "a test" and not world.cache._saves.pending
+    world.identity = NEW
+    weights.end(settled=True)
+    assert served.aside == "a test" and not world.ask("r").host_hit_length
+    world.end("r")
+    world.cache.reset()
+    world.allocator.clear()
+    wait_until(lambda: world.cache.flush_pending_backups() or served.in_use)
+    assert served.identity == NEW and not len(world.runtime.store.tree)
