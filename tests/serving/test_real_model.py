@@ -1,11 +1,8 @@
-"""SmolLM2 through the interfaces that people use, and the bytes that really leave the SSD."""
+"""SmolLM2, and the bytes that really leave the SSD."""
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,18 +14,8 @@ from impress_sglang.paper.tokens import retained_tokens
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import SegmentHeader, read_header
 from tests.serving.compare import report
-from tests.serving.harness import (
-    ROOT,
-    Server,
-    Zygote,
-    launch,
-    running,
-    tail,
-    wait_until_ready,
-)
+from tests.serving.harness import Server, Zygote, launch, running, wait_until_ready
 
-EXAMPLES = ROOT / "examples"
-EXAMPLE_TIMEOUT_S = 300
 TOKENS = 800
 
 
@@ -47,15 +34,13 @@ def smollm_flags(store: Path) -> tuple[str, ...]:
         "--impress-load=always",
         f"--impress-ssd-dir={store}",
         "--impress-host-gb=0.5",
-        "--enable-cache-report",
     )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def starting(smollm: Path, workdir: Path) -> Iterator[Server]:
     """Started by the command that users type, which takes as long as the first tests."""
-    blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
-    flags = (*smollm_flags(workdir / "store-smollm"), *blends)
+    flags = smollm_flags(workdir / "store-smollm")
     server = launch(smollm, workdir / "smollm.log", *flags, zygote=None)
     yield server
     server.stop()
@@ -118,15 +103,6 @@ def _header_of(store: Path, prefix: list[int]) -> SegmentHeader:
     return header
 
 
-def test_offline_engine_example(smollm: Path, workdir: Path, zygote: Zygote) -> None:
-    """`sglang.Engine` has no command line; the example starts its own, where SGLang is imported."""
-    options = [f"--model-path={smollm}", "--device=cpu", "--dtype=float32"]
-    log = workdir / "offline-engine.log"
-    told = zygote.run(EXAMPLES / "offline_engine.py", log, *options)
-    first, _, second = told.partition("after emptying the device pool\n")
-    assert "path computed" in first and "path ssd" in second, tail(told)
-
-
 def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
     """A first read, as a share of 16-bit KVs, and what the kernel counted."""
     params = {"custom_params": {"impress_bits": 6}}
@@ -156,27 +132,6 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server, workdir: Path) -> None:
         assert with_header <= from_device <= 1.02 * with_header
 
 
-def test_frontend_language_example(server: Server, workdir: Path, zygote: Zygote) -> None:
-    script, log = EXAMPLES / "frontend_language.py", workdir / "frontend-language.log"
-    told = zygote.run(script, log, f"--url={server.url}")
-    assert told.count("tokens were cached") == told.count("topic: ") == 3
-    server.assert_quiet()
-
-
-def test_openai_client_example(server: Server) -> None:
-    _run_example("openai_client.py", f"--url={server.url}")
-    server.assert_quiet()
-
-
-def test_passages_example(server: Server) -> None:
-    """Passages are found in another order than that in which they were stored."""
-    told = _run_example("passages.py", f"--url={server.url}")
-    cached = [int(own) for own in re.findall(r"(\d+) of them cached", told)]
-    # On a busy machine blending may take too long for others to wait.
-    assert len(cached) == 3 and sum(own > 200 for own in cached) >= 2, told
-    server.assert_quiet()
-
-
 def _bytes_read_by(server: Server) -> int:
     """Bytes that the processes of a server read from block devices."""
     pids = subprocess.run(
@@ -190,18 +145,3 @@ def _bytes_read_by(server: Server) -> int:
         fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
         total += int(fields["read_bytes"])
     return total
-
-
-def _run_example(name: str, *arguments: str) -> str:
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=EXAMPLE_TIMEOUT_S,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"},
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    assert result.stdout.strip(), "an example prints answers"
-    return result.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.serving.tiny_models import VOCAB
 
 SPECIAL = ("<pad>", "<s>", "</s>")
+CHAT = "{% for own in messages %}{{ own['role'] + ': ' + own['content'] + '\n' }}{% endfor %}"
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -36,4 +37,5 @@ def add_tokenizer(folder: Path, *, media: bool = False) -> None:
         parts = transformers.Qwen2VLImageProcessor(), own, transformers.Qwen2VLVideoProcessor()
         transformers.Qwen2VLProcessor(*parts).save_pretrained(folder)
     else:
+        own.chat_template = CHAT
         own.save_pretrained(folder)

@@ -1,0 +1,82 @@
+"""The examples run as their texts say, on a tiny model; with `--full-matrix` on SmolLM2."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from demo.model import model_path
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import ROOT, Server, Zygote, running, tail
+from tests.serving.tiny_models import make_model
+from tests.serving.tiny_tokenizer import add_tokenizer
+
+EXAMPLES = ROOT / "examples"
+EXAMPLE_TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, workdir: Path) -> Path:
+    if request.config.getoption("full_matrix"):
+        return model_path()
+    tiny = make_model("llama", workdir / "llama-with-words")
+    add_tokenizer(tiny)
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, workdir: Path, zygote: Zygote) -> Iterator[Server]:
+    flags = impress_flags(workdir / "store-examples", "--enable-cache-report")
+    flags = tuple(own for own in flags if own != "--skip-tokenizer-init")
+    blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
+    with running(model, workdir / "examples.log", *flags, *blends, zygote=zygote) as server:
+        yield server
+        server.assert_whole()
+
+
+def test_offline_engine(model: Path, workdir: Path, zygote: Zygote) -> None:
+    """`sglang.Engine` has no command line; the example starts its own, where SGLang is imported."""
+    options = [f"--model-path={model}", "--device=cpu", "--dtype=float32"]
+    log = workdir / "offline-engine.log"
+    told = zygote.run(EXAMPLES / "offline_engine.py", log, *options)
+    first, _, second = told.partition("after emptying the device pool\n")
+    assert "path computed" in first and "path ssd" in second, tail(told)
+
+
+def test_frontend_language(server: Server, workdir: Path, zygote: Zygote) -> None:
+    script, log = EXAMPLES / "frontend_language.py", workdir / "frontend-language.log"
+    told = zygote.run(script, log, f"--url={server.url}")
+    assert told.count("tokens were cached") == told.count("topic: ") == 3
+
+
+def test_openai_client(server: Server) -> None:
+    assert run("openai_client.py", server).count("of them cached") == 3
+
+
+def test_passages(server: Server) -> None:
+    """They are found in another order than that in which they were stored."""
+    told = run("passages.py", server)
+    cached = [int(own) for own in re.findall(r"(\d+) of them cached", told)]
+    # On a busy machine blending may take too long for others to wait.
+    assert len(cached) == 3 and sum(own > 200 for own in cached) >= 2, told
+
+
+def run(name: str, server: Server) -> str:
+    """What an example prints."""
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), f"--url={server.url}"],
+        capture_output=True,
+        text=True,
+        timeout=EXAMPLE_TIMEOUT_S,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"},
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return result.stdout
