@@ -154,10 +154,9 @@ def acceptance(answers: list[Answer]) -> float:
 
 def speculating(algorithm: str, draft: Path) -> tuple[str, ...]:
     own = (f"--speculative-draft-model-path={draft}", "--speculative-num-steps=3")
-    own = () if algorithm == "NGRAM" else (*own, "--speculative-eagle-topk=1")
     return (
-        *(f"--speculative-algorithm={algorithm}", "--speculative-num-draft-tokens=4"),
-        *("--disable-cuda-graph", "--max-total-tokens=4000", *own),
+        *(f"--speculative-algorithm={algorithm}", "--speculative-num-draft-tokens=4", *own),
+        *("--speculative-eagle-topk=1", "--disable-cuda-graph", "--max-total-tokens=4000"),
     )
 
 
@@ -178,8 +177,8 @@ def same_logprobs(left: Sequence[Answer], right: Sequence[Answer]) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "usual"),
     [
-        *(("STANDALONE", 1, True), ("STANDALONE", 2, False), ("NGRAM", 1, False)),
-        *(("EAGLE", 1, False), ("EAGLE", 2, True), ("NGRAM", 2, False)),
+        *(("STANDALONE", 1, True), ("STANDALONE", 2, False)),
+        *(("EAGLE", 1, False), ("EAGLE", 2, True)),
     ],
 )
 def test_drafts(
@@ -197,7 +196,7 @@ def test_drafts(
     """
     if not (usual or at_length):
         pytest.skip("it takes long, with --full-matrix")
-    few = algorithm != "STANDALONE"
+    few = algorithm == "EAGLE"
     if algorithm == "EAGLE":
         model, draft = make_eagle(workdir / "eagle")
     else:
@@ -207,7 +206,8 @@ def test_drafts(
     flags = (*TRITON, *speculating(algorithm, draft), *keep)
     name, how = f"{algorithm}-{ranks}", {"model": model, "preload": SPECULATING, "ranks": ranks}
     count = request.config.getoption("--rank-requests") if at_length else 2
-    prompts = [random_tokens(100 + seed % 20, seed) for seed in range(count)]
+    # No two begin alike: of the last token before a fork, drafts have KVs that look ahead.
+    prompts = [[3 + seed, *random_tokens(100 + seed % 20, seed)] for seed in range(count)]
     with serve(name, *flags, **how) as server:
         said = "a draft model's KVs have another shape" in server.log_text()
         assert said == (not few)
@@ -224,9 +224,10 @@ def test_drafts(
         same_logprobs(found["device"], found["ssd"])
         accepted = {path: acceptance(answers) for path, answers in found.items() if answers}
         print(f"{algorithm} on {ranks} of {len(prompts)} prompts: {accepted}")
-        assert min(accepted.values()) > 0.98 * accepted["device"], accepted
-        assert accepted["device"] > (1.0 if algorithm == "NGRAM" else 2.0)
-        # In the draft's layer, if it has any.
+        assert accepted["ssd"] > 0.98 * accepted["device"], accepted
+        assert min(accepted.values()) > 0.9 * accepted["device"], accepted
+        assert accepted["device"] > 2.0
+        # In the draft's layer.
         assert_damaged(server.generate([*store_damaged(server, 300, seed=81), 5, 6], 12))
         server.assert_whole()
     if at_length:

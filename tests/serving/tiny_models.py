@@ -179,6 +179,8 @@ def make_eagle(folder: Path) -> tuple[Path, Path]:
     own = transformers.AutoModelForCausalLM.from_pretrained(model)
     weights = own.state_dict()
     embeddings = weights["model.embed_tokens.weight"]
+    # That of padding, which may be drafted, has no norm.
+    embeddings[0] = 1.0
     embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
     own.load_state_dict(weights)
     own.save_pretrained(model)
