@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,7 @@ SYSTEM = {"role": "system", "content": "Be brief, and mind what was said first."
 @pytest.fixture(scope="module")
 def truncating(workdir: Path, zygote: Zygote) -> Iterator[Server]:
     model = make_model("llama", workdir / "truncating")
-    add_tokenizer(model)
-    config = model / "tokenizer_config.json"
-    told = json.loads(config.read_text()) | {"chat_template": TEMPLATE}
-    config.write_text(json.dumps(told))
+    add_tokenizer(model, chat=TEMPLATE)
     flags = impress_flags(
         workdir / "store-truncating",
         f"--context-length={CONTEXT}",

@@ -13,7 +13,7 @@ CHAT = "{% for own in messages %}{{ own['role'] + ': ' + own['content'] + '\n' }
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def add_tokenizer(folder: Path, *, media: bool = False) -> None:
+def add_tokenizer(folder: Path, *, media: bool = False, chat: str = CHAT) -> None:
     """Save it beside a model, for answers in text and for structured output; or for images."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -37,5 +37,5 @@ def add_tokenizer(folder: Path, *, media: bool = False) -> None:
         parts = transformers.Qwen2VLImageProcessor(), own, transformers.Qwen2VLVideoProcessor()
         transformers.Qwen2VLProcessor(*parts).save_pretrained(folder)
     else:
-        own.chat_template = CHAT
+        own.chat_template = chat
         own.save_pretrained(folder)
