@@ -225,7 +225,6 @@ def test_drafts(
         accepted = {path: acceptance(answers) for path, answers in found.items() if answers}
         print(f"{algorithm} on {ranks} of {len(prompts)} prompts: {accepted}")
         assert accepted["ssd"] > 0.98 * accepted["device"], accepted
-        assert min(accepted.values()) > 0.9 * accepted["device"], accepted
         assert accepted["device"] > 2.0
         # In the draft's layer.
         assert_damaged(server.generate([*store_damaged(server, 300, seed=81), 5, 6], 12))
@@ -233,6 +232,8 @@ def test_drafts(
     if at_length:
         last = {"prompts": prompts[-2:], **how}
         assert_outlasts(serve, found["ssd"][-2:], name, *flags, **last)
+    # In few bits that does not hold at length yet, as docs/operation.md says.
+    assert min(accepted.values()) > 0.98 * accepted["device"], accepted
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
