@@ -14,7 +14,8 @@ from tests.serving.tiny_models import make_model
 
 # All is tight: the pool, chunks of prefill, and no overlap of passes and scheduling.
 CRAMPED = ("--max-total-tokens=9000", "--disable-overlap-schedule", "--chunked-prefill-size=512")
-TINY_FLAGS = ("--dtype=float32", "--skip-tokenizer-init", "--max-running-requests=16")
+WORDLESS = "--skip-tokenizer-init"
+TINY_FLAGS = ("--dtype=float32", WORDLESS, "--max-running-requests=16")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,9 +57,10 @@ def stock(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
         yield server
 
 
-def impress_flags(store: Path, *flags: str) -> tuple[str, ...]:
+def impress_flags(store: Path, *flags: str, words: bool = False) -> tuple[str, ...]:
+    """`words`: whether the model has a tokenizer."""
     return (
-        *TINY_FLAGS,
+        *(own for own in TINY_FLAGS if not (words and own == WORDLESS)),
         "--enable-impress",
         "--impress-keep=both",
         "--impress-write-after=1",

@@ -32,8 +32,7 @@ def model(request: pytest.FixtureRequest, workdir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, workdir: Path, zygote: Zygote) -> Iterator[Server]:
-    flags = impress_flags(workdir / "store-examples", "--enable-cache-report")
-    flags = tuple(own for own in flags if own != "--skip-tokenizer-init")
+    flags = impress_flags(workdir / "store-examples", "--enable-cache-report", words=True)
     blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
     with running(model, workdir / "examples.log", *flags, *blends, zygote=zygote) as server:
         yield server

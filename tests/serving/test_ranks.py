@@ -23,7 +23,6 @@ from tests.serving.damage import flip_value
 from tests.serving.harness import (
     LATENT,
     SKEWED,
-    SPECULATING,
     Server,
     Zygote,
     launch,
@@ -263,8 +262,7 @@ def test_ranks_on_two_nodes(
     """Each node has a drive of its own, also for what both have; a second life finds all of it."""
     if not at_length:
         pytest.skip("it takes long, with --full-matrix")
-    prompts, preload, model = prompts_of(90, 6), SPECULATING, tiny_llama
-    flags = FLAGS
+    prompts, preload, model, flags = prompts_of(90, 6), None, tiny_llama, FLAGS
     if latent:
         preload, model = LATENT, make_model("deepseek_v2", workdir / "deepseek-nodes")
         flags = (*FLAGS, "--impress-keep=auto")

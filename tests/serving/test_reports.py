@@ -33,8 +33,8 @@ def server(workdir: Path, zygote: Zygote) -> Iterator[Server]:
         *("--impress-bits=exact", "--max-running-requests=1", "--chunked-prefill-size=128"),
         # So that who is waiting is known at once.
         "--load-snapshot-publish-interval=1",
+        words=True,
     )
-    flags = tuple(flag for flag in flags if flag != "--skip-tokenizer-init")
     with running(model, workdir / "reporting.log", *flags, zygote=zygote) as server:
         yield server
         server.assert_quiet()

@@ -33,8 +33,8 @@ def truncating(workdir: Path, zygote: Zygote) -> Iterator[Server]:
         "--enable-cache-report",
         "--impress-blend=0.15",
         "--impress-blend-min-tokens=128",
+        words=True,
     )
-    flags = tuple(flag for flag in flags if flag != "--skip-tokenizer-init")
     with running(model, workdir / "truncating.log", *flags, zygote=zygote) as server:
         yield server
         assert server.stats()["integrity"] == "ok"
