@@ -88,6 +88,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     def check() -> None:
         from impress_sglang.plugin.capabilities import check_environment, check_model, check_options
+        from impress_sglang.plugin.ranks import share_counts
         from impress_sglang.storage.directory import require_writable
         from impress_sglang.store.bucket import open_bucket
 
@@ -97,12 +98,14 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         require_writable(config.ssd_path)
         open_bucket(config)
         check_environment()
-        check_options(config, resolved_view(server_args))
+        options = resolved_view(server_args)
+        check_options(config, options)
         if config.needs_parts:
             from impress_sglang.paper.plugin.options import check_parts
 
-            check_parts(config, resolved_view(server_args))
+            check_parts(config, options)
         check_model(model_config_of(server_args), config)
+        share_counts(server_args, options)
 
     _or_exit_if_cli(server_args, check)
     previous(server_args)

@@ -12,7 +12,11 @@ from torch import distributed
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.serving.ranks import ALONE, Ranks
+from impress_sglang.serving.sights import Memory, memory_at, shared_memory
 from impress_sglang.store.identity import rank_identity
+
+# Survives the pickling of server arguments to child processes, as that of the configuration.
+_COUNTS_ATTRIBUTE = "_impress_counts"
 
 
 def ranks_of(context: Any) -> Ranks:
@@ -67,6 +71,34 @@ def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Call
         return identity
 
     return read_again
+
+
+def share_counts(server_args: Any, options: Any) -> None:
+    """Let replicas count prompts together, in memory of this process, which will start them.
+
+    `options`: the resolved view. With DP attention they may be on several nodes.
+    """
+    if options.dp_size > 1 and not options.enable_dp_attention:
+        place = shared_memory(options.tp_size * options.pp_size)
+        setattr(server_args, _COUNTS_ATTRIBUTE, place)
+
+
+def counts_of(context: Any) -> Memory | None:
+    """Where this rank counts prompts together with that of other replicas; None: alone.
+
+    Raises:
+        UnsupportedError: it may not look into the process that started it.
+    """
+    place = getattr(context.server_args, _COUNTS_ATTRIBUTE, None)
+    if place is None:
+        return None
+    try:
+        return memory_at(place, context.params.pp_rank * context.tp_size + context.tp_rank)
+    except OSError as error:
+        raise UnsupportedError(
+            f"replicas count prompts in memory of the process that starts them: {error}; let all "
+            "have one user, or start servers of one replica on one --impress-ssd-dir"
+        ) from error
 
 
 def _gathering(group: Any, size: int) -> Callable[[str], Sequence[str]]:

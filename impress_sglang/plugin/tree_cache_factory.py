@@ -32,7 +32,7 @@ from impress_sglang.plugin.pools import (
     streams_of,
     window_pool,
 )
-from impress_sglang.plugin.ranks import identity_reader, ranks_of
+from impress_sglang.plugin.ranks import counts_of, identity_reader, ranks_of
 from impress_sglang.plugin.rectangular import attend_rectangularly
 from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.plugin.self_test import check_kvs
@@ -133,6 +133,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     service = Service(config, shape, read_identity(), device, hidden_size, codec)
     service.self_test_seconds = self_test
     service.make_blends = make_blends
+    service.counts = counts_of(context)
     # Nodes of the other core cannot be looked at, as purging and sharing by score must.
     params.tree_core_backend = "python"
     cache = create_unified_radix_cache(context, cache_class=ImpressTreeCache)

@@ -90,7 +90,7 @@ class WriteBack:
         config = self._service.config
         least, blends = config.write_after, config.blend != OFF
         self._least_elsewhere = config.blend_min_tokens
-        self._counted = Sights(max(least, 2)) if least > 1 or blends else None
+        self._counted = Sights(max(least, 2), self._service.counts) if least > 1 or blends else None
         self.sights = self._counted if least > 1 else None
         """Counts how often prompts are asked for; None unless that decides what is stored."""
         self.writing_tokens = 0

@@ -15,6 +15,7 @@ from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.report import RecentRequests, RequestTotals
 from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.serving.sights import Memory
 from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import Quality
@@ -68,6 +69,8 @@ class Service:
         self.codec = codec
         """Codes KVs by a basis; None: there is none, and codes are those without one."""
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
+        self.counts: Memory | None = None
+        """Where prompts are counted for this rank of all replicas; None: for this process."""
         self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.usual_blend))
         """The class of a request that asks for nothing else."""
         self.explainer = Explainer(config, self.served, self.least)

@@ -7,9 +7,17 @@ counts are halved now and then, as in TinyLFU: Einziger, Friedman, Manes, ACM To
 counts too little between two halvings; if it counts too much, something is stored too early.
 
 Where text that is not a prefix is reused, windows of it are counted in the same way.
+
+Replicas of one server count together, in memory that their parent has made: nothing has a name or
+has to be removed. They do not lock it. Of what two count at the same moment, one may be lost.
 """
 
 from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,22 +29,64 @@ from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashe
 _ROWS = 4
 _COLUMNS = 1 << 22
 _EACH_ROW = np.arange(_ROWS)[:, None]
+# A seed, then how many new prefixes were counted since the last halving.
+_SEED, _HEAD = 16, 24
+_NAME = "impress-counts"
+
+Memory: TypeAlias = npt.NDArray[np.uint8]
+"""A seed, and the counts that begin with it, [24 + 4 x columns]."""
+Place: TypeAlias = tuple[int, int, int]
+"""Where memory is that several processes count in: a process, its file descriptor, a size."""
+
+
+def new_memory(columns: int = _COLUMNS) -> Memory:
+    """Memory in which nothing was counted; `columns`, a power of two, are those of a sketch."""
+    assert columns & (columns - 1) == 0
+    memory = np.zeros(_HEAD + _ROWS * columns, np.uint8)
+    memory[:_SEED] = np.frombuffer(secrets.token_bytes(_SEED), np.uint8)
+    return memory
+
+
+def shared_memory(ranks: int, columns: int = _COLUMNS) -> Place:
+    """Make memory for several processes of this user, as long as this one lives, of `ranks`."""
+    size = _HEAD + _ROWS * columns
+    file = os.memfd_create(_NAME)
+    os.truncate(file, ranks * size)
+    for rank in range(ranks):
+        os.pwrite(file, secrets.token_bytes(_SEED), rank * size)
+    return os.getpid(), file, size
+
+
+def memory_at(place: Place, rank: int) -> Memory:
+    """The memory of one rank, in the process of any of its replicas.
+
+    Raises:
+        OSError: this process may not look into the one that made it.
+    """
+    process, number, size = place
+    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+    try:
+        return np.frombuffer(mmap.mmap(file, 0), np.uint8, size, rank * size)
+    finally:
+        os.close(file)
 
 
 class Sights:
     """Counts prefixes by their tokens, in 16 MiB; one thread."""
 
-    def __init__(self, least: int, *, columns: int = _COLUMNS) -> None:
+    def __init__(self, least: int, memory: Memory | None = None) -> None:
         """`least` sights, from 2 to 255, make a prefix worth storing.
 
-        `columns`, a power of two: counts are halved when a quarter as many new prefixes have come.
+        In `memory`, others may count as well. Counts are halved when a quarter as many new prefixes
+        have come as it has columns.
         """
-        assert 2 <= least <= 255 and columns & (columns - 1) == 0
+        assert 2 <= least <= 255
+        memory = new_memory() if memory is None else memory
         self._least = least
-        self._counts = np.zeros((_ROWS, columns), np.uint8)
-        self._new = 0
+        self._counts = memory[_HEAD:].reshape(_ROWS, -1)
+        self._new = memory[_SEED:_HEAD].view(np.int64)
         # Keyed, so that nobody can tell which prompts are counted together.
-        self._hashes = PrefixHashes()
+        self._hashes = PrefixHashes(memory[:_SEED].tobytes())
 
     def note(self, namespace: str, tokens: Tokens, first: int = 0, *, count: bool = True) -> int:
         """Note a request with these tokens, int32 [n].
@@ -72,13 +122,13 @@ class Sights:
         """How often hashes were seen, uint8 [n]; if `count`, those from `first` on count now."""
         rows = self._hashes.rows(hashes, _ROWS)
         columns = (rows & np.uint64(self._counts.shape[1] - 1)).astype(np.int64)
-        if self._new >= self._counts.shape[1] // 4:
+        if self._new[0] >= self._counts.shape[1] // 4:
+            self._new[0] = 0
             self._counts >>= 1
-            self._new = 0
         seen = self._counts[_EACH_ROW, columns].min(0, initial=255)
         if count:
             again = slice(first, None)
-            self._new += int(np.count_nonzero(seen[again] == 0))
+            self._new[0] += np.count_nonzero(seen[again] == 0)
             seen[again] = np.minimum(seen[again], 254) + 1
             # Hashes of one request may share a counter.
             np.maximum.at(self._counts, (_EACH_ROW, columns[:, again]), seen[again])

@@ -51,11 +51,12 @@ def extended(digest: hashlib.blake2b, tokens: Tokens) -> hashlib.blake2b:
 
 
 class PrefixHashes:
-    """Hashes that nobody can predict: each object, and so each process, has its own."""
+    """Hashes that nobody can predict who has not their seed of 16 bytes: each object its own."""
 
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes(_SEED_BYTES)
-        self._odd = secrets.randbits(64) | 1
+    def __init__(self, seed: bytes | None = None) -> None:
+        seed = seed or secrets.token_bytes(2 * _SEED_BYTES)
+        self._key = seed[:_SEED_BYTES]
+        self._odd = int.from_bytes(seed[_SEED_BYTES:], "little") | 1
         self._powers = _powers(self._odd, BLOCK_TOKENS + 1)[1:]
 
     def of(self, namespace: str, tokens: Tokens) -> Hashes:

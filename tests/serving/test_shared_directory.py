@@ -74,14 +74,19 @@ def _stored(server: Server, prompt: list[int]) -> int:
 
 
 def test_two_replicas(workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server) -> None:
-    flags = impress_flags(workdir / "store-replicas", *FLAGS, "--enable-metrics")
+    flags = impress_flags(
+        workdir / "store-replicas", *FLAGS, "--impress-write-after=2", "--enable-metrics"
+    )
     log = workdir / "replicas.log"
     with running(tiny_llama, log, *flags, zygote=zygote, replicas=2) as server:
         stats = server.stats()
         assert len({own["store"]["directory"] for own in stats["replicas"]}) == 2
         prompt = random_tokens(300, seed=81)
-        stored = server.generate(prompt, 1, routed_dp_rank=0)
-        assert report(stored)["path"] == "computed"
+        # Each sees it once, and that is twice.
+        for replica in (1, 0):
+            stored = server.generate(prompt, 1, routed_dp_rank=replica)
+            assert report(stored)["path"] == "computed"
+            server.flush()
         wait_until(lambda: _stored(server, prompt))
         time.sleep(HITS_S)
         answer = server.generate([*prompt, 7, 8], 4, routed_dp_rank=1, return_logprob=True)

@@ -66,6 +66,8 @@ READERS: dict[str, tuple[str, ...]] = {
         "plugin.write_back.WriteBack.expect",
         "plugin.write_back.WriteBack.sight",
         "plugin.write_back._Save.guarded",
+        "serving.sights.new_memory",
+        "serving.sights.shared_memory",
     ),
     "it waits, and then all ranks are alike": (
         "plugin.prefix_loads.PrefixLoads.end_pass",

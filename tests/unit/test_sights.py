@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.serving.sights import Sights
+from impress_sglang.serving.sights import Sights, memory_at, new_memory, shared_memory
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from tests.unit.kv_factory import as_tokens
 
@@ -28,7 +30,7 @@ def prompt(*blocks: int, rest: int = 0) -> np.ndarray[tuple[int], np.dtype[np.in
     ),
 )
 def test_against_exact_counts(least: int, asked: list[tuple[str, list[int]]]) -> None:
-    sights, counts = Sights(least, columns=COLUMNS), Counter[tuple[str, tuple[int, ...]]]()
+    sights, counts = Sights(least, new_memory(COLUMNS)), Counter[tuple[str, tuple[int, ...]]]()
     for namespace, blocks in asked:
         prefixes = [tuple(blocks[: stop + 1]) for stop in range(len(blocks))]
         counts.update((namespace, own) for own in prefixes)
@@ -39,7 +41,8 @@ def test_against_exact_counts(least: int, asked: list[tuple[str, list[int]]]) ->
 
 def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
     """While more prefixes come than the sketch remembers."""
-    sights, columns = Sights(2, columns=1 << 10), 1 << 10
+    columns = 1 << 10
+    sights = Sights(2, new_memory(columns))
     once, often = prompt(1), prompt(2)
     sights.note("", once)
     for number in range(columns + 1):
@@ -52,18 +55,32 @@ def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
 
 def test_namespaces_are_kept_apart_by_more_than_a_checksum() -> None:
     """These have the same CRC32."""
-    sights = Sights(2, columns=COLUMNS)
+    sights = Sights(2, new_memory(COLUMNS))
     assert sights.note("salt301017028x886", prompt(1)) == 0
     assert sights.note("salt534762151x116", prompt(1)) == 0
 
 
 def test_what_was_noted_before_is_not_counted_again() -> None:
     """And what is no request of its own is not counted at all."""
-    sights = Sights(2, columns=COLUMNS)
+    sights = Sights(2, new_memory(COLUMNS))
     sights.note("", prompt(1, rest=9))
     assert sights.note("", prompt(1, 2), BLOCK_TOKENS + 9) == 0
     assert sights.note("", prompt(1, 2, 3), count=False) == 0
     assert sights.note("", prompt(1, 2, 3)) == 2 * BLOCK_TOKENS
+
+
+def test_replicas_count_together_and_each_of_their_ranks_for_itself() -> None:
+    place = shared_memory(2, COLUMNS)
+    first = Sights(2, memory_at(place, 1))
+    assert first.note("", prompt(1, 2)) == 0
+    code = f"""
+from impress_sglang.serving.sights import Sights, memory_at
+from tests.unit.test_sights import prompt
+print(*(Sights(2, memory_at({place}, rank)).note("", prompt(1, 3)) for rank in (0, 1)))
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["0", str(BLOCK_TOKENS)]
+    assert first.note("", prompt(1, 3)) == 2 * BLOCK_TOKENS
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -72,7 +89,7 @@ def text(seed: int, length: int) -> list[int]:
 
 def test_text_is_seen_wherever_it_stands() -> None:
     """In documents of any length, and once for each request."""
-    sights = Sights(2, columns=COLUMNS)
+    sights = Sights(2, new_memory(COLUMNS))
     documents = [text(seed, 500 + seed) for seed in range(8)]
     for order in (range(8), [3, 3, 0, 7, 1, 6, 2, 5, 4], [4, 2, 6, 0, 3, 7, 5, 1]):
         tokens, stood = [], []

@@ -20,6 +20,7 @@ from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.eligibility import plain_fields
 from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.ranks import counts_of
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.store.policies import make_policy
@@ -77,6 +78,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     hidden_size = runner.model_config.hidden_size
     runtime = ServingRuntime(config, shape, read_identity(), device, hidden_size)
     runtime.self_test_seconds = self_test
+    runtime.counts = counts_of(context)
     cache = ImpressRadixCache(
         context.params,
         runtime,
