@@ -1,8 +1,9 @@
 """Segments of other servers, on their way into the tree and out of it.
 
 A segment names its place by what it builds on and by the digest of all tokens before it. It has no
-place as long as that is not in the tree, or if others that begin like it are there: two servers
-may store the same at once. It is kept, then, and tried again.
+place as long as that is not in the tree, or if others that begin like it are there. It is kept,
+then, and tried again. Of the same that two servers have stored at once, that is used which was
+written first, and the other one is removed by its server.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ForeignSegments:
         # Orders to purge, and when they were heard: what is told later may be of before them.
         self._purged: dict[_Order, float] = {}
         self._late: list[StoredSegment] = []
+        self._doubles: list[tuple[StoredSegment, StoredSegment]] = []
         self._again_at = 0.0
         # Those of the tree in which a place has not been looked for yet.
         self._search: Iterator[StoredSegment] = iter(())
@@ -63,8 +65,24 @@ class ForeignSegments:
         segment.last_access = min(segment.last_access, 0)
         if before is not None and self._tree.insert(segment, before):
             self.note_stored(segment)
-        else:
-            self._unplaced[segment.segment_id] = segment
+            return
+        self._unplaced[segment.segment_id] = segment
+        if before is not None and (own := self._double(segment, before)) is not None:
+            self._doubles.append((own, segment))
+
+    def _double(self, segment: StoredSegment, before: Tokens) -> StoredSegment | None:
+        """What this server has of the same tokens behind `before`, and wrote later; None if it has
+        not. The other one decides by the same numbers."""
+        match = self._tree.match(
+            segment.info.namespace,
+            np.concatenate([before, segment.info.tokens]),
+            least=segment.info.quality,
+        )
+        own = match.spans[-1].segment if match.spans else segment
+        if own.home is not None or own.history is not None or _what(own) != _what(segment):
+            return None
+        first = (segment.written, segment.segment_id) < (own.written, own.segment_id)
+        return own if first and segment.due >= own.due else None
 
     def note_stored(self, segment: StoredSegment) -> None:
         """Let what has no place build on a new segment of the tree, if it has the right tokens."""
@@ -147,6 +165,13 @@ class ForeignSegments:
         late, self._late = self._late, []
         return late
 
+    def take_doubles(self) -> Iterator[tuple[StoredSegment, StoredSegment]]:
+        """What this server has stored second, each with what another has stored first."""
+        while self._doubles:
+            own, first = self._doubles.pop()
+            if own.ready and own.segment_id in self._tree and first.segment_id in self._unplaced:
+                yield own, first
+
     def _tokens_before(self, segment: StoredSegment) -> Tokens | None:
         """The tokens before a segment, by what it builds on; None if that is not known."""
         info, chain = segment.info, [segment]
@@ -163,6 +188,12 @@ class ForeignSegments:
                 tokens = np.concatenate([tokens, own.info.tokens])
         same = prefix_digest(info.namespace, tokens) == info.prefix_digest
         return tokens if same else None
+
+
+def _what(segment: StoredSegment) -> tuple[object, ...]:
+    """What segments have in common that may stand for each other; `match` compares the tokens."""
+    own = segment.info
+    return own.prefix_digest, own.num_tokens, own.quality, own.priority, own.windows_from
 
 
 def _may_be_of(segment: StoredSegment, order: _Order) -> bool:

@@ -48,6 +48,15 @@ def test_two_servers(workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Ser
         second.store_prompts([*prompts[0], *prompts[1]])
         time.sleep(HITS_S)
         assert_hit(first, [*prompts[0], *prompts[1]], stock)
+        # Of what both store at once, one is kept.
+        files = len(_files(workdir))
+        for server in (first, second):
+            server.generate(prompts[3], 1)
+        wait_until(lambda: all(_stored(server, prompts[3]) for server in (first, second)))
+        wait_until(lambda: len(_files(workdir)) == files + 1)
+        for server in (first, second):
+            server.flush()
+            assert_hit(server, prompts[3], stock)
         first.store_prompts(prompts[2])
         first.stop(signal.SIGKILL)
         time.sleep(HITS_S)
@@ -65,6 +74,10 @@ def test_two_servers(workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Ser
     finally:
         for server in (first, second):
             server.stop()
+
+
+def _files(workdir: Path) -> list[Path]:
+    return list((workdir / "store-shared").rglob("*.kv"))
 
 
 def _stored(server: Server, prompt: list[int]) -> int:

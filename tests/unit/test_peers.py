@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,7 @@ def test_what_is_removed_is_forgotten(bench: Workbench, two: Two) -> None:  # no
 
 
 def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:  # noqa: F811
-    """Each uses its own, and what builds on either is found; the other one stands in for it."""
+    """Who was second removes its own as soon as nobody needs it; what builds on either is found."""
     first, second = two
     for store in two:
         bench.put(store, prompt(1, 13))
@@ -205,14 +206,32 @@ def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:  #
     bench.put(second, (*prompt(1, 13), 7, 8))
     until_stored(second, prompt(1, 20))
     until_stored(first, (*prompt(1, 13), 7, 8))
-    assert len(bench.files()) == 4
-    own = [span.segment for span in look_up(first, prompt(1, 13)).spans]
-    assert [one.home for one in own] == [None]
-    first.writes.discard(own, Cause.EVICTED)
-    until_stored(first, prompt(1, 20))
-    check_rows(first, prompt(1, 20))
-    bench.close(first)
-    check_rows(bench.open(), prompt(1, 20))
+    until(second, lambda: len(bench.files()) == 3)
+    for store, home in ((first, None), (second, folder_of(first))):
+        (own,) = look_up(store, prompt(1, 13)).spans
+        assert own.segment.home == home
+        check_rows(store, (*prompt(1, 13), 7, 8))
+        store.check_integrity()
+    bench.close(second)
+    check_rows(bench.open(), (*prompt(1, 13), 7, 8))
+
+
+def test_the_first_of_two_is_not_used_while_the_second_is_needed(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+) -> None:
+    second = two[1]
+    for store in two:
+        bench.put(store, prompt(1, 13))
+    second.pins.pin(second.namespace(""), as_tokens(prompt(1, 13)))
+    for _ in range(20):
+        second._disk.peers.look()
+        second.poll()
+        time.sleep(0.01)
+    assert len(bench.files()) == 2
+    second.pins.unpin(second.namespace(""), as_tokens(prompt(1, 13)))
+    until(second, lambda: len(bench.files()) == 1)
+    check_rows(second, prompt(1, 13))
 
 
 def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:  # noqa: F811
