@@ -26,7 +26,6 @@ EIGHT_BITS = (
 )
 
 LATENT = "latent vectors (MLA) are stored as they are"
-UNLIKE = "{} have another shape than the others, beside which they are stored as they are"
 
 
 class PoolLayers:
@@ -41,10 +40,13 @@ class PoolLayers:
         self.states: PackedLayers | None = None
         """What layers without KVs keep where a prefix ends."""
 
-    def add(self, shape: KVShape, pools: Sequence[Any], window: int = 0) -> KVShape:
+    def add(
+        self, shape: KVShape, pools: Sequence[Any], window: int = 0, *, raw: bool = True
+    ) -> KVShape:
         """Take other pools for further layers; returns the shape with these.
 
-        `window`: they are the pool of layers with windows of so many tokens.
+        `window`: they are the pool of layers with windows of so many tokens. `raw`: they are kept
+        as they are, also where others are coded.
         """
 
         def parts() -> list[Tensor]:
@@ -53,7 +55,10 @@ class PoolLayers:
             return [*rows, *(keys for own in (self._pool, *pools) for keys in index_keys(own))]
 
         self.packed = PackedLayers(shape, shape.num_layers, parts, window)
-        return dataclasses.replace(shape, num_layers=shape.num_layers + len(self.packed))
+        count = len(self.packed)
+        return dataclasses.replace(
+            shape, num_layers=shape.num_layers + count, raw_layers=count if raw else 0
+        )
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Both streams of a layer, counted from the first of the pool."""

@@ -128,6 +128,7 @@ def _error(
     if sum(map(len, spans)) != count:
         return f"only {sum(map(len, spans))} of {count} tokens were stored"
     others_of = [] if layers.packed is None else layers.packed.parts()
+    main = full_pool(runners[0].token_to_kv_pool)
     for exact in (True, False)[: 1 + shape.coded]:
         source = store.open_whole(spans, exact=exact)
         for part in others_of:
@@ -144,9 +145,10 @@ def _error(
                     own[filled] = 0
                 filler.fill(layer, source, *both, filled, stats, contextlib.nullcontext)
         store.close_source(source)
-        most = 0.0 if exact else math.inf if shape.basis else WORST_ERROR
         for pool, kvs in given:
             for layer, own in enumerate(kvs):
+                coded = not shape.raw_layers or pool_of(pool, layer + pool.start_layer) is main
+                most = 0.0 if exact or not coded else math.inf if shape.basis else WORST_ERROR
                 if error := _difference(pool, layer, own, filled, others, most):
                     return error
     for part, own in zip(raw, right, strict=True):

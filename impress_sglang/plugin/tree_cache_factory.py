@@ -24,7 +24,6 @@ from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.drafts import draft_runners
 from impress_sglang.plugin.factory import identity_of, kv_shape
 from impress_sglang.plugin.pools import (
-    UNLIKE,
     PoolLayers,
     full_pool,
     index_keys,
@@ -67,10 +66,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     streams, windows = streams_of(full_pool(pool), model_dtype), window_pool(pool)
     drafts = draft_runners(context.tp_worker)
     further = [streams_of(own.token_to_kv_pool, own.model_config.dtype) for own in drafts]
-    kind = "a draft model's KVs"
     if windows is not None:
         check_alone(options, "windows in a pool of their own", _ONE_POOL)
-        further, kind = [streams_of(windows, model_dtype)], "the KVs of layers with sliding windows"
+        further = [streams_of(windows, model_dtype)]
     stateful = hasattr(runner.req_to_token_pool, "mamba_pool")
     if stateful:
         check_alone(options, "states beside KVs")
@@ -80,8 +78,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         # What another node has written is on the drive of that.
         of_node = options.tp_size * options.pp_size // options.nnodes
         ranks.copies = math.gcd(max(tp_size // heads, 1), of_node)
-    unlike = UNLIKE.format(kind) if any(own != streams for own in further) else ""
-    if no_codes := streams.no_codes or unlike or STATEFUL * stateful:
+    if no_codes := streams.no_codes or STATEFUL * stateful:
         config = config.without_codes(no_codes)
         logger.info("prefixes are loaded exactly: %s", no_codes)
     attend_rectangularly(runner.attn_backend)
@@ -117,7 +114,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     elif windows is not None:
         # What SGLang looks for, in whole pages.
         page, window = params.page_size, params.swa_retain_window
-        shape = layers.add(shape, [windows], -(-window // page) * page)
+        raw = further != [streams]
+        shape = layers.add(shape, [windows], -(-window // page) * page, raw=raw)
     if stateful:
         layers.states = state_layers(runner.req_to_token_pool, shape)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.serving.kv_class import KVClass
@@ -153,9 +154,9 @@ class LoadPlanner:
         num_bytes = forecast.bytes_to_read(spans, codes=not own.exact)
         if self._windows is not None:
             # Of layers with windows only the last tokens are read.
-            layers, first = self._service.shape.num_layers, self._windows.first
-            read = min(self._windows.window / count, 1.0)
-            num_bytes *= (first + (layers - first) * read) / layers
+            size = functools.partial(spans[0].segment.info.geometry.num_bytes, codes=not own.exact)
+            share = size(slice(self._windows.first, None)) / size(slice(None))
+            num_bytes *= 1.0 - share * max(1.0 - self._windows.window / count, 0.0)
         num_bytes += forecast.bytes_to_read(state, codes=False)
         work = RequestLengths(start, count, total - start - count)
         io = forecast.seconds_to_read(num_bytes)

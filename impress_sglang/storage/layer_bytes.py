@@ -27,9 +27,12 @@ def encode_layer(
 ) -> None:
     """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes(layer)` long.
 
-    `groups`: the same in codes, if the layout has codes.
+    `groups`: the same in codes, if the layer has codes.
     """
     shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
+    if layer >= shape.first_raw:
+        layout.rows.put_groups(_rows_of(keys, values), flat)
+        return
     parts = _parts(layout, flat)
     for column, (pages, part) in enumerate(zip(layout.columns, parts, strict=True)):
         if pages.group_bytes:
@@ -47,8 +50,12 @@ def encode_layer(
 
 def put_sinks(sinks: Uint8s, keys: Tensor, values: Tensor) -> None:
     """Note the first tokens of keys [t, G, Dk] and values [t, G, Dv] in uint8 [sinks, bytes]."""
-    rows = [own[: len(sinks)].flatten(1) for own in (keys, values)]
-    sinks[:] = torch.cat(rows, 1).contiguous().view(torch.uint8).numpy()
+    sinks[:] = _rows_of(keys[: len(sinks)], values[: len(sinks)]).numpy()
+
+
+def _rows_of(keys: Tensor, values: Tensor) -> Tensor:
+    """All keys [t, G, Dk] and then all values [t, G, Dv] of each token, uint8 [t, bytes]."""
+    return torch.cat([keys.flatten(1), values.flatten(1)], 1).contiguous().view(torch.uint8)
 
 
 def sinks_of(shape: KVShape, sinks: Uint8s) -> tuple[Tensor, Tensor]:
@@ -65,7 +72,7 @@ def sinks_of(shape: KVShape, sinks: Uint8s) -> tuple[Tensor, Tensor]:
 def decode_layer(
     layout: SegmentLayout, memory: memoryview, mapping: LayerMapping | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys [t, G, Dk] and values [t, G, Dv] in logical order, copied out of a layer's bytes."""
+    """Keys [t, G, Dk] and values [t, G, Dv] in logical order, copied out of a layer's columns."""
     shape, flat = layout.shape, torch.frombuffer(memory, dtype=torch.uint8)
     keys = torch.empty(layout.num_tokens, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype)
     values = keys.new_empty(layout.num_tokens, shape.num_kv_heads, shape.value_dim)

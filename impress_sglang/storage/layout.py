@@ -6,6 +6,9 @@ the layer again in a few bits, in pages (`codes.pages.Pages`) of groups, or with
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
+The last `raw_layers` are kept as they are, whatever the others are in: a row of theirs has all keys
+and then all values of a token, in chunks as those of columns.
+
 With probe heads (as in the paper), the probe column has their keys, and a single head group has the
 other keys and all values. Without, the probe column is empty, and each KV head is a head group.
 
@@ -47,7 +50,7 @@ class KVShape:
     `code_bits` above 0, all keys and values follow behind the columns in codes of so many bits per
     element: by the basis with the digest `basis`, of which `row_bytes_of_layers` are the bytes of a
     token in each layer, or without a basis. If not `exact`, there are only codes: the columns are
-    empty.
+    empty. The last `raw_layers` have neither.
     """
 
     num_layers: int
@@ -61,14 +64,17 @@ class KVShape:
     exact: bool = True
     basis: str = ""
     row_bytes_of_layers: tuple[int, ...] = ()
+    raw_layers: int = 0
 
     def __post_init__(self) -> None:
         assert self.num_query_heads % self.num_kv_heads == 0
         assert self.probe_kv_heads == tuple(sorted(set(self.probe_kv_heads)))
         assert all(0 <= head < self.num_kv_heads for head in self.probe_kv_heads)
-        assert len(self.row_bytes_of_layers) == (self.num_layers if self.basis else 0)
+        assert 0 <= self.raw_layers < self.num_layers
+        assert len(self.row_bytes_of_layers) == (self.first_raw if self.basis else 0)
         assert self.coded or not self.basis
         assert self.exact or (self.coded and not self.probe_kv_heads)
+        assert not (self.raw_layers and self.probe_kv_heads)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
@@ -80,6 +86,11 @@ class KVShape:
     def to_fields(self) -> dict[str, Any]:
         """The shape as JSON-compatible values."""
         return dict(self._fields)
+
+    @property
+    def first_raw(self) -> int:
+        """The first layer that is kept as it is; the number of layers if none is."""
+        return self.num_layers - self.raw_layers
 
     @property
     def coded(self) -> bool:
@@ -182,8 +193,15 @@ class SegmentLayout:
     @functools.cached_property
     def columns(self) -> tuple[Pages, ...]:
         """The columns of each layer: a page is a chunk, and a group a row."""
-        sizes = map(self.shape.row_bytes, self.shape.columns)
-        return tuple(Pages(self.num_tokens, 1, s, self.chunk_tokens, BLOCK_BYTES) for s in sizes)
+        return tuple(map(self._chunks, map(self.shape.row_bytes, self.shape.columns)))
+
+    @functools.cached_property
+    def rows(self) -> Pages:
+        """The rows of each raw layer."""
+        return self._chunks(self.shape.token_bytes)
+
+    def _chunks(self, row_bytes: int) -> Pages:
+        return Pages(self.num_tokens, 1, row_bytes, self.chunk_tokens, BLOCK_BYTES)
 
     @functools.cached_property
     def column_starts(self) -> tuple[int, ...]:
@@ -192,12 +210,12 @@ class SegmentLayout:
 
     @property
     def columns_bytes(self) -> int:
-        """Bytes of all columns of one layer."""
+        """Bytes of all columns of a layer that has some."""
         return self.column_starts[-1]
 
     @functools.cached_property
     def codes(self) -> tuple[Pages, ...]:
-        """Pages of the codes of each layer, with as many tokens in each page; () without codes."""
+        """Pages of the codes of each layer that has some, with as many tokens in each page."""
         shape = self.shape
         if not shape.coded:
             return ()
@@ -205,13 +223,13 @@ class SegmentLayout:
             tokens, sizes = 1, shape.row_bytes_of_layers
             count = page_groups_for(sizes, BLOCK_BYTES, grain=64, most=1024, padding=1 / 64)
         else:
-            tokens, sizes = GROUP_TOKENS, (shape.group_layout.group_bytes,) * shape.num_layers
+            tokens, sizes = GROUP_TOKENS, (shape.group_layout.group_bytes,) * shape.first_raw
             count = page_groups_for(sizes[:1], BLOCK_BYTES, grain=1, most=8, padding=1 / 128)
         pages = {own: Pages(self.num_tokens, tokens, own, count, BLOCK_BYTES) for own in set(sizes)}
         return tuple(pages[own] for own in sizes)
 
     def layer_bytes(self, layer: int) -> int:
-        """Bytes of a layer: its columns and its codes."""
+        """Bytes of a layer: its columns and its codes, or its rows."""
         return self._layer_starts[layer + 1] - self._layer_starts[layer]
 
     @property
@@ -222,10 +240,17 @@ class SegmentLayout:
     @functools.cached_property
     def _layer_starts(self) -> tuple[int, ...]:
         """Where each layer begins, counted from the end of the header, and where the last ends."""
-        sizes = [self.columns_bytes] * self.shape.num_layers
-        for layer, codes in enumerate(self.codes):
-            sizes[layer] += codes.num_bytes
+        columns, codes = self._sizes
+        first = self.shape.first_raw
+        sizes = [*map(sum, zip(columns[:first], codes[:first], strict=True)), *columns[first:]]
         return tuple(itertools.accumulate(sizes, initial=0))
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of the columns of each layer, and of its codes; of raw layers of their rows."""
+        raw = (self.rows.num_bytes,) * self.shape.raw_layers
+        codes = tuple(own.num_bytes for own in self.codes) or (0,) * self.shape.first_raw
+        return (self.columns_bytes,) * self.shape.first_raw + raw, codes + raw
 
     @property
     def file_bytes(self) -> int:
@@ -237,19 +262,30 @@ class SegmentLayout:
         return self.header_bytes + self._layer_starts[layer]
 
     def parts(self, layer: int, *, codes: bool) -> tuple[Pages, ...]:
-        """The columns of a layer, or its codes."""
+        """The columns of a layer, or its codes; if it is raw, its rows in both cases."""
+        if layer >= self.shape.first_raw:
+            return (self.rows,)
         return self.codes[layer : layer + 1] if codes else self.columns
 
     def place(self, layer: int, *, codes: bool) -> tuple[int, int]:
-        """Where the columns of a layer, or its codes, begin in the file, and their bytes."""
-        first = self.layer_offset(layer)
-        if codes:
-            return first + self.columns_bytes, self.codes[layer].num_bytes
-        return first, self.columns_bytes
+        """Where the parts of a layer begin in the file, and their bytes."""
+        size = self._sizes[codes][layer]
+        # Codes come last.
+        return self.layer_offset(layer) + (self.layer_bytes(layer) - size) * codes, size
+
+    def num_bytes(self, layers: slice, *, codes: bool) -> int:
+        """Bytes of the parts of some layers."""
+        return sum(self._sizes[codes][layers])
 
     def most_bytes(self, *, codes: bool) -> int:
-        """Bytes of the columns of a layer, or of the largest codes of any layer."""
-        return max(own.num_bytes for own in self.codes) if codes else self.columns_bytes
+        """Bytes of the parts of the largest layer."""
+        return max(self._sizes[codes])
+
+    def first_chunk(self, layer: int, *, codes: bool) -> int:
+        """Number of the first chunk of a layer among all chunks of its kind of parts."""
+        raw = max(layer - self.shape.first_raw, 0)
+        count = self.codes[0].num_pages if codes else self.layer_chunks
+        return (layer - raw) * count + raw * self.rows.num_pages
 
     def chunk_index(self, layer: int, column: Column, chunk: int) -> int:
         """Position of a chunk among all chunks of the segment."""

@@ -33,7 +33,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, r
 from impress_sglang.storage.quality import EXACT, Quality
 
 MAGIC = b"IMPRSEG\x0a"
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -139,12 +139,12 @@ class SegmentInfo:
 
     @property
     def fits_shape(self) -> tuple[int]:
-        """Shape of the fits: layers; (0,) without a basis."""
-        return (self.shape.num_layers if self.shape.basis else 0,)
+        """Shape of the fits: coded layers; (0,) without a basis."""
+        return (self.shape.first_raw if self.shape.basis else 0,)
 
     @property
     def sinks_shape(self) -> tuple[int, int, int]:
-        """Shape of the sinks: layers, sinks among its tokens, bytes of a token; the first may be 0.
+        """Shape of the sinks: coded layers, sinks among its tokens (maybe 0), bytes of a token.
 
         (0, 0, 0) if there are no codes.
         """
@@ -152,7 +152,7 @@ class SegmentInfo:
         if not shape.coded:
             return (0, 0, 0)
         count = min(max(SINK_TOKENS - self.prefix_len, 0), self.num_tokens)
-        return (shape.num_layers, count, shape.token_bytes)
+        return (shape.first_raw, count, shape.token_bytes)
 
     def description(self) -> bytes:
         """All but the tokens, as JSON; `info_from` makes it from that."""

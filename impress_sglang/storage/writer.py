@@ -135,7 +135,7 @@ def _write_contents(
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
         groups = None
-        if rule is not None and shape.coded:
+        if rule is not None and shape.coded and layer < shape.first_raw:
             groups, fit = rule(layer, keys, values)
             fits[layer : layer + 1] = fit
             put_sinks(sinks[layer], keys, values)

@@ -71,10 +71,8 @@ class ReadForecast:
                 on_ssd = self._segments.tiers(info, codes=codes) == Tier.SSD
                 pages = chunk_pages(geometry, codes=codes)[on_ssd]
                 num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
-            elif codes:
-                num_bytes = sum(own.num_bytes for own in geometry.codes)
             else:
-                num_bytes = info.shape.num_layers * geometry.columns_bytes
+                num_bytes = geometry.num_bytes(slice(None), codes=codes)
             slower = 1.0
             if far is not None and self._segments.is_far(segment):
                 slower = far.cost.seconds_for(_SOME_BYTES) / self.seconds_to_read(_SOME_BYTES)

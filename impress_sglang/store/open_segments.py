@@ -128,7 +128,7 @@ class OpenSegments:
     def _expect(
         self, first: int, info: SegmentInfo, ranges: Sequence[AwaitedRange], *, codes: bool
     ) -> None:
-        layout, layers = info.geometry, np.arange(self._shape.num_layers)
+        layout, layers = info.geometry, np.arange(self._shape.first_raw)
         if codes:
             pages = layout.codes[0]
             turns = turns_of(pages.num_pages, pages.page_tokens, ranges)
@@ -141,6 +141,11 @@ class OpenSegments:
             columns = layout.layer_chunks * layers[:, None] + layout.num_chunks * self._certain
             starts = first + columns.reshape(-1)
         self._cache.expect(starts, turns)
+        if self._shape.raw_layers:
+            pages = layout.rows
+            first += layout.first_chunk(self._shape.first_raw, codes=codes)
+            starts = first + pages.num_pages * np.arange(self._shape.raw_layers)
+            self._cache.expect(starts, turns_of(pages.num_pages, pages.page_tokens, ranges))
 
     @locked
     def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:

@@ -62,6 +62,9 @@ class SlotFiller:
         """
         self._shape, self._device, self._codec = shape, device, codec
         self._kernels = device.type == "cuda" if kernels is None else kernels
+        dims = shape.num_kv_heads * [shape.key_dim] + shape.num_kv_heads * [shape.value_dim]
+        # In a row of a raw layer.
+        self._head_bytes = [dim * shape.dtype.itemsize for dim in dims]
 
     @functools.cached_property
     def _restorer(self) -> GroupRestorer | RowRestorer:
@@ -99,7 +102,10 @@ class SlotFiller:
         try:
             found = source.read(layer)
             with writing():
-                if source.codes:
+                if layer >= self._shape.first_raw:
+                    found = [rows.split(self._head_bytes, 1) for (rows,) in found]
+                    self._put(found, pools, slots.split(source.lengths))
+                elif source.codes:
                     stats.bits = self._shape.code_bits
                     groups = [own for (own,) in found]
                     self._restorer.restore(layer, source, groups, *pools, slots)

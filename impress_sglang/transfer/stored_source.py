@@ -147,7 +147,7 @@ class StoredSource(abc.ABC):
             of_buffer: dict[int, list[Indices]] = {}
             for number, own in enumerate(of_spans):
                 count = len(own.layer.first)
-                first_id = self.spans[number][2] + layer * count
+                first_id = self._first_id(layer, number)
                 tiers = self._cache.placement.tiers(first_id, count)[own.chunks]
                 wanted = own.missing(tiers == _SSD, whole)
                 if len(wanted):
@@ -191,10 +191,7 @@ class StoredSource(abc.ABC):
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
         """
         self._begin(layer)
-        ids = [
-            own.chunks + self.spans[number][2] + layer * len(own.layer.first)
-            for number, own in wanted.items()
-        ]
+        ids = [own.chunks + self._first_id(layer, number) for number, own in wanted.items()]
         shares = np.concatenate([own.shares for own in wanted.values()])
         access = self._cache.access(np.concatenate(ids), shares)
         try:
@@ -211,6 +208,11 @@ class StoredSource(abc.ABC):
             raise
         self._count(parts, access)
         return blocks
+
+    def _first_id(self, layer: int, number: int) -> int:
+        """Id of the first chunk of a layer of the span with this number."""
+        segment, _, first = self.spans[number]
+        return first + segment.layout.first_chunk(layer, codes=self.codes)
 
     def _fetch(self, layer: int, parts: Sequence[PartOfRead], *, last: bool) -> None:
         """Bring all blocks that must come from SSD into their buffers."""

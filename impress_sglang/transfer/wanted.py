@@ -59,7 +59,8 @@ def chunk_pages(layout: SegmentLayout, *, codes: bool) -> npt.NDArray[np.uint16]
 
 def most_pages(layout: SegmentLayout) -> int:
     """Pages of a cache that the largest chunk of any segment of the same shape takes."""
-    return max(own.page_bytes for own in (*layout.columns, *layout.codes)) // BLOCK_BYTES
+    last = layout.parts(layout.shape.num_layers - 1, codes=False)
+    return max(own.page_bytes for own in (*layout.columns, *layout.codes, *last)) // BLOCK_BYTES
 
 
 class Wanted:

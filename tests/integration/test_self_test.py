@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
@@ -48,6 +49,7 @@ def run(
     draft: KVCache | None = None,
     pool: KVCache | None = None,
     states: MambaPool | None = None,
+    raw: bool = True,
 ) -> float:
     if pool is None:
         pool = kind(size, 1, dtype, 2, 16, 2, "cpu", enable_memory_saver=False)
@@ -59,14 +61,16 @@ def run(
         ),
         forward_stream=None,
     )
+    if (windows := window_pool(pool)) is not None:
+        runner.model.layers[1] = RadixAttention(8, windows.head_dim, 1.0, windows.head_num, 1)
     if kind is MHATokenToKVPool:
         check_layers(runner, windows=True)
     config = ImpressConfig(policy=policy)
     shape = kv_shape(runner, make_policy(config), config)
     shape = dataclasses.replace(shape, exact=not shape.coded)
     layers, runners = PoolLayers(pool), [runner]
-    if (windows := window_pool(pool)) is not None:
-        shape = layers.add(shape, [windows], 8)
+    if windows is not None:
+        shape = layers.add(shape, [windows], 8, raw=raw)
     if states is not None:
         layers.states = state_layers(SimpleNamespace(mamba_pool=states), shape)
     drafts = [] if draft is None else [draft]
@@ -135,8 +139,11 @@ def windows(dtype: torch.dtype = torch.float32, **how: Any) -> SWAKVPool:
 @pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
 def test_pools_with_windows(dtype: torch.dtype) -> None:
     pool = windows(dtype)
+    model_dtype = dtype if dtype in DTYPES else torch.bfloat16
     # In few bits as well, if others are.
-    run(pool=pool, model_dtype=dtype if dtype in DTYPES else torch.bfloat16)
+    run(pool=pool, model_dtype=model_dtype, raw=False)
+    other = {"swa_head_num": 3, "swa_head_dim": 20, "swa_v_head_dim": 20}
+    run(pool=windows(dtype, **other), model_dtype=model_dtype)
     assert not pool.full_to_swa_index_mapping[:-1].any(), "nobody has a row"
 
 
@@ -179,15 +186,14 @@ def test_pools_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16), (1, 24), (3, 40)])
 def test_pools_of_drafts(heads: int, dim: int) -> None:
-    """Whatever their shape, in layers of that of the model."""
+    """As they are whatever their shape, also beside layers in few bits."""
 
     def drafts(kind: type[MHATokenToKVPool], dtype: torch.dtype = torch.bfloat16) -> Any:
         return kind(300, 1, dtype, heads, dim, 2, "cpu", enable_memory_saver=False)
 
-    run(policy="as", draft=drafts(MHATokenToKVPool))
-    if (heads, dim) == (2, 16):
-        run(draft=drafts(MHATokenToKVPool, torch.float32))
-    run(policy="as", draft=drafts(MHATokenToKVPool, torch.float8_e5m2))
+    for policy in ("as", "impress"):
+        run(policy=policy, draft=drafts(MHATokenToKVPool))
+        run(policy=policy, draft=drafts(MHATokenToKVPool, torch.float8_e5m2))
     for kind in (Scaled, Shifted, Copied):
         with pytest.raises(UnsupportedError, match="layer 0"):
             run(policy="as", draft=drafts(kind))

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
+from impress_sglang.options import EXACTLY
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.storage.layout import KVShape
@@ -50,7 +51,8 @@ class WindowWorld(TreeWorld):
 
     def shape_with(self, layers: PoolLayers) -> KVShape:
         page = self.allocator.page_size
-        shape = dataclasses.replace(SHAPE, num_layers=len(WHOLE), code_bits=0.0)
+        bits = self.config.code_bits if self.config.bits != EXACTLY else 0.0
+        shape = dataclasses.replace(SHAPE, num_layers=len(WHOLE), code_bits=bits)
         shape = layers.add(shape, [self.pool.swa_kv_pool], -(-WINDOW // page) * page)
         # Behind those of the others.
         assert [*map(layers.number, (*WHOLE, *WINDOWED))] == [0, 1, 2, 3]
@@ -128,6 +130,22 @@ def test_what_was_computed_comes_back(world: WindowWorld, page: int) -> None:
         world.check_slots()
         # What was computed behind it is what it would be behind what was computed.
         world.flush()
+
+
+def test_layers_with_windows_beside_few_bits(tmp_path: Path) -> None:
+    """They are as they were, as if of another shape."""
+    world = WindowWorld(tmp_path, size=SIZE, blend="off")
+    prompt = draw(17, 700)
+    _, computed = kvs_of(world, "computed", prompt)
+    world.flush()
+    told, loaded = kvs_of(world, "loaded", [*prompt, 1])
+    assert (told["path"], told["loaded_tokens"], told["bits"]) == ("ssd", len(prompt), 6.0)
+    for layer, (own, others) in enumerate(zip(computed, loaded, strict=True)):
+        for mine, other in zip(own, others, strict=True):
+            mine, other = (one[len(prompt) - WINDOW : len(prompt)] for one in (mine, other))
+            off = float((mine - other).norm() / mine.norm())
+            assert off == 0.0 if layer in WINDOWED else 0.0 < off < 0.05
+    world.close()
 
 
 def test_a_tail_behind_what_is_resident(world: WindowWorld, page: int) -> None:

@@ -144,46 +144,57 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def make_draft(model: Path, folder: Path) -> Path:
-    """A model with twice the KV heads of another Llama, each of which is there twice.
+def _verifying(folder: Path) -> tuple[Path, Any]:
+    """A Llama of one layer, saved and as an object.
 
-    Its answers are the same, and its KVs have another shape.
+    All embeddings have the same norm. Attention counts less than in others, so that few bits change
+    about as many tokens as of a real model, 1 of 100. Else it is 8, which no draft foresees.
+    """
+    import transformers
+
+    model = make_model("llama", folder / "target", num_hidden_layers=1, rms_norm_eps=0.0)
+    own = transformers.AutoModelForCausalLM.from_pretrained(model)
+    embeddings = own.model.embed_tokens.weight.data
+    # That of padding, which may be drafted, has no norm.
+    embeddings[0] = 1.0
+    embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
+    own.model.layers[0].self_attn.o_proj.weight.data /= 16
+    own.save_pretrained(model)
+    return model, own
+
+
+def make_draft(folder: Path) -> tuple[Path, Path]:
+    """A Llama of one layer, and one with twice its KV heads, each of which is there twice.
+
+    The answers are the same, and KVs have another shape.
     """
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(model)
-    weights = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
-    for name, own in weights.items():
+    model, own = _verifying(folder)
+    config, weights, draft = own.config, own.state_dict(), folder / "draft"
+    for name, weight in weights.items():
         if "k_proj" in name or "v_proj" in name:
-            heads = own.view(config.num_key_value_heads, -1, own.shape[1])
+            heads = weight.view(config.num_key_value_heads, -1, weight.shape[1])
             weights[name] = heads.repeat_interleave(2, 0).flatten(0, 1)
     config.num_key_value_heads *= 2
-    draft = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    draft.load_state_dict(weights)
-    draft.save_pretrained(folder)
-    return folder
+    twice = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    twice.load_state_dict(weights)
+    twice.save_pretrained(draft)
+    return model, draft
 
 
 def make_eagle(folder: Path) -> tuple[Path, Path]:
     """A Llama of one layer, and a draft of EAGLE's kind that answers nearly as it does.
 
-    All embeddings have the same norm, so that the norm before the layer, which drafts do not have,
-    changes nothing. Of what a draft sees, the embedding of the next token counts.
+    The norm before the layer, which drafts do not have, changes nothing. Of what a draft sees, the
+    embedding of the next token counts.
     """
     import torch
-    import transformers
     from safetensors.torch import save_file
 
-    model = make_model("llama", folder / "target", num_hidden_layers=1, rms_norm_eps=0.0)
-    own = transformers.AutoModelForCausalLM.from_pretrained(model)
+    model, own = _verifying(folder)
     weights = own.state_dict()
-    embeddings = weights["model.embed_tokens.weight"]
-    # That of padding, which may be drafted, has no norm.
-    embeddings[0] = 1.0
-    embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
-    own.load_state_dict(weights)
-    own.save_pretrained(model)
     draft, size = folder / "draft", own.config.hidden_size
     own.config.architectures = ["LlamaForCausalLMEagle"]
     own.config.save_pretrained(draft)

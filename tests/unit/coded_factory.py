@@ -22,11 +22,11 @@ from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.sources import WholeSource
 from impress_sglang.transfer.stored_source import OpenSpan
-from impress_sglang.transfer.wanted import chunk_pages
+from impress_sglang.transfer.wanted import chunk_pages, most_pages
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 
 SHAPE = make_shape(
-    layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
+    layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True, raw=1
 )
 BLOCK = 4096
 # What is in slots that nobody has filled.
@@ -71,9 +71,11 @@ class CodedCase:
         device_pages: int = 0,
         host_pages: int = 0,
         rule: ReplacementRule | None = None,
+        codes: bool = True,
     ) -> None:
         self.shape = shape
         self.reader = reader
+        self._codes = codes
         self.pool = BufferPool(64 << 20)
         self.paths, self.spans = [], []
         keys, values = [], []
@@ -86,17 +88,16 @@ class CodedCase:
             own = random_kvs(shape, part.num_tokens, seed=number)
             self.paths.append(write_kvs(directory, info, *own))
             segment = OpenSegment(self.paths[-1], FileSystem(), direct=False)
-            layouts = segment.layout.codes
             if self.cache is None:
                 self.cache = ChunkCache(
                     BLOCK,
-                    layouts[0].page_bytes // BLOCK,
+                    most_pages(segment.layout),
                     rule or LeastRecentlyUsed(),
                     device=torch.device("cpu"),
                     device_bytes=device_pages * BLOCK,
                     host_bytes=host_pages * BLOCK,
                 )
-            base = self.cache.placement.attach(chunk_pages(segment.layout, codes=True))
+            base = self.cache.placement.attach(chunk_pages(segment.layout, codes=codes))
             self.spans.append((segment, range(part.start, stop), base))
             self.exact.append(own)
             keys.append(own[0][:, part.start : stop])
@@ -106,7 +107,9 @@ class CodedCase:
                     restore(code(whole[layer], int(shape.code_bits)))
                     for code, whole in zip((code_keys, code_values), own, strict=True)
                 )
-                self._coded[number, layer] = tuple(coded)
+                exact = not codes or layer >= shape.first_raw
+                found = (whole[layer].float() for whole in own) if exact else coded
+                self._coded[number, layer] = tuple(found)
         self.keys, self.values = torch.cat(keys, 1), torch.cat(values, 1)
         self.num_tokens = self.keys.shape[1]
         self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
@@ -128,7 +131,7 @@ class CodedCase:
     def open(self, spans: Sequence[OpenSpan]) -> WholeSource:
         """Another source over spans of the case."""
         assert self.cache is not None
-        return WholeSource(spans, self.reader, self.pool, self.cache, codes=True)
+        return WholeSource(spans, self.reader, self.pool, self.cache, codes=self._codes)
 
     def load(self, layer: int, *, kernels: bool = False) -> None:
         """The request under way loads a layer into its slots."""

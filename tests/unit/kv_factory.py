@@ -42,11 +42,13 @@ def make_shape(
     dtype: torch.dtype = torch.float32,
     probe: Sequence[int] = (0,),
     coded: bool = False,
+    raw: int = 0,
 ) -> KVShape:
     """A shape with probe heads; without any it has a head group per head."""
     heads = query_heads, kv_heads
     bits = 6.0 if coded else 0.0
-    return KVShape(layers, *heads, key_dim, value_dim, dtype, tuple(probe), bits)
+    sizes = layers, *heads, key_dim, value_dim
+    return KVShape(*sizes, dtype, tuple(probe), bits, raw_layers=raw)
 
 
 def as_tokens(tokens: Sequence[int]) -> Tokens:

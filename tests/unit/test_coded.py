@@ -44,9 +44,14 @@ def test_slots_get_what_codes_say(name: str, bits: float, coded: Coded) -> None:
     load_all(coded(PREFIXES[name], shape=dataclasses.replace(SHAPE, code_bits=bits)))
 
 
+def test_raw_layers_beside_columns(coded: Coded) -> None:
+    load_all(coded(PREFIXES["several"], codes=False))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pools_of_few_bits(dtype: torch.dtype, coded: Coded) -> None:
-    shape = make_shape(layers=1, key_dim=64, value_dim=64, dtype=dtype, probe=(), coded=True)
+    sizes = {"layers": 2, "key_dim": 64, "value_dim": 64, "raw": 1}
+    shape = make_shape(**sizes, dtype=dtype, probe=(), coded=True)
     load_all(coded(PREFIXES["several"], shape=shape))
 
 
@@ -56,9 +61,10 @@ def test_all_of_it_is_read_once(coded: Coded) -> None:
     case.source.close()
     (span,) = case.spans
     read = case.source.stats
-    pages = span[0].layout.codes[0]
-    assert read.ssd_needed_bytes == pages.num_groups * pages.group_bytes * SHAPE.num_layers
-    assert read.ssd_bytes == pages.num_bytes * SHAPE.num_layers
+    parts = [*span[0].layout.codes, span[0].layout.rows]
+    assert len(parts) == SHAPE.num_layers
+    assert read.ssd_needed_bytes == sum(own.num_groups * own.group_bytes for own in parts)
+    assert read.ssd_bytes == sum(own.num_bytes for own in parts)
 
 
 @pytest.mark.parametrize(("device_pages", "host_pages"), [(400, 0), (0, 400), (9, 13), (40, 60)])

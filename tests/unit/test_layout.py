@@ -24,8 +24,9 @@ def shapes(draw: st.DrawFn) -> KVShape:
     probe = draw(st.sets(st.integers(0, kv_heads - 1)))
     key_dim = draw(st.sampled_from([1, 8, 64, 96, 128]))
     value_dim = draw(st.sampled_from([1, 8, 64, 128]))
+    layers = draw(st.integers(1, 4))
     return KVShape(
-        num_layers=draw(st.integers(1, 4)),
+        num_layers=layers,
         num_query_heads=kv_heads * draw(st.integers(1, 4)),
         num_kv_heads=kv_heads,
         key_dim=key_dim,
@@ -36,6 +37,7 @@ def shapes(draw: st.DrawFn) -> KVShape:
             bits := draw(st.sampled_from([0.0, 5.0, 6.0])) if key_dim > 1 and value_dim > 1 else 0.0
         ),
         exact=not bits or bool(probe) or draw(st.booleans()),
+        raw_layers=0 if probe else draw(st.integers(0, layers - 1)),
     )
 
 
@@ -59,7 +61,7 @@ def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
 def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
     """(offset, bytes with padding) of every chunk that has bytes, and of codes, in file order."""
     extents = []
-    for layer in range(layout.shape.num_layers):
+    for layer in range(layout.shape.first_raw):
         start = layout.layer_offset(layer)
         extents += [
             (start + layout.column_starts[column] + layout.columns[column].page_offset(chunk), size)
@@ -69,7 +71,8 @@ def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
         ]
         if layout.codes:
             extents.append(layout.place(layer, codes=True))
-    return extents
+    raw = range(layout.shape.first_raw, layout.shape.num_layers)
+    return [*extents, *(layout.place(layer, codes=False) for layer in raw)]
 
 
 @given(layouts())
@@ -92,11 +95,11 @@ def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout)
     assert plain.codes == ()
     assert plain.layer_bytes(0) == plain.columns_bytes
     assert layout.columns_bytes == plain.columns_bytes * shape.exact
-    assert len(codes) == shape.num_layers * shape.coded
+    assert len(codes) == shape.first_raw * shape.coded
     if shape.exact:
         assert list(shape.columns) == list(plain.shape.columns)
         assert layout.total_chunks == plain.total_chunks
-    for layer in range(shape.num_layers):
+    for layer in range(shape.first_raw):
         begin, size = layout.place(layer, codes=False)
         assert (begin, size) == (layout.layer_offset(layer), layout.columns_bytes)
         assert not codes or layout.place(layer, codes=True)[0] == begin + size
@@ -104,6 +107,29 @@ def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout)
         assert own.group_bytes == shape.group_layout.group_bytes
         assert (own.num_tokens, own.group_tokens) == (layout.num_tokens, GROUP_TOKENS)
         assert own.block_bytes == BLOCK
+
+
+@given(layouts())
+def test_raw_layers_are_the_same_beside_codes(layout: SegmentLayout) -> None:
+    """All keys and values of a token are one row; chunks are counted through all layers."""
+    shape = layout.shape
+    for codes in (False, True)[: 1 + shape.coded]:
+        numbers = [layout.first_chunk(layer, codes=codes) for layer in range(shape.num_layers)]
+        parts = [layout.parts(layer, codes=codes) for layer in range(shape.num_layers)]
+        counts = [sum(own.num_pages for own in both) for both in parts]
+        assert numbers == [sum(counts[:layer]) for layer in range(shape.num_layers)]
+        assert len(chunk_pages(layout, codes=codes)) == sum(counts)
+        sizes = [sum(own.num_bytes for own in both) for both in parts]
+        assert layout.num_bytes(slice(None), codes=codes) == sum(sizes)
+        assert layout.most_bytes(codes=codes) == max(sizes)
+        for layer in range(shape.first_raw, shape.num_layers):
+            (rows,) = parts[layer]
+            assert rows.group_bytes == shape.num_kv_heads * shape.dtype.itemsize * (
+                shape.key_dim + shape.value_dim
+            )
+            assert (rows.num_tokens, rows.page_tokens) == (layout.num_tokens, layout.chunk_tokens)
+            place = layout.layer_offset(layer), layout.layer_bytes(layer)
+            assert layout.place(layer, codes=codes) == place
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:
@@ -129,6 +155,8 @@ def test_sizes_of_a_known_model_with_codes() -> None:
         {"num_query_heads": 5},
         {"exact": False},
         {"exact": False, "code_bits": 6.0},
+        {"raw_layers": 1},
+        {"raw_layers": 2, "probe_kv_heads": ()},
         {"probe_kv_heads": (2,)},
         {"probe_kv_heads": (-1,)},
         {"probe_kv_heads": (1, 0)},
@@ -164,6 +192,5 @@ def test_column_chunks_are_those_of_the_layout(layout: SegmentLayout) -> None:
             assert found.row_bytes[place] == kv.row_size(layout.shape, column)
             begin += size
     assert found.count.sum() == layout.columns_bytes // BLOCK
-    assert (
-        chunk_pages(layout, codes=False).tolist() == found.count.tolist() * layout.shape.num_layers
-    )
+    pages, first_raw = chunk_pages(layout, codes=False).tolist(), layout.shape.first_raw
+    assert pages[: first_raw * len(found.count)] == found.count.tolist() * first_raw

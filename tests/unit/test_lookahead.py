@@ -130,7 +130,7 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
 
 def bench_of(tmp_path: Path, *, probe: tuple[int, ...] = (), coded: bool = False) -> Workbench:
     heads = {"layers": 2, "query_heads": 6, "kv_heads": 3, "key_dim": 64, "value_dim": 64}
-    return Workbench(tmp_path, make_shape(**heads, probe=probe, coded=coded))
+    return Workbench(tmp_path, make_shape(**heads, probe=probe, coded=coded, raw=int(coded)))
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -138,7 +138,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
     """Of a cache with room for less than one of two prefixes."""
     bench, lookahead = bench_of(tmp_path, coded=coded), LookAhead()
     options = {"policy": "impress" if coded else "as", "chunk_tokens": 64, "lookahead": lookahead}
-    store = bench.open(host_gb=gb(40 * 4096), **options)
+    store = bench.open(host_gb=gb(50 * 4096), **options)
 
     def read(prefix: range) -> int:
         """Bytes from SSD, for all that is certain to be read of a prefix."""
@@ -173,7 +173,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
     lookahead.wait("waits", look_up(store, wanted).spans)
     store.poll()
     # What nobody has read since the start is in no table of the caches yet.
-    store = bench.reopen(store, host_gb=gb(40 * 4096), **options)
+    store = bench.reopen(store, host_gb=gb(50 * 4096), **options)
     store.poll()
     read(wanted)
     for _ in range(9):

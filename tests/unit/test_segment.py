@@ -68,14 +68,15 @@ def check_same(left: SegmentHeader | SegmentInfo, right: SegmentHeader | Segment
 @given(data=st.data())
 def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = make_shape(
-        layers=data.draw(st.integers(1, 3)),
+        layers=(layers := data.draw(st.integers(1, 3))),
         query_heads=8,
         kv_heads=4,
         key_dim=data.draw(st.sampled_from([8, 64])),
         value_dim=data.draw(st.sampled_from([8, 32])),
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        probe=sorted(data.draw(st.sets(st.integers(0, 3)))),
+        probe=(probe := sorted(data.draw(st.sets(st.integers(0, 3))))),
         coded=data.draw(st.booleans()),
+        raw=0 if probe else data.draw(st.integers(0, layers - 1)),
     )
     info = make_info(
         shape,

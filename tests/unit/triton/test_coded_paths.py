@@ -141,9 +141,9 @@ def test_a_layer_is_loaded_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the same places, and the same slots within rounding."""
-    shape = dataclasses.replace(
-        SHAPE, num_layers=1, key_dim=dims[0], value_dim=dims[1], dtype=dtype, code_bits=bits
-    )
+    key_dim, value_dim = dims
+    sizes = {"num_layers": 1, "raw_layers": 0, "key_dim": key_dim, "value_dim": value_dim}
+    shape = dataclasses.replace(SHAPE, **sizes, dtype=dtype, code_bits=bits)
     # What is read through is measured, and differs from run to run.
     monkeypatch.setattr(ReadCost, "gap_bytes", 0)
     found, stats = [], []
