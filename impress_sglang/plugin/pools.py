@@ -37,6 +37,8 @@ class PoolLayers:
         self._whole = None if window_pool(pool) is None else pool
         self.packed: PackedLayers | None = None
         """What other pools keep of the same tokens."""
+        self.beyond = 0
+        """On how many tokens behind its own a slot depends: drafts are given the next one."""
         self.states: PackedLayers | None = None
         """What layers without KVs keep where a prefix ends."""
 
@@ -55,6 +57,7 @@ class PoolLayers:
             return [*rows, *(keys for own in (self._pool, *pools) for keys in index_keys(own))]
 
         self.packed = PackedLayers(shape, shape.num_layers, parts, window)
+        self.beyond = int(len(pools) > 0 and not window)
         count = len(self.packed)
         return dataclasses.replace(
             shape, num_layers=shape.num_layers + count, raw_layers=count if raw else 0

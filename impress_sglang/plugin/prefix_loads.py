@@ -135,7 +135,8 @@ class PrefixLoads:
         known.waiter.patience = wish.patience
         known.stored, known.io = plan.stop, plan.estimate.io
         if isinstance(plan, LoadPlan):
-            beyond, own = self._planner.beyond, known.kv_class
+            # Keys of EAGLE's trees are of pairs of tokens.
+            beyond, own = int(self._cache.tree_core.is_eagle), known.kv_class
             store, tokens = self._service.store, planned.tokens[: plan.stop + beyond]
             job = LoadJob(
                 store, own, known.space, tokens, plan.match, plan.start, beyond, plan.behind

@@ -87,10 +87,8 @@ class ImpressTreeCache(UnifiedRadixCache):
             adapters: SGLang's `LoRAManager`, if it has one.
         """
         self._service, keys = service, layers(0)[0]
-        # Keys of pairs of tokens: drafts of EAGLE see the next one.
-        beyond, packed = int(self.tree_core.is_eagle), layers.packed
-        states = layers.states is not None
-        self._planner = LoadPlanner(service, self.page_size, beyond, packed, states=states)
+        packed, states = layers.packed, layers.states is not None
+        self._planner = LoadPlanner(service, self.page_size, layers.beyond, packed, states=states)
         self._allocation = Allocation(
             self, packed.window if packed is not None else 0, states=states
         )

@@ -154,7 +154,7 @@ class WriteBack:
         req = known.req
         if up_to < len(req.origin_input_ids) or is_virtual_node(req.last_node):
             return
-        count = self._most_of(known, up_to)
+        count = self._most_of(known, up_to - self._planner.beyond)
         if not self._wants(count):
             return
         last, state = req.last_node, None
@@ -280,9 +280,9 @@ class WriteBack:
         return not self._saves or num_tokens <= spare
 
     def _worth_of(self, known: Known, num_tokens: int) -> int:
-        """How many of the first tokens of a request are worth storing, in whole pages."""
+        """How many of the first slots of a request are worth storing, in whole pages."""
         if self.sights is not None:
-            num_tokens = min(num_tokens, known.worth or 0)
+            num_tokens = min(num_tokens, (known.worth or 0) - self._planner.beyond)
         return self._planner.whole_pages(num_tokens)
 
     def _quality_of(self, known: Known, slots: Tensor) -> tuple[Quality | None, int]:
@@ -315,11 +315,13 @@ class WriteBack:
         if save.windows_from and len(save.slots) - save.windows_from < self._window:
             # Nobody could use it: of layers with windows too little is left.
             return False
-        layers = self._layers
-        tokens = as_tokens(req.full_untruncated_fill_ids[: len(save.slots)])
+        layers, beyond = self._layers, self._planner.beyond
+        # Each slot is stored as the last token that it depends on; as the first ones, any is.
+        rows = torch.cat([save.slots[:beyond], save.slots])
+        tokens = as_tokens(req.full_untruncated_fill_ids[: len(rows)])
 
         def read_layers(start: int) -> LayerReader:
-            part = save.slots[start:]
+            part = rows[start:]
             return save.guarded(
                 PoolLayerReader(layers.read, part, self._forward_stream, self._access)
             )
@@ -330,7 +332,7 @@ class WriteBack:
             on_done=lambda: self._read(save),
             abandon=save.abandon,
             quality=quality,
-            available_from=first,
+            available_from=first and first + beyond,
             min_tokens=self._service.config.chunk_tokens,
             queries=lambda layer: queries.pop(layer).cpu() if layer in queries else None,
             ttl=ttl_of(req.sampling_params),

@@ -53,7 +53,8 @@ class LoadPlanner:
     ) -> None:
         """`page_size`: of SGLang's pool; prefixes are used in whole pages.
 
-        `beyond`: how many tokens behind a slot's own its KVs depend on. `packed` are the layers
+        `beyond`: how many tokens behind a slot's own its KVs depend on; they are stored as those of
+        the last of these, so that prompts share none where they part. `packed` are the layers
         behind those of the pool. `states`: whether prefixes must have one where they end.
         """
         self.states = states
@@ -78,12 +79,13 @@ class LoadPlanner:
     def match(self, namespace: str, tokens: Tokens, least: Quality | None) -> StoredMatch:
         """The longest stored prefix of `tokens` that was computed so well, in whole pages.
 
-        `least`: None for nothing that is stored.
+        Its tokens are those that are stored for slots, from the first. `least`: None for nothing
+        that is stored.
         """
         if least is None or not self.looks_for(len(tokens)):
             return StoredMatch()
         match = self._service.store.match(namespace, tokens, least=least)
-        return StoredMatch(match.slice(0, self.usable(match)))
+        return StoredMatch(match.slice(self.beyond, self.beyond + self.usable(match)))
 
     def usable(self, match: StoredMatch) -> int:
         """How many of the first tokens of a match can be used."""

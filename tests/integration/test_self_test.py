@@ -77,6 +77,7 @@ def run(
     if drafts or index_keys(pool):
         runners += [SimpleNamespace(token_to_kv_pool=own, model=Layers()) for own in drafts]
         shape = layers.add(shape, drafts)
+    assert layers.beyond == len(drafts)
     return check_kvs(runners, layers, config, shape, None)
 
 

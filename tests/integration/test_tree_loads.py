@@ -18,7 +18,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin import sweeps
 from impress_sglang.plugin.keys import namespace_of
+from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.load_jobs import JobState, LoadJob
+from impress_sglang.storage.layout import KVShape
 from tests.integration.tiny_model import draw
 from tests.integration.tree_world import TreeWorld, told_of
 
@@ -95,25 +97,43 @@ def test_others_are_told_of_what_was_loaded_and_evicted(world: TreeWorld, page_s
     assert sorted(block_hashes(world.cache.take_events(), "BlockRemoved")) == sorted(stored)
 
 
-def test_slots_whose_drafts_depend_on_the_next_token(tmp_path: Path, page_size: int) -> None:
-    """Only those are loaded whose next token is stored, too."""
-    world = TreeWorld(tmp_path, page_size, eagle=True, blend="off", bits="exact")
-    prompt = draw(3, PREFIX + 21)
-    _, computed = kvs_of(world, "computed", prompt)
-    world.flush()
-    for name, asked, pairs in (
-        ("same", prompt, len(prompt) - 2),
-        ("other", [*prompt[:PREFIX], *draw(4, 30)], PREFIX - 1),
-    ):
-        stored = (len(prompt) - 1) // page_size * page_size
-        whole = min(pairs, stored - 1) // page_size * page_size
-        told, loaded = kvs_of(world, name, asked)
-        assert (told["path"], told["loaded_tokens"]) == ("ssd", whole)
-        for own, others in zip(loaded, computed, strict=True):
-            assert torch.equal(own[0][:whole], others[0][:whole])
-            assert torch.equal(own[1][:whole], others[1][:whole])
-        world.check_slots()
-        assert world.run(f"{name} again", asked)["path"] == "device"
+class Drafting(TreeWorld):
+    """The last layer is a draft's: the KVs of a slot are made of the next token."""
+
+    def shape_with(self, layers: PoolLayers) -> KVShape:
+        layers.beyond = 1
+        return super().shape_with(layers)
+
+    def compute(self, req: Any) -> None:
+        super().compute(req)
+        first, tokens = req.kv.cache_protected_len, req.origin_input_ids
+        slots = self.rows.req_to_token[req.kv.req_pool_idx, first : len(tokens)].long()
+        following = torch.tensor([*tokens[first + 1 :], 0], dtype=torch.float32)
+        for kvs in self.pool.keys[-1], self.pool.values[-1]:
+            kvs[slots] = following[:, None, None].expand_as(kvs[slots])
+
+
+@pytest.mark.parametrize("eagle", [False, True])
+def test_slots_whose_drafts_depend_on_the_next_token(
+    tmp_path: Path, page_size: int, eagle: bool
+) -> None:
+    """Only those are loaded whose next token is stored, too; also where stored prompts part."""
+    world = Drafting(tmp_path, page_size, eagle=eagle, blend="off", bits="exact")
+    prompt = draw(3, PREFIX + 101)
+    fork = [*prompt[:PREFIX], (prompt[PREFIX] + 1) % 50, *draw(4, 100)]
+    for name, asked, common in (("first", prompt, 0), ("fork", fork, PREFIX - 1)):
+        told, computed = kvs_of(world, name, asked)
+        assert told["loaded_tokens"] == common // page_size * page_size
+        for again in range(2):
+            world.flush()
+            told, loaded = kvs_of(world, f"{name} {again}", asked)
+            whole = (len(asked) - 2) // page_size * page_size
+            assert (told["path"], told["loaded_tokens"]) == ("ssd", whole)
+            for own, others in zip(loaded, computed, strict=True):
+                assert torch.equal(own[0][:whole], others[0][:whole])
+                assert torch.equal(own[1][:whole], others[1][:whole])
+            world.check_slots()
+        assert world.run(f"{name} at once", asked)["path"] == "device"
         world.flush()
     world.close()
 

@@ -131,6 +131,7 @@ class TreeWorld:
         self.allocator: Any
         self.make_pool(size, page_size)
         layers = PoolLayers(self.pool)
+        layers.beyond = int(eagle)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,

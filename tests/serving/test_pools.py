@@ -202,8 +202,8 @@ def test_drafts(
     flags = (*TRITON, *speculating(algorithm, draft), *keep)
     name, how = f"{algorithm}-{ranks}", {"model": model, "preload": SPECULATING, "ranks": ranks}
     count = request.config.getoption("--rank-requests") if at_length else 2
-    # No two begin alike: of the last token before a fork, drafts have KVs that look ahead.
-    prompts = [[3 + seed, *random_tokens(100 + seed % 20, seed)] for seed in range(count)]
+    # All begin alike: drafts have KVs that look ahead, also where prompts part.
+    prompts = [[5, 6, 7 + seed, *random_tokens(100 + seed % 20, seed)] for seed in range(count)]
     with serve(name, *flags, **how) as server:
         found: dict[str, list[Answer]] = {"device": [], "ssd": [], "few bits": []}
         for prompt in prompts:
