@@ -25,6 +25,7 @@ from tests.serving.tiny_models import (
     make_adapter,
     make_draft,
     make_eagle,
+    make_eagle3,
     make_model,
     random_tokens,
 )
@@ -178,7 +179,7 @@ def same_logprobs(left: Sequence[Answer], right: Sequence[Answer]) -> None:
     ("algorithm", "ranks", "usual"),
     [
         *(("STANDALONE", 1, True), ("STANDALONE", 2, False)),
-        *(("EAGLE", 1, False), ("EAGLE", 2, True)),
+        *(("EAGLE", 1, False), ("EAGLE", 2, True), ("EAGLE3", 1, False)),
     ],
 )
 def test_drafts(
@@ -196,7 +197,7 @@ def test_drafts(
     """
     if not (usual or at_length):
         pytest.skip("it takes long, with --full-matrix")
-    make = make_eagle if algorithm == "EAGLE" else make_draft
+    make = {"STANDALONE": make_draft, "EAGLE": make_eagle, "EAGLE3": make_eagle3}[algorithm]
     model, draft = make(workdir / algorithm)
     keep = "--impress-keep=both", "--impress-bits=exact"
     flags = (*TRITON, *speculating(algorithm, draft), *keep)

@@ -209,6 +209,38 @@ def make_eagle(folder: Path) -> tuple[Path, Path]:
     return model, draft
 
 
+def make_eagle3(folder: Path) -> tuple[Path, Path]:
+    """A Llama of one layer, and a draft of EAGLE-3's kind whose first token is nearly its own.
+
+    What the layer attends to counts most, so that it does not matter that drafts add it to what the
+    model knew one token before.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    model = make_model("llama", folder / "target", num_hidden_layers=1)
+    own = transformers.AutoModelForCausalLM.from_pretrained(model)
+    weights = own.state_dict()
+    weights["model.layers.0.self_attn.o_proj.weight"] *= 20
+    own.load_state_dict(weights)
+    own.save_pretrained(model)
+    found = {
+        name.removeprefix("model.").replace("layers.0", "midlayer"): value.clone()
+        for name, value in weights.items()
+    }
+    for name in ("q", "k", "v"):
+        name = f"midlayer.self_attn.{name}_proj.weight"
+        found[name] = torch.cat([found[name], torch.zeros_like(found[name])], 1)
+    config, draft = own.config, folder / "draft"
+    config.architectures = ["LlamaForCausalLMEagle3"]
+    config.draft_vocab_size = config.vocab_size
+    config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [-1]}
+    config.save_pretrained(draft)
+    save_file(found, draft / "model.safetensors")
+    return model, draft
+
+
 def make_adapter(folder: Path, seed: int) -> Path:
     """An adapter (LoRA) of the attention of the tiny Llama, which changes its answers."""
     import torch
