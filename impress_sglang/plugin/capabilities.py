@@ -81,7 +81,9 @@ _PIPELINED: dict[str, tuple[str, tuple[object, ...]]] = {
         (None,),
     ),
     "has no stages that prefill for others": ("disaggregation_mode", ("null",)),
-    "has no stages whose ranks run batches of their own": ("enable_dp_attention", (False,)),
+    "has no stages whose ranks run batches of their own": ("attn_dp_size", (1,)),
+    # SGLang 0.5.22 calls it so.
+    "has no stages with batches of their own": ("enable_dp_attention", (False,)),
 }
 
 # What environment variables that nothing else tells of must be, and why.

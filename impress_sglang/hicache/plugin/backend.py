@@ -130,12 +130,13 @@ class ImpressStorage(HiCacheStorage):
         self._host_pools: list[Any] = []
         self._stats = StorageMetrics()
         self._weights = weights_of_server()
-        options = self._weights.context.server_args
-        check_values(resolved_view(options))
+        options = resolved_view(self._weights.context.server_args)
+        check_values(options)
         for name in ("pp_size", "attn_cp_size", "dcp_size"):
             if getattr(storage_config, name, 1) > 1:
                 raise UnsupportedError(f"pages of HiCache are not stored with {name} > 1")
-        if options.enable_dp_attention or storage_config.should_split_heads:
+        attends = options.enable_dp_attention or getattr(options, "attn_dp_size", 1) > 1
+        if attends or storage_config.should_split_heads:
             raise UnsupportedError(
                 "pages of HiCache are not stored with --enable-dp-attention or a tp_lcm_size"
             )
