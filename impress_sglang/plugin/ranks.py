@@ -76,7 +76,7 @@ def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Call
 def share_counts(server_args: Any, options: Any) -> None:
     """Let replicas count prompts together, in memory of this process, which will start them.
 
-    `options`: the resolved view. With DP attention they may be on several nodes.
+    `options`: the resolved view. Ranks with DP attention are replicas in SGLang 0.5.22 only.
     """
     if options.dp_size > 1 and not options.enable_dp_attention:
         place = shared_memory(options.tp_size * options.pp_size)

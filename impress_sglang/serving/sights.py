@@ -61,10 +61,13 @@ def memory_at(place: Place, rank: int) -> Memory:
     """The memory of one rank, in the process of any of its replicas.
 
     Raises:
-        OSError: this process may not look into the one that made it.
+        OSError: this process may not look into the one that made it, or sees another one.
     """
     process, number, size = place
-    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+    path = f"/proc/{process}/fd/{number}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise FileNotFoundError(f"{path} is not memory for counts")
+    file = os.open(path, os.O_RDWR)
     try:
         return np.frombuffer(mmap.mmap(file, 0), np.uint8, size, rank * size)
     finally:

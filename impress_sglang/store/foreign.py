@@ -2,13 +2,14 @@
 
 A segment names its place by what it builds on and by the digest of all tokens before it. It has no
 place as long as that is not in the tree, or if others that begin like it are there. It is kept,
-then, and tried again. Of the same that two servers have stored at once, that is used which was
-written first, and the other one is removed by its server.
+then, and tried again. Of the same that two servers have stored at once, one is removed by its
+server: that of the greater name, which is the same for both.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -25,6 +26,9 @@ from impress_sglang.store.tree import StoredTree
 # Seconds between two attempts to place what has no place, how many are tried, in how many segments
 # of the tree a place is looked for, and for how long each.
 _AGAIN_SECONDS, _TRIED_AGAIN, _SEARCHED, _MOST_SECONDS = 1.0, 64, 512, 0.002
+# What two servers have written within so many seconds, they have written at once. Less than for how
+# long they do not use what they cannot read.
+_AT_ONCE_SECONDS = 30.0
 
 _Order: TypeAlias = tuple[str | None, bytes | None, float]
 """What is purged: namespace or all, the bytes of a prefix or all of it, written until when."""
@@ -71,8 +75,8 @@ class ForeignSegments:
             self._doubles.append((own, segment))
 
     def _double(self, segment: StoredSegment, before: Tokens) -> StoredSegment | None:
-        """What this server has of the same tokens behind `before`, and wrote later; None if it has
-        not. The other one decides by the same numbers."""
+        """What this server has written of the same tokens at the same time, and should remove; None
+        if there is no such thing."""
         match = self._tree.match(
             segment.info.namespace,
             np.concatenate([before, segment.info.tokens]),
@@ -81,8 +85,10 @@ class ForeignSegments:
         own = match.spans[-1].segment if match.spans else segment
         if own.home is not None or own.history is not None or _what(own) != _what(segment):
             return None
-        first = (segment.written, segment.segment_id) < (own.written, own.segment_id)
-        return own if first and segment.due >= own.due else None
+        # What was written later may be there because the other one cannot be read.
+        at_once = abs(segment.written - own.written) < _AT_ONCE_SECONDS
+        lives = (segment.info.expires or math.inf) >= (own.info.expires or math.inf)
+        return own if at_once and lives and segment.segment_id < own.segment_id else None
 
     def note_stored(self, segment: StoredSegment) -> None:
         """Let what has no place build on a new segment of the tree, if it has the right tokens."""
@@ -166,11 +172,11 @@ class ForeignSegments:
         return late
 
     def take_doubles(self) -> Iterator[tuple[StoredSegment, StoredSegment]]:
-        """What this server has stored second, each with what another has stored first."""
+        """What this server should remove, each with what another has, which is to be used."""
         while self._doubles:
-            own, first = self._doubles.pop()
-            if own.ready and own.segment_id in self._tree and first.segment_id in self._unplaced:
-                yield own, first
+            own, other = self._doubles.pop()
+            if own.ready and own.segment_id in self._tree and other.segment_id in self._unplaced:
+                yield own, other
 
     def _tokens_before(self, segment: StoredSegment) -> Tokens | None:
         """The tokens before a segment, by what it builds on; None if that is not known."""
@@ -191,9 +197,10 @@ class ForeignSegments:
 
 
 def _what(segment: StoredSegment) -> tuple[object, ...]:
-    """What segments have in common that may stand for each other; `match` compares the tokens."""
+    """What segments have in common that may stand for each other."""
     own = segment.info
-    return own.prefix_digest, own.num_tokens, own.quality, own.priority, own.windows_from
+    tokens = own.tokens.tobytes()
+    return own.prefix_digest, tokens, own.quality, own.priority, own.windows_from
 
 
 def _may_be_of(segment: StoredSegment, order: _Order) -> bool:

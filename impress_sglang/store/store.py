@@ -191,12 +191,13 @@ class PrefixStore:
             self._hear(news)
         self._fetched.poll()
         self.foreign.place_again()
-        for own, first in self.foreign.take_doubles():
+        # An order to purge may concern only the one that is to be used.
+        for own, other in () if self._orders else self.foreign.take_doubles():
             # A bucket's are stored here as well, to be read from here.
             if self._disk.bucket is None and not self.writes.is_needed(own.segment_id):
                 self.writes.evict([own], Cause.EVICTED)
-                self.foreign.forget(first.segment_id)
-                self.foreign.add(first)
+                self.foreign.forget(other.segment_id)
+                self.foreign.add(other)
         if late := self.foreign.take_late():
             self._disk.remove_foreign(late)
         if self._orders:
