@@ -122,13 +122,13 @@ _NOT_CAUSAL = (
     *("use_ngram_embedding", "use_engram", "pointer_head", "decision_config", "joint_head_config"),
 )
 # In what attention layers of one model may differ from a plain one: what is compared with the pool;
-# scales, which are used only for pools of another dtype; and what is computed with queries, or
-# makes keys of latent vectors.
+# scales, which are used only for pools of another dtype; what is computed with queries, or makes
+# keys of latent vectors; and a mark of transformers.
 _FREE_IN_LAYERS = """
     layer_id tp_q_head_num tp_k_head_num tp_v_head_num head_dim qk_head_dim v_head_dim
     k_scale v_scale k_scale_float v_scale_float q_scale_float idx_q_scale_float idx_k_scale_float
     idx_v_scale_float quant_method kv_b_proj
-    scaling logit_capping_method use_prefill_attention_wrapper
+    scaling logit_capping_method use_prefill_attention_wrapper _is_hf_initialized
 """
 
 

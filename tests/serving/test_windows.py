@@ -25,7 +25,7 @@ CRAMPED = ("--max-total-tokens=5120", "--swa-full-tokens-ratio=0.3", "--chunked-
     ("family", "ranks", "usual"),
     [
         *(("cohere2", 1, False), ("cohere2", 2, True)),
-        *(("olmo3", 1, True), ("olmo3", 2, False)),
+        *(("olmo3", 1, False), ("olmo3", 2, False), ("gemma3", 1, True)),
     ],
 )
 def test_windows(
@@ -33,7 +33,7 @@ def test_windows(
 ) -> None:
     """Also behind a fork, in few bits, and after a restart.
 
-    The first family has a pool for layers with windows, the other one pool for all.
+    The first family has a pool for layers with windows, the others one pool for all.
     """
     if not (usual or at_length):
         pytest.skip("it takes long, with --full-matrix")

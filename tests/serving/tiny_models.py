@@ -107,6 +107,9 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
         config = transformers.DeepseekV2Config(**{**_GROUPED, **_LATENT, **overrides})
     elif family == "cohere2":
         config = transformers.Cohere2Config(**{**_GROUPED, **_WINDOWS, **_OWN_POOL, **overrides})
+    elif family == "gemma3":
+        own = {"head_dim": 16, "query_pre_attn_scalar": 16}
+        config = transformers.Gemma3TextConfig(**{**_GROUPED, **_WINDOWS, **own, **overrides})
     elif family == "olmo3":
         config = transformers.Olmo3Config(**{**_GROUPED, **_WINDOWS, **overrides})
     elif family == "qwen3_next":
