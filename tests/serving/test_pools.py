@@ -27,6 +27,7 @@ from tests.serving.tiny_models import (
     make_eagle,
     make_eagle3,
     make_model,
+    make_mtp,
     random_tokens,
 )
 from tests.serving.tiny_tokenizer import add_tokenizer
@@ -144,6 +145,12 @@ def assert_outlasts(
         server.assert_whole()
 
 
+MAKERS = {
+    "STANDALONE": make_draft,
+    "EAGLE": make_eagle,
+    "EAGLE3": make_eagle3,
+    "NEXTN": make_mtp,
+}
 TRITON = ("--attention-backend=triton", "--triton-attention-num-kv-splits=2")
 
 
@@ -180,6 +187,7 @@ def same_logprobs(left: Sequence[Answer], right: Sequence[Answer]) -> None:
     [
         *(("STANDALONE", 1, True), ("STANDALONE", 2, False)),
         *(("EAGLE", 1, False), ("EAGLE", 2, True), ("EAGLE3", 1, False)),
+        ("NEXTN", 1, False),
     ],
 )
 def test_drafts(
@@ -197,8 +205,7 @@ def test_drafts(
     """
     if not (usual or at_length):
         pytest.skip("it takes long, with --full-matrix")
-    make = {"STANDALONE": make_draft, "EAGLE": make_eagle, "EAGLE3": make_eagle3}[algorithm]
-    model, draft = make(workdir / algorithm)
+    model, draft = MAKERS[algorithm](workdir / algorithm)
     keep = "--impress-keep=both", "--impress-bits=exact"
     flags = (*TRITON, *speculating(algorithm, draft), *keep)
     name, how = f"{algorithm}-{ranks}", {"model": model, "preload": SPECULATING, "ranks": ranks}

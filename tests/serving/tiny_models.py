@@ -147,15 +147,15 @@ def make_model(family: str, folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def _verifying(folder: Path) -> tuple[Path, Any]:
-    """A Llama of one layer, saved and as an object.
+def _verifying(folder: Path, family: str = "llama") -> tuple[Path, Any]:
+    """A model of one layer, saved and as an object.
 
     All embeddings have the same norm. Attention counts less than in others, so that few bits change
     about as many tokens as of a real model, 1 of 100. Else it is 8, which no draft foresees.
     """
     import transformers
 
-    model = make_model("llama", folder / "target", num_hidden_layers=1, rms_norm_eps=0.0)
+    model = make_model(family, folder / "target", num_hidden_layers=1, rms_norm_eps=1e-12)
     own = transformers.AutoModelForCausalLM.from_pretrained(model)
     embeddings = own.model.embed_tokens.weight.data
     # That of padding, which may be drafted, has no norm.
@@ -242,6 +242,27 @@ def make_eagle3(folder: Path) -> tuple[Path, Path]:
     config.save_pretrained(draft)
     save_file(found, draft / "model.safetensors")
     return model, draft
+
+
+def make_mtp(folder: Path) -> tuple[Path, Path]:
+    """A MiMo of one layer that predicts two tokens: its second layer is the first one again."""
+    import torch
+    from safetensors.torch import save_file
+
+    model, own = _verifying(folder, "qwen2")
+    own.config.architectures = ["MiMoForCausalLM"]
+    own.config.save_pretrained(model)
+    weights, size = own.state_dict(), own.config.hidden_size
+    layer = {name: value for name, value in weights.items() if ".layers.0." in name}
+    second = {name.replace("layers", "mtp_layers"): value for name, value in layer.items()}
+    begin = "model.mtp_layers.0."
+    second[f"{begin}final_layernorm.weight"] = weights["model.norm.weight"]
+    for name in ("token", "hidden"):
+        second[f"{begin}{name}_layernorm.weight"] = torch.ones(size)
+    second[f"{begin}input_proj.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
+    found = {name: value.clone() for name, value in (weights | second).items()}
+    save_file(found, model / "model.safetensors", {"format": "pt"})
+    return model, model
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
