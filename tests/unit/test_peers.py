@@ -5,9 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage import directory as directory_module
 from impress_sglang.storage.directory import LOCK, StoreDirectory, take_free
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.segment import Priority
 from impress_sglang.store import foreign as foreign_module
 from impress_sglang.store import peers as peers_module
 from impress_sglang.store import quota as quota_module
@@ -197,71 +194,6 @@ def test_what_is_removed_is_forgotten(bench: Workbench, two: Two) -> None:  # no
     bench.put(second, prompt(1, 13))
     check_rows(second, prompt(1, 40))
     until_stored(first, prompt(1, 40))
-
-
-def settle(two: Two) -> None:
-    """Each hears of what the other has, and has had time to act on it."""
-    for _ in range(20):
-        for store in two:
-            store._disk.peers.look()
-            store.poll()
-        time.sleep(0.01)
-    for store in two:
-        store.worker.submit(int).result()
-        store.check_integrity()
-
-
-def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:  # noqa: F811
-    """One of them removes its own as soon as nobody needs it; what builds on either is found."""
-    for store in two:
-        bench.put(store, prompt(1, 13))
-    pinned = [store.namespace("") for store in two]
-    for store, namespace in zip(two, pinned, strict=True):
-        assert store.pins.pin(namespace, as_tokens(prompt(1, 13))) is None
-    settle(two)
-    assert len(bench.files()) == 2
-    for store, namespace in zip(two, pinned, strict=True):
-        store.pins.unpin(namespace, as_tokens(prompt(1, 13)))
-    bench.put(two[0], prompt(1, 20))
-    bench.put(two[1], (*prompt(1, 13), 7, 8))
-    settle(two)
-    assert len(bench.files()) == 3
-    homes = set()
-    for store in two:
-        (own,) = look_up(store, prompt(1, 13)).spans
-        homes.add(own.segment.home or folder_of(store))
-        check_rows(store, prompt(1, 20))
-        check_rows(store, (*prompt(1, 13), 7, 8))
-    assert len(homes) == 1
-    bench.close(two[1])
-    for store in (two[0], bench.open()):
-        check_rows(store, (*prompt(1, 13), 7, 8))
-
-
-@pytest.mark.parametrize(
-    ("options", "seconds"),
-    [({"ttl": 3600.0}, 30.0), ({"priority": Priority.HIGH}, 30.0), ({}, 0.0)],
-)
-def test_both_stay_if_one_does_not_stand_for_the_other(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-    options: dict[str, Any],
-    seconds: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has other tokens, expires, or is older, and perhaps cannot be read."""
-    monkeypatch.setattr(foreign_module, "_AT_ONCE_SECONDS", seconds)
-    first, second = two
-    other = (*prompt(1, 5), *range(900, 908))
-    bench.put(first, prompt(1, 13))
-    bench.put(second, other)
-    bench.put(first, prompt(2, 13), **options)
-    bench.put(second, prompt(2, 13))
-    settle(two)
-    for tokens in (other, prompt(2, 13)):
-        homes = [span.segment.home for span in look_up(second, tokens).spans]
-        assert homes[-1] is None and length(second, tokens) == len(tokens)
-    assert len(bench.files()) == 4 or "ttl" in options
 
 
 def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:  # noqa: F811

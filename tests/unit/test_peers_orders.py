@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 
 from impress_sglang.paper.store import PartStore
+from impress_sglang.storage.segment import Priority
 from impress_sglang.store import foreign as foreign_module
 from impress_sglang.store import journal as journal_module
 from impress_sglang.store import peers as peers_module
@@ -16,7 +18,16 @@ from impress_sglang.store.purging import Purge
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import as_tokens
-from tests.unit.store_factory import Workbench, gb, length, lengths, prompt, until
+from tests.unit.store_factory import (
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    lengths,
+    look_up,
+    prompt,
+    until,
+)
 from tests.unit.store_factory import bench_of_one_shape as bench  # noqa: F401
 from tests.unit.test_peers import folder_of, kill, until_stored
 
@@ -48,6 +59,17 @@ def hear(store: PartStore) -> None:
         store.poll()
     store.poll()
     store.check_integrity()
+
+
+def settle(two: Two) -> None:
+    """Each hears of what the other has, and has had time to act on it."""
+    for _ in range(20):
+        for store in two:
+            hear(store)
+        time.sleep(0.01)
+    for store in two:
+        store.worker.submit(int).result()
+        store.check_integrity()
 
 
 def purge(store: PartStore, *numbers: int) -> None:
@@ -206,3 +228,54 @@ def test_nothing_that_is_read_ends_the_thread(
         second._disk.peers.look()
     hear(second)
     assert lengths(second, 1, 2) == [8, 8]
+
+
+def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:  # noqa: F811
+    """One of them removes its own as soon as nobody needs it; what builds on either is found."""
+    for store in two:
+        bench.put(store, prompt(1, 13))
+        assert store.pins.pin(store.namespace(""), as_tokens(prompt(1, 13))) is None
+    settle(two)
+    assert len(bench.files()) == 2
+    for store in two:
+        store.pins.unpin(store.namespace(""), as_tokens(prompt(1, 13)))
+    bench.put(two[0], prompt(1, 20))
+    bench.put(two[1], (*prompt(1, 13), 7, 8))
+    settle(two)
+    assert len(bench.files()) == 3
+    homes = set()
+    for store in two:
+        (own,) = look_up(store, prompt(1, 13)).spans
+        homes.add(own.segment.home or folder_of(store))
+        check_rows(store, prompt(1, 20))
+        check_rows(store, (*prompt(1, 13), 7, 8))
+    assert len(homes) == 1
+    bench.close(two[1])
+    for store in (two[0], bench.open()):
+        check_rows(store, (*prompt(1, 13), 7, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [({"ttl": 3600.0}, 30.0), ({"priority": Priority.HIGH}, 30.0), ({}, 0.0)],
+)
+def test_both_stay_if_one_does_not_stand_for_the_other(
+    bench: Workbench,  # noqa: F811
+    two: Two,
+    options: dict[str, Any],
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has other tokens or another priority, expires, or is older and perhaps unreadable."""
+    monkeypatch.setattr(foreign_module, "_AT_ONCE_SECONDS", seconds)
+    first, second = two
+    other = (*prompt(1, 5), *range(900, 908))
+    bench.put(first, prompt(1, 13))
+    bench.put(second, other)
+    bench.put(first, prompt(2, 13), **options)
+    bench.put(second, prompt(2, 13))
+    settle(two)
+    for tokens in (other, prompt(2, 13)):
+        homes = [span.segment.home for span in look_up(second, tokens).spans]
+        assert homes[-1] is None and length(second, tokens) == len(tokens)
+    assert len(bench.files()) == 4 or "ttl" in options
