@@ -1,8 +1,7 @@
 """Moving averages of what was selected: which tokens of a segment tend to matter, and their order.
 
-Kept per layer, head group and token, updated at every access. Each access tells for *every* token
-whether it was selected, because the probe column is read whole (and all keys where a layer falls
-back), so the average is not biased towards tokens that happened to be loaded.
+Each access tells of *every* token whether it was selected, because the probe column is read whole
+(and all keys where a layer falls back): no average favours tokens that happened to be loaded.
 """
 
 from __future__ import annotations
@@ -68,13 +67,11 @@ class TokenHistory:
 
         Args:
             layer: number of the layer, from 0.
-            start: first token of the access, counted from the start of the segment.
-            num_tokens: number of tokens of the access.
-            selected: int64 [head groups, k], the selected tokens of a prefix, distinct in a head
-                group; those that belong to the access are `first` to `first + num_tokens`.
-            first: the number of the token `start` in the prefix.
-            importance: scores [H, num_tokens], grouped by head group; None if there are none: then
-                all tokens count alike.
+            start: first token of the access in the segment.
+            num_tokens: of the access.
+            selected: int64 [head groups, k], tokens of the prefix, distinct in a head group.
+            first: number of the token `start` in the prefix.
+            importance: scores [H, num_tokens], grouped by head group; None: all count alike.
         """
         part = slice(start, start + num_tokens)
         accesses = self.accesses[part]
@@ -96,13 +93,8 @@ def mapping_lists(key: Float32s, node_starts: Sequence[int]) -> MappingLists:
 
     Tokens of different nodes of the tree are never mixed: a request that shares only the first node
     would otherwise read past tokens that its prompt does not have.
-
-    Args:
-        key: [L, head groups, t]; tokens with large values come first.
-        node_starts: first token of each node, ascending, the first one 0.
-
-    Returns:
-        unsigned [L, head groups, t]: the row of each token; a permutation of each node's own rows.
+    `node_starts` are the first tokens of the nodes, ascending from 0. Returns unsigned [L, head
+    groups, t]: the row of each token.
     """
     num_tokens = key.shape[-1]
     mapping = np.empty(key.shape, np.int64)
@@ -130,7 +122,6 @@ def chunk_shares(average: Float32s, mapping: MappingLists, layout: SegmentLayout
 
 
 def _relative(importance: Tensor | None, shape: tuple[int, ...]) -> Float32s:
-    """Column sums by head group in units of their mean, within the range of float16."""
     if importance is None:
         return np.ones(shape, np.float32)
     num_head_groups, num_tokens = shape

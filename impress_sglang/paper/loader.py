@@ -86,25 +86,16 @@ class PartLoader:
         rows: Tensor,
         stats: LoadStats,
     ) -> Tensor:
-        """Fill slots with the tokens of the prefix that this layer uses, one for each slot.
+        """Fill rows int64 [k] of pools [rows, G, D] with the tokens that this layer uses.
 
-        Slot j of a head gets that head's own j-th token.
-
-        Args:
-            layer: from 0, ascending for each source.
-            source: has the prefix.
-            inputs: of the layer; not used if there are slots for all tokens.
-            keys: pool [rows, G, Dk].
-            values: pool [rows, G, Dv].
-            rows: int64 [k], the rows of the pools that are filled.
-            stats: is changed.
+        Row j of a head gets that head's own j-th token. Layers ascend for each source.
 
         Returns:
             int64 [head groups, u] on the CPU, ascending: the tokens that the heads of each head
             group use.
 
         Raises:
-            PrefixUnreadable: the source could not give a chunk; what is in the slots is undefined.
+            PrefixUnreadable: the source could not give a chunk; what is in the rows is undefined.
         """
         shape, k = self._shape, len(rows)
         if k == source.num_tokens:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.cost import Estimate, RequestLengths
+from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.paper.loader import LoadStats, PartLoader
@@ -109,47 +109,43 @@ class ServingRuntime(Service):
         self.live: dict[str, StoredRequest] = {}
         """Requests that run with a stored prefix, by id."""
         self.loader = PartLoader(shape, config.alpha)
-        """Fills slots with what a layer uses."""
+
+    @property
+    def parts(self) -> PartStore:
+        """The store that is open."""
+        store = self.served.store
+        assert isinstance(store, PartStore)
+        return store
 
     def plan(
         self, match: StoredMatch, resident_len: int, num_tokens: int, wanted: LoadOptions
     ) -> LoadPlan | None:
-        """Plan how a request would use a match; None if it would not use it.
+        """Plan how a prompt of `num_tokens` tokens, of which `resident_len` are in SGLang's tree,
+        would use its stored prefix; None if it would not.
 
         With auto, it uses the largest share whose reads hide behind computing.
-
-        Args:
-            match: the stored prefix of its prompt of `num_tokens` tokens.
-            resident_len: how many tokens are in SGLang's tree.
-            num_tokens: of the prompt.
-            wanted: what the request asks for.
         """
         count = match.num_tokens - resident_len
         if count < self.config.min_prefix_tokens:
             return None
-        store, spans = self.served.store, match.slice(resident_len, match.num_tokens)
-        assert isinstance(store, PartStore)
-        if not store.forecast.can_read(spans, in_codes=False):
+        store, spans = self.parts, match.slice(resident_len, match.num_tokens)
+        forecast = store.forecast
+        if not forecast.can_read(spans, in_codes=False):
             return None
         work = RequestLengths(resident_len, count, num_tokens - match.num_tokens)
         shares = [wanted.retention]
         if self.config.auto_retention and not wanted.chosen:
             shares = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
-
-        def estimate(share: float) -> Estimate:
-            whole = share >= 1.0
-            forecast = store.forecast
-            num_bytes = (
-                forecast.bytes_to_read(spans, codes=False)
-                if whole
-                else store.expected_bytes(spans, share)
-            )
-            return self.estimator.estimate(work, share, forecast.seconds_to_read(num_bytes))
-
-        found = map(estimate, shares)
-        chosen = next(own for own in found if own.retention == shares[-1] or not own.unhidden())
-        loads = self.config.load == "always" or chosen.loads_faster()
-        return LoadPlan(match, resident_len, chosen, loads)
+        for share in shares:
+            if share >= 1.0:
+                num_bytes: float = forecast.bytes_to_read(spans, codes=False)
+            else:
+                num_bytes = store.expected_bytes(spans, share)
+            found = self.estimator.estimate(work, share, forecast.seconds_to_read(num_bytes))
+            if not found.unhidden():
+                break
+        loads = self.config.load == "always" or found.loads_faster()
+        return LoadPlan(match, resident_len, found, loads)
 
     def open(
         self,
@@ -161,15 +157,10 @@ class ServingRuntime(Service):
     ) -> StoredRequest | None:
         """Admit a request with its planned prefix; None if it must do without one.
 
-        Args:
-            rid: id of the request.
-            plan: how it uses its prefix.
-            resident_slots: int64 [plan.start].
-            report: its report; is changed.
-            allocate: takes n slots from SGLang's pool, int64 [n]; None if there is no room.
+        `resident_slots` are int64 [plan.start]. `allocate` takes n slots from SGLang's pool,
+        int64 [n]; None if there is no room. The request's report is changed.
         """
-        store, stored, k = self.served.store, plan.stop - plan.start, tokens_used(plan)
-        assert isinstance(store, PartStore)
+        store, stored, k = self.parts, plan.stop - plan.start, tokens_used(plan)
         try:
             source = store.open_part(plan.match, plan.start, plan.stop, whole=k == stored)
         except PrefixUnreadable as error:
@@ -190,8 +181,9 @@ class ServingRuntime(Service):
             loaded_tokens=k,
             tokens=split_again(report, **parts),
         )
-        request = StoredRequest(resident_slots, slots, stored, store, source, report)
-        self.live[rid] = request
+        self.live[rid] = request = StoredRequest(
+            resident_slots, slots, stored, store, source, report
+        )
         return request
 
     def fail(self, request: StoredRequest, error: Exception) -> None:
@@ -214,10 +206,9 @@ class ServingRuntime(Service):
 
     def reorder(self) -> dict[str, int]:
         """Search for prefixes worth reordering."""
-        assert isinstance(self.store, PartStore)
-        self.store.reorders.enqueue()
+        self.parts.reorders.enqueue()
         self.store.poll()
-        return self.store.reorders.summary()
+        return self.parts.reorders.summary()
 
     def summary(self) -> dict[str, Any]:
         """See `Service.summary`."""

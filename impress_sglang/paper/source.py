@@ -93,17 +93,13 @@ class PartSource(StoredSource):
         certain = [probe] if probe else [keys]
         if whole:
             certain = [probe, (*keys, *values)] if probe else [(*keys, *values)]
-        self._ahead = [self._whole(columns) for columns in certain]
+        self._ahead = [
+            [WantedRows(own.layout, dict.fromkeys(part, np.array(t))) for own, t, _ in self.spans]
+            for part in certain
+        ]
         self._histories = tuple(histories)
         self._firsts = list(itertools.accumulate(self.lengths, initial=0))
         """The number of the first token of each span."""
-
-    def _whole(self, columns: tuple[Column, ...]) -> list[WantedRows]:
-        """All rows of each span in some columns."""
-        return [
-            WantedRows(segment.layout, dict.fromkeys(columns, np.array(tokens)))
-            for segment, tokens, _ in self.spans
-        ]
 
     def _certain(self, layer: int) -> Sequence[Sequence[Wanted]]:
         return self._ahead
@@ -125,17 +121,11 @@ class PartSource(StoredSource):
     def read(
         self, layer: int, tokens: Indices | None, *, keys: bool = True, values: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Read the rows of tokens.
-
-        Args:
-            layer: from 0.
-            tokens: int64 [head groups, k], ascending in each head group; None for all.
-            keys: whether to read the keys of the heads that the probe column does not have.
-            values: whether to read values.
+        """Read rows of tokens int64 [head groups, k], ascending in each head group; None for all.
 
         Returns:
-            Keys [k, heads, Dk] and values [k, G, Dv]; None if there are no such heads, or they are
-            not read.
+            Keys [k, heads, Dk] of the heads that the probe column does not have, and values
+            [k, G, Dv]; None if there are no such heads, or they are not asked for.
 
         Raises:
             PrefixUnreadable: as for `read_probe`.

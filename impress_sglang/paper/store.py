@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import logging
+import time
+import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.paper.history import TokenHistory
-from impress_sglang.paper.reordering import ReorderQueue
+from impress_sglang.loops.types import Float32s, Floats
+from impress_sglang.paper.history import TokenHistory, chunk_shares, mapping_lists
 from impress_sglang.paper.source import PartSource
+from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
+from impress_sglang.storage.layer_bytes import decode_layer
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.threads import BackgroundThread, compute_alone
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
 from impress_sglang.transfer.wanted import chunks_of
+
+logger = logging.getLogger(__name__)
 
 
 class PartStore(PrefixStore):
@@ -26,13 +41,7 @@ class PartStore(PrefixStore):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """See `PrefixStore`."""
         super().__init__(*arguments, **keywords)
-        config = self._config
-        self.reorders = ReorderQueue(
-            self._disk,
-            self.segments,
-            config.reorder_interval,
-            enabled=make_policy(config).reorders,
-        )
+        self.reorders = Reorders(self)
 
     def open_part(self, match: StoredMatch, start: int, stop: int, *, whole: bool) -> PartSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
@@ -42,18 +51,25 @@ class PartStore(PrefixStore):
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
         """
-        spans = match.slice(start, stop)
+        spans, memory = match.slice(start, stop), self._memory
 
         def make(opened: list[OpenSpan]) -> PartSource:
             histories = [self._history(span.segment) for span in spans]
-            memory = self._memory
-            return PartSource(
-                opened, histories, self._reader, memory.pool, memory.cache, whole=whole
-            )
+            places = self._reader, memory.pool, memory.cache
+            return PartSource(opened, histories, *places, whole=whole)
 
         with self._opening(match.spans):
             self.tree.touch(match)
             return self.segments.open_columns(spans, make)
+
+    def _history(self, segment: StoredSegment) -> TokenHistory:
+        if segment.history is None:
+            shape = self._shape
+            size = shape.num_layers, shape.num_head_groups, segment.info.num_tokens
+            by_importance = self._config.reorder_key == "importance"
+            segment.history = TokenHistory(*size, by_importance=by_importance)
+        history: TokenHistory = segment.history
+        return history
 
     def expected_bytes(self, spans: Sequence[StoredSpan], retention: float) -> float:
         """Bytes that a request for a part of some spans is expected to read from SSD.
@@ -89,55 +105,231 @@ class PartStore(PrefixStore):
         try:
             self.writes.drain()
             self.reorders.close(self._config.io_timeout)
-            if self.reorders.has_ended:
-                self._settle()
         finally:
             super().leave_disk()
 
     def _take(self) -> None:
         super()._take()
-        if self.reorders.has_ended:
-            self._settle()
+        self.reorders.settle()
 
     def _begin_due(self) -> None:
         super()._begin_due()
-        if not self.health.writable:
-            return
+        if self.health.writable:
+            try:
+                self.reorders.poll()
+            except PrefixUnreadable as error:
+                self.report(error)
+
+    def take_over(self, stored: StoredSegment, info: SegmentInfo, shares: Floats) -> None:
+        """Let the new file of a reordered segment take the place of the old one.
+
+        `shares` float64 [chunks] are those of wanted rows that are expected of each chunk.
+        """
+        old_id, old_bytes, new_bytes = (
+            stored.segment_id,
+            stored.file_bytes,
+            info.layout().file_bytes,
+        )
+        self.tree.replace(stored, info, new_bytes)
+        self.segments.succeed(old_id, info, shares)
+        if not self._closed:
+            # Otherwise this may be another thread, and the look-ahead is another store's.
+            self._lookahead.succeed(old_id, info.segment_id)
+        self.quota.replace(stored, old_bytes)
+        self.stats.bytes_written += stored.file_bytes
+        # The old version was read to the end, so what was written from it is verified.
+        self.health.suspects.pop(old_id, None)
+        stored.state = SegmentState.READY
+        self.worker.delete({old_id: old_bytes}, stored.row)
+
+
+@dataclasses.dataclass(slots=True)
+class Rewrite:
+    """What the thread of a rewrite has to know.
+
+    `segment` is the old file, and `info` describes the new one. `average` and `order_key` float32
+    [L, head groups, t] are the token history's.
+    """
+
+    stored: StoredSegment
+    segment: OpenSegment
+    info: SegmentInfo
+    average: Float32s
+    order_key: Float32s
+    node_starts: list[int]
+
+
+class Reorders:
+    """Segments of a store that wait for their rewrite, and the one that is being rewritten.
+
+    The store's thread makes the quick decisions. Finding the order and writing are done on a thread
+    of its own. Memory is bounded by two layers of one segment.
+    """
+
+    def __init__(self, store: PartStore) -> None:
+        self._store, self._tree, self._disk = store, store.tree, store._disk
+        # Seconds between looks for segments to rewrite; 0 for none.
+        self._interval = store._config.reorder_interval
+        self._enabled = make_policy(store._config).reorders
+        self._stats = dict.fromkeys(("segments", "failed", "without_space", "bytes_written"), 0)
+        self._next_look = time.monotonic() + self._interval
+        self._buffer = AlignedBuffer()
+        self._thread = BackgroundThread("impress-reorder", compute_alone)
+        self._queue: collections.deque[StoredSegment] = collections.deque()
+        self._job: tuple[Rewrite, Future[Floats]] | None = None
+        # Segments that were read since the last look.
+        self._read: dict[str, None] = {}
+
+    @property
+    def pending(self) -> int:
+        """How many segments are being rewritten or wait."""
+        return len(self._queue) + (self._job is not None)
+
+    def note_read(self, segment_ids: Sequence[str]) -> None:
+        """Note that these segments were read, so that a rewrite may pay now."""
+        if self._enabled:
+            self._read.update(dict.fromkeys(segment_ids))
+
+    def enqueue(self, *, force: bool = False) -> int:
+        """Queue recently read segments that may pay; with `force`, all with selected tokens.
+
+        A rewrite may pay once more bytes were read of selected tokens, since the segment got its
+        order, than its file has; then twice as many, and so on, for later orders change less.
+
+        Returns:
+            How many segments are queued; 0 for a policy that does not reorder.
+        """
+        if not self._enabled:
+            return 0
+        self._next_look = time.monotonic() + self._interval
+        waiting = {segment.segment_id for segment in self._queue}
+        if self._job is not None:
+            waiting.add(self._job[0].segment.segment_id)
+        # Looking at all segments would take longer the more are stored.
+        for segment in self._tree.segments() if force else map(self._tree.get, self._read):
+            if segment is None or segment.segment_id in waiting or not segment.ready:
+                continue
+            # Other servers' are theirs.
+            if segment.home is not None:
+                continue
+            if (history := segment.history) is None or not history.accesses.any():
+                continue
+            if force or history.ssd_bytes > segment.file_bytes << segment.info.generation:
+                self._queue.append(segment)
+        self._read.clear()
+        return len(self._queue)
+
+    def poll(self) -> None:
+        """Begin a rewrite if none is running, and its file fits beside all others.
+
+        Files that are still being removed count as gone. A rewrite does not queue behind their
+        removal, so it waits if it needs their room.
+
+        Raises:
+            PrefixUnreadable: a segment cannot be opened.
+        """
+        quota, removing = self._store.quota, self._store.worker.removing_bytes
+        if self._interval and time.monotonic() >= self._next_look:
+            self.enqueue()
+        while self._queue and self._job is None:
+            segment = self._queue[0]
+            there = self._tree.get(segment.segment_id) is segment and segment.ready
+            # With mapping lists, a file is longer than the first one of the same tokens.
+            info = dataclasses.replace(segment.info, generation=segment.info.generation + 1)
+            file_bytes = info.layout().file_bytes
+            fits = quota.has_room(file_bytes)
+            if there and fits and not quota.has_room(file_bytes + removing):
+                return
+            self._queue.popleft()
+            if there and fits:
+                self._begin(segment, dataclasses.replace(info, segment_id=uuid.uuid4().hex))
+                quota.reserved_bytes = file_bytes
+            self._stats["without_space"] += there and not fits
+
+    def _begin(self, stored: StoredSegment, info: SegmentInfo) -> None:
+        history = stored.history
+        assert history is not None
+        old, starts = self._store.segments.acquire(stored), self._tree.node_starts(stored)
+        rewrite = Rewrite(stored, old, info, history.average, history.order_key, starts)
+        self._job = rewrite, self._submit(rewrite)
+
+    def _submit(self, rewrite: Rewrite) -> Future[Floats]:
+        return self._thread.submit(self._run, rewrite)
+
+    def _run(self, rewrite: Rewrite) -> Floats:
+        """Write and publish the new file, with the age of the old one.
+
+        Returns the expected share of wanted rows of each chunk, float64 [chunks].
+
+        Raises:
+            PrefixUnreadable: the old segment cannot be read.
+            WriteAbandoned: it is not stored any more.
+            OSError: the disk refuses.
+        """
+        old, info, directory = rewrite.segment, rewrite.info, self._disk.directory
+        mapping = mapping_lists(rewrite.order_key, rewrite.node_starts)
         try:
-            self.reorders.poll(self.quota.has_room, self.worker.removing_bytes)
-        except PrefixUnreadable as error:
-            self.report(error)
-        self.quota.reserved_bytes = self.reorders.reserved_bytes
+            written_ns = directory.files.stat(directory.segment_path(old.segment_id)).st_mtime_ns
+        except FileNotFoundError:
+            raise WriteAbandoned("its file is gone") from None
+        memory = AlignedMemory(old.layout.columns_bytes)
 
-    def _history(self, segment: StoredSegment) -> TokenHistory:
-        if segment.history is None:
-            shape = self._shape
-            segment.history = TokenHistory(
-                shape.num_layers,
-                shape.num_head_groups,
-                segment.info.num_tokens,
-                by_importance=self._config.reorder_key == "importance",
-            )
-        history: TokenHistory = segment.history
-        return history
+        def is_wanted() -> bool:
+            return rewrite.stored.state is not SegmentState.LOST
 
-    def _settle(self) -> None:
-        """Update quota, files and index after a rewrite."""
-        segment = (outcome := self.reorders.take_finished()).stored
-        self.quota.reserved_bytes = 0
-        if outcome.taken_over:
-            if not self._closed:
-                # Otherwise this may be another thread, and the look-ahead is another store's.
-                self._lookahead.succeed(outcome.old_id, segment.segment_id)
-            self.quota.replace(segment, outcome.old_bytes)
-            self.stats.bytes_written += segment.file_bytes
-            # The old version was read to the end, so what was written from it is verified.
-            self.health.suspects.pop(outcome.old_id, None)
-            segment.state = SegmentState.READY
-            self.worker.delete({outcome.old_id: outcome.old_bytes}, segment.row)
-        if outcome.useless:
-            self.worker.delete({outcome.info.segment_id: outcome.new_bytes})
-        if isinstance(outcome.error, PrefixUnreadable):
-            self.report(outcome.error)
-        elif isinstance(outcome.error, OSError):
-            self.health.failed("a segment could not be reordered", outcome.error, reading=False)
+        def read_layer(layer: int) -> tuple[Tensor, Tensor]:
+            if not is_wanted():
+                raise WriteAbandoned("the segment is not stored any more")
+            old.fill(memory, old.layout.layer_offset(layer))
+            order = None if old.mapping is None else old.mapping[layer]
+            return decode_layer(old.layout, memory.view, order)
+
+        write_segment(
+            directory.segment_path(info.segment_id),
+            info,
+            read_layer,
+            self._buffer,
+            directory.files,
+            direct=self._disk.direct,
+            mapping=mapping,
+            written_ns=written_ns,
+            is_wanted=is_wanted,
+        )
+        return chunk_shares(rewrite.average, mapping, info.layout())
+
+    def settle(self) -> None:
+        """Act on the end of the running rewrite, if it has ended."""
+        if self._job is None or not self._job[1].done():
+            return
+        (job, future), self._job = self._job, None
+        store, stored, old_id = self._store, job.stored, job.segment.segment_id
+        new_bytes, error = job.info.layout().file_bytes, future.exception()
+        store.segments.release(old_id)
+        store.quota.reserved_bytes = 0
+        if error is None and self._tree.get(old_id) is stored and stored.on_disk:
+            store.take_over(stored, job.info, future.result())
+            assert stored.history is not None
+            stored.history.ssd_bytes = 0
+            self._stats["segments"] += 1
+            self._stats["bytes_written"] += new_bytes
+            return
+        # Perhaps the file is published already, or could not be removed.
+        store.worker.delete({job.info.segment_id: new_bytes})
+        if error is None or isinstance(error, WriteAbandoned):
+            return
+        self._stats["failed"] += 1
+        logger.warning("a segment could not be reordered: %s", error)
+        if isinstance(error, PrefixUnreadable):
+            store.report(error)
+        elif isinstance(error, OSError):
+            store.health.failed("a segment could not be reordered", error, reading=False)
+
+    def summary(self) -> dict[str, int]:
+        """Counters for the statistics page; `pending` segments are being rewritten or wait."""
+        return {"pending": self.pending, **self._stats}
+
+    def close(self, seconds: float) -> None:
+        """Forget waiting segments, and finish a running rewrite, unless that takes longer."""
+        self._queue.clear()
+        self._thread.close(seconds)
+        self.settle()

@@ -38,32 +38,32 @@ def similarity_threshold(k: int, num_tokens: int, alpha: float) -> float:
 
 
 def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
-    """The tokens that all heads use, if the heads' own sets are alike (IMPRESS, 4.3).
+    """The k tokens that most heads chose, if the heads' own sets are alike (IMPRESS, 4.3).
 
     Args:
         scores: float32 [Hp, m] >= 0 of the probe heads.
         k: tokens per head.
-        threshold: the sets are alike if their mean Jaccard index is greater; a single head's is.
+        threshold: the sets are alike if the mean Jaccard index of two is greater; a single one is.
 
     Returns:
-        Ascending int64 [k] on the CPU: the tokens that most heads chose; None if heads differ.
+        Ascending int64 [k] on the CPU, ties broken by summed score; None if heads differ.
     """
-    sets = top_tokens(scores, k)
-    if len(sets) > 1 and mean_jaccard(sets, scores.shape[1]) <= threshold:
-        return None
-    return vote(scores, sets, k).cpu()
+    members = torch.zeros_like(scores).scatter_(1, top_tokens(scores, k), 1.0)
+    if len(scores) > 1:
+        common = members @ members.T
+        first, second = torch.triu_indices(*common.shape, offset=1, device=scores.device)
+        if float((common / (2 * k - common))[first, second].mean()) <= threshold:
+            return None
+    votes, summed = members.sum(0).double(), scores.double().sum(0)
+    # Below 1, so that a score never outweighs a vote.
+    tie_break = summed / (summed.sum() + 1.0)
+    return torch.topk(votes + tie_break, k, sorted=False).indices.sort().values.cpu()
 
 
 def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
-    """The k best tokens of each KV head, by the summed scores of its query heads.
+    """The k best tokens of each KV head, by the summed scores [Hq, m] of its `group_size` heads.
 
-    Args:
-        scores: float32 [Hq, m].
-        group_size: query heads that share a KV head.
-        k: tokens per head.
-
-    Returns:
-        int64 [Hq // group_size, k] on the CPU, each row ascending.
+    Returns int64 [Hq // group_size, k] on the CPU, each row ascending.
     """
     by_kv_head = scores.view(-1, group_size, scores.shape[1]).sum(1)
     return top_tokens(by_kv_head, k).sort(dim=-1).values.cpu()
@@ -72,30 +72,3 @@ def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
 def top_tokens(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores of each row: [H, m] -> int64 [H, k], in no order."""
     return torch.topk(scores, k, dim=-1, sorted=False).indices
-
-
-def mean_jaccard(token_sets: Tensor, num_tokens: int) -> float:
-    """Mean Jaccard index over all pairs of rows of [H, k] index sets; 1.0 for a single row."""
-    num_sets, k = token_sets.shape
-    if num_sets < 2:
-        return 1.0
-    members = _membership(token_sets, num_tokens)
-    common = members @ members.T
-    jaccard = common / (2 * k - common)
-    upper = torch.triu_indices(num_sets, num_sets, offset=1, device=token_sets.device)
-    return float(jaccard[upper[0], upper[1]].mean())
-
-
-def vote(scores: Tensor, token_sets: Tensor, k: int) -> Tensor:
-    """The k tokens that most sets contain, ties broken by summed score: ascending int64 [k]."""
-    votes = _membership(token_sets, scores.shape[1]).sum(0).double()
-    summed = scores.double().sum(0)
-    # Below 1, so that a score never outweighs a vote.
-    tie_break = summed / (summed.sum() + 1.0)
-    return torch.topk(votes + tie_break, k, sorted=False).indices.sort().values
-
-
-def _membership(token_sets: Tensor, num_tokens: int) -> Tensor:
-    """[H, k] index sets -> [H, m] float32 of zeros and ones."""
-    members = torch.zeros(token_sets.shape[0], num_tokens, device=token_sets.device)
-    return members.scatter_(1, token_sets, 1.0)

@@ -105,11 +105,6 @@ class SegmentInfo:
         """Whether the file has mapping lists."""
         return self.generation > 0
 
-    @property
-    def mapping_dtype(self) -> np.dtype[Any]:
-        """Type of the entries of the mapping lists."""
-        return np.dtype("<u2" if self.num_tokens <= 1 << 16 else "<u4")
-
     def describes_same(self, other: SegmentInfo) -> bool:
         """Whether another description is of the same segment and agrees in all fields."""
         return self.description() == other.description() and np.array_equal(
@@ -118,10 +113,9 @@ class SegmentInfo:
 
     def layout(self) -> SegmentLayout:
         """Where the bytes of the file are."""
-        size = _PREAMBLE.size + len(self.description()) + self.tokens.nbytes
-        size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
-        size += 4 * math.prod(self.fits_shape) + math.prod(self.sinks_shape)
-        header = round_up(size + self.geometry.num_blocks * 8, BLOCK_BYTES)
+        size = _PREAMBLE.size + len(self.description())
+        size += sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.arrays().values())
+        header = round_up(size, BLOCK_BYTES)
         return _layout(self.shape, self.chunk_tokens, self.num_tokens, header)
 
     @property
@@ -129,62 +123,51 @@ class SegmentInfo:
         """The layout as if the header had one block: at hand, and all that chunks depend on."""
         return _layout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
 
-    @property
-    def mapping_shape(self) -> tuple[int, ...]:
-        """Shape of the mapping lists: layers, head groups, tokens; (0,) if there are none."""
-        shape = self.shape
-        return (
-            (shape.num_layers, shape.num_head_groups, self.num_tokens) if self.reordered else (0,)
-        )
-
-    @property
-    def fits_shape(self) -> tuple[int]:
-        """Shape of the fits: coded layers; (0,) without a basis."""
-        return (self.shape.first_raw if self.shape.basis else 0,)
-
-    @property
-    def sinks_shape(self) -> tuple[int, int, int]:
-        """Shape of the sinks: coded layers, sinks among its tokens (maybe 0), bytes of a token.
-
-        (0, 0, 0) if there are no codes.
-        """
-        shape = self.shape
-        if not shape.coded:
-            return (0, 0, 0)
-        count = min(max(SINK_TOKENS - self.prefix_len, 0), self.num_tokens)
-        return (shape.first_raw, count, shape.token_bytes)
+    def arrays(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Types and shapes of the arrays that the header has behind the description, in order."""
+        shape, count = self.shape, self.num_tokens
+        lists = (shape.num_layers, shape.num_head_groups, count) if self.reordered else (0,)
+        fits = shape.first_raw if shape.basis else 0
+        sinks = (0, 0, 0)
+        if shape.coded:
+            inside = min(max(SINK_TOKENS - self.prefix_len, 0), count)
+            sinks = (shape.first_raw, inside, shape.token_bytes)
+        return {
+            "tokens": (np.dtype("<i4"), (count,)),
+            "mapping": (np.dtype("<u2" if count <= 1 << 16 else "<u4"), lists),
+            "fits": (np.dtype("<f4"), (fits,)),
+            "sinks": (np.dtype("u1"), sinks),
+            "checksums": (np.dtype("<u8"), (self.geometry.num_blocks,)),
+        }
 
     def description(self) -> bytes:
         """All but the tokens, as JSON; `info_from` makes it from that."""
+        quality = self.quality
         fields = {
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "version": FORMAT_VERSION,
-            "segment_id": self.segment_id,
-            "identity": self.identity,
-            "namespace": self.namespace,
-            "prefix_digest": self.prefix_digest,
-            "prefix_len": self.prefix_len,
             "num_tokens": self.num_tokens,
-            "depth": self.quality.depth,
-            "bits": self.quality.bits,
-            "share": self.quality.share,
-            "chunk_tokens": self.chunk_tokens,
-            "generation": self.generation,
+            "depth": quality.depth,
+            "bits": quality.bits,
+            "share": quality.share,
             "shape": self.shape.to_fields(),
-            "expires": self.expires,
             "priority": self.priority.name.lower(),
-            "windows_from": self.windows_from,
         }
         return json.dumps(fields, sort_keys=True).encode()
 
 
+# Those that JSON has as they are.
+_FIELDS = {own.name for own in dataclasses.fields(SegmentInfo)}
+_PLAIN_FIELDS = _FIELDS - {"tokens", "shape", "quality", "priority"}
+
+
 @dataclasses.dataclass(frozen=True)
 class SegmentHeader:
-    """The contents of a header.
+    """The contents of a header, with types and shapes as in `SegmentInfo.arrays`.
 
-    `checksums` uint64 [blocks]; `sinks` uint8 [L, sinks, bytes], of each its keys and
-    then its values, see `SegmentInfo.sinks_shape`; `mapping` unsigned [L, head groups, t], each row
-    a permutation, or None when the tokens are in logical order; `fits` float32 [L], with a basis
-    `codes.rows.coder.fit_of` each layer.
+    `checksums` [blocks]; `sinks` [coded layers, sinks among its tokens, bytes], of each its keys
+    and then its values; `mapping` [L, head groups, t], each row a permutation, or None when the
+    tokens are in logical order; `fits` [coded layers], with a basis `codes.rows.coder.fit_of` each.
     """
 
     info: SegmentInfo
@@ -194,12 +177,14 @@ class SegmentHeader:
     fits: Float32s = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
-        info = self.info
-        assert self.checksums.shape == (info.layout().num_blocks,)
-        assert self.sinks.shape == info.sinks_shape
-        assert self.fits.shape == info.fits_shape
-        assert (self.mapping is not None) == info.reordered
-        assert self.mapping is None or self.mapping.shape == info.mapping_shape
+        assert (self.mapping is not None) == self.info.reordered
+        for name, (_, shape) in self.info.arrays().items():
+            assert self.array(name).shape == shape
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """One of `SegmentInfo.arrays`; an empty one for no mapping."""
+        found: npt.NDArray[Any] | None = getattr(self.info if name == "tokens" else self, name)
+        return np.zeros(0) if found is None else found
 
 
 # What it computes is kept with it.
@@ -219,17 +204,13 @@ def block_checksums(data: memoryview, blocks: Iterable[int]) -> Checksums:
 
 def encode_header(header: SegmentHeader) -> bytes:
     """The bytes of a header, padded to its size in the layout."""
-    info, layout = header.info, header.info.layout()
+    info, size = header.info, header.info.layout().header_bytes
     description = info.description()
-    parts = [description, info.tokens.astype("<i4", copy=False).tobytes()]
-    if header.mapping is not None:
-        parts.append(header.mapping.astype(info.mapping_dtype, copy=False).tobytes())
-    parts.append(header.fits.astype("<f4", copy=False).tobytes())
-    parts.append(header.sinks.tobytes())
-    parts.append(header.checksums.astype("<u8", copy=False).tobytes())
-    body = b"".join(parts).ljust(layout.header_bytes - _PREAMBLE.size, b"\0")
-    digest = _header_checksum(layout.header_bytes, len(description), body)
-    return _PREAMBLE.pack(MAGIC, layout.header_bytes, len(description), digest) + body
+    arrays = (header.array(name).astype(own) for name, (own, _) in info.arrays().items())
+    body = description + b"".join(own.tobytes() for own in arrays)
+    body = body.ljust(size - _PREAMBLE.size, b"\0")
+    digest = _header_checksum(size, len(description), body)
+    return _PREAMBLE.pack(MAGIC, size, len(description), digest) + body
 
 
 def read_header(path: Path, files: FileSystem) -> SegmentHeader:
@@ -320,19 +301,11 @@ def info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
     """What a segment is, by its description, read as JSON, and its tokens."""
     quality = fields["depth"], fields["bits"], fields["share"]
     return SegmentInfo(
-        segment_id=fields["segment_id"],
-        identity=fields["identity"],
-        namespace=fields["namespace"],
-        prefix_digest=fields["prefix_digest"],
-        prefix_len=fields["prefix_len"],
+        **{name: fields[name] for name in _PLAIN_FIELDS},
         tokens=tokens,
         shape=_shape(json.dumps(fields["shape"])),
-        chunk_tokens=fields["chunk_tokens"],
         quality=_quality(json.dumps(quality)),
-        generation=fields["generation"],
-        expires=fields["expires"],
         priority=Priority[fields["priority"].upper()],
-        windows_from=fields["windows_from"],
     )
 
 
@@ -349,26 +322,19 @@ def _quality(text: str) -> Quality:
     return EXACT if quality == EXACT else quality
 
 
-def _decode_body(body: bytes, description_bytes: int) -> SegmentHeader:
-    fields: dict[str, Any] = json.loads(body[:description_bytes])
-    tokens = np.frombuffer(body, "<i4", fields["num_tokens"], description_bytes)
+def _decode_body(body: bytes, offset: int) -> SegmentHeader:
+    """The header whose description ends at `offset`."""
+    fields: dict[str, Any] = json.loads(body[:offset])
+    tokens = np.frombuffer(body, "<i4", fields["num_tokens"], offset)
     info = info_from(fields, tokens.astype(np.int32))
-    offset = description_bytes + tokens.nbytes
-    mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
-    fits, offset = _read_array(body, offset, np.dtype("<f4"), info.fits_shape)
-    sinks, offset = _read_array(body, offset, np.dtype("u1"), info.sinks_shape)
-    checksums, _ = _read_array(body, offset, np.dtype("<u8"), (info.layout().num_blocks,))
-    mapping_or_none = mapping if info.reordered else None
-    return SegmentHeader(info, checksums, sinks, mapping_or_none, fits)
-
-
-def _read_array(
-    body: bytes, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> tuple[npt.NDArray[Any], int]:
-    """An array of the header, and where the next one begins."""
-    flat = np.frombuffer(body, dtype, math.prod(shape), offset)
-    # A copy, because tensors and loops require aligned and writable memory.
-    return flat.reshape(shape).copy(), offset + flat.nbytes
+    found = dict[str, npt.NDArray[Any]]()
+    for name, (dtype, shape) in info.arrays().items():
+        flat = np.frombuffer(body, dtype, math.prod(shape), offset)
+        # A copy, because tensors and loops require aligned and writable memory.
+        found[name] = flat.reshape(shape).copy()
+        offset += flat.nbytes
+    mapping = found["mapping"] if info.reordered else None
+    return SegmentHeader(info, found["checksums"], found["sinks"], mapping, found["fits"])
 
 
 def common_prefix_len(left: Tokens, right: Tokens) -> int:

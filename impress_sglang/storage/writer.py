@@ -129,8 +129,8 @@ def _write_contents(
     if rule is None and shape.coded:
         assert not shape.basis, "nobody says how to code"
         rule = QueryMeter().rule(shape.group_layout)
-    checksums = np.zeros(layout.num_blocks, np.uint64)
-    sinks, fits = np.zeros(info.sinks_shape, np.uint8), np.zeros(info.fits_shape, np.float32)
+    shapes = info.arrays()
+    checksums, sinks, fits = (np.zeros(*shapes[n][::-1]) for n in ("checksums", "sinks", "fits"))
     memory, first = buffer.view(max(layout.most_layer_bytes, layout.header_bytes)), 0
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)

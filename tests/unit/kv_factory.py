@@ -100,7 +100,7 @@ def random_mapping(info: SegmentInfo, seed: int) -> MappingLists:
     generator = np.random.default_rng(seed)
     lists = info.shape.num_layers, head_groups_of(info.shape)
     rows = [generator.permutation(info.num_tokens) for _ in np.ndindex(lists)]
-    return np.stack(rows).reshape(*lists, -1).astype(info.mapping_dtype)
+    return np.stack(rows).reshape(*lists, -1).astype(info.arrays()["mapping"][0])
 
 
 def random_kvs(shape: KVShape, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.paper.reordering import Rewrite
 from impress_sglang.paper.source import PartSource
-from impress_sglang.paper.store import PartStore
+from impress_sglang.paper.store import PartStore, Rewrite
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo

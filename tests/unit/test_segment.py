@@ -47,7 +47,7 @@ def some_header(info: SegmentInfo) -> SegmentHeader:
     generator = np.random.default_rng(1)
     checksums = generator.integers(0, 2**63, info.layout().num_blocks, np.uint64)
     mapping = random_mapping(info, 2) if info.reordered else None
-    sinks = generator.integers(0, 256, info.sinks_shape, np.uint8)
+    sinks = generator.integers(0, 256, info.arrays()["sinks"][1], np.uint8)
     return SegmentHeader(info, checksums, sinks, mapping)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.paper import reordering
+from impress_sglang.paper import store as part_store
 from impress_sglang.paper.history import mapping_lists
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem
@@ -69,7 +69,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.published = False
         self.entered, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(reordering, "write_segment", self._write)
+        monkeypatch.setattr(part_store, "write_segment", self._write)
 
     def _write(self, *args: Any, **kwargs: Any) -> None:
         if self.published:
@@ -256,7 +256,7 @@ def test_reordering_begins_at_each_interval_if_reads_were_many(
 ) -> None:
     """More bytes of selected tokens than the file has, and then twice as many."""
     now = [1000.0]
-    monkeypatch.setattr(reordering, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(part_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store = bench.open(reorder_interval=600.0)
     put_selected(bench, store, tokens := prompt(1, 40), 3, 17, 39)
     (segment,) = store.tree.segments()
@@ -270,7 +270,7 @@ def test_reordering_begins_at_each_interval_if_reads_were_many(
             store.poll()
             assert seconds == 20 or not store.reorders.pending
         finish(store)
-        return store.reorders.stats.segments
+        return store.reorders.summary()["segments"]
 
     assert rewritten(segment.file_bytes) == 0
     assert rewritten(segment.file_bytes + 1) == 1

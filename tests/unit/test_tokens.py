@@ -15,7 +15,6 @@ from impress_sglang.paper.tokens import (
     retained_tokens,
     similarity_threshold,
     top_tokens,
-    vote,
 )
 
 
@@ -77,13 +76,13 @@ def test_top_tokens_are_the_highest_of_each_row(case: tuple[Tensor, int]) -> Non
 def test_vote_prefers_votes_then_summed_score(case: tuple[Tensor, int]) -> None:
     """A token outside has no more votes, or as many and no higher sum, than any inside."""
     scores, k = case
-    sets = top_tokens(scores, k)
+    agreed = agreed_tokens(scores, k, threshold=-1.0)
 
-    found = vote(scores, sets, k).tolist()
-
+    assert agreed is not None
+    found, sets = agreed.tolist(), top_tokens(scores, k).tolist()
     assert len(found) == k
     assert found == sorted(set(found))
-    votes = [sum(token in row for row in sets.tolist()) for token in range(scores.shape[1])]
+    votes = [sum(token in row for row in sets) for token in range(scores.shape[1])]
     sums = scores.sum(0).tolist()
     rank = [(votes[token], sums[token]) for token in range(scores.shape[1])]
     outside = set(range(scores.shape[1])) - set(found)
