@@ -6,23 +6,28 @@ id of a message, and so does its answer. `routes.py` checks it, and turns text i
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin.keys import as_tokens, namespace_of
-from impress_sglang.plugin.page import overview
 from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
 from impress_sglang.serving.ranks import ALONE
+from impress_sglang.serving.report import RecentRequests
 from impress_sglang.storage.quality import ANYTHING
+from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.purging import Purge, Purged
 from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import StoredSegment
+from impress_sglang.tiers.placement import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,7 @@ MESSAGE = {"impress": 1}
 """`server_args` of a message whose `rid` is a request: a JSON object of `verb` and its fields."""
 _FIELDS: dict[str, Any] = dict.fromkeys(("input_ids", "extra_key", "cache_salt", "older_than"))
 _FIELDS |= {"everything": False, "name": "", "begin": False}
+MOST_SEGMENTS = 100
 FAULT = {"error": "the request could not be carried out; the server's log says why", "status": 500}
 
 
@@ -154,9 +160,62 @@ def _purge(cache: ServedCache, asked: Any) -> dict[str, Any]:
     return done | {"pool_tokens": pool, "left": left}
 
 
+def _overview(cache: ServedCache, asked: Any) -> dict[str, Any]:
+    """The data of the page, in time that does not grow with the store.
+
+    Requests up to the number `after` are left out. If there is a segment `below`: only the segments
+    that build on it.
+    """
+    recent, store, below = cache.service.recent, cache.service.served.opened, asked.below
+    found: Iterable[StoredSegment] = ()
+    if store is not None and below is None:
+        found = store.tree.order.latest()
+    elif store is not None and (segment := store.tree.get(str(below))) is not None:
+        found = store.tree.on_top(segment)
+    shown = itertools.islice(found, MOST_SEGMENTS)
+    segments = [] if store is None else [_row(recent, store, own) for own in shown]
+    if below is not None:
+        return {"segments": segments}
+    return {
+        "since": recent.since,
+        "now": time.time(),
+        "stats": cache.summary(),
+        "requests": recent.after(asked.after),
+        "periods": recent.periods(),
+        "segments": segments,
+    }
+
+
+def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> dict[str, Any]:
+    info, cached = segment.info, store.segments.cached_bytes(segment.segment_id)
+    parent, begins = segment.parent, None
+    if info.prefix_len < BLOCK_TOKENS:
+        # Requests that begin like it have the same digest; others only continue a prompt.
+        begins = recent.digest(info.namespace, prompt_of(segment) if parent else info.tokens)
+    return {
+        "segment": segment.segment_id,
+        "on": None if parent is None else parent.segment_id,
+        "namespace": info.namespace,
+        "begins": begins,
+        "words": recent.words(info.prompt_tokens),
+        "from_token": info.prefix_len,
+        "tokens": len(info.prompt_tokens),
+        "ssd_bytes": segment.file_bytes,
+        "host_bytes": int(cached[Tier.HOST]),
+        "device_bytes": int(cached[Tier.DEVICE]),
+        "hits": segment.hits,
+        "uses_ago": store.tree.order.now - segment.last_access,
+        "pinned": segment.segment_id in store.pins,
+        "state": segment.state.value,
+        "priority": info.priority.name.lower(),
+        "exact": not info.approximate,
+        "builders": segment.num_dependents,
+    }
+
+
 VERBS: dict[str, Callable[[ServedCache, Any], Any]] = {
     "stats": lambda cache, _: cache.summary(),
-    "overview": lambda cache, asked: overview(cache, asked.after, asked.below),
+    "overview": _overview,
     "check": _check,
     "reorder": _reorder,
     "why": _foretell,

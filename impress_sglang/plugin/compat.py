@@ -1,15 +1,17 @@
-"""The SGLang releases and names that the integration relies on, checked at start.
+"""What the integration relies on in SGLang: releases, names and hooks, checked at start.
 
-SGLang swallows exceptions of a plugin, so a name that moved would go unnoticed until a request
-gives a wrong answer. `check_sglang` names what is missing before anything is served; `hooks.py`
-checks what is hooked.
+SGLang swallows exceptions of a plugin and only logs a hook that it could not apply, and a later
+plugin may replace a hooked function. That would go unnoticed until a request gets a wrong answer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import logging
 import pkgutil
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from packaging.version import Version
 
@@ -57,7 +59,7 @@ def check_sglang() -> None:
         UnsupportedError: with one sentence.
     """
     version = sglang_version()
-    if _release(version) < _release(OLDEST):
+    if Version(version).release < Version(OLDEST).release:
         raise UnsupportedError(
             f"impress-sglang supports SGLang {OLDEST} and later, but {version} is installed; run: "
             f"pip install sglang=={NEWEST}"
@@ -70,7 +72,7 @@ def check_sglang() -> None:
 def warn_if_untested() -> None:
     """Warn of a release that is newer than those that were tested."""
     version = sglang_version()
-    if _release(version) > _release(NEWEST):
+    if Version(version).release > Version(NEWEST).release:
         logger.warning(
             "SGLang %s is newer than the releases that IMPRESS was tested with (%s to %s); it "
             "passed the checks of the start",
@@ -80,13 +82,59 @@ def warn_if_untested() -> None:
         )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return Version(version).release
-
-
 def _exists(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     try:
         return hasattr(pkgutil.resolve_name(module), attribute)
     except (ImportError, AttributeError):
         return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hook:
+    """A function of ours that hooks a function of SGLang.
+
+    `target` is the dotted name of the latter; `kind` is SGLang's `before`, `after` or `around`.
+    """
+
+    target: str
+    function: Callable[..., Any]
+    kind: str
+
+
+def register(hooks: Sequence[Hook]) -> None:
+    """Register hooks with SGLang, which applies them after all plugins are activated."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+
+
+def check_in_place(hooks: Sequence[Hook]) -> None:
+    """Check that each hook is part of what SGLang would call.
+
+    Raises:
+        UnsupportedError: names the targets of hooks that are not.
+    """
+    missing = [hook.target for hook in hooks if not _is_in_place(hook)]
+    if missing:
+        raise UnsupportedError(
+            f"hooks of IMPRESS are not in place at {', '.join(missing)}; check that no other "
+            "plugin replaces them, and what SGLang logged when it loaded plugins"
+        )
+
+
+def _is_in_place(hook: Hook) -> bool:
+    """Whether a wrapper of the target, at any depth, refers to the hook's function."""
+    try:
+        function = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError):
+        return False
+    # A class or static method has its function in an attribute.
+    function = getattr(function, "__func__", function)
+    while function is not None:
+        for cell in getattr(function, "__closure__", None) or ():
+            if cell.cell_contents is hook.function:
+                return True
+        function = getattr(function, "__wrapped__", None)
+    return False

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from impress_sglang.errors import ImpressError, UnsupportedError
-from impress_sglang.plugin.compat import check_sglang
+from impress_sglang.plugin.compat import Hook, check_in_place, check_sglang, register
 from impress_sglang.plugin.flags import (
     CONFIG_ATTRIBUTE,
     FROM_CLI_ATTRIBUTE,
@@ -21,7 +21,6 @@ from impress_sglang.plugin.flags import (
     config_from_arguments,
     config_of,
 )
-from impress_sglang.plugin.hooks import Hook, check_in_place, register
 
 BACKEND_NAME = "impress"
 _OURS = "impress_sglang.plugin"
@@ -202,7 +201,11 @@ HOOKS = tuple(
         ("around", f"{_TOKENIZER}._create_tokenized_object", "truncation.around_tokenized"),
         # The scheduler, and its queue.
         ("around", f"{_MANAGERS}.scheduler.Scheduler.__init__", _around_init),
-        ("after", f"{_MANAGERS}.scheduler.Scheduler.maybe_init_draft_worker", "drafts.note_drafts"),
+        (
+            "after",
+            f"{_MANAGERS}.scheduler.Scheduler.maybe_init_draft_worker",
+            "factory.note_drafts",
+        ),
         (
             "around",
             f"{_MANAGERS}.schedule_policy.SchedulePolicy.calc_priority",

@@ -1,4 +1,4 @@
-"""What each kind of tree cache is built from: the shape and the identity of a model's KVs."""
+"""What each kind of tree cache is built from: shape, identity and rotation of a model's KVs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,46 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from torch import Tensor
 
+from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import identity_of_options
-from impress_sglang.plugin.pools import full_pool, streams_of, window_pool
-from impress_sglang.plugin.states import kinds_of
+from impress_sglang.plugin.pools import full_pool, kinds_of_states, streams_of, window_pool
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
 from impress_sglang.store.policies import Policy
 
 # Parameters of a Hugging Face configuration that name a model or its training, not its KVs.
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
+# Rotations whose factors depend on the position alone, as rows of `cos_sin_cache`.
+_KNOWN_ROTATIONS = (
+    RotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+_DRAFTS = "impress_draft_worker"
+
+
+def note_drafts(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
+    """After SGLang's scheduler has made its draft worker: keep it where a tree cache is built."""
+    setattr(scheduler.tp_worker, _DRAFTS, scheduler.draft_worker)
+    return result
+
+
+def draft_runners(tp_worker: Any) -> tuple[Any, ...]:
+    """SGLang's `ModelRunner` of each draft model of speculative decoding with KVs of its own.
+
+    Its pool has the same slots. Without its KVs answers are right, but nearly no draft is accepted
+    behind a prefix that was loaded, which takes longer than not to speculate.
+    """
+    worker = getattr(tp_worker, _DRAFTS)
+    return () if worker is None else tuple(worker._draft_model_runners())
 
 
 def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
@@ -35,7 +63,7 @@ def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
         # Layers with windows are stored behind the others, and not of all tokens.
         architecture["windows"] = runner.token_to_kv_pool.layers_mapping
     if hasattr(runner.req_to_token_pool, "mamba_pool"):
-        architecture["states"] = kinds_of(runner.req_to_token_pool)
+        architecture["states"] = kinds_of_states(runner.req_to_token_pool)
     for number, own in enumerate(drafts):
         tensors += [(f"draft {number} {name}", tensor) for name, tensor in kv_tensors(own.model)]
         config = _architecture(own.model_config.hf_text_config)
@@ -101,6 +129,30 @@ def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 
         probe_kv_heads=(),
         code_bits=config.code_bits if policy.codes and not streams.no_codes else 0.0,
     )
+
+
+def rotation_of(model: Any, option: str) -> KeyRotation:
+    """Make the rotation that moves a model's keys to other positions, as an option needs.
+
+    Raises:
+        UnsupportedError: its rotation is not known.
+    """
+    found = [own for own in model.modules() if hasattr(own, "cos_sin_cache")]
+    # One object serves all layers.
+    if len(found) != 1 or type(found[0]) not in _KNOWN_ROTATIONS:
+        kinds = ", ".join(sorted({type(own).__name__ for own in found})) or "no rotary embedding"
+        raise UnsupportedError(
+            f"IMPRESS cannot move keys of {type(model).__name__} to other positions ({kinds}): "
+            f"drop {option}"
+        )
+    (rotary,) = found
+
+    def table(rows: int) -> Tensor:
+        rotary._ensure_cos_sin_cache_length(rows - 1)
+        cache: Tensor = rotary.cos_sin_cache
+        return cache
+
+    return KeyRotation(table, halves=rotary.is_neox_style)
 
 
 def _architecture(hf_config: Any) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What is known of SGLang's requests, from their first match to their end."""
+"""What is known of SGLang's requests, from their first match to their end, and what they report."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.plugin.allocation import Allocation
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
 from impress_sglang.plugin.keys import as_tokens, namespace_of_request
-from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.report_transport import attach
 from impress_sglang.plugin.tree_nodes import match_resident
@@ -22,9 +22,10 @@ from impress_sglang.serving.kv_class import KVClass, marked
 from impress_sglang.serving.load_jobs import LoadJob
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
-from impress_sglang.serving.report import NO_ESTIMATE, new_report
+from impress_sglang.serving.report import NO_ESTIMATE, new_report, split_again
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
+from impress_sglang.serving.why import Asked
 from impress_sglang.store.policies import LoadOptions
 
 
@@ -115,8 +116,11 @@ class Known:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Shared:
-    """What the parts of one tree cache have in common; the scheduler's thread owns it.
+class KnownRequests:
+    """The requests of one tree cache, and what its parts have in common.
+
+    It notes requests, and chooses and changes the classes of their KVs. The scheduler's thread owns
+    it.
 
     Attributes:
         cache: a tree cache of ours.
@@ -137,22 +141,15 @@ class Shared:
     adapters: Any = None
     known: dict[str, Known] = dataclasses.field(default_factory=dict)
 
+    def note(self, req: Any, sight: Callable[[Known], bool]) -> Known:
+        """Note a request; at its first match it gets its class, and its key the mark of that.
 
-class KnownRequests:
-    """Notes requests, and chooses and changes the classes of their KVs."""
-
-    def __init__(self, shared: Shared, sight: Callable[[Known], bool]) -> None:
-        """`sight` counts a request that may be stored; returns whether it is computed exactly."""
-        self._cache, self._service, self._planner = shared.cache, shared.service, shared.planner
-        self._alone, self._adapters = shared.ranks.alone, shared.adapters
-        self._known, self._sight = shared.known, sight
-
-    def note(self, req: Any) -> Known:
-        """Note a request; at its first match it gets its class, and its key the mark of that."""
-        known = self._known.get(req.rid)
+        `sight` counts one that may be stored; returns whether it is computed exactly.
+        """
+        known = self.known.get(req.rid)
         if known is not None and known.req is req:
             return known
-        service, extra_key = self._service, req.extra_key
+        service, extra_key = self.service, req.extra_key
         wanted = load_options_of(req.sampling_params, service.config)
         report = new_report(service.policy.name, 0, len(req.origin_input_ids))
         refusal = serve_refusal(req)
@@ -163,26 +160,26 @@ class KnownRequests:
         )
         # What cannot be served from the store shares nothing that may come from it.
         own = KVClass() if refusal is not None else service.class_of(wanted)
-        namespace = namespace_of_request(req, self._adapters)
+        namespace = namespace_of_request(req, self.adapters)
         known = Known(req, extra_key, wanted, own, report, namespace, Waiter(req.rid))
-        if report["not_stored"] is None and self._sight(known):
+        if report["not_stored"] is None and sight(known):
             known.wanted, known.kv_class = LoadOptions(), KVClass()
         elif wanted.auto_bits and refusal is None and not own.exact:
             known.kv_class = self._choose(known)
         req.extra_key = marked(extra_key, known.kv_class, service.usual)
         attach(req, report)
-        self._known[req.rid] = known
+        self.known[req.rid] = known
         return known
 
     def _choose(self, known: Known) -> KVClass:
         """The class of a request that leaves it to the server."""
         key = key_of(known.req)
-        if not self._alone or not self._planner.looks_for(len(key)):
+        if not self.ranks.alone or not self.planner.looks_for(len(key)):
             # On several ranks what is stored is not known before the first match.
             return known.kv_class
         tokens = as_tokens(key.raw_token_ids())
         resident = {own: self._resident(known, own) for own in (KVClass(), known.kv_class)}
-        return self._planner.choose(known.namespace, tokens, resident, known.kv_class)
+        return self.planner.choose(known.namespace, tokens, resident, known.kv_class)
 
     def raise_bits(self, known: Known, users: Sequence[Known]) -> bool:
         """Let a queued request use a class with more bits, in which all is resident that is stored
@@ -191,7 +188,7 @@ class KnownRequests:
         Only classes in which `users` have such a prefix are looked at: what is looked at is evicted
         later.
         """
-        least = self._service.config.min_prefix_tokens
+        least = self.service.config.min_prefix_tokens
         # In an order that is the same on all ranks, as that of a set is not.
         for own in dict.fromkeys(o.kv_class for o in users if o.offers(known, least)):
             resident = self._resident(known, own)
@@ -209,14 +206,133 @@ class KnownRequests:
 
     def _move(self, known: Known, own: KVClass) -> None:
         known.kv_class, known.brought = own, Brought()
-        known.req.extra_key = marked(known.extra_key, own, self._service.usual)
+        known.req.extra_key = marked(known.extra_key, own, self.service.usual)
         known.report.update(NO_ESTIMATE)
 
     def _resident(self, known: Known, own: KVClass) -> int:
         """How many tokens of a prompt are resident in a class."""
-        key, extra_key = key_of(known.req), marked(known.extra_key, own, self._service.usual)
+        key, extra_key = key_of(known.req), marked(known.extra_key, own, self.service.usual)
         own_key = RadixKey(key.token_ids, extra_key, limit=key.limit, cache_salt=key.cache_salt)
-        return int(match_resident(self._cache, own_key).device_prefix_len)
+        return int(match_resident(self.cache, own_key).device_prefix_len)
+
+    # What clients are told of a request, and what is counted and learnt of it in the end.
+
+    def tell_resident(self, known: Known, length: int) -> None:
+        """Note how much of a prompt is resident now, what was brought for it included."""
+        own, report = known.brought, known.report
+        loaded, shared = min(own.loaded, length), min(own.shared, length)
+        resident = max(length - loaded - shared, 0)
+        report.update(
+            path="ssd" if own.loaded else "device" if length else "computed",
+            prefix_tokens=length,
+            used_tokens=length,
+            resident_tokens=resident,
+            stored_tokens=length - resident,
+            loaded_tokens=loaded,
+            blended_tokens=own.blended,
+            shared_tokens=shared,
+            tokens=split_again(
+                report,
+                resident=resident,
+                shared=shared,
+                loaded=max(loaded - own.blended - own.computed, 0),
+                blended=own.blended,
+            ),
+        )
+
+    def tell_loaded(self, known: Known, job: LoadJob) -> None:
+        """Note what a job brought; the first who waited for it tells of its reads."""
+        own = known.brought
+        # It may have joined for the first tokens of the job.
+        resident = match_resident(self.cache, key_of(known.req)).device_prefix_len
+        own.stop = min(resident, job.stop)
+        brought = max(own.stop - job.start, 0)
+        if job.told:
+            own.shared += brought
+            return
+        job.told = True
+        own.loaded += brought
+        _, blended, computed = job.parts
+        own.blended += blended
+        own.computed += computed
+        self.tell_reads(known, job)
+
+    def tell_reads(self, known: Known, job: LoadJob) -> None:
+        """Add what a job took to the report of a request."""
+        report = known.report
+        for name, count in job.reads.as_dict().items():
+            report[name] = report.get(name, 0) + count
+        report.update(
+            bits=known.kv_class.bits,
+            bits_mean=job.fills.bits,
+            load_ms=round(report["load_ms"] + job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
+            layers_whole=self.service.shape.num_layers,
+            prefetched=True,
+        )
+        # With `--enable-trace` a part of the span in which this is told, else nothing.
+        known.req.time_stats.trace_ctx.trace_event(
+            "impress.load",
+            1,
+            attrs={
+                "tokens": len(job),
+                "queued_ms": round((job.began_at - job.planned_at) * 1e3, 3),
+                "read_ms": round(job.reads.wait_ms, 3),
+                "restored_ms": round(job.fills.seconds * 1e3 - job.reads.wait_ms, 3),
+                "ssd_bytes": job.reads.ssd_bytes,
+            },
+        )
+
+    def explain(self, known: Known) -> None:
+        """Say why a request that is admitted has its prefix, or lacks one."""
+        report, service, provenance = known.report, self.service, self.provenance
+        asked = Asked(
+            report,
+            known.namespace,
+            as_tokens(key_of(known.req).raw_token_ids()),
+            known.wanted,
+            seen=known.seen or 0 if service.config.write_after > 1 else None,
+            opened=not known.declined,
+            blend=None if known.blend is None else known.blend.why,
+        )
+        report["why"] = service.explainer.explain(asked)
+        length = report["prefix_tokens"]
+        if not known.req.output_ids:
+            # It may have been put back, and have been of another class.
+            report["approximate"] = False
+        if provenance.mixed and length and not known.kv_class.exact:
+            path = self.cache.path_device_indices(known.req.last_node)[:length]
+            report["approximate"] = provenance.depth(path.long()) > 0
+            if report["approximate"] and report["bits"] is None:
+                report["bits"] = known.kv_class.bits
+
+    def count(self, known: Known) -> None:
+        """Count a request that has ended, list it, and learn how long computing takes.
+
+        The probes of SGLang's /health are not listed: they may outnumber all other requests.
+        """
+        req, report, service = known.req, known.report, self.service
+        times = req.time_stats
+        service.count(report)
+        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            return
+        prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
+        computing = prefill - known.gated
+        # It is loaded while it waits, and perhaps while its pass waits for the last layers.
+        before_pass = times.queue_duration_s + known.gated
+        loading = min(report["load_ms"] / 1e3, before_pass)
+        store = service.served.opened
+        service.recent.note(
+            req.rid,
+            "" if store is None else store.namespace(known.namespace),
+            req.origin_input_ids,
+            report,
+            waited=before_pass - loading,
+            loading=loading,
+            computing=max(computing, 0.0),
+        )
+        new = len(req.origin_input_ids) - report["prefix_tokens"]
+        if new > 0 and computing > 0 and not (known.disturbed or req.retraction_count):
+            service.estimator.note_request(report["used_tokens"], new, computing)
 
 
 def key_of(req: Any) -> RadixKey:

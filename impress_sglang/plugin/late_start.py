@@ -20,7 +20,7 @@ import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from impress_sglang.plugin.known import Known, Shared
+from impress_sglang.plugin.known import Known, KnownRequests
 from impress_sglang.plugin.slot_pool import TreeSlots
 from impress_sglang.serving.job_queue import WINDOW, JobQueue
 from impress_sglang.serving.load_jobs import LoadJob
@@ -73,14 +73,16 @@ class LayerGate:
 class LateStart:
     """Starts passes early, and takes back those that should not have been."""
 
-    def __init__(self, shared: Shared, scheduler: Any, jobs: JobQueue, slots: TreeSlots) -> None:
-        self._cache, self._known = shared.cache, shared.known
-        self._estimator = shared.service.estimator
+    def __init__(
+        self, requests: KnownRequests, scheduler: Any, jobs: JobQueue, slots: TreeSlots
+    ) -> None:
+        self._cache, self._known = requests.cache, requests.known
+        self._estimator = requests.service.estimator
         self._scheduler, self._jobs, self._slots = scheduler, jobs, slots
         # A draft model's pass would have to wait as well, and cannot be put back. States are copied
         # before a pass asks for any layer.
-        self._possible = shared.layers.packed is shared.layers.states is None
-        self._num_layers = shared.service.shape.num_layers
+        self._possible = requests.layers.packed is requests.layers.states is None
+        self._num_layers = requests.service.shape.num_layers
         chunk = scheduler.chunked_prefill_size
         self._most_tokens = chunk if chunk is not None and chunk > 0 else sys.maxsize
         pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
@@ -149,10 +151,10 @@ class LateStart:
     def put_back(self, job: LoadJob) -> None:
         """Put the users of a job that failed back into the queue."""
         scheduler, users = self._scheduler, self._users_of(job)
-        requests = [own.req for own in users]
+        reqs = [own.req for own in users]
         for batch in (scheduler.last_batch, scheduler.running_batch):
-            if batch is not None and any(req in requests for req in batch.reqs):
-                batch.filter_batch(reqs_to_exclude=requests)
+            if batch is not None and any(req in reqs for req in batch.reqs):
+                batch.filter_batch(reqs_to_exclude=reqs)
         for known in users:
             req = known.req
             logger.warning("request %s begins again: what it used could not be loaded", req.rid)

@@ -1,9 +1,13 @@
-"""What SGLang's pools keep of a token in a layer: two streams, found by one adapter for each kind.
+"""What SGLang's pools keep of a token in a layer, two streams, and who has which of their slots.
 
 A stream is a view [slots, heads, dimensions] of a pool, in the dtype that its bytes are kept in.
 Storage cuts, keeps and restores streams without knowing what they are; it calls the first one keys
 and the second one values, which they are in most pools. What else a pool keeps (index keys of
 sparse attention, rows of windows, drafts) is packed into further layers: `transfer.packed`.
+
+Layers without KVs (linear attention, Mamba) keep a state where a prefix ends, without which it
+cannot be used. In the store a state stands behind its prefix, as KVs of tokens that nobody sends:
+so it is found, kept, and removed as what was computed behind the prefix.
 """
 
 from __future__ import annotations
@@ -13,19 +17,24 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from torch import Tensor
 
 from impress_sglang.codes.groups.codec import DIM_GRAIN
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.segment import STATE_TOKEN, Tokens
 from impress_sglang.transfer.packed import PackedLayers
 
 EIGHT_BITS = (
     "are stored as they are, because in few bits they would take four fifths of that or more"
 )
-
 LATENT = "latent vectors (MLA) are stored as they are"
+STATEFUL = "states of layers without KVs are stored with the others, and only as they are"
+# What SGLang keeps beside or instead of states that it can move.
+_OTHER_STATES = ("mamba_ckpt_pool", "mamba_v2p_table")
 
 
 class PoolLayers:
@@ -115,8 +124,7 @@ def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
         UnsupportedError: it is not known how, or the pool keeps more than that.
     """
     try:
-        layers = PoolLayers(pool)
-        streams = (_latents if is_latent(pool) else _heads)(pool, model_dtype)
+        layers, streams = PoolLayers(pool), _streams(pool, model_dtype)
         found = [layers(layer) for layer in range(pool.layer_num)]
         bytes_kept = pool.get_kv_size_bytes()
     except (AttributeError, TypeError) as error:
@@ -163,11 +171,6 @@ def window_pool(pool: Any) -> Any:
     return own
 
 
-def stateful(pool: Any) -> bool:
-    """Whether layers without KVs have states beside a pool, which has those of others."""
-    return hasattr(pool, "full_attention_layer_id_mapping")
-
-
 def pool_of(pool: Any, layer_id: int) -> Any:
     """The pool that keeps a layer of a model."""
     own = window_pool(pool)
@@ -197,14 +200,10 @@ def is_latent(pool: Any) -> bool:
     return hasattr(pool, "kv_lora_rank")
 
 
-def _latents(pool: Any, _: torch.dtype) -> Streams:
-    """Of a pool of latent vectors (MLA)."""
-    dims = pool.kv_lora_rank, pool.kv_cache_dim - pool.kv_lora_rank
-    return Streams(1, dims, pool.store_dtype, LATENT)
-
-
-def _heads(pool: Any, model_dtype: torch.dtype) -> Streams:
-    """Of a pool of keys and values."""
+def _streams(pool: Any, model_dtype: torch.dtype) -> Streams:
+    if is_latent(pool):
+        latent = pool.kv_lora_rank, pool.kv_cache_dim - pool.kv_lora_rank
+        return Streams(1, latent, pool.store_dtype, LATENT)
     dims, no_codes = (pool.head_dim, pool.v_head_dim), ""
     if pool.dtype != model_dtype:
         why = (
@@ -214,3 +213,113 @@ def _heads(pool: Any, model_dtype: torch.dtype) -> Streams:
     elif any(dim % DIM_GRAIN for dim in dims):
         no_codes = f"codes are for vectors of a multiple of {DIM_GRAIN} elements, not for {dims}"
     return Streams(pool.head_num, dims, pool.store_dtype, no_codes)
+
+
+def state_layers(pool: Any, shape: KVShape) -> PackedLayers:
+    """The states of a pool of requests, `HybridReqToTokenPool`, in segments of a shape.
+
+    Raises:
+        UnsupportedError: SGLang keeps them otherwise.
+    """
+    own = pool.mamba_pool
+    strange = [name for name in _OTHER_STATES if getattr(pool, name, None) is not None]
+    strange += [name for name in ("replayssm_write_pos",) if getattr(own, name, None) is not None]
+    if strange:
+        raise UnsupportedError(f"IMPRESS does not know how states are kept with {strange[0]}")
+    whole = [entry[1] for entry in own._iter_transfer_state_entries()]
+    if not all(one.is_contiguous() for one in whole):
+        raise UnsupportedError("IMPRESS needs the states of each layer in one piece")
+    parts = [one.flatten(1).view(torch.uint8) for one in whole]
+    size = sum(part.shape[1] for part in parts)
+    tokens = -(-size // (shape.num_layers * shape.token_bytes))
+    return PackedLayers(shape, 0, lambda: parts, tokens=tokens)
+
+
+def kinds_of_states(pool: Any) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """What a state consists of, for the identity of a model."""
+    return [
+        (name, str(one.dtype), tuple(one.shape[1:]), layer)
+        for name, one, _, layer in pool.mamba_pool._iter_transfer_state_entries()
+    ]
+
+
+def behind(tokens: Tokens, states: PackedLayers) -> Tokens:
+    """A prefix, and the tokens that stand for its state."""
+    return np.concatenate([tokens, np.full(states.tokens, STATE_TOKEN, np.int32)])
+
+
+class Allocation:
+    """Takes slots and gives them back; the scheduler's thread owns it.
+
+    With sliding windows the last tokens of a prefix have `rows` of their own beside their slots,
+    and SGLang's table says which. A state is one row at the end of a prefix. Both are int64.
+    """
+
+    def __init__(self, cache: Any, window: int, *, states: bool = False) -> None:
+        """`window`: how many of the last tokens have rows, in whole pages; 0: none.
+
+        `states`: whether the model has any.
+        """
+        self._cache = cache
+        self._own = cache.token_to_kv_pool_allocator
+        self._states = cache.req_to_token_pool.mamba_allocator if states else None
+        self.window = window
+        self.has_rows = bool(window) or states
+
+    def protected_rows(self) -> int:
+        """Rows that are locked in SGLang's tree."""
+        core = self._cache.tree_core
+        return int(core.swa_protected_size() if self.window else core.mamba_protected_size())
+
+    def room(self, slots: int, rows: int) -> EvictParams:
+        """What SGLang is to evict."""
+        if self._states is not None:
+            return EvictParams(slots, mamba_num=rows)
+        return EvictParams(slots, rows)
+
+    def available(self) -> tuple[int, int]:
+        """Slots and rows that nobody has."""
+        if self.window:
+            return int(self._own.full_available_size()), int(self._own.swa_available_size())
+        rows = 0 if self._states is None else self._states.available_size()
+        return int(self._own.available_size()), int(rows)
+
+    def is_empty(self) -> bool:
+        """Whether nobody has any."""
+        all_rows = self._own.size_swa if self.window else 0
+        if self._states is not None:
+            all_rows = self._states.size
+        return self.available() == (self._own.size_full, all_rows)
+
+    def take(self, count: int) -> tuple[Tensor, Tensor] | None:
+        """Slots for so many tokens, and rows, evicting others if need be; None without room."""
+        wanted = count, min(self.window, count) if self._states is None else 1
+        missing = [max(own - free, 0) for own, free in zip(wanted, self.available(), strict=True)]
+        if any(missing):
+            self._cache.evict(self.room(*missing))
+        if any(own > free for own, free in zip(wanted, self.available(), strict=True)):
+            return None
+        if self.window:
+            slots = self._own.full_attn_allocator.alloc(count).to(torch.int64)
+            rows = self._own.swa_attn_allocator.alloc(wanted[1]).to(torch.int64)
+            self._own.set_full_to_swa_mapping(slots[-len(rows) :], rows)
+            return slots, rows
+        slots = self._own.alloc(count)
+        if slots is None:
+            return None
+        rows = slots[:0] if self._states is None else self._states.alloc(1)
+        return slots.to(torch.int64), rows.to(torch.int64)
+
+    def give_back(self, slots: Tensor, rows: Tensor) -> None:
+        """Free slots that are in nobody's tree."""
+        if not self.window:
+            self._own.free(slots)
+            self.give_rows_back(rows)
+            return
+        self._own.free_swa(slots[-len(rows) :])
+        self._own.free_full(slots)
+
+    def give_rows_back(self, rows: Tensor) -> None:
+        """Free a state that is in nobody's tree."""
+        if self._states is not None:
+            self._states.free(rows)

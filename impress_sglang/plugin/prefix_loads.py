@@ -10,10 +10,10 @@ from typing import Any
 
 from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.options import OFF
 from impress_sglang.plugin.keys import as_tokens
-from impress_sglang.plugin.known import Brought, Known, KnownRequests, Shared, key_of
+from impress_sglang.plugin.known import Brought, Known, KnownRequests, key_of
 from impress_sglang.plugin.late_start import LateStart
-from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.plugin.slot_pool import TreeSlots
 from impress_sglang.plugin.tree_nodes import match_resident
 from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
@@ -50,24 +50,22 @@ class _Planned:
 class PrefixLoads:
     """The load jobs of one tree cache, and the requests that wait for them."""
 
-    def __init__(
-        self, shared: Shared, scheduler: Any, requests: KnownRequests, reports: RequestReports
-    ) -> None:
-        self._cache, self._planner = shared.cache, shared.planner
-        self._service = service = shared.service
-        self._known, self._ranks = shared.known, shared.ranks
-        self._alone = shared.ranks.alone
-        self._scheduler, self._requests, self._reports = scheduler, requests, reports
+    def __init__(self, requests: KnownRequests, scheduler: Any) -> None:
+        """Begin without jobs, for a scheduler of SGLang's that is complete."""
+        self._cache, self._planner = requests.cache, requests.planner
+        self._service = service = requests.service
+        self._known, self._ranks, self._alone = requests.known, requests.ranks, requests.ranks.alone
+        self._scheduler, self._requests = scheduler, requests
         self._passes = 0
         # What was planned and is not agreed on, by request.
         self._planned: dict[str, _Planned] = {}
-        layers = shared.layers
+        layers = requests.layers
         device = layers(0)[0].device
         others = layers.packed, layers.states
         self._loader = JobLoader(service.shape, device, layers, service.codec, *others)
-        slots = TreeSlots(shared, scheduler, lambda job: self._late.put_back(job))
+        slots = TreeSlots(requests, scheduler, lambda job: self._late.put_back(job))
         self._least = service.config.min_prefix_tokens
-        self._agreement = Agreement(shared.ranks, self._loader)
+        self._agreement = Agreement(requests.ranks, self._loader)
         self.jobs = JobQueue(
             slots,
             self._loader if self._alone else self._agreement,
@@ -76,7 +74,7 @@ class PrefixLoads:
             self._least,
             time.monotonic if self._alone else self._agreement.now,
         )
-        self._late = LateStart(shared, scheduler, self.jobs, slots)
+        self._late = LateStart(requests, scheduler, self.jobs, slots)
         make = service.make_blends
         self._blends: Any = make and make(
             *(self._cache, scheduler, service, self.jobs, self._late.gate),
@@ -84,6 +82,9 @@ class PrefixLoads:
             lambda spans: self._loader.measure(service.store, spans, exact=False),
         )
         """Plans blends and computes them; None if this server does not blend."""
+        schedule = service.config.schedule
+        self.order = None if schedule == OFF else QueueOrder(schedule, self._unread)
+        """None if the queue is not reordered."""
 
     def plan(self, known: Known) -> None:
         """Plan what is to be loaded for a queued request; join or begin a job for it."""
@@ -194,9 +195,12 @@ class PrefixLoads:
 
     def end_waiting(self, known: Known) -> None:
         """Note that a request was admitted, or is gone."""
-        self._planned.pop(known.req.rid, None)
-        self.jobs.leave(known.req.rid)
-        self._service.lookahead.stop_waiting(known.req.rid)
+        rid = known.req.rid
+        self._planned.pop(rid, None)
+        self.jobs.leave(rid)
+        if self.order is not None:
+            self.order.forget(rid)
+        self._service.lookahead.stop_waiting(rid)
         if not self._service.lookahead.awaits:
             self._service.lookahead.tell()
 
@@ -208,7 +212,7 @@ class PrefixLoads:
             known.gated += job.gated
             # On an accelerator, passes wait on its stream.
             known.disturbed = known.disturbed or bool(job.events)
-            self._reports.tell_reads(known, job)
+            self._requests.tell_reads(known, job)
 
     def poll(self) -> None:
         """Once per pass: take in what the loader has done, and give slots to jobs."""
@@ -250,16 +254,19 @@ class PrefixLoads:
         self.drop_all()
         self._loader.close(self._service.config.io_timeout)
 
-    def note_state(self, known: Known, order: QueueOrder) -> None:
+    def look_again(self, req: Any) -> None:
         """Note what is cached of a waiting request, for the order of the queue."""
-        total, job = len(known.req.full_untruncated_fill_ids), known.waiter.job
+        known = self._known.get(req.rid)
+        if known is None or self.order is None:
+            return
+        total, job = len(req.full_untruncated_fill_ids), known.waiter.job
         length, stored = known.report["prefix_tokens"], 0 if job is None else len(job)
-        cached = length + stored >= self._service.config.min_prefix_tokens
+        cached = length + stored >= self._least
         work = RequestLengths(length, stored, total - length - stored)
         estimate = self._service.estimator.estimate(work, 1.0, known.io)
-        order.note(known.req.rid, CacheState(cached, estimate))
+        self.order.note(req.rid, CacheState(cached, estimate))
 
-    def unread(self, rid: str) -> float:
+    def _unread(self, rid: str) -> float:
         """The share of a waiting request's reads that is left to do."""
         known = self._known.get(rid)
         job = None if known is None else known.waiter.job
@@ -312,7 +319,7 @@ class PrefixLoads:
             # What is damaged the store itself knows.
             known.declined = True
         if job.state is JobState.LOADED and not job.revoked:
-            self._reports.tell_loaded(known, job)
+            self._requests.tell_loaded(known, job)
         self.plan(known)
 
     def _raise_bits(self) -> None:

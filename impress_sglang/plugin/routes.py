@@ -7,10 +7,13 @@ scheduler's process.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,10 +22,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from impress_sglang.options import EXACTLY, OFF
 from impress_sglang.plugin.admin import MESSAGE
-from impress_sglang.plugin.checking import OK, RUNNING
 from impress_sglang.plugin.flags import config_of
-from impress_sglang.plugin.page import OVERVIEW_ROUTE, PAGE_ROUTE, document, with_text
 from impress_sglang.plugin.report_transport import REPORT_KEY
+from impress_sglang.plugin.served_cache import OK, RUNNING
 from impress_sglang.serving.custom_params import BITS_KEY, BLEND_KEY, RETENTION_KEY, STORE_KEY
 from impress_sglang.serving.truncation import TRUNCATE_KEY
 from impress_sglang.serving.why import Reason
@@ -31,6 +33,9 @@ from impress_sglang.serving.why import Reason
 PAUSE_S = 0.01
 _BODY = {"text", "input_ids", "extra_key", "cache_salt", "older_than", "all"}
 _purging = asyncio.Lock()
+_MOST_LETTERS = 120
+# The page is three files, served as one self-contained document.
+_PAGE = Path(__file__).parents[1] / "page"
 
 
 class NotDone(Exception):
@@ -259,6 +264,32 @@ def refuse_foreign(request: Request) -> None:
         raise HTTPException(403, "not for pages of other sites")
 
 
+def with_text(found: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Replace tokens by text; by None if they are hidden or there is no tokenizer."""
+    for row in (*found.get("requests", ()), *found.get("segments", ())):
+        tokens = row.pop("words")
+        shown = tokens is not None and tokenizer is not None
+        row["text"] = tokenizer.decode(tokens)[:_MOST_LETTERS] if shown else None
+    return found
+
+
+def document() -> tuple[str, str]:
+    """The page, and a content security policy that lets a browser run only what belongs to it."""
+    html, style, script = (
+        (_PAGE / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    policy = (
+        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html.replace("/* page.css */", style).replace("/* page.js */", script), policy
+
+
+def _source(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
 def before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
     """Before the HTTP server starts: add our routes, if it is to have them."""
     if config_of(server_args) is not None:
@@ -286,11 +317,11 @@ def add_routes() -> None:
     async def impress_stats() -> dict[str, Any]:
         return await send("stats")
 
-    @app.get(PAGE_ROUTE)
+    @app.get("/impress")
     async def impress_page() -> HTMLResponse:
         return HTMLResponse(html, headers=headers)
 
-    @app.get(OVERVIEW_ROUTE, dependencies=[Depends(refuse_foreign)])
+    @app.get("/impress/overview", dependencies=[Depends(refuse_foreign)])
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_overview(after: int = 0, below: str | None = None) -> JSONResponse:
         try:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,14 @@ from impress_sglang.plugin.capabilities import attention_layers
 from impress_sglang.plugin.eligibility import check_plain
 from impress_sglang.plugin.pools import (
     PoolLayers,
+    behind,
     full_pool,
     index_keys,
     is_latent,
     pool_of,
-    stateful,
     streams_of,
     window_pool,
 )
-from impress_sglang.plugin.states import behind
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -46,7 +46,6 @@ from impress_sglang.store.stored import StoredSpan
 from impress_sglang.store.writing import Offer
 from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.packed import PackedLayers
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,31 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 72
 # The most that codes may be off on average, as a share of what is coded.
 WORST_ERROR = 0.15
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Given:
+    """What a pool was given, `right` [3n, ...], and the rows, int64 [3n], where SGLang finds it.
+
+    Of the rows, the first n are stored, the next n filled, and of the last n nothing may change.
+    """
+
+    what: str
+    find: Callable[[], Tensor]
+    rows: Tensor
+    right: Tensor
+    of_model: bool = False
+    """Whether these are KVs of the model in layers that attend to all tokens."""
+
+    def difference(self, most: float) -> str:
+        """What is not as it should be, if it may be off by `most` on average; empty if all is."""
+        count, pool, right = -(-len(self.rows) // 3), self.find(), self.right.cpu().double()
+        # Rows of eight bits cannot be indexed as floats.
+        now = pool.view(torch.uint8)[self.rows].view(pool.dtype).cpu().double()
+        if not torch.equal(now[2 * count :], right[2 * count :]):
+            return f"{self.what} are in slots of others"
+        off = float((now[count : 2 * count] - right[:count]).norm() / right[:count].norm())
+        return "" if off <= most else f"{self.what} are off by {off:.1%}"
 
 
 def check_kvs(
@@ -105,58 +129,50 @@ def _error(
     filler: SlotFiller,
 ) -> str:
     """What goes wrong; empty if nothing does."""
-    random = torch.Generator().manual_seed(1)
-    size = _size_of(runners[0].token_to_kv_pool)
-    count = min(MOST_TOKENS, size // 3)
-    used = 1 + torch.randperm(size, generator=random)[: 3 * count].to(layers(0)[0].device)
-    # Of the third part nothing may change.
-    written, filled, others = used.split(count)
-    given, raw = [], list[Tensor]()
-    for own in runners:
-        pool = own.token_to_kv_pool
-        raw += index_keys(full_pool(pool))
-        if getattr(pool, "dsa_kv_cache_store_fp8", False):
-            # Packed with scales by what attends, and by nothing else.
-            raw += [kvs.flatten(1).view(torch.uint8) for kvs in pool.kv_buffer]
-        else:
-            given.append((pool, _give(own, used, random)))
-    for part in raw:
-        part[used] = torch.randint_like(part[used], 256)
-    right = [part[used] for part in raw]
-    forward_stream = runners[0].forward_stream
-    spans = _stored(store, np.arange(count, dtype=np.int32), layers.read, written, forward_stream)
+    random, main = torch.Generator().manual_seed(1), runners[0].token_to_kv_pool
+    packed, states = layers.packed, layers.states
+    count = min(MOST_TOKENS, _size_of(main) // 3)
+    used = 1 + torch.randperm(_size_of(main), generator=random)[: 3 * count]
+    used = used.to(layers(0)[0].device)
+    written, filled, _ = used.split(count)
+    rows = layers.rows(filled)
+    given = [own for runner in runners for own in _give(runner, used, random, full_pool(main))]
+    stream = runners[0].forward_stream
+    spans = _stored(store, np.arange(count, dtype=np.int32), layers.read, written, stream)
     if sum(map(len, spans)) != count:
         return f"only {sum(map(len, spans))} of {count} tokens were stored"
-    others_of = [] if layers.packed is None else layers.packed.parts()
-    main = full_pool(runners[0].token_to_kv_pool)
     for exact in (True, False)[: 1 + shape.coded]:
         source = store.open_whole(spans, exact=exact)
-        for part in others_of:
+        for part in () if packed is None else packed.parts():
             # What was loaded before shows nothing.
-            part[layers.rows(filled)] = 0
+            part[rows] = 0
         for layer in range(shape.num_layers):
-            stats = FillStats()
-            if layers.packed is not None and layer >= layers.packed.first:
-                rows = layers.rows(filled)
-                layers.packed.fill(filler, layer, source, rows, stats, contextlib.nullcontext)
-            else:
-                both = layers(layer)
-                for own in both:
-                    own[filled] = 0
-                filler.fill(layer, source, *both, filled, stats, contextlib.nullcontext)
+            how = FillStats(), contextlib.nullcontext
+            if packed is not None and layer >= packed.first:
+                packed.fill(filler, layer, source, rows, *how)
+                continue
+            both = layers(layer)
+            for kvs in both:
+                kvs[filled] = 0
+            filler.fill(layer, source, *both, filled, *how)
         store.close_source(source)
-        for pool, kvs in given:
-            for layer, own in enumerate(kvs):
-                coded = not shape.raw_layers or pool_of(pool, layer + pool.start_layer) is main
-                most = 0.0 if exact or not coded else math.inf if shape.basis else WORST_ERROR
-                if error := _difference(pool, layer, own, filled, others, most):
-                    return error
-    for part, own in zip(raw, right, strict=True):
-        now = part[torch.cat([filled, others])]
-        if not torch.equal(now, torch.cat([own[:count], own[2 * count :]])):
-            return "what sparse attention keeps is other"
-    if layers.states is not None and not _comes_back(layers.states, store, filler, forward_stream):
-        return "states are others"
+        worst = math.inf if shape.basis else WORST_ERROR
+        for own in given:
+            coded = not exact and (own.of_model or not shape.raw_layers)
+            if error := own.difference(worst if coded else 0.0):
+                return error
+    if states is not None:
+        first, second = torch.arange(1, 3, device=used.device).split(1)
+        given = [_random("states", part, torch.cat([first, second])) for part in states.parts()]
+        spans = _stored(store, behind(np.empty(0, np.int32), states), states.read, first, stream)
+        source = store.open_whole(spans, exact=True)
+        for layer in range(states.shape.num_layers):
+            states.fill(filler, layer, source, second, FillStats(), contextlib.nullcontext)
+        store.close_source(source)
+        errors = [own.difference(0.0) for own in given]
+        for part in states.parts():
+            part[1:3] = 0
+        return max(errors)
     return ""
 
 
@@ -179,26 +195,6 @@ def _stored(
     return store.match("", tokens).spans
 
 
-def _comes_back(
-    states: PackedLayers, store: PrefixStore, filler: SlotFiller, forward_stream: Any
-) -> bool:
-    """Whether a state in the first slot is the same after it was stored and loaded to the next."""
-    parts = states.parts()
-    first, second = torch.arange(1, 3, device=parts[0].device).split(1)
-    for part in parts:
-        part[first] = torch.randint_like(part[first], 256)
-    tokens = behind(np.empty(0, np.int32), states)
-    spans = _stored(store, tokens, states.read, first, forward_stream)
-    source = store.open_whole(spans, exact=True)
-    for layer in range(states.shape.num_layers):
-        states.fill(filler, layer, source, second, FillStats(), contextlib.nullcontext)
-    store.close_source(source)
-    same = all(torch.equal(part[first], part[second]) for part in parts)
-    for part in parts:
-        part[1:3] = 0
-    return same
-
-
 def _size_of(pool: Any) -> int:
     """How many slots, and rows for windows if there are any, a pool has at least."""
     return int(min(pool.size, getattr(pool, "size_swa", pool.size)))
@@ -216,52 +212,40 @@ def _rows_for(pool: Any) -> Iterator[None]:
     table[1 : size + 1] = 0
 
 
-def _rows_in(pool: Any, layer_id: int, slots: Tensor) -> Tensor:
-    """Where a layer has slots."""
-    whole = pool_of(pool, layer_id) is full_pool(pool)
-    return slots if whole else pool.full_to_swa_index_mapping[slots]
-
-
-def _give(runner: Any, slots: Tensor, random: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """Give random KVs [n, G, D] to slots int64 [n] of a pool as a pass does; returns them."""
-    pool, given = runner.token_to_kv_pool, []
-    where: Any = slots
-    if window_pool(pool) is not None:
-        where = KVWriteLoc(slots, pool.full_to_swa_index_mapping[slots])
+def _give(runner: Any, slots: Tensor, random: torch.Generator, main: Any) -> Iterator[_Given]:
+    """Give random KVs to slots, int64 [3n], of a pool as a pass does; `main`: that of the model."""
+    pool = runner.token_to_kv_pool
+    full, windows = full_pool(pool), window_pool(pool)
+    for part in index_keys(full):
+        yield _random("index keys", part, slots)
+    if getattr(pool, "dsa_kv_cache_store_fp8", False):
+        # Packed with scales by what attends, and by nothing else.
+        for number, kvs in enumerate(pool.kv_buffer):
+            yield _random(f"KVs of layer {number}", kvs.flatten(1).view(torch.uint8), slots)
+        return
     modules = {own.layer_id: own for own in attention_layers(runner.model)}
-    for module in modules.values():
-        streams = streams_of(pool_of(pool, module.layer_id), pool.dtype)
+    pools = [full] if windows is None else [full, windows]
+    assert len(modules) == sum(own.layer_num for own in pools)
+    rows = slots if windows is None else pool.full_to_swa_index_mapping[slots]
+    where = slots if windows is None else KVWriteLoc(slots, rows)
+    for layer, module in modules.items():
+        own = pool_of(pool, layer)
+        streams = streams_of(own, pool.dtype)
         both = [
             torch.randn(len(slots), streams.heads, dim, generator=random).to(pool.dtype)
             for dim in streams.dims
         ]
-        if is_latent(full_pool(pool)):
+        if is_latent(full):
             both = [torch.cat(both, -1), both[0]]
-        pool.set_kv_buffer(module, where, *(own.to(slots.device) for own in both))
-        given.append((both[0], both[1]))
-    assert len(given) == (full_pool(pool).layer_num if stateful(pool) else pool.layer_num)
-    return given
+        pool.set_kv_buffer(module, where, *(kv.to(slots.device) for kv in both))
+        finds = pool.get_key_buffer, pool.get_value_buffer
+        for kind, find, kv in zip(("keys", "values"), finds, both, strict=True):
+            found = functools.partial(find, layer)
+            of_own = slots if own is full else rows
+            yield _Given(f"{kind} of layer {layer}", found, of_own, kv, own is main)
 
 
-def _difference(
-    pool: Any, layer: int, own: Sequence[Tensor], filled: Tensor, others: Tensor, most: float
-) -> str:
-    """What is not in the slots of a layer of a pool as it should be, if errors are `most`."""
-    pool = full_pool(pool) if stateful(pool) else pool
-    number, count = layer + pool.start_layer, len(filled)
-    filled, others = (_rows_in(pool, number, own) for own in (filled, others))
-    found = pool.get_key_buffer(number), pool.get_value_buffer(number)
-    for kind, kv, now in zip(("keys", "values"), own, found, strict=True):
-        if not torch.equal(_rows(now, others), kv[2 * count :].double()):
-            return f"{kind} of layer {layer} are in slots of others"
-        right = kv[:count].double()
-        # The root of the mean square of errors, as a share of that of what is right.
-        off = float((_rows(now, filled) - right).norm() / right.norm())
-        if not off <= most:
-            return f"{kind} of layer {layer} are off by {off:.1%}"
-    return ""
-
-
-def _rows(pool: Tensor, slots: Tensor) -> Tensor:
-    """Rows of a pool on the CPU, as float64; those of eight bits cannot be indexed as floats."""
-    return pool.view(torch.uint8)[slots].view(pool.dtype).cpu().double()
+def _random(what: str, part: Tensor, rows: Tensor) -> _Given:
+    """Give random bytes to rows of a part of a pool, uint8 [slots, n]."""
+    right = part[rows] = torch.randint_like(part[rows], 256)
+    return _Given(what, lambda: part, rows, right)

@@ -13,8 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
-from impress_sglang.plugin.allocation import Slots
-from impress_sglang.plugin.known import Shared, key_of
+from impress_sglang.plugin.known import KnownRequests, key_of
 from impress_sglang.plugin.tree_nodes import drop_below, match_resident
 from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import marked
@@ -24,12 +23,14 @@ from impress_sglang.serving.load_jobs import LoadJob
 class TreeSlots:
     """Slots of SGLang's pool for jobs; the scheduler's thread owns them."""
 
-    def __init__(self, shared: Shared, scheduler: Any, put_back: Callable[[LoadJob], None]) -> None:
+    def __init__(
+        self, requests: KnownRequests, scheduler: Any, put_back: Callable[[LoadJob], None]
+    ) -> None:
         """`put_back` puts the users of a job back into the queue."""
-        self._cache, self._known = shared.cache, shared.known
-        self._provenance, self._usual = shared.provenance, shared.service.usual
+        self._cache, self._known = requests.cache, requests.known
+        self._provenance, self._usual = requests.provenance, requests.service.usual
         self._scheduler, self._put_back = scheduler, put_back
-        self._allocation = shared.allocation
+        self._allocation = requests.allocation
         self.windows = self._allocation.has_rows
 
     def room(self) -> int:
@@ -121,7 +122,7 @@ class TreeSlots:
     def give_back(self, job: LoadJob) -> None:
         """See `SlotPool.give_back`."""
         assert job.slots is not None and job.rows is not None
-        self._allocation.give_back(Slots(job.slots, job.rows))
+        self._allocation.give_back(job.slots, job.rows)
         job.slots = None
         self._cache.unlock(job.hold)
 

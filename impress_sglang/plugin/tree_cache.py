@@ -34,34 +34,35 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.options import OFF
-from impress_sglang.plugin.allocation import Allocation
-from impress_sglang.plugin.checking import IntegrityCheck
-from impress_sglang.plugin.known import Brought, Known, KnownRequests, Shared
-from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.known import Brought, Known, KnownRequests
+from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
-from impress_sglang.plugin.request_reports import RequestReports
-from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.plugin.sweeps import Sweeps
-from impress_sglang.plugin.tree_nodes import free_leaf, is_locked, last_node
+from impress_sglang.plugin.served_cache import IntegrityCheck, ServedCache
+from impress_sglang.plugin.tree_nodes import Sweeps, free_leaf, is_locked, last_node
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
-from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.service import Service
 
 
 class ImpressTreeCache(UnifiedRadixCache):
-    """SGLang's `UnifiedRadixCache`; what left it is brought back from the store by load jobs."""
+    """SGLang's `UnifiedRadixCache`; what left it is brought back from the store by load jobs.
+
+    It is SGLang's own until it is connected to a store and a scheduler is attached.
+    """
+
+    impress: ServedCache
+    """What hooks, routes and orders need; there from `connect` on."""
+    loads: PrefixLoads
+    """The load jobs; there from `attach` on."""
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.impress: ServedCache | None = None
-        """What hooks, routes and orders need; None before it is connected."""
-        self.loads: PrefixLoads | None = None
-        """The load jobs; None before a scheduler is attached."""
+        self._serves = False
+        # Empty as long as it does not serve.
+        self._known = dict[str, Known]()
         self._released: list[Known] = []
         super().__init__(params)
 
@@ -75,7 +76,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         ranks: Ranks = ALONE,
         adapters: Any = None,
     ) -> None:
-        """Connect the cache to its store; it is SGLang's until a scheduler is attached.
+        """Connect the cache to its store.
 
         Args:
             service: the store, and what goes with it.
@@ -89,66 +90,46 @@ class ImpressTreeCache(UnifiedRadixCache):
         self._service, keys = service, layers(0)[0]
         packed, states = layers.packed, layers.states is not None
         self._planner = LoadPlanner(service, self.page_size, layers.beyond, packed, states=states)
-        self._allocation = Allocation(
-            self, packed.window if packed is not None else 0, states=states
-        )
+        window = packed.window if packed is not None else 0
+        self._allocation = Allocation(self, window, states=states)
         self._provenance = Provenance(len(keys), keys.device)
-        self._shared = Shared(
+        self._requests = KnownRequests(
             *(self, service, self._planner, self._provenance, layers, forward_stream),
-            self._allocation,
-            ranks=ranks,
-            adapters=adapters,
+            *(self._allocation, ranks, adapters, self._known),
         )
-        self._known = service.live = self._shared.known
-        self._saves = saves = WriteBack(self._shared, QuerySampler(model, layers.number))
-        self._requests = KnownRequests(self._shared, saves.sight)
-        self._reports = RequestReports(self._shared, counts=saves.sights is not None)
+        service.live, service.describe_pool = self._known, self._describe_pool
+        self._saves = saves = WriteBack(self._requests, QuerySampler(model, layers.number))
         # What is locked is not freed, and a rank does not know which of all writes are purged.
         let_go = None if ranks.alone else saves.give_all_up
-        sweeps = Sweeps(self, partial(last_node, self), is_locked, partial(free_leaf, self), let_go)
+        is_empty = self._allocation.is_empty
         self.impress = ServedCache(
             service,
             IntegrityCheck(service.served, self._check_requests),
-            WeightWatch(
-                *(service.served, read_identity, self._set_aside),
-                lambda: self._allocation.is_empty,
-                ranks,
-            ),
-            sweeps,
+            WeightWatch(service.served, read_identity, self._set_aside, is_empty, ranks),
+            Sweeps(self, partial(last_node, self), is_locked, partial(free_leaf, self), let_go),
             self._planner,
             self.page_size,
             saves.sights,
             attach=self.attach,
-            look_again=self._look_again,
-            rest=lambda: self.loads is not None and self.loads.rest(),
             ranks=ranks,
         )
-        service.describe_pool = self._describe_pool
 
     def attach(self, scheduler: Any) -> None:
         """Begin to serve, for a scheduler that is complete."""
-        self.loads = PrefixLoads(self._shared, scheduler, self._requests, self._reports)
-        schedule = self._service.config.schedule
-        if self.impress is not None and schedule != OFF:
-            self.impress.queue_order = QueueOrder(schedule, self.loads.unread)
+        loads = self.loads = PrefixLoads(self._requests, scheduler)
+        self.impress.rest, self.impress.look_again = loads.rest, loads.look_again
+        self.impress.queue_order = loads.order
         # SGLang's seams for caches that load while requests queue.
-        scheduler.enable_lmcache = True
-
-    def _look_again(self, req: Any) -> None:
-        """Note what is cached of a waiting request, for the order of the queue."""
-        known = self._known.get(req.rid)
-        order = None if self.impress is None else self.impress.queue_order
-        if known is not None and self.loads is not None and order is not None:
-            self.loads.note_state(known, order)
+        self._serves = scheduler.enable_lmcache = True
 
     # A request's way: match, plan, wait, be admitted, end.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """SGLang's, in the class of the request."""
         req = params.req
-        if req is None or self.loads is None or self.disable:
+        if req is None or not self._serves or self.disable:
             return super().match_prefix(params)
-        known = self._requests.note(req)
+        known = self._requests.note(req, self._saves.sight)
         key = params.key
         if key.extra_key != req.extra_key:
             # Its first match: SGLang made the key before the request had a class.
@@ -162,27 +143,27 @@ class ImpressTreeCache(UnifiedRadixCache):
             params = dataclasses.replace(params, key=key)
         result = super().match_prefix(params)
         if not known.admitted:
-            self._reports.tell_resident(known, result.device_prefix_len)
+            self._requests.tell_resident(known, result.device_prefix_len)
         return result
 
     def is_backuped(self, node_id: Any) -> bool:
         """Whether SGLang asks for what is stored behind a node: always."""
-        return self.loads is not None or bool(super().is_backuped(node_id))
+        return self._serves or bool(super().is_backuped(node_id))
 
     def prefetch_from_storage(
         self, handle: CacheRequestHandle, *arguments: Any, **keywords: Any
     ) -> bool:
         """A request is queued: plan what is to be loaded for it."""
         known = self._known.get(handle.rid)
-        if known is not None and self.loads is not None:
+        if known is not None:
             self.loads.plan(known)
-            self._look_again(known.req)
+            self.loads.look_again(known.req)
         return False
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether a request may be admitted now; others pass it if not."""
         known = self._known.get(request.rid)
-        return known is None or self.loads is None or self.loads.may_run(known)
+        return known is None or self.loads.may_run(known)
 
     def pop_prefetch_loaded_span(self, request: CacheRequestHandle) -> tuple[int, int | None]:
         """How many tokens were brought for a request, and where they begin."""
@@ -198,23 +179,23 @@ class ImpressTreeCache(UnifiedRadixCache):
         known = self._known.get(request.rid)
         if known is not None and not known.admitted:
             known.admitted = True
-            self._reports.explain(known)
+            self._requests.explain(known)
             self._saves.expect(known)
-            self._end_waiting(request.rid)
+            self.loads.end_waiting(known)
 
     def discard_storage_prefetch_accounting(self, request: CacheRequestHandle) -> None:
         """SGLang's counts of its own storage, which is not ours."""
 
     def waiting_storage_span(self, request: CacheRequestHandle) -> tuple[int, int] | None:
         """What is being brought for a waiting request."""
-        known = None if self.loads is None else self._known.get(request.rid)
+        known = self._known.get(request.rid)
         job = None if known is None else known.waiter.job
         return None if job is None else (job.start, job.stop)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """SGLang's, which inserts what was computed; then offer what is new to the store."""
-        known = None if self.loads is None else self._known.get(req.rid)
-        if known is None or self.loads is None or self.disable:
+        known = self._known.get(req.rid)
+        if known is None or self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
         self.loads.end_pass(known)
@@ -233,11 +214,11 @@ class ImpressTreeCache(UnifiedRadixCache):
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """A request gives its row back: it is over, or SGLang put it back into the queue."""
         super().on_release(req, checkpointed=checkpointed)
-        known = None if self.loads is None else self._known.get(req.rid)
-        if known is None or self.loads is None:
+        known = self._known.get(req.rid)
+        if known is None:
             return
         self.loads.end_pass(known)
-        self._end_waiting(req.rid)
+        self.loads.end_waiting(known)
         if req.finished():
             self._forget(known)
             return
@@ -254,34 +235,27 @@ class ImpressTreeCache(UnifiedRadixCache):
         """
         released, self._released = self._released, []
         for known in released:
-            if self.loads is not None and not self.loads.is_queued(known.req):
+            if not self.loads.is_queued(known.req):
                 self._forget(known)
 
     def _forget(self, known: Known) -> None:
         self._saves.end(known)
-        self._reports.count(known)
+        self._requests.count(known)
         self._known.pop(known.req.rid, None)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         """Forget a request that ended without having been admitted."""
         super().release_aborted_request(request)
-        known = None if self.loads is None else self._known.get(request.rid)
+        known = self._known.get(request.rid)
         if known is not None and not known.admitted:
-            self._end_waiting(request.rid)
-            self._known.pop(request.rid, None)
-
-    def _end_waiting(self, rid: str) -> None:
-        """Note that a request was admitted, or is gone."""
-        assert self.loads is not None and self.impress is not None
-        self.loads.end_waiting(self._known[rid])
-        if self.impress.queue_order is not None:
-            self.impress.queue_order.forget(rid)
+            self.loads.end_waiting(known)
+            del self._known[request.rid]
 
     # Once per pass.
 
     def check_hicache_events(self) -> None:
         """Take in what other threads have done, and give slots to jobs."""
-        if self.loads is not None:
+        if self._serves:
             self._service.served.poll()
             if self._released:
                 self._forget_ended()
@@ -295,7 +269,7 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def has_pending_cache_operations(self) -> bool:
         """Whether slots are being filled: SGLang neither flushes nor checks for leaks meanwhile."""
-        return self.loads is not None and self.loads.jobs.filling
+        return self._serves and self.loads.jobs.filling
 
     # Room.
 
@@ -311,7 +285,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         slots = params.num_tokens - result.num_tokens_evicted
         rows = params.swa_num_tokens - result.swa_num_tokens_evicted
         rows += params.mamba_num - result.mamba_num_evicted
-        if max(slots, rows) <= 0 or self.loads is None:
+        if max(slots, rows) <= 0 or not self._serves:
             return result
         left = max(slots, 0), max(rows, 0)
         core, free = self.tree_core, self._allocation.available
@@ -340,17 +314,12 @@ class ImpressTreeCache(UnifiedRadixCache):
         """Tokens that `evict` can free: SGLang's, and those that only writes have locked."""
         return int(super().evictable_size()) + self._locked_for_writes()
 
-    def full_evictable_size(self) -> int:
-        """See `evictable_size`."""
-        return int(super().full_evictable_size()) + self._locked_for_writes()
-
     def protected_size(self) -> int:
         """Tokens that cannot be evicted: SGLang's, and the slots of jobs."""
         return int(super().protected_size()) + self._loading() - self._locked_for_writes()
 
-    def full_protected_size(self) -> int:
-        """See `protected_size`."""
-        return int(super().full_protected_size()) + self._loading() - self._locked_for_writes()
+    # Its tree counts the tokens of all layers, and those of layers without windows, as one.
+    full_evictable_size, full_protected_size = evictable_size, protected_size
 
     def swa_evictable_size(self) -> int:
         """See `evictable_size`; rows of layers with windows."""
@@ -368,16 +337,16 @@ class ImpressTreeCache(UnifiedRadixCache):
         """See `protected_size`; states."""
         return int(super().mamba_protected_size()) + self._loading_rows()
 
+    def _loading(self) -> int:
+        return self.loads.jobs.loading_tokens if self._serves else 0
+
     def _loading_rows(self) -> int:
-        jobs = () if self.loads is None else self.loads.jobs.loading
+        jobs = self.loads.jobs.loading if self._serves else ()
         loading = sum(len(job.rows) for job in jobs if job.rows is not None)
         return loading - self._locked_for_writes(rows=True)
 
-    def _loading(self) -> int:
-        return 0 if self.loads is None else self.loads.jobs.loading_tokens
-
     def _locked_for_writes(self, *, rows: bool = False) -> int:
-        if self.loads is None:
+        if not self._serves:
             return 0
         locked = self._allocation.protected_rows if rows else self.tree_core.protected_size
         return self._saves.locked_tokens(locked)
@@ -386,7 +355,7 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def reset(self) -> None:
         """SGLang's flush, which it does when idle: drops what is resident, keeps what is stored."""
-        if self.loads is None or self.impress is None:
+        if not self._serves:
             super().reset()
             return
         assert not self.has_pending_cache_operations(), "SGLang flushes while slots are filled"
@@ -401,14 +370,13 @@ class ImpressTreeCache(UnifiedRadixCache):
     def release_host_resources(self) -> None:
         """Shut down gracefully: finish writes, and save what the next start should know."""
         super().release_host_resources()
-        loads, self.loads = self.loads, None
-        if loads is not None:
-            loads.close()
+        if self._serves:
+            self._serves, self._known = False, {}
+            self.loads.close()
             self._service.close()
 
     def _set_aside(self) -> None:
         """Prepare for new weights or a new pool: end jobs and writes, forget plans."""
-        assert self.loads is not None
         self.loads.drop_all()
         self.loads.wait_for_loader()
         self._saves.abandon()
@@ -423,5 +391,5 @@ class ImpressTreeCache(UnifiedRadixCache):
 
     def _check_requests(self) -> None:
         """Check our counters; the time grows with requests and jobs, not with what is stored."""
-        if self.loads is not None:
+        if self._serves:
             self.loads.check()

@@ -21,21 +21,20 @@ from impress_sglang.plugin.capabilities import (
     may_have_windows,
 )
 from impress_sglang.plugin.compat import warn_if_untested
-from impress_sglang.plugin.drafts import draft_runners
-from impress_sglang.plugin.factory import identity_of, kv_shape
+from impress_sglang.plugin.factory import draft_runners, identity_of, kv_shape, rotation_of
 from impress_sglang.plugin.pools import (
+    STATEFUL,
     PoolLayers,
     full_pool,
     index_keys,
     is_latent,
+    state_layers,
     streams_of,
     window_pool,
 )
 from impress_sglang.plugin.ranks import counts_of, identity_reader, ranks_of
 from impress_sglang.plugin.rectangular import attend_rectangularly
-from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.plugin.self_test import check_kvs
-from impress_sglang.plugin.states import STATEFUL, state_layers
 from impress_sglang.plugin.tree_cache import ImpressTreeCache
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.service import Service

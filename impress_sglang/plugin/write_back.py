@@ -23,11 +23,10 @@ from torch import Tensor
 from impress_sglang.options import OFF
 from impress_sglang.plugin.eligibility import store_refusal
 from impress_sglang.plugin.keys import as_tokens
-from impress_sglang.plugin.known import Known, Shared
+from impress_sglang.plugin.known import Known, KnownRequests
+from impress_sglang.plugin.pools import behind as behind_of
 from impress_sglang.plugin.query_sampling import QuerySampler
-from impress_sglang.plugin.states import behind as behind_of
-from impress_sglang.plugin.states import last_state
-from impress_sglang.plugin.tree_nodes import lock_states, lock_windows
+from impress_sglang.plugin.tree_nodes import last_state, lock_states, lock_windows
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.sights import Sights
@@ -79,11 +78,15 @@ class _Save:
 class WriteBack:
     """The saves of one tree cache; the scheduler's thread owns them."""
 
-    def __init__(self, shared: Shared, sampler: QuerySampler) -> None:
-        self._cache, self._service, self._planner = shared.cache, shared.service, shared.planner
-        self._provenance, self._layers = shared.provenance, shared.layers
-        self._window = shared.allocation.window
-        self._forward_stream, self._ranks = shared.forward_stream, shared.ranks
+    def __init__(self, requests: KnownRequests, sampler: QuerySampler) -> None:
+        self._cache, self._service, self._planner = (
+            requests.cache,
+            requests.service,
+            requests.planner,
+        )
+        self._provenance, self._layers = requests.provenance, requests.layers
+        self._window = requests.allocation.window
+        self._forward_stream, self._ranks = requests.forward_stream, requests.ranks
         self._sampler = sampler
         self._access = PoolAccess()
         self._saves: dict[_Save, None] = {}

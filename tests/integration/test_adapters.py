@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from impress_sglang.plugin import factory
-from impress_sglang.plugin.drafts import draft_runners, note_drafts
+from impress_sglang.plugin.factory import draft_runners, note_drafts
 from impress_sglang.plugin.keys import namespace_of_request
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit.kv_factory import make_shape

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from impress_sglang.plugin import admin, routes, sweeps
+from impress_sglang.plugin import admin, routes, tree_nodes
 from impress_sglang.plugin.admin import handle
 from impress_sglang.plugin.routes import carry_out
 from impress_sglang.serving.why import Reason
@@ -233,7 +233,7 @@ def test_each_purge_is_seen_through_before_the_next_one_begins(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many there are: more sweeps at once than are kept would throw each other out."""
-    monkeypatch.setattr(sweeps, "MOST_LOOKS", 1)
+    monkeypatch.setattr(tree_nodes, "MOST_LOOKS", 1)
     for number in range(12):
         fill_pool(world, f"tenant {number}", 1000, 1)
     names = list[str]()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.plugin import checking, routes
+from impress_sglang.plugin import routes, served_cache
 from impress_sglang.serving.job_queue import Waiter
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
@@ -34,7 +34,7 @@ def checked(world: World) -> str:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One item in a step."""
-    monkeypatch.setattr(checking, "STEP_S", 0.0)
+    monkeypatch.setattr(served_cache, "STEP_S", 0.0)
 
 
 def test_polls_tell_what_the_last_check_found(

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from impress_sglang.plugin import page
-from impress_sglang.plugin.page import document, with_text
+from impress_sglang.plugin import admin
+from impress_sglang.plugin.routes import document, with_text
 from impress_sglang.serving.report import MOST_WORDS
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
 from tests.integration.worlds import STORED, World
@@ -45,7 +45,7 @@ def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
 
 
 def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MOST_SEGMENTS", 2)
+    monkeypatch.setattr(admin, "MOST_SEGMENTS", 2)
     for number in range(5):
         world.stored_after(f"r{number}", 2000 + 100 * number)
     rows = seen(world, after=0)["segments"]
@@ -106,7 +106,7 @@ def served(found: dict[str, Any]) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            is_page = self.path == page.PAGE_ROUTE
+            is_page = self.path == "/impress"
             self.send_response(200)
             self.send_header("Content-Security-Policy", policy)
             self.send_header("Content-Type", "text/html" if is_page else "application/json")
@@ -118,7 +118,7 @@ def served(found: dict[str, Any]) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}{page.PAGE_ROUTE}"
+            yield f"http://127.0.0.1:{server.server_port}/impress"
         finally:
             server.shutdown()
 

@@ -21,10 +21,10 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.plugin import capabilities, compat, hooks
+from impress_sglang.plugin import capabilities, compat
 from impress_sglang.plugin import entry as plugin
+from impress_sglang.plugin.compat import Hook
 from impress_sglang.plugin.flags import config_of
-from impress_sglang.plugin.hooks import Hook
 from tests.integration.tiny_model import LLAMA, write_config
 
 
@@ -307,11 +307,11 @@ def test_hook_that_cannot_be_applied(
 @pytest.mark.parametrize("hook", plugin.HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
 def test_every_hook_is_looked_for(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another plugin that replaces a function leaves our hook out of it."""
-    hooks.check_in_place(plugin.HOOKS)
+    compat.check_in_place(plugin.HOOKS)
     holder, _, name = hook.target.rpartition(".")
     monkeypatch.setattr(pkgutil.resolve_name(holder), name, lambda *_, **__: None)
     with pytest.raises(UnsupportedError, match=name):
-        hooks.check_in_place(plugin.HOOKS)
+        compat.check_in_place(plugin.HOOKS)
 
 
 @pytest.fixture(autouse=True)

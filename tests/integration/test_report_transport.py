@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from impress_sglang.cost import RequestLengths
 from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.plugin import report_transport
+from impress_sglang.plugin.known import KnownRequests
 from impress_sglang.plugin.report_transport import (
     after_built,
     around_abort,
@@ -24,7 +26,6 @@ from impress_sglang.plugin.report_transport import (
     attach,
     before_output,
 )
-from impress_sglang.plugin.request_reports import RequestReports
 from impress_sglang.serving.report import RecentRequests, new_report
 from impress_sglang.serving.why import Reason
 from tests.integration.tree_world import report_of
@@ -203,8 +204,8 @@ def test_times_of_a_request_add_up_where_its_prefix_is_loaded_while_it_waits(
     )
     report = new_report("impress", 0, 20) | {"load_ms": load_ms}
     known: Any = SimpleNamespace(req=req, report=report, namespace="", gated=gated, disturbed=False)
-    shared: Any = SimpleNamespace(cache=None, service=service, provenance=None)
-    RequestReports(shared, counts=False).count(known)
+    requests: Any = SimpleNamespace(service=service)
+    KnownRequests.count(requests, known)
     (row,) = service.recent.after(0)
     assert (row["waited_ms"], row["loading_ms"], row["computing_ms"]) == split
     assert learnt == [(0, 20, pytest.approx(0.1 - gated))]
@@ -244,26 +245,26 @@ def test_what_a_pass_took_is_learnt_apart_from_what_it_loaded(
     req = SimpleNamespace(
         rid="r", time_stats=times, origin_input_ids=[*range(20)], retraction_count=0
     )
-    requests: list[Any] = []
+    took: list[Any] = []
     loads: list[Any] = []
     runtime: Any = SimpleNamespace(
         count=lambda _: None,
         recent=RecentRequests(),
         served=SimpleNamespace(opened=None),
         estimator=SimpleNamespace(
-            note_request=lambda *own: requests.append(own),
+            note_request=lambda *own: took.append(own),
             note_load=lambda work, seconds, whole: loads.append((work, round(seconds, 6), whole)),
         ),
     )
-    shared: Any = SimpleNamespace(cache=None, service=runtime, provenance=None)
-    reports = RequestReports(shared, counts=False)
     known: Any = SimpleNamespace(
         req=req,
         report=new_report("paper", 0, 20) | told,
         namespace="",
         disturbed="failed" in told,
     )
-    cache: Any = SimpleNamespace(runtime=runtime, _reports=reports)
+    own: Any = SimpleNamespace(service=runtime)
+    count = functools.partial(KnownRequests.count, own)
+    cache: Any = SimpleNamespace(runtime=runtime, _requests=SimpleNamespace(count=count))
     ImpressRadixCache._learn(cache, known)
-    assert requests == ([] if request_took is None else [pytest.approx(request_took)])
+    assert took == ([] if request_took is None else [pytest.approx(request_took)])
     assert loads == ([] if load_took is None else [load_took])

@@ -28,9 +28,8 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin import self_test
 from impress_sglang.plugin.capabilities import check_layers
 from impress_sglang.plugin.factory import kv_shape
-from impress_sglang.plugin.pools import PoolLayers, index_keys, window_pool
+from impress_sglang.plugin.pools import PoolLayers, index_keys, state_layers, window_pool
 from impress_sglang.plugin.self_test import check_kvs
-from impress_sglang.plugin.states import state_layers
 from impress_sglang.store.policies import make_policy
 from impress_sglang.transfer import filling
 from impress_sglang.transfer.packed import PackedLayers
@@ -126,7 +125,7 @@ def test_pools_of_sparse_attention(dtype: torch.dtype, monkeypatch: pytest.Monke
     with pytest.raises(UnsupportedError, match="index keys of several tokens"):
         run(pool=shared, model_dtype=torch.bfloat16)
     monkeypatch.setattr(PackedLayers, "fill", lambda *_: None)
-    with pytest.raises(UnsupportedError, match="what sparse attention keeps is other"):
+    with pytest.raises(UnsupportedError, match="index keys are off by"):
         run(pool=sparse(dtype), model_dtype=torch.bfloat16)
 
 
@@ -178,7 +177,7 @@ def test_pools_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     run(pool=pool, policy="as", states=own)
     assert not own.mamba_cache.temporal.any() and not own.mamba_cache.conv[0].any()
     monkeypatch.setattr(PackedLayers, "fill", lambda *_: None)
-    with pytest.raises(UnsupportedError, match="states are others"):
+    with pytest.raises(UnsupportedError, match="states are off by"):
         run(pool=pool, policy="as", states=own)
     own.replayssm_write_pos = torch.zeros(4)
     with pytest.raises(UnsupportedError, match="kept with replayssm_write_pos"):

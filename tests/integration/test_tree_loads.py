@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.plugin import sweeps
+from impress_sglang.plugin import tree_nodes
 from impress_sglang.plugin.keys import namespace_of
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.load_jobs import JobState, LoadJob
@@ -156,7 +156,7 @@ def test_a_purge_goes_through_classes_in_the_order_of_the_tree(
     world: TreeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks free the same in each step; in the order of a set of texts they would not."""
-    monkeypatch.setattr(sweeps, "MOST_FREED", 1)
+    monkeypatch.setattr(tree_nodes, "MOST_FREED", 1)
     key = RadixKey(array("q", ASKED[:PREFIX]))
     for number, order in enumerate([({}, EXACT), (EXACT, {})]):
         for wanted in order:

@@ -100,7 +100,7 @@ def world(tmp_path: Path, page: int) -> Iterator[WindowWorld]:
     world.service.store.writes.drain()
     world.check_slots()
     world.flush()
-    assert world.cache._allocation.is_empty
+    assert world.cache._allocation.is_empty()
     world.close()
 
 

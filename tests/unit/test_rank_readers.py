@@ -25,7 +25,6 @@ LOCAL = {
 # Modules of which nothing reaches slots, tree or queue but by the functions below.
 OUTSIDE = {
     "plugin.late_start": "never with several ranks: its passes might fail on one",
-    "plugin.page": "only shows",
     "plugin.self_test": "before the first request",
     "serving.load_jobs": "the loader's thread: all ranks vote on the end of its jobs",
     "serving.metrics": "only tells",
@@ -76,18 +75,19 @@ READERS: dict[str, tuple[str, ...]] = {
         "serving.job_queue.JobQueue.wait_for_loader",
     ),
     "ranks agree before or after it, within the message": (
-        "plugin.checking.IntegrityCheck._all",
-        "plugin.checking.IntegrityCheck.step",
+        "plugin.served_cache.IntegrityCheck._all",
+        "plugin.served_cache.IntegrityCheck.step",
         "plugin.admin._store",
         "plugin.weights.WeightWatch._suspend",
         "plugin.weights.WeightWatch.begin",
     ),
     "it is only told": (
+        "plugin.admin._overview",
         "plugin.prefix_loads.PrefixLoads._after_job",
-        "plugin.request_reports.RequestReports.count",
+        "plugin.known.KnownRequests.count",
     ),
     "it never happens with several ranks": (
-        "plugin.prefix_loads.PrefixLoads.note_state",
+        "plugin.prefix_loads.PrefixLoads.look_again",
         "serving.load_planner.LoadPlanner.choose",
     ),
     "it is in the process of the HTTP server": ("plugin.routes.carry_out",),

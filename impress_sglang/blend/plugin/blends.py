@@ -14,10 +14,10 @@ from impress_sglang.blend.plan import BlendNotes, BlendPlan
 from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps, check_blended
 from impress_sglang.cost import RequestLengths
+from impress_sglang.plugin.factory import rotation_of
 from impress_sglang.plugin.known import Known
 from impress_sglang.plugin.late_start import LayerGate
 from impress_sglang.plugin.pools import PoolLayers
-from impress_sglang.plugin.rotation import rotation_of
 from impress_sglang.serving.job_queue import JobQueue
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan

@@ -35,7 +35,7 @@ from impress_sglang.blend.plan import CHECKED_LAYERS, Kind, share_of_layer
 from impress_sglang.blend.tiled import tiled_attention, tiles_of
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
-from impress_sglang.plugin.rotation import rotation_of
+from impress_sglang.plugin.factory import rotation_of
 
 # Most tokens of a block, and least ones however long they take.
 BLOCK_TOKENS = 2048

@@ -17,8 +17,7 @@ from sglang.srt.layers.dp_attention import get_dp_tp_group
 
 from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.hicache.pages import PageStore
-from impress_sglang.plugin.drafts import draft_runners
-from impress_sglang.plugin.factory import identity_of
+from impress_sglang.plugin.factory import draft_runners, identity_of
 from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
 from impress_sglang.serving.ranks import Ranks

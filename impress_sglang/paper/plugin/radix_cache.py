@@ -28,16 +28,13 @@ from torch import Tensor
 
 from impress_sglang.cost import RequestLengths
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest, tokens_used
-from impress_sglang.plugin.allocation import Allocation
-from impress_sglang.plugin.checking import IntegrityCheck
 from impress_sglang.plugin.keys import as_tokens
-from impress_sglang.plugin.known import Known, KnownRequests, Shared
-from impress_sglang.plugin.pools import PoolLayers
+from impress_sglang.plugin.known import Known, KnownRequests
+from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
-from impress_sglang.plugin.request_reports import RequestReports
-from impress_sglang.plugin.served_cache import ServedCache
-from impress_sglang.plugin.sweeps import Sweeps
+from impress_sglang.plugin.served_cache import IntegrityCheck, ServedCache
+from impress_sglang.plugin.tree_nodes import Sweeps
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.plugin.write_back import WriteBack
 from impress_sglang.serving.load_planner import LoadPlan, LoadPlanner
@@ -68,14 +65,12 @@ class ImpressRadixCache(RadixCache):
         self._planner = planner = LoadPlanner(runtime, params.page_size)
         # What is loaded never gets into SGLang's tree, unless it is exact.
         provenance = Provenance(0, torch.device("cpu"))
-        shared = Shared(
+        self._requests = KnownRequests(
             *(self, runtime, planner, provenance, layers, forward_stream, Allocation(self, 0)),
             adapters=adapters,
         )
-        self._known = shared.known
-        self._saves = saves = WriteBack(shared, QuerySampler(model, layers.number))
-        self._requests = KnownRequests(shared, saves.sight)
-        self._reports = RequestReports(shared, counts=saves.sights is not None)
+        self._known = self._requests.known
+        self._saves = saves = WriteBack(self._requests, QuerySampler(model, layers.number))
         self._plans: dict[str, LoadPlan] = {}
         self._private_tokens = 0
         self.impress = ServedCache(
@@ -109,8 +104,8 @@ class ImpressRadixCache(RadixCache):
         resident, req = super().match_prefix(params), params.req
         if req is None or self.disable or self.impress is None:
             return resident
-        known, start = self._requests.note(req), resident.device_prefix_len
-        self._reports.tell_resident(known, start)
+        known, start = self._requests.note(req, self._saves.sight), resident.device_prefix_len
+        self._requests.tell_resident(known, start)
         self._plans.pop(req.rid, None)
         refused = known.declined or known.report["not_served"] is not None
         # The tokens are copied only if the prompt may be found.
@@ -152,7 +147,7 @@ class ImpressRadixCache(RadixCache):
         known, request = self._known.get(handle.rid), self.runtime.live.get(handle.rid)
         if known is not None and not known.admitted:
             known.admitted = True
-            self._reports.explain(known)
+            self._requests.explain(known)
             known.report["approximate"] = request is not None and request.start > 0
 
     def prefix_device_indices(self, req: Any) -> Tensor:
@@ -278,7 +273,7 @@ class ImpressRadixCache(RadixCache):
         report, times = known.report, known.req.time_stats
         prefill = max(times.prefill_finished_time - times.forward_entry_time, 0.0)
         known.gated = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
-        self._reports.count(known)
+        self._requests.count(known)
         new = len(known.req.origin_input_ids) - report["prefix_tokens"]
         loaded = report["loaded_tokens"]
         odd = known.disturbed or known.req.retraction_count
