@@ -144,7 +144,7 @@ class Server:
     def __init__(self, process: ForkedProcess, port: int, log: Path) -> None:
         self._process = process
         self._log = log
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         self._local = threading.local()
 
     @property
@@ -289,7 +289,7 @@ class Server:
             BenchFailed: it was refused, or there was no answer.
         """
         try:
-            response = self._session.request(method, self._url + path, timeout=timeout, **how)
+            response = self._session.request(method, self.url + path, timeout=timeout, **how)
             response.raise_for_status()
         except requests.RequestException as error:
             raise BenchFailed(f"{method} {path} failed: {error}{self._log_end()}") from error
@@ -307,7 +307,7 @@ class Server:
 
     def _is_ready(self) -> bool:
         try:
-            return bool(self._session.get(f"{self._url}/health", timeout=30).ok)
+            return bool(self._session.get(f"{self.url}/health", timeout=30).ok)
         except requests.RequestException:
             return False
 

@@ -25,7 +25,7 @@ from bench.core.report import Result, Row, Table, plain
 from bench.core.servers import HICACHE, HICACHE_MBPS, Server, servers
 from bench.core.session import step
 from bench.traffic.clients import file_bytes
-from bench.traffic.trace import HICACHE_FLAGS, HICACHE_FOLDER
+from bench.traffic.systems import HICACHE_FLAGS, HICACHE_FOLDER
 from impress_sglang.cli.main import HICACHE as OURS
 
 SYSTEMS = ("file", "impress")

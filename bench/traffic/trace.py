@@ -20,28 +20,26 @@ store or of HiCache's files down to a drive's.
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder, read_rows
-from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
+from bench.core.data import load_tokenize, model_folder, read_rows
+from bench.core.options import DATA, Option
 from bench.core.report import Result, Row, Table, plain, ratio
-from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Piece, Server, servers
+from bench.core.servers import Piece, Server, servers
 from bench.core.session import step
 from bench.traffic.clients import file_bytes, gaps_of
 from bench.traffic.sessions import TRACE, Scale, Session, Turn, read_sessions
+from bench.traffic.systems import OPTIONS as SYSTEMS
+from bench.traffic.systems import PAGE_TOKENS, Systems
 
-SYSTEMS = ("stock", "hicache", "impress", "exact")
 OPTIONS = (
     TRACE,
-    Option("systems", SYSTEMS, f"of {', '.join(SYSTEMS)}", parse=one_of(SYSTEMS)),
     Option("divide", 32, "lengths by this", quick=128),
     Option("sessions", 12, "the first ones", quick=2),
     Option("turns", 12, "of each, the first ones", quick=3),
@@ -49,33 +47,12 @@ OPTIONS = (
     Option("hurry", 20.0, "think times are divided by this"),
     Option("longest-pause", 3.0, "in seconds"),
     Option("pool-share", 0.1, "room of the device pool, and as much on the host"),
-    Option("mbps", (0.0,), "of the drive; 0: as it is"),
-    SERVER_FLAG,
     DATA,
-    MODEL,
-    DTYPE,
-    SEED,
-    KEEP,
+    *SYSTEMS,
 )
 # A pass may have more than one prompt, and answers need room, too.
 LEAST_ROOM = 1.3
 SPARE_TOKENS = 256
-CHUNK_TOKENS = 512
-# One file per page. Of its policies for reading ahead this one finds all that is in files; the
-# others let go of what has not come in time.
-PAGE_TOKENS = 64
-HICACHE_FLAGS = (
-    "--enable-hierarchical-cache",
-    f"--page-size={PAGE_TOKENS}",
-    "--hicache-io-backend=direct",
-    "--hicache-mem-layout=layer_first",
-    "--hicache-write-policy=write_through",
-    "--hicache-storage-backend=file",
-    "--hicache-storage-prefetch-policy=wait_complete",
-)
-HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
-# HiCache refuses a pool on the host that is not larger than the device's.
-HOST_RATIO = 1.05
 
 
 class Asked(NamedTuple):
@@ -98,26 +75,17 @@ def run(args: argparse.Namespace) -> Result:
     longest = max(len(scale.ask(turn).tokens) for own in sessions for turn in own)
     room = int(max(args.pool_share * working_set, LEAST_ROOM * longest)) + SPARE_TOKENS
     room -= room % PAGE_TOKENS
-    host_bytes = HOST_RATIO * room * kv_bytes_per_token(model, args.dtype)
-    sizes = [f"--max-total-tokens={room}", f"--chunked-prefill-size={CHUNK_TOKENS}"]
-    rows = []
+    systems, rows = Systems(args, model, room), []
     with servers(args) as pool:
-        for mbps, system in itertools.product(args.mbps, args.systems):
-            name = f"{system}-{mbps:g}"
-            preload, flags, variables = kind_of(
-                args, system, mbps, pool.folder / f"kv-{name}", host_bytes
-            )
-            how = {"preload": preload, "environment": variables}
-            with pool.running(name, model, args.dtype, *sizes, *flags, **how) as server:
-                if preload == OURS:
-                    server.emulate_ssd(mbps)
-                # First requests take longer.
-                server.generate(list(range(100, 140)), 4)
-                server.flush()
-                with step(f"{system}, {mbps:g} MB/s: {len(sessions)} sessions"):
-                    row = replay(server, sessions, scale, args.at_once)
-                server.check_log()
-            rows.append({"system": system, "mbps": mbps, **row})
+        for system, mbps, server in systems.each(pool):
+            with step(f"{system}, {mbps:g} MB/s: {len(sessions)} sessions"):
+                rows.append(
+                    {
+                        "system": system,
+                        "mbps": mbps,
+                        **replay(server, sessions, scale, args.at_once),
+                    }
+                )
     sizes_told = {
         "trace": args.trace.stem,
         "requests": sum(map(len, sessions)),
@@ -127,7 +95,7 @@ def run(args: argparse.Namespace) -> Result:
     }
     shown = plain(*(name for name in rows[0] if name != "cached_tokens"))
     told = ", ".join(f"{name} {own}" for name, own in sizes_told.items())
-    figures = {"model": model.name, **sizes_told, "host_bytes": int(host_bytes), "rows": rows}
+    figures = {"model": model.name, **sizes_told, "host_bytes": systems.host_bytes, "rows": rows}
     return Result(figures, [Table(shown, rows, told)])
 
 
@@ -135,21 +103,6 @@ def choose(sessions: Sequence[Session], count: int) -> list[Session]:
     """The first sessions in which somebody asks again."""
     several = [own for own in sessions if len(own) > 1]
     return sorted(several, key=lambda own: own[0].at)[:count]
-
-
-def kind_of(
-    args: argparse.Namespace, system: str, mbps: float, store: Path, host_bytes: float
-) -> tuple[str, Sequence[str], dict[str, str]]:
-    """What a server of a system imports first, its flags and variables of its environment."""
-    if system == "stock":
-        return STOCK, (), {}
-    if system == "hicache":
-        flags = *HICACHE_FLAGS, f"--hicache-ratio={HOST_RATIO}"
-        return HICACHE, flags, {HICACHE_FOLDER: str(store), HICACHE_MBPS: str(mbps)}
-    own = {"exact": ["--impress-bits=exact"]}
-    flags = "--enable-impress", f"--impress-ssd-dir={store}", "--impress-min-free-gb=0"
-    caches = "--impress-device-gb=0", f"--impress-host-gb={host_bytes / 1e9:.4f}"
-    return OURS, (*flags, *caches, *own.get(system, ()), *args.server_flag), {}
 
 
 def replay(server: Server, sessions: Sequence[Session], scale: Scale, at_once: int) -> Row:

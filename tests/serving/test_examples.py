@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -64,6 +65,33 @@ def test_passages(server: Server) -> None:
     cached = [int(own) for own in re.findall(r"(\d+) of them cached", told)]
     # On a busy machine blending may take too long for others to wait.
     assert len(cached) == 3 and sum(own > 200 for own in cached) >= 2, told
+
+
+def test_bench_serving(server: Server, model: Path, workdir: Path, zygote: Zygote) -> None:
+    """SGLang's own benchmark, with turns, against a server whose pool forgot what it computed."""
+    options = [
+        f"--base-url={server.url}",
+        f"--model={model}",
+        f"--output-file={workdir / 'bench-serving.jsonl'}",
+        "--backend=sglang-oai-chat",
+        "--dataset-name=generated-shared-prefix",
+        "--gsp-num-groups=2",
+        "--gsp-prompts-per-group=2",
+        "--gsp-num-turns=2",
+        "--gsp-system-prompt-len=300",
+        "--gsp-question-len=16",
+        "--gsp-output-len=4",
+        "--warmup-requests=0",
+        "--cache-report",
+        "--disable-tqdm",
+    ]
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
+    script = Path(package, "bench_serving.py")
+    for log in ("computed", "loaded"):
+        told = zygote.run(script, workdir / f"bench-serving-{log}.log", *options)
+        server.flush()
+    assert re.search(r"Successful requests: +8 ", told), tail(told)
+    assert re.search(r"Storage \(impress\): +[1-9]\d{2,}", told), tail(told)
 
 
 def run(name: str, server: Server) -> str:

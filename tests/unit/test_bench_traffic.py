@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.core.servers import Piece
 from bench.core.session import BenchFailed
-from bench.traffic import beside
+from bench.traffic import beside, client
 from bench.traffic.clients import Stream, gaps_of, tokens_between
 
 CAME = [Piece(*own, {}) for own in ((1.0, 1), (1.5, 2), (3.0, 3), (3.25, 5))]
@@ -48,3 +49,11 @@ def test_a_stream_that_fails_says_so_to_who_waits() -> None:
     stream.wait(5)
     with pytest.raises(BenchFailed, match="broken"):
         stream.join()
+
+
+def test_medians_are_compared_request_by_request() -> None:
+    """Requests differ by far more than systems do, and both are drawn together."""
+    others = np.linspace(100, 1000, 91)
+    assert client.compared(others * 1.5, others) == "1.50 [1.50, 1.50]"
+    low, high = client.compared(others[::-1] * 1.5, others).split(" [")[1].rstrip("]").split(", ")
+    assert float(low) < 1.3 and float(high) > 1.7

@@ -1,0 +1,122 @@
+"""SGLang's own client, `bench_serving`, against stock SGLang, HiCache and IMPRESS.
+
+Its data set `generated-shared-prefix` has --groups with a system prompt each, behind which
+--prompts are asked in a random order, with --turns each: what was said is part of the next prompt.
+The device pool has room for --pool-share of them all, and memory on the host is as large.
+
+Columns: median TTFT in ms with its 95% interval, that of the later half, the 99th percentile, and
+the median as a multiple of the first system's (paired bootstrap over requests); prompt and answer
+tokens per second; p99 of the time between tokens in ms; share of the prompt tokens that were
+cached; MB read and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.core.data import model_folder
+from bench.core.options import Option
+from bench.core.report import Result, Row, Table, interval, plain
+from bench.core.servers import Server, servers
+from bench.core.session import BenchFailed, step
+from bench.traffic.clients import file_bytes
+from bench.traffic.systems import OPTIONS as SYSTEMS
+from bench.traffic.systems import PAGE_TOKENS, Systems
+
+OPTIONS = (
+    Option("groups", 12, "system prompts", quick=3),
+    Option("prompts", 8, "of each group", quick=3),
+    Option("turns", 1, "of each prompt"),
+    Option("system-tokens", 1500, "of a system prompt", quick=300),
+    Option("question-tokens", 64, "of a question", quick=32),
+    Option("answer-tokens", 16, "of an answer", quick=8),
+    Option("at-once", 4, "requests under way"),
+    Option("pool-share", 0.25, "room of the device pool, and as much on the host"),
+    Option("client-flag", None, "one more flag for the client", repeated=True),
+    *SYSTEMS,
+)
+RESAMPLES = 2000
+# The pool holds what is under way at least, and its answers.
+SPARE = 1.3
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Ask all systems, at all rates."""
+    model = model_folder(args.model)
+    turn = args.question_tokens + args.answer_tokens
+    prompt = args.system_tokens + args.turns * turn
+    whole = args.groups * (args.system_tokens + args.prompts * args.turns * turn)
+    room = int(max(args.pool_share * whole, SPARE * args.at_once * prompt))
+    systems, rows = Systems(args, model, room - room % PAGE_TOKENS + PAGE_TOKENS), []
+    with servers(args) as pool:
+        for system, mbps, server in systems.each(pool):
+            with step(f"{system}, {mbps:g} MB/s"):
+                row, ttfts = ask(args, server, model, pool.folder)
+            rows.append({"system": system, "mbps": mbps, **row, "ttfts": ttfts})
+    for row in rows:
+        first = next(own["ttfts"] for own in rows if own["mbps"] == row["mbps"])
+        row["ratio"] = compared(np.array(row["ttfts"]), np.array(first))
+    figures = {"model": model.name, "pool_tokens": systems.room, "host_bytes": systems.host_bytes}
+    shown = plain(*(name for name in rows[0] if name != "ttfts"))
+    return Result(figures | {"rows": rows}, [Table(shown, rows)])
+
+
+def compared(ttfts: NDArray[np.float64], others: NDArray[np.float64]) -> str:
+    """The ratio of medians, with its 95% interval."""
+    places = np.random.default_rng(0).integers(0, len(ttfts), (RESAMPLES, len(ttfts)))
+    ratios = np.median(ttfts[places], axis=1) / np.median(others[places], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return f"{np.median(ttfts) / np.median(others):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def ask(
+    args: argparse.Namespace, server: Server, model: Path, folder: Path
+) -> tuple[Row, list[float]]:
+    """One run of the client; its figures, and TTFTs in ms in the order of the requests."""
+    found = folder / "client.jsonl"
+    found.unlink(missing_ok=True)
+    # Turns are a chat's.
+    backend = "sglang" if args.turns == 1 else "sglang-oai-chat"
+    command = [sys.executable, "-m", "sglang.bench_serving", f"--backend={backend}"]
+    command += [f"--base-url={server.url}", f"--model={model}", f"--output-file={found}"]
+    command += ["--dataset-name=generated-shared-prefix", f"--gsp-num-groups={args.groups}"]
+    command += [f"--gsp-prompts-per-group={args.prompts}", f"--gsp-num-turns={args.turns}"]
+    command += [f"--gsp-system-prompt-len={args.system_tokens}", "--output-details"]
+    command += [f"--gsp-question-len={args.question_tokens}", "--cache-report", "--disable-tqdm"]
+    command += [f"--gsp-output-len={args.answer_tokens}", f"--max-concurrency={args.at_once}"]
+    command += ["--warmup-requests=0", f"--seed={args.seed}", *args.client_flag]
+    # It keeps its prompts under its home.
+    variables = os.environ | {"HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    before = file_bytes(server.pid)
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    after = file_bytes(server.pid)
+    if ended.returncode or not found.exists():
+        raise BenchFailed(f"bench_serving failed: {(ended.stderr or ended.stdout)[-2000:]}")
+    told: dict[str, Any] = json.loads(found.read_text())
+    if any(told["errors"]):
+        raise BenchFailed(f"a request failed: {next(filter(None, told['errors']))}")
+    ttfts = [round(own * 1e3, 2) for own in told["ttfts"]]
+    low, high = interval([ttfts], of=np.median)
+    row = {
+        "requests": told["completed"],
+        "ttft_p50": round(told["median_ttft_ms"], 1),
+        "interval": f"{low:.0f}-{high:.0f}",
+        "later_half": round(statistics.median(ttfts[len(ttfts) // 2 :]), 1),
+        "ttft_p99": round(told["p99_ttft_ms"], 1),
+        "tokens_per_s": round(told["total_throughput"], 1),
+        "itl_p99": round(told["p99_itl_ms"], 1),
+        "cached": round(told["cache_report"]["cache_hit_rate_pct"] / 100, 4),
+        "read_mb": round((after[0] - before[0]) / 1e6, 1),
+        "written_mb": round((after[1] - before[1]) / 1e6, 1),
+    }
+    return row, ttfts
