@@ -1,6 +1,6 @@
 """The configuration: one frozen, validated value, built once and passed down.
 
-It is built from the command line (`from_options`), or for `sglang.Engine` users, who have no
+It is built from the command line (`plugin.flags`), or for `sglang.Engine` users, who have no
 argument parser, from the environment variable `IMPRESS_CONFIG` (`from_environment`), which
 `enable_for_engine` sets after validating. No other module reads the environment.
 """
@@ -18,6 +18,7 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     AUTO,
     AUTO_FLOOR,
+    AUTO_SHARE,
     BITS_TEXT,
     BOTH,
     CODED_POLICIES,
@@ -26,7 +27,6 @@ from impress_sglang.options import (
     IO_ENGINES,
     KEEPS,
     LOADS,
-    MEANINGS,
     OFF,
     ON,
     PART_POLICIES,
@@ -35,7 +35,6 @@ from impress_sglang.options import (
     SCHEDULES,
     USUAL,
     USUAL_BITS,
-    Option,
     Rule,
     above,
     at_least,
@@ -53,69 +52,128 @@ CONFIG_VARIABLE = "IMPRESS_CONFIG"
 DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
 
 
-def _option(default: Any, rule: Rule) -> Any:
-    """A field of the configuration."""
-    return dataclasses.field(default=default, metadata={"rule": rule})
+def _option(default: Any, rule: Rule, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"rule": rule, "help": help})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImpressConfig:
-    """All options of the extension: defaults, and which values are right; see `MEANINGS`.
+    """All options of the extension: default, which values are right, and meaning of each.
+
+    Flags, and the table in docs/options.md, are made from it.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or options do not fit together.
     """
 
-    ssd_dir: str = _option(DEFAULT_SSD_DIR, Rule("a directory", lambda text: bool(text.strip())))
-    ssd_gb: float = _option(32.0, above(0))
-    min_free_gb: float = _option(2.0, at_least(0))
-    namespace_gb: float = _option(0.0, at_least(0))
-    write_gb_per_day: float = _option(0.0, at_least(0))
-    write_after: int = _option(2, between(1, 255))
-    ttl: float = _option(0.0, at_least(0))
-    store: str = _option("", Rule("s3://bucket/prefix", is_bucket))
-    store_gb: float = _option(0.0, at_least(0))
-    retention: float | str = _option(
-        1.0, Rule(f"0 < r <= 1, or {AUTO}", lambda r: r == AUTO or (is_number(r) and 0 < r <= 1))
-    )
-    min_retention: float = _option(0.05, between(0, 1))
-    bits: float | str = _option(
-        USUAL,
-        Rule(
-            f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
-            lambda bits: is_bits(bits) or bits in (AUTO, USUAL),
-        ),
-    )
-    basis: str = _option("", Rule("anything", lambda value: True))
-    keep: str = _option(AUTO, one_of(KEEPS))
-    probe_heads: int = _option(3, at_least(1))
-    alpha: float = _option(0.6, Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1))
-    chunk_tokens: int = _option(
-        64, Rule("a multiple of 8 between 8 and 4096", lambda n: 8 <= n <= 4096 and n % 8 == 0)
-    )
-    min_prefix_tokens: int = _option(256, at_least(1))
-    policy: str = _option("impress", one_of(POLICIES))
-    io_engine: str = _option("auto", one_of(IO_ENGINES))
-    io_depth: int = _option(128, between(1, 1024))
-    readahead: float = _option(0.2, at_least(0))
-    lookahead: str = _option("on", one_of((ON, OFF)))
-    schedule: str = _option("off", one_of(SCHEDULES))
-    load: str = _option("faster", one_of(LOADS))
-    approximation_depth: int = _option(8, at_least(0))
-    blend: float | str = _option("off", Rule(f"0 to 1, {AUTO} or {OFF}", is_blend))
-    blend_min_tokens: int = _option(512, at_least(1))
-    blend_seconds: float = _option(
-        5.0, Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60)
-    )
-    truncate: float | str = _option("off", Rule(f"between 0 and 1, or {OFF}", is_truncation))
-    io_timeout: float = _option(10.0, above(0))
-    device_gb: float = _option(0.5, at_least(0))
-    host_gb: float = _option(3.0, at_least(0))
-    buffer_gb: float = _option(1.0, above(0))
-    half_life: float = _option(200.0, at_least(0))
-    reorder_interval: float = _option(60.0, at_least(0))
-    reorder_key: str = _option("selected", one_of(REORDER_KEYS))
-    show_prompts: str = _option("off", one_of((ON, OFF)))
+    # fmt: off
+    ssd_dir: str = _option(DEFAULT_SSD_DIR, Rule("a directory", lambda text: bool(text.strip())),
+        "Directory of the SSD store.")
+    ssd_gb: float = _option(32.0, above(0), "Quota of the SSD store, in GB (10^9 bytes).")
+    min_free_gb: float = _option(2.0, at_least(0), "Free space to leave on its file system, in GB.")
+    namespace_gb: float = _option(0.0, at_least(0),
+        "Quota of each namespace (cache_salt, extra_key), in GB. A full one evicts its own "
+        "prefixes. 0: no quota.")
+    write_gb_per_day: float = _option(0.0, at_least(0),
+        "Daily write budget, in GB. Once it is spent, nothing is stored until it refills. 0: no "
+        "limit.")
+    write_after: int = _option(2, between(1, 255),
+        "A prefix is stored when it is requested for this many times, counted at every 64th "
+        "token. 1: every prompt is stored at once.")
+    ttl: float = _option(0.0, at_least(0),
+        "Seconds after which a stored prefix is removed, used or not. 0: no limit.")
+    store: str = _option("", Rule("s3://bucket/prefix", is_bucket),
+        "Object store that servers share, s3://bucket/prefix. The directory is then a cache.")
+    store_gb: float = _option(0.0, at_least(0),
+        "Quota of the object store, in GB. The oldest objects go. 0: no quota.")
+    retention: float | str = _option(1.0,
+        Rule(f"0 < r <= 1, or {AUTO}", lambda r: r == AUTO or (is_number(r) and 0 < r <= 1)),
+        "Policies paper* and as+h2o*: fraction of a stored prefix that each layer attends to. "
+        f"auto: the largest whose I/O hides behind compute, at least {AUTO_FLOOR:g}.")
+    min_retention: float = _option(0.05, between(0, 1),
+        "Floor under the retention that a request asks for.")
+    bits: float | str = _option(USUAL,
+        Rule(f"{BITS_TEXT}, {EXACTLY}, {AUTO} or {USUAL}",
+             lambda bits: is_bits(bits) or bits in (AUTO, USUAL)),
+        "Bits per element of codes, for all requests that ask for no more. exact: KVs as they "
+        f"were computed. usual: {USUAL_BITS:g}, or exact where codes would not save (KVs in fp8). "
+        f"auto: exact KVs where they take hardly longer than {USUAL_BITS:g} bits.")
+    basis: str = _option("", Rule("anything", lambda value: True),
+        "File made by `impress calibrate` for this model. KVs are coded by it in fewer bytes, as "
+        "accurately as in 6 bits without it, or in 5 with --impress-bits 5.")
+    keep: str = _option(AUTO, one_of(KEEPS),
+        "What is written of a prefix. codes: KVs in few bits; requests for exact KVs compute "
+        "them. exact: KVs as they were computed. both: three to five times the bytes of codes. "
+        "auto: what --impress-bits may load.")
+    probe_heads: int = _option(3, at_least(1),
+        "Policies paper*: probe heads N of a multi-head model. With G KV heads, max(1, round(N * "
+        "G / 32)) of them.")
+    alpha: float = _option(0.6, Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1),
+        "Policies paper*: exponent of the similarity threshold t = j**alpha.")
+    chunk_tokens: int = _option(64,
+        Rule("a multiple of 8 between 8 and 4096", lambda n: 8 <= n <= 4096 and n % 8 == 0),
+        "Tokens per chunk, the unit of caching.")
+    min_prefix_tokens: int = _option(256, at_least(1),
+        "Shortest prefix to store, and shortest part of one to load.")
+    policy: str = _option("impress", one_of(POLICIES),
+        "impress: prefixes in few bits. Baselines: impress+lfu, impress+lru (other caches), paper "
+        "(IMPRESS as published), paper+itf+reorder (LFU caches), paper+itf (nor reordering), "
+        "as+h2o+lru, as+h2o+lfu (all keys, important values), as (whole prefixes, like "
+        "AttentionStore), recompute (no store).")
+    io_engine: str = _option("auto", one_of(IO_ENGINES),
+        "aio: Linux native AIO. threads: a pool of threads. auto: aio where the kernel has it.")
+    io_depth: int = _option(128, between(1, 1024), "Reads in flight.")
+    readahead: float = _option(0.2, at_least(0),
+        "0: no prefetching. Any other number: what is certain to be wanted is read before its "
+        "layer asks.")
+    lookahead: str = _option("on", one_of((ON, OFF)),
+        "on: what queued requests will use is evicted last from SGLang's pool, the caches and the "
+        "SSD. off: only SGLang's pool protects it.")
+    schedule: str = _option("off", one_of(SCHEDULES),
+        "How the first 16 queued requests of equal priority change places. classes: ready ones go "
+        "before those to compute, these before those to read. shortest: the shortest prefill, "
+        "among those that need not wait for the drive.")
+    load: str = _option("faster", one_of(LOADS),
+        "faster: a stored prefix is loaded if that is estimated to be faster than computing it. "
+        "always: whenever it is stored.")
+    approximation_depth: int = _option(8, at_least(0),
+        "How many approximations a stored KV may rest on. 0: only exact KVs are stored. 1: also "
+        "what is computed behind exact KVs in few bits, and so on.")
+    blend: float | str = _option("off", Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
+        "Reuse stored text where it is no prefix, which is approximate. A number: this share of "
+        "its tokens is computed again. auto: the largest share that hardly takes longer than "
+        f"{AUTO_SHARE:g}.")
+    blend_min_tokens: int = _option(512, at_least(1),
+        "Fewest tokens of a prompt that are worth blending.")
+    blend_seconds: float = _option(5.0,
+        Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60),
+        "Most seconds of computing that a blend may take. A request that would need more is "
+        "computed instead.")
+    truncate: float | str = _option("off", Rule(f"between 0 and 1, or {OFF}", is_truncation),
+        "A prompt too long for the context is cut instead of refused: the system prompt stays, "
+        "and this share of the room for the conversation is left out at once, the oldest first "
+        "(AttentionStore: 0.5).")
+    io_timeout: float = _option(10.0, above(0),
+        "Seconds without progress after which a read or write is given up, and the store set "
+        "aside until the disk answers again.")
+    device_gb: float = _option(0.5, at_least(0),
+        "Chunk cache on the device, in GB, beside SGLang's pools. 0: none.")
+    host_gb: float = _option(3.0, at_least(0),
+        "Chunk cache in CPU memory (pinned with CUDA), in GB. 0: none.")
+    buffer_gb: float = _option(1.0, above(0),
+        "Read buffers in CPU memory (pinned with CUDA), in GB. A prefix of which no layer fits is "
+        "computed.")
+    half_life: float = _option(200.0, at_least(0),
+        "Requests after which an access counts half in a chunk's score. 0: accesses do not age.")
+    reorder_interval: float = _option(60.0, at_least(0),
+        "Policies that reorder: seconds between searches for prefixes worth reordering. 0: only "
+        "on POST /impress/reorder.")
+    reorder_key: str = _option("selected", one_of(REORDER_KEYS),
+        "Average by which tokens are reordered. selected: how often a token was. importance: its "
+        "attention column sum, as in the paper.")
+    show_prompts: str = _option("off", one_of((ON, OFF)),
+        "on: GET /impress shows the first words of prompts instead of digests.")
+    # fmt: on
 
     def __post_init__(self) -> None:
         for option in OPTIONS:
@@ -126,41 +184,35 @@ class ImpressConfig:
             if not option.rule.holds(value):
                 raise ConfigError(f"{option.flag} must be {option.rule.expected}, got {value!r}")
         most = 1.0 if self.auto_retention else self.usual_retention
-        if self.min_retention > most:
-            raise ConfigError(
-                f"--impress-min-retention must be at most {most:g}, the retention, "
-                f"got {self.min_retention!r}"
-            )
-        if self.retention != 1 and not self.needs_parts:
-            raise ConfigError(
-                f"--impress-retention {self.retention} needs --impress-policy paper or another of "
-                f"{', '.join(PART_POLICIES[1:])}: {self.policy} uses prefixes whole"
-            )
-        if self.schedule != OFF and self.needs_parts:
-            raise ConfigError(
-                f"--impress-schedule {self.schedule} needs a policy that loads before a request "
-                f"runs, and {self.policy} loads in its pass"
-            )
-        coded = {
-            f"--impress-blend {self.blend}": self.blend != OFF,
-            f"--impress-keep {self.keep}": self.keep in (CODES, EXACTLY),
-            "--impress-basis": self.basis,
-        }
-        for flag, is_given in coded.items():
-            if is_given and self.policy not in CODED_POLICIES:
-                raise ConfigError(f"{flag} needs --impress-policy impress, got {self.policy!r}")
-        if self.keep == CODES and self._loads_exact:
-            raise ConfigError(
-                f"--impress-bits {self.bits} loads nothing that --impress-keep {CODES} has written"
-            )
-        if self.keep == EXACTLY and (self.basis or self.blend != OFF):
-            raise ConfigError(
-                f"--impress-keep {EXACTLY} writes no codes, which --impress-basis and "
-                "--impress-blend need"
-            )
-        if self.blend != OFF and self.code_bits < USUAL_BITS:
+        uncoded, blends = self.policy not in CODED_POLICIES, self.blend != OFF
+        needs_codes = f"needs --impress-policy impress, got {self.policy!r}"
+        conflicts = {
+            f"--impress-min-retention must be at most {most:g}, the retention, "
+            f"got {self.min_retention!r}": self.min_retention > most,
+            f"--impress-retention {self.retention} needs --impress-policy paper or another of "
+            f"{', '.join(PART_POLICIES[1:])}: {self.policy} uses prefixes whole": (
+                self.retention != 1 and not self.needs_parts
+            ),
+            f"--impress-schedule {self.schedule} needs a policy that loads before a request runs, "
+            f"and {self.policy} loads in its pass": self.schedule != OFF and self.needs_parts,
+            f"--impress-blend {self.blend} {needs_codes}": blends and uncoded,
+            f"--impress-keep {self.keep} {needs_codes}": (
+                self.keep in (CODES, EXACTLY) and uncoded
+            ),
+            f"--impress-basis {needs_codes}": self.basis and uncoded,
+            f"--impress-bits {self.bits} loads nothing that --impress-keep {CODES} has written": (
+                self.keep == CODES and self._loads_exact
+            ),
+            f"--impress-keep {EXACTLY} writes no codes, which --impress-basis and --impress-blend "
+            "need": self.keep == EXACTLY and (self.basis or blends),
             # Nothing shows which of the reused tokens matter.
-            raise ConfigError(f"--impress-blend needs --impress-bits {USUAL_BITS:g} or more")
+            f"--impress-blend needs --impress-bits {USUAL_BITS:g} or more": (
+                blends and self.code_bits < USUAL_BITS
+            ),
+        }
+        for message, is_wrong in conflicts.items():
+            if is_wrong:
+                raise ConfigError(message)
 
     @property
     def ssd_path(self) -> Path:
@@ -210,9 +262,9 @@ class ImpressConfig:
         return number_of_bits(self.bits)
 
     @property
-    def usual_blend(self) -> float | str:
-        """What a request that does not set it blends: a share, `AUTO` or `OFF`."""
-        return self.blend if self.blend in (AUTO, OFF) else float(self.blend)
+    def needs_parts(self) -> bool:
+        """Whether requests may use parts of prefixes, which are loaded within the model's pass."""
+        return self.policy in PART_POLICIES
 
     def without_codes(self, why: str) -> ImpressConfig:
         """The configuration where KVs are not coded: all are exact, and `why` says the reason.
@@ -231,21 +283,15 @@ class ImpressConfig:
                 raise ConfigError(f"{why}: drop --impress-{name} {getattr(self, name)}")
         return dataclasses.replace(self, bits=EXACTLY, keep=AUTO)
 
-    @property
-    def needs_parts(self) -> bool:
-        """Whether requests may use parts of prefixes, which are loaded within the model's pass."""
-        return self.policy in PART_POLICIES
-
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ImpressConfig:
-        """Build from a mapping of field names; unknown names are an error.
+        """Build from a mapping of field names.
 
         Raises:
             ConfigError: an unknown field or a wrong value.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(options) - known)
-        if unknown:
+        known = {option.field for option in OPTIONS}
+        if unknown := sorted(set(options) - known):
             raise ConfigError(
                 f"unknown IMPRESS option {', '.join(unknown)}; known are {', '.join(sorted(known))}"
             )
@@ -309,6 +355,22 @@ def _number_or_word(text: str) -> float | str:
         return text
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """A field of the configuration, as users see it; `parse` reads its text."""
+
+    field: str
+    parse: Callable[[str], Any]
+    types: tuple[type, ...]
+    rule: Rule
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return "--impress-" + self.field.replace("_", "-")
+
+
 # By the type of a field: how its text is read, and which types its values have.
 _READ: dict[str, tuple[Callable[[str], Any], tuple[type, ...]]] = {
     "str": (str, (str,)),
@@ -317,10 +379,9 @@ _READ: dict[str, tuple[Callable[[str], Any], tuple[type, ...]]] = {
     "int": (int, (int,)),
 }
 OPTIONS = tuple(
-    Option(own.name, *_READ[str(own.type)], own.metadata["rule"], MEANINGS[own.name])
+    Option(own.name, *_READ[str(own.type)], **own.metadata)
     for own in dataclasses.fields(ImpressConfig)
 )
-"""The options, one for each field of the configuration."""
 
 
 def bytes_of(gigabytes: float) -> int:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from impress_sglang.options import EXACT_BITS
 
@@ -69,6 +69,23 @@ HARDLY_LONGER = 1.1
 MOST_LATE = 4.0
 
 
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class _Solution(NamedTuple):
+    """What observations say.
+
+    The rates, None if nothing shows them; sizes, ascending, between whose times others are, at
+    least; the largest octave that was seen, and the lowest seconds per size.
+    """
+
+    rates: tuple[float, float] | None
+    sizes: Sequence[float] = (0.0,)
+    times: Sequence[float] = (0.0,)
+    largest: int = -(1 << 30)
+    lowest: float = 0.0
+
+
 class Cost:
     """What something of the size (x, y) takes: a * x + b * y seconds; one thread observes.
 
@@ -94,10 +111,10 @@ class Cost:
         self._first_x, self._first_y = first_x, first_y
         self._floored = floored
         self._least_weight = 1.0 if once else 1.5
-        # The latest observations: log(measured / expected), octave, and `_row`. Their sums before,
-        # by the power of two above their size.
-        self._recent = collections.deque[tuple[float | None, int, list[float]]]()
-        self._octaves: dict[int, list[float]] = {}
+        # The latest observations: log(measured / expected), octave, and `_row`. Sums of those
+        # before, by octave.
+        self._recent = collections.deque[tuple[float, int, Floats]]()
+        self._octaves: dict[int, Floats] = {}
         # What is known without the latest, and of all; other threads see only the whole of it.
         self._before = self._now = self._solve()
 
@@ -106,8 +123,8 @@ class Cost:
         if x <= 0 or y <= 0 or seconds <= 0.0:
             return
         self.observations += 1
-        place, error = math.frexp(x * self._first_x + y * self._first_y)[1], None
-        if self._octaves.get(place, [0.0])[0] >= self._least_weight:
+        place, error = math.frexp(x * self._first_x + y * self._first_y)[1], 0.0
+        if place in self._octaves and self._octaves[place][0] >= self._least_weight:
             error = math.log(seconds / self._seconds(self._before, x, y))
         row = _row(x * self._first_x, y * self._first_y, seconds)
         self._recent.append((error, place, row))
@@ -150,81 +167,60 @@ class Cost:
         Rates alone would follow only after what was before is forgotten; so it is scaled, if none
         of the latest times speaks against it.
         """
-        errors, least = [error or 0.0 for error, *_ in self._recent], math.log(CHANGED_FACTOR)
-        middle = statistics.median(errors)
+        errors, least = [error for error, *_ in self._recent], math.log(CHANGED_FACTOR)
+        middle, count = statistics.median(errors), 1
         agreed = min(math.copysign(1.0, middle) * own for own in errors)
-        count = 1
         if abs(middle) >= least and agreed >= least / 2:
             count = len(errors)
-            for place, octave in self._octaves.items():
-                self._octaves[place] = _scaled(octave, math.exp(middle))
+            for place, sums in self._octaves.items():
+                weight = min(CHANGED_WEIGHT / sums[0], 1.0)
+                self._octaves[place] = sums * weight * math.exp(middle) ** _POWERS
         for _ in range(count):
             _, place, row = self._recent.popleft()
-            self._octaves[place] = _with(self._octaves.get(place), row)
+            self._octaves[place] = KEPT * self._octaves.get(place, 0.0) + row
         self._before = self._solve()
 
-    def _solve(self, recent: Iterable[tuple[object, int, list[float]]] = ()) -> _Solution:
-        sums = dict(self._octaves)
+    def _solve(self, recent: Iterable[tuple[float, int, Floats]] = ()) -> _Solution:
+        octaves = dict(self._octaves)
         for _, place, row in recent:
-            sums[place] = _with(sums.get(place), row)
-        octaves = [own for own in sorted(sums.items()) if own[1][0] >= self._least_weight]
-        means = [[own / octave[0] for own in octave] for _, octave in octaves]
+            octaves[place] = KEPT * octaves.get(place, 0.0) + row
+        seen = sorted(own for own, sums in octaves.items() if sums[0] >= self._least_weight)
+        if not seen:
+            return _Solution(None if self._floored else (1.0, 1.0))
+        means = np.array([octaves[own] / octaves[own][0] for own in seen])
         if not self._floored:
-            return _Solution(_rates_of(means, RIDGE) if means else (1.0, 1.0))
-        if not means:
-            return _Solution(None)
-        times = [1.0 / own[-1] for own in means]
-        times = list(itertools.accumulate(reversed(times), min))[::-1]
-        largest, lowest = octaves[-1][0], min(1.0 / (own[1] + own[2]) for own in means)
-        short = sum(own < LONGER * times[0] for own in times)
-        if short == len(means):
-            sizes = [0.0, *(own[-2] for own in means)]
-            return _Solution(None, sizes, [0.0, *times], largest, lowest)
-        rates = _rates_of(means[short:], FLOORED_RIDGE)
+            return _Solution(_rates_of(means, RIDGE))
+        times = np.minimum.accumulate(1.0 / means[::-1, -1])[::-1]
+        largest, lowest = seen[-1], float((1.0 / (means[:, 1] + means[:, 2])).min())
+        shown = means[times >= LONGER * times[0]]
+        if not len(shown):
+            sizes = [0.0, *means[:, -2].tolist()]
+            return _Solution(None, sizes, [0.0, *times.tolist()], largest, lowest)
+        rates = _rates_of(shown, FLOORED_RIDGE)
         # Where even the smallest sizes take what the rates say, there is no floor.
         share = means[0][1] * rates[0] + means[0][2] * rates[1]
-        floor = times[0] if SHOWN * share < 1.0 else 0.0
+        floor = float(times[0]) if SHOWN * share < 1.0 else 0.0
         return _Solution(rates, times=[floor], largest=largest, lowest=lowest)
 
 
-class _Solution(NamedTuple):
-    """What observations say.
-
-    The rates, None if nothing shows them; sizes, ascending, between whose times others are, at
-    least; the largest octave that was seen, and the lowest seconds per size.
-    """
-
-    rates: tuple[float, float] | None
-    sizes: Sequence[float] = (0.0,)
-    times: Sequence[float] = (0.0,)
-    largest: int = -(1 << 30)
-    lowest: float = 0.0
-
-
-def _row(x: float, y: float, seconds: float) -> list[float]:
+def _row(x: float, y: float, seconds: float) -> Floats:
     """What is summed up of an observation.
 
     Its weight, what a fit of relative errors needs, its size, and the inverse of its time: a mean
     of that is about right even if half of the times were disturbed, which take longer, never less.
     """
     own_x, own_y = x / seconds, y / seconds
-    return [1.0, own_x, own_y, own_x * own_x, own_x * own_y, own_y * own_y, x + y, 1.0 / seconds]
+    fit = own_x, own_y, own_x * own_x, own_x * own_y, own_y * own_y
+    return np.array([1.0, *fit, x + y, 1.0 / seconds])
 
 
-def _with(sums: list[float] | None, row: list[float]) -> list[float]:
-    """Sums with another row; older ones fade."""
-    return row if sums is None else [KEPT * a + b for a, b in zip(sums, row, strict=True)]
+# The power of time in each part of a row.
+_POWERS = np.array([0, -1, -1, -2, -2, -2, 0, -1])
 
 
-def _scaled(sums: list[float], factor: float) -> list[float]:
-    """Sums as if their times had been `factor` times as long, and of few observations."""
-    weight, powers = min(CHANGED_WEIGHT / sums[0], 1.0), (0, -1, -1, -2, -2, -2, 0, -1)
-    return [own * weight * factor**power for own, power in zip(sums, powers, strict=True)]
-
-
-def _rates_of(octaves: Sequence[Sequence[float]], ridge: float) -> tuple[float, float]:
+def _rates_of(octaves: Floats, ridge: float) -> tuple[float, float]:
     """The rates that explain octaves best, each at least `LEAST`; see `_row`."""
-    _, x, y, xx, xy, yy, *_ = (math.fsum(column) for column in zip(*octaves, strict=True))
+    _, x, y, xx, xy, yy, *_ = octaves.sum(0).tolist()
     # With one scale for both the fit is always defined. From there, each is fitted as far as
     # observations determine it, and otherwise keeps the ratio of the first guess.
     scale, ridge = (x + y) / (xx + 2 * xy + yy), ridge * (xx + yy)
@@ -373,8 +369,8 @@ class Estimator:
         cost, pairs = self._load_of(work, whole=retention >= 1.0)
         hit = self.pass_seconds(work.resident + retention * work.stored, work.new)
         hit += cost.seconds(work.stored, pairs)
-        recompute, known = self._computing(work.resident, work.stored + work.new)
-        return Estimate(retention, io_seconds, hit, recompute, known, self._overlapped, bits)
+        computed = self._computing(work.resident, work.stored + work.new)
+        return Estimate(retention, io_seconds, hit, *computed, self._overlapped, bits)
 
     def estimate_blend(
         self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
@@ -388,8 +384,8 @@ class Estimator:
         if measured and self.blending.observations:
             hit = self.blending.seconds(work.stored, hit)
         hit += self.pass_seconds(work.resident + work.stored, work.new)
-        recompute, known = self._computing(work.resident, work.stored + work.new)
-        return Estimate(1.0, io_seconds, hit, recompute, known, overlapped=False)
+        recompute = self._computing(work.resident, work.stored + work.new)
+        return Estimate(1.0, io_seconds, hit, *recompute, overlapped=False)
 
     def pass_seconds(self, before: float, new: float) -> float:
         """Seconds that a pass over `new` tokens behind `before` takes, as far as known."""

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from impress_sglang.config import OPTIONS, ImpressConfig
-from impress_sglang.options import Option
+from impress_sglang.config import OPTIONS, ImpressConfig, Option
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
 from impress_sglang.serving.why import Reason
 

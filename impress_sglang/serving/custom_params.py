@@ -119,5 +119,5 @@ def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
         number_of_bits(bits),
         chosen=own is not None,
         auto_bits=bits == AUTO,
-        blend=params.get(BLEND_KEY, config.usual_blend),
+        blend=params.get(BLEND_KEY, config.blend),
     )

@@ -71,7 +71,7 @@ class Service:
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self.counts: Memory | None = None
         """Where prompts are counted for this rank of all replicas; None: for this process."""
-        self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.usual_blend))
+        self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.blend))
         """The class of a request that asks for nothing else."""
         self.explainer = Explainer(config, self.served, self.least)
         """Says why a request got its prefix, or got none."""
