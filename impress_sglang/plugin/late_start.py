@@ -130,7 +130,9 @@ class LateStart:
         if most is None or not alone or self._slots.lacking(job) < len(job):
             return False
         job.deadline = now + most
-        self._jobs.start_early(job)
+        # Passes that use it wait for its layers.
+        self._slots.insert(job)
+        job.early = True
         self.gate.add(job)
         # What was read is told when all of it was.
         job.told, known.early = True, job

@@ -327,7 +327,12 @@ class PrefixLoads:
 
         What they ask for would be another copy of that, and wait for room.
         """
-        blocked = [own for own in self.jobs.waiters.values() if own.is_blocked]
+        blocked = [
+            waiter
+            for job in self.jobs.jobs
+            for waiter in self.jobs.waiters_of(job)
+            if job.state is JobState.WAITING and waiter.blocked_at is not None
+        ]
         # Those for which a prefix is kept resident, looked for once: the queue may be long.
         others = self._known.values() if blocked else ()
         users = [own for own in others if own.admitted or own.waiter.hold is not None]

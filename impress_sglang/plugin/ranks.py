@@ -46,7 +46,7 @@ def ranks_of(context: Any) -> Ranks:
         return least
 
     gather, rank = _gathering(group, size), distributed.get_rank(group)
-    return Ranks(rank, size, lambda numbers: begin(numbers)(), gather, begin, batches)
+    return Ranks(rank, size, begin, gather, batches)
 
 
 def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Callable[[], str]:

@@ -1,4 +1,8 @@
-"""SGLang's pool and tree as load jobs need them (`serving.job_queue.SlotPool`)."""
+"""SGLang's pool and tree as load jobs need them (`serving.job_queue`); sizes in tokens.
+
+A request is admitted if it needs less than the room, and those behind it if they need less than
+what is left.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,10 @@ class TreeSlots:
         self._scheduler, self._put_back = scheduler, put_back
         self._allocation = requests.allocation
         self.windows = self._allocation.has_rows
+        """Whether layers with windows have rows of their own, of which `room` tells nothing."""
 
     def room(self) -> int:
-        """See `SlotPool.room`."""
+        """What could be allocated, by evicting if need be, without what running requests need."""
         free, _ = self._allocation.available()
         return free + int(self._cache.evictable_size()) - self._promised
 
@@ -58,7 +63,10 @@ class TreeSlots:
         return max(tokens, 0)
 
     def need(self, waiter: Waiter, counted: set[object]) -> int:
-        """See `SlotPool.need`."""
+        """What admitting a request would take of the room, its job's slots included if it waits.
+
+        What requests before it have in common with it is in `counted`, and is added there.
+        """
         known, job = self._known.get(waiter.rid), waiter.job
         if known is None:
             return 0
@@ -85,7 +93,7 @@ class TreeSlots:
         return int(after - before)
 
     def is_idle(self) -> bool:
-        """See `SlotPool.is_idle`."""
+        """Whether no request is running, or sent to another server."""
         scheduler, last = self._scheduler, self._scheduler.last_batch
         # In a pipeline, `running_batch` and `last_batch` are those of this pass alone. Of others a
         # stage hears the result at a fixed pass, as the others do: so all stages say the same.
@@ -98,11 +106,14 @@ class TreeSlots:
         return ended and not runs and not sends
 
     def lacking(self, job: LoadJob) -> int:
-        """See `SlotPool.lacking`."""
+        """How many tokens of a job are not resident now."""
         return job.stop - int(match_resident(self._cache, self._key(job)).device_prefix_len)
 
     def take(self, job: LoadJob) -> bool:
-        """See `SlotPool.take`."""
+        """Give a job its slots, evicting if need be, and hold what is resident before them.
+
+        It begins behind what is resident now. Returns False, with nothing taken, without room.
+        """
         cache = self._cache
         match = match_resident(cache, self._key(job))
         start, hold = match.device_prefix_len, cache.lock(match.last_device_node)
@@ -120,14 +131,17 @@ class TreeSlots:
         return True
 
     def give_back(self, job: LoadJob) -> None:
-        """See `SlotPool.give_back`."""
+        """Free the slots of a job, to which nothing is written any more, and end its hold."""
         assert job.slots is not None and job.rows is not None
         self._allocation.give_back(job.slots, job.rows)
         job.slots = None
         self._cache.unlock(job.hold)
 
     def insert(self, job: LoadJob) -> None:
-        """See `SlotPool.insert`; SGLang frees slots of tokens that were computed meanwhile."""
+        """Insert the slots of a job into the tree, and let its hold cover all of it.
+
+        SGLang frees slots of tokens that were computed meanwhile.
+        """
         cache, slots = self._cache, job.slots
         assert slots is not None
         path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
@@ -161,18 +175,21 @@ class TreeSlots:
             provenance.note_blended(slots[kept:], max(depth, provenance.depth(path)))
 
     def discard(self, job: LoadJob) -> None:
-        """See `SlotPool.discard`; SGLang puts requests back as if there were no room for them."""
+        """Remove an inserted job that failed from the tree, and put all that use it back.
+
+        SGLang puts them back as if there were no room for them.
+        """
         self._put_back(job)
         self._cache.unlock(job.hold)
         drop_below(self._cache, self._key(job), job.start)
 
     def hold_for(self, waiter: Waiter) -> Any:
-        """See `SlotPool.hold_for`."""
+        """Hold what is resident of a request, and nothing else; `release` ends that."""
         match = match_resident(self._cache, key_of(self._known[waiter.rid].req))
         return self._cache.lock(match.last_device_node)
 
     def release(self, hold: Any) -> None:
-        """See `SlotPool.release`."""
+        """End a hold."""
         self._cache.unlock(hold)
 
     def _key(self, job: LoadJob) -> RadixKey:

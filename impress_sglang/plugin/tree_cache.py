@@ -338,7 +338,7 @@ class ImpressTreeCache(UnifiedRadixCache):
         return int(super().mamba_protected_size()) + self._loading_rows()
 
     def _loading(self) -> int:
-        return self.loads.jobs.loading_tokens if self._serves else 0
+        return sum(map(len, self.loads.jobs.loading)) if self._serves else 0
 
     def _loading_rows(self) -> int:
         jobs = self.loads.jobs.loading if self._serves else ()

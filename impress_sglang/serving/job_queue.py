@@ -11,7 +11,7 @@ Jobs live from the room by which SGLang admits requests, and follow the order of
   * Whoever needs room that was promised gets it: first what is held for requests that cannot be
     admitted yet, then the slots of jobs, the latest first.
 
-The scheduler's thread owns all of this; `SlotPool` is what it needs of SGLang.
+The scheduler's thread owns all of this; `plugin.slot_pool` is what it needs of SGLang.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 
@@ -51,89 +50,25 @@ class Waiter:
     found: int = 0
     tries: int = 0
 
-    @property
-    def is_blocked(self) -> bool:
-        """Whether its job waits for room, at the head of the queue."""
-        job = self.job
-        return job is not None and job.state is JobState.WAITING and self.blocked_at is not None
-
-
-class SlotPool(Protocol):
-    """SGLang's pool and tree, as far as jobs need them; sizes in tokens.
-
-    A request is admitted if it needs less than the room, and those behind it if they need less than
-    what is left.
-    """
-
-    windows: bool
-    """Whether layers with windows have rows of their own, of which `room` tells nothing."""
-
-    def room(self) -> int:
-        """What could be allocated, by evicting if need be, without what running requests need."""
-
-    def need(self, waiter: Waiter, counted: set[object]) -> int:
-        """What admitting a request would take of the room, its job's slots included if it waits.
-
-        What requests before it have in common with it is in `counted`, and is added there.
-        """
-
-    def is_idle(self) -> bool:
-        """Whether no request is running, or sent to another server."""
-
-    def lacking(self, job: LoadJob) -> int:
-        """How many tokens of a job are not resident now."""
-
-    def take(self, job: LoadJob) -> bool:
-        """Give a job its slots, evicting if need be, and hold what is resident before them.
-
-        It begins behind what is resident now. Returns False, with nothing taken, without room.
-        """
-
-    def give_back(self, job: LoadJob) -> None:
-        """Free the slots of a job, to which nothing is written any more, and end its hold."""
-
-    def insert(self, job: LoadJob) -> None:
-        """Insert the slots of a job into the tree, and let its hold cover all of it."""
-
-    def discard(self, job: LoadJob) -> None:
-        """Remove an inserted job that failed from the tree, and put all that use it back."""
-
-    def hold_for(self, waiter: Waiter) -> Any:
-        """Hold what is resident of a request, and nothing else; `release` ends that."""
-
-    def release(self, hold: Any) -> None:
-        """End a hold."""
-
-
-class Loader(Protocol):
-    """Carries out jobs (`JobLoader`), perhaps on several ranks (`ranks.Agreement`)."""
-
-    wake: threading.Event
-    """Set when a job may have ended."""
-
-    def begin(self, job: LoadJob) -> None:
-        """See `JobLoader.begin`."""
-
-    def take_ended(self) -> Iterator[LoadJob]:
-        """See `JobLoader.take_ended`."""
-
 
 class JobQueue:
     """The jobs of one scheduler, and the requests that wait for them."""
 
     def __init__(
         self,
-        pool: SlotPool,
-        loader: Loader,
+        pool: Any,
+        loader: Any,
         note_end: Callable[[LoadJob], None],
         replan: Callable[[Waiter, LoadJob], None],
         least: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`note_end` is told of each job that has ended, first of all; `replan` of each request
-        whose job has ended, or need not begin, which it may give another one.
+        """`pool`: a `plugin.slot_pool.TreeSlots`. `loader`: a `JobLoader`, perhaps behind the vote
+        of several ranks (`ranks.Agreement`).
 
-        Fewer than `least` tokens are not worth a job.
+        `note_end` is told of each job that has ended, first of all; `replan` of each request whose
+        job has ended, or need not begin, which it may give another one. Fewer than `least` tokens
+        are not worth a job.
         """
         self._pool = pool
         self._loader = loader
@@ -164,13 +99,8 @@ class JobQueue:
         return bool(self.jobs or self.waiters)
 
     @property
-    def loading_tokens(self) -> int:
-        """Slots of jobs that are not in SGLang's tree."""
-        return sum(len(job) for job in self.jobs if job.slots is not None)
-
-    @property
     def loading(self) -> Iterator[LoadJob]:
-        """Jobs that have slots."""
+        """Jobs that have slots, which are not in SGLang's tree."""
         return (job for job in self.jobs if job.slots is not None)
 
     def join(self, waiter: Waiter, job: LoadJob) -> None:
@@ -190,11 +120,6 @@ class JobQueue:
         self._release(waiter)
         self._detach(waiter)
         waiter.blocked_at = None
-
-    def start_early(self, job: LoadJob) -> None:
-        """Insert a loading job into the tree: passes that use it wait for its layers."""
-        self._pool.insert(job)
-        job.early = True
 
     def give_up(self, job: LoadJob) -> None:
         """Let all who wait for a job go on without it."""
@@ -301,7 +226,7 @@ class JobQueue:
         `first`: nothing is set aside for requests before it.
         """
         if self._pool.lacking(job) < self._least:
-            waiters = self._waiters_of(job)
+            waiters = self.waiters_of(job)
             self.give_up(job)
             for waiter in waiters:
                 # It may need more than the job would have brought.
@@ -310,7 +235,9 @@ class JobQueue:
         alone = first and self._pool.is_idle() and not any(self.loading) and not any(self._held)
         if need >= budget and not alone:
             return False
-        if self._begin(job):
+        if self._pool.take(job):
+            job.state = JobState.LOADING
+            self._loader.begin(job)
             return True
         if alone:
             # It never will.
@@ -329,20 +256,12 @@ class JobQueue:
         patience = PATIENCE if waiter.patience is None else waiter.patience
         return now - waiter.blocked_at > patience
 
-    def _begin(self, job: LoadJob) -> bool:
-        """Give a job slots and begin it; False if there is no room."""
-        if not self._pool.take(job):
-            return False
-        job.state = JobState.LOADING
-        self._loader.begin(job)
-        return True
-
     def _finish(self, job: LoadJob) -> None:
         if job not in self.jobs:
             return
         self.jobs.remove(job)
         self._note_end(job)
-        waiters = self._waiters_of(job)
+        waiters = self.waiters_of(job)
         loaded = job.state is JobState.LOADED and not job.revoked
         if job.early and not loaded:
             self._let_go()
@@ -366,7 +285,7 @@ class JobQueue:
         for waiter in waiters:
             self._replan(waiter, job)
 
-    def _waiters_of(self, job: LoadJob) -> list[Waiter]:
+    def waiters_of(self, job: LoadJob) -> list[Waiter]:
         """Those who wait for a job; who began it comes first, and is told of its reads."""
         return [own for own in self.waiters.values() if own.job is job]
 

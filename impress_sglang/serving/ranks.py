@@ -25,22 +25,18 @@ in. What is agreed on was said some passes before, of jobs, saves and plans that
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from impress_sglang.serving.job_queue import Loader
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 
 ANY = 1 << 62
 """The vote of a rank that leaves a decision to others."""
 _MICROSECONDS, _UNKNOWN = 1e6, -1.0
 
-Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-"""The least of each number over all ranks, each of which calls it with as many."""
 Begin: TypeAlias = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
-"""The same, without waiting for others; what it returns waits."""
+"""Vote: all ranks call it with as many numbers. What it returns waits for the least of each."""
 
 
 class Ranks:
@@ -50,40 +46,31 @@ class Ranks:
         self,
         rank: int = 0,
         size: int = 1,
-        least: Least = lambda numbers: numbers,
+        begin: Begin = lambda numbers: lambda: numbers,
         gather: Callable[[str], Sequence[str]] = lambda text: [text],
-        begin: Begin | None = None,
         batches: int = 1,
     ) -> None:
-        """`gather` returns the texts of all ranks, in order; `least`: see `Least`.
-
-        In a pipeline, `batches` are in work at a time, and votes `begin`.
-        """
+        """`gather` returns the texts of all ranks, in order; in a pipeline, `batches` are in work
+        at a time."""
         self.rank = rank
         self.size = size
-        self.least = least
+        self.begin = begin
         self.gather = gather
-        self.begin = begin or (lambda numbers: functools.partial(self.least, numbers))
         self.batches = batches
         self.copies = 1
         """How many ranks in a row have the same heads, which the first of them writes for all."""
+        self.alone = size == 1
         self._due: list[Callable[[], None]] = []
         self._held = 0
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
-        return self.size == 1
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes its heads, and the others with them read what it wrote."""
         return self.rank % self.copies == 0
 
-    @property
-    def lag(self) -> int:
-        """For how many passes nobody waits for a vote."""
-        return self.batches if self.batches > 1 else 0
+    def least(self, numbers: Sequence[int]) -> Sequence[int]:
+        """The least of each number over all ranks."""
+        return self.begin(numbers)()
 
     def all(self, truth: bool) -> bool:
         """Whether something is true of all ranks."""
@@ -136,33 +123,13 @@ class Wish:
     patience: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Vote:
-    """What one rank says in a pass, or what all have agreed on.
-
-    Attributes:
-        wishes: for requests that were planned, in the order in which they were.
-        ended: of each job, in the order in which they were begun, whether the loader has let it go.
-        whole: of each job, whether nothing of it was unreadable so far.
-        worth: of each job, whether it is faster than computing.
-        saves: how many saves have let go of their slots, from the first on.
-    """
-
-    wishes: Sequence[Wish]
-    ended: Sequence[bool]
-    whole: Sequence[bool]
-    worth: Sequence[bool]
-    saves: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Agreed:
+class Agreed(NamedTuple):
     """What all ranks do now: the wishes by plan, jobs instead of which they compute, and the saves
     that they release."""
 
-    wishes: Mapping[Any, Wish] = dataclasses.field(default_factory=dict)
-    slow: Sequence[LoadJob] = ()
-    saves: Sequence[Any] = ()
+    wishes: Mapping[Any, Wish]
+    slow: Sequence[LoadJob]
+    saves: Sequence[Any]
 
 
 @dataclasses.dataclass(slots=True)
@@ -172,7 +139,7 @@ class _Ballot:
     plans: Sequence[Any]
     jobs: list[LoadJob]
     saves: Sequence[Any]
-    vote: Callable[[], Vote]
+    hear: Callable[[], Sequence[int]]
     age: int = 0
 
 
@@ -183,7 +150,7 @@ class Agreement:
     """
 
     def __init__(
-        self, ranks: Ranks, loader: Loader, clock: Callable[[], float] = time.monotonic
+        self, ranks: Ranks, loader: Any, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`loader` of this rank; `clock` returns seconds, of which those of rank 0 count."""
         self.ranks = ranks
@@ -226,59 +193,49 @@ class Agreement:
         first one that is not.
         """
         if self._ballot is None:
-            begun = list(self.begun)
-            ended = [job.done.is_set() for job in begun]
-            pairs = zip(begun, ended, strict=True)
-            whole = [not over or job.state is not JobState.FAILED for job, over in pairs]
-            worth = [job not in slow for job in begun]
-            vote = self.vote(Vote(list(wishes.values()), ended, whole, worth, len(saves)))
-            self._ballot = _Ballot(list(wishes), begun, saves, vote)
+            hear = self.vote(list(wishes.values()), slow, len(saves))
+            self._ballot = _Ballot(list(wishes), list(self.begun), saves, hear)
         ballot = self._ballot
-        if ballot.age < self.ranks.lag:
+        if self.ranks.batches > 1 and ballot.age < self.ranks.batches:
             ballot.age += 1
-            return Agreed()
-        self._ballot, agreed, begun = None, ballot.vote(), ballot.jobs
-        for job, has_ended, is_whole in zip(begun, agreed.ended, agreed.whole, strict=True):
-            if not has_ended:
-                continue
-            if not is_whole:
-                job.state = JobState.FAILED
-            elif job.revoked:
-                # One rank may have filled its slots before they were taken away.
-                job.state = JobState.DROPPED
-            self.begun.remove(job)
-            self._ended.append(job)
-        named = dict(zip(ballot.plans, agreed.wishes, strict=True))
-        votes = zip(begun, agreed.worth, strict=True)
-        slow = [job for job, is_worth in votes if not is_worth]
-        return Agreed(named, slow, ballot.saves[: agreed.saves])
+            return Agreed({}, (), ())
+        self._ballot = None
+        now, num_saves, *told = ballot.hear()
+        self._now = now / _MICROSECONDS
+        threes = zip(told[0::3], told[1::3], told[2::3], strict=True)
+        agreed: dict[Any, Wish] = {}
+        for plan in ballot.plans:
+            stop, loads, wait = next(threes)
+            agreed[plan] = Wish(stop, bool(loads), None if wait < 0 else wait / _MICROSECONDS)
+        slower = []
+        for job, (has_ended, is_whole, is_worth) in zip(ballot.jobs, threes, strict=True):
+            if has_ended:
+                if not is_whole:
+                    job.state = JobState.FAILED
+                elif job.revoked:
+                    # One rank may have filled its slots before they were taken away.
+                    job.state = JobState.DROPPED
+                self.begun.remove(job)
+                self._ended.append(job)
+            if not is_worth:
+                slower.append(job)
+        return Agreed(agreed, slower, ballot.saves[:num_saves])
 
-    def vote(self, own: Vote) -> Callable[[], Vote]:
-        """Vote; all ranks have as many wishes and jobs in theirs. The rest comes by a call."""
-        numbers = [self._decide(self._clock()), own.saves]
-        for wish in own.wishes:
+    def vote(
+        self, wishes: Sequence[Wish], slow: Collection[LoadJob], saves: int
+    ) -> Callable[[], Sequence[int]]:
+        """Vote on the time, saves, wishes, and the jobs that were begun; see the module."""
+        numbers = [self._decide(self._clock()), saves]
+        for wish in wishes:
             loads = ANY if self.ranks.rank else int(wish.loads)
             patience = _UNKNOWN if wish.patience is None else wish.patience
             numbers += [wish.stop, loads, self._decide(patience)]
-        for job in zip(own.ended, own.whole, own.worth, strict=True):
-            numbers += map(int, job)
-        heard = self.ranks.begin(numbers)
-        return lambda: self._read(heard(), len(own.wishes))
-
-    def _read(self, agreed: Sequence[int], num_wishes: int) -> Vote:
-        now, saves, *least = agreed
-        self._now = now / _MICROSECONDS
-        told = iter(least)
-        wishes = [
-            Wish(next(told), bool(next(told)), _seconds(next(told))) for _ in range(num_wishes)
-        ]
-        flags = [bool(flag) for flag in told]
-        return Vote(wishes, flags[0::3], flags[1::3], flags[2::3], saves)
+        for job in self.begun:
+            has_ended = job.done.is_set()
+            is_whole = not has_ended or job.state is not JobState.FAILED
+            numbers += [has_ended, is_whole, job not in slow]
+        return self.ranks.begin(numbers)
 
     def _decide(self, seconds: float) -> int:
         """A time as rank 0 votes; the others leave it to that."""
         return ANY if self.ranks.rank else int(seconds * _MICROSECONDS)
-
-
-def _seconds(microseconds: int) -> float | None:
-    return None if microseconds < 0 else microseconds / _MICROSECONDS

@@ -22,6 +22,7 @@ from impress_sglang.blend.plan import Kind, share_of_layer
 from impress_sglang.blend.plugin.steps import (
     BlendSteps,
     BlockSize,
+    attention_at,
     check_blended,
 )
 from impress_sglang.errors import UnsupportedError
@@ -155,6 +156,22 @@ def test_blocks_take_no_longer_than_a_chunk() -> None:
         size.note(size.tokens, 1.0, 0.1)
     assert size.tokens == 32
     assert BlockSize(16).tokens == 16
+
+
+@pytest.mark.parametrize("size", [1, 40, 256, 1000])
+@pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (6, 2), (4, 1)])
+def test_tokens_here_and_there_see_all_before_them(size: int, heads: int, key_heads: int) -> None:
+    """Each sees what it would see among all queries."""
+    pick = torch.Generator().manual_seed(size)
+    queries = torch.randn(1000, heads, 16, generator=pick)
+    keys = torch.randn(1000, key_heads, 16, generator=pick)
+    values = torch.randn(1000, key_heads, 24, generator=pick)
+    places = torch.randperm(1000, generator=pick)[:size].sort().values
+    expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)[places]
+
+    found = attention_at(places, queries[places], keys, values, 0.4)
+
+    assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
 
 
 def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs:

@@ -41,7 +41,7 @@ class RankWorlds:
 
     def __init__(self, root: Path, copies: int = 1, **options: Any) -> None:
         self.reduction = Reduction(SIZE)
-        ranks = [Ranks(rank, SIZE, self.reduction.least) for rank in range(SIZE)]
+        ranks = [Ranks(rank, SIZE, self.reduction.begin) for rank in range(SIZE)]
         for own in ranks:
             own.copies = copies
         self.worlds = [

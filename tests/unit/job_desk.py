@@ -77,7 +77,7 @@ class Desk:
     def check_nothing_is_left(self) -> None:
         assert not self.jobs and not self.jobs.waiters and not self.tree.holds
         assert len(self.tree.free) + len(self.tree.nodes) == self.tree.num_slots
-        assert self.jobs.loading_tokens == 0
+        assert not any(self.jobs.loading)
 
 
 def prompt(number: int, length: int = 6) -> Path:

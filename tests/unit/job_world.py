@@ -194,7 +194,7 @@ class StepLoader:
 
 
 class Pool:
-    """`SlotPool` on a tree; the rest of SGLang says what it needs."""
+    """`plugin.slot_pool.TreeSlots` on a tree; the rest of SGLang says what it needs."""
 
     windows = False
 

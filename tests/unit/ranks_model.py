@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from impress_sglang.serving.job_queue import JobQueue, Loader, overlapping
+from impress_sglang.serving.job_queue import JobQueue, overlapping
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.serving.ranks import Agreement, Ranks, Wish
 from tests.unit.job_world import Hold, Path, new_job
@@ -56,6 +56,9 @@ class Reduction:
             if self._round == mine:
                 raise Diverged("a rank waits for others that have gone on")
             return self._result
+
+    def begin(self, numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
+        return lambda: self.least(numbers)
 
     def all(self, ranks: Sequence[_R], act: Callable[[_R], _T]) -> list[_T]:
         """Let all ranks do the same at the same time, as a step; what came of it on each."""
@@ -100,7 +103,7 @@ class RankModel(SGLangModel):
     size: int
     rng: random.Random
 
-    def make_jobs(self, loader: Loader, clock: Callable[[], float]) -> JobQueue:
+    def make_jobs(self, loader: Any, clock: Callable[[], float]) -> JobQueue:
         self.agreement = self.agreement_class(self.ranks, loader, clock)
         self.planned: dict[str, Plan] = {}
         self.saves: list[Save] = []
@@ -269,7 +272,7 @@ class Lockstep:
         ratio = self.rng.choice([1.0, 0.3])
         for rank in range(size):
             own = {
-                "ranks": Ranks(rank, size, self.reduction.least, batches=batches),
+                "ranks": Ranks(rank, size, self.reduction.begin, batches=batches),
                 "rng": random.Random(1000 * seed + rank),
                 "agreement_class": agreement,
             }

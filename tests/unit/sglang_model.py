@@ -10,8 +10,9 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Callable
+from typing import Any
 
-from impress_sglang.serving.job_queue import JobQueue, Loader, Waiter, overlapping
+from impress_sglang.serving.job_queue import JobQueue, Waiter, overlapping
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from tests.unit.job_world import LAYERS, Hold, Path, Pool, StepLoader, Tree, check_queue, new_job
 from tests.unit.waiting import Clock
@@ -74,7 +75,7 @@ class Request:
 
 
 class ModelPool(Pool):
-    """`SlotPool` of a model of SGLang."""
+    """`plugin.slot_pool.TreeSlots` of a model of SGLang."""
 
     def __init__(self, model: SGLangModel) -> None:
         super().__init__(model.tree)
@@ -129,7 +130,7 @@ class SGLangModel:
         self.pool = self.pool_class(self)
         self.jobs = self.make_jobs(self.loader, self.clock)
 
-    def make_jobs(self, loader: Loader, clock: Callable[[], float]) -> JobQueue:
+    def make_jobs(self, loader: Any, clock: Callable[[], float]) -> JobQueue:
         return self.queue_class(self.pool, loader, self._note_end, self._after_job, LEAST, clock)
 
     def _tick(self) -> None:
@@ -433,7 +434,8 @@ class SGLangModel:
             return False
         if len(own.tokens) - job.stop > CHUNK or self.pool.lacking(job) < len(job):
             return False
-        self.jobs.start_early(job)
+        self.pool.insert(job)
+        job.early = True
         self.gate.append(job)
         return True
 
@@ -491,7 +493,12 @@ class SGLangModel:
         paths = [own.lock.path for own in self.requests.values() if own.lock is not None]
         paths += [job.hold.path for job in self.jobs.jobs if job.early]
         kept = {path[:stop] for path in paths for stop in range(1, len(path) + 1)}
-        after = len(self.tree.free) + len(self.tree.nodes) - len(kept) + self.jobs.loading_tokens
+        after = (
+            len(self.tree.free)
+            + len(self.tree.nodes)
+            - len(kept)
+            + sum(map(len, self.jobs.loading))
+        )
         assert after >= rest, "what was promised cannot be had"
 
 

@@ -1,18 +1,15 @@
-"""Rectangular attention, against a dense softmax in float64, and over keys in tiles.
+"""Rectangular attention, against a dense softmax in float64.
 
 Keys that are moved are those that the model would have computed at their new place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.blend.tiled import tiled_attention
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.plugin.rectangular import rectangular_attention
 
@@ -68,55 +65,6 @@ def test_equals_the_dense_reference(
     found = rectangular_attention(*tensors, scaling=0.3, causal=causal, window=window)
 
     check(found, dense_attention(*tensors, 0.3, causal, window))
-
-
-def cut(keys: Tensor, values: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    assert sum(sizes) == len(keys)
-    yield from zip(keys.split(list(sizes)), values.split(list(sizes)), strict=True)
-
-
-def check_tiles(n: int, sizes: Sequence[int], heads: tuple[int, int] = (6, 2)) -> None:
-    queries, keys, values = inputs(n, sum(sizes), *heads)
-    expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)
-
-    places = np.arange(sum(sizes) - n, sum(sizes))
-    found = tiled_attention(queries, cut(keys, values, sizes), positions=places, scaling=0.4)
-
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1), (1, 1)])
-@pytest.mark.parametrize(
-    ("n", "sizes"),
-    [
-        (1, [1]),
-        (1, [9]),
-        (1, [4, 4, 1]),
-        (5, [5]),
-        (5, [2, 3]),
-        (5, [1, 1, 1, 1, 1, 1]),
-        (7, [20, 7]),
-        (7, [20, 3, 4]),
-        (7, [17, 10]),
-        (7, [24, 3]),
-    ],
-)
-def test_tiles_of_any_size_and_place(n: int, sizes: list[int], heads: tuple[int, int]) -> None:
-    check_tiles(n, sizes, heads)
-
-
-@pytest.mark.parametrize("size", [1, 40, 256, 3000])
-def test_queries_here_and_there(size: int) -> None:
-    """Each sees what it would see among all queries."""
-    queries, keys, values = inputs(3000, 3000, 4, 2)
-    places = np.sort(np.random.default_rng(size).permutation(3000)[:size])
-    expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)[places]
-    tiles = cut(keys, values, [1000, 700, 1300])
-
-    found = tiled_attention(queries[places], tiles, positions=places, scaling=0.4)
-
-    assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
 
 
 POSITIONS = 4096

@@ -103,8 +103,9 @@ class TestEarly:
         desk.ask("a", prompt(1), job)
         desk.poll()
         desk.loader.step()
-        desk.jobs.start_early(job)
-        assert job.early and job.slots is None and desk.jobs.loading_tokens == 0
+        desk.pool.insert(job)
+        job.early = True
+        assert job.early and job.slots is None and not any(desk.jobs.loading)
         return job
 
     def test_goes_on_when_its_request_is_admitted(self, desk: Desk) -> None:

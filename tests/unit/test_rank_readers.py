@@ -45,7 +45,6 @@ READERS: dict[str, tuple[str, ...]] = {
         "serving.load_planner.LoadPlanner.match",
         "serving.load_planner.LoadPlanner.plan",
         "serving.load_planner.LoadPlanner.usable",
-        "serving.ranks.Agreement.agree",
         "serving.ranks.Agreement.__init__",
         "serving.ranks.Agreement.now",
         "serving.ranks.Agreement.vote",

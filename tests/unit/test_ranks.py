@@ -6,17 +6,17 @@ this would be noticed is shown by votes in which one thing is not agreed on.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from impress_sglang.config import ImpressConfig, share_of_rank
-from impress_sglang.serving.ranks import Agreement, Ranks, Vote, Wish
+from impress_sglang.serving.load_jobs import JobState, LoadJob
+from impress_sglang.serving.ranks import Agreement, Ranks, Wish
 from impress_sglang.storage.directory import identity_in, same_model
 from impress_sglang.store.identity import rank_identity
-from tests.unit.job_world import StepLoader, Tree
+from tests.unit.job_world import StepLoader, Tree, new_job
 from tests.unit.ranks_model import Lockstep
 from tests.unit.sglang_model import NUM_SLOTS
 
@@ -101,18 +101,30 @@ def _own(kind: str) -> type[Agreement]:
     """A vote in which a rank goes by what it said itself."""
 
     class Own(Agreement):
-        def vote(self, own: Vote) -> Callable[[], Vote]:
-            heard = super().vote(own)
-            return lambda: self._with_own(heard(), own)
+        def vote(self, wishes: Sequence[Wish], slow: Any, saves: int) -> Any:
+            said: list[int] = []
+            begin, first_job = self.ranks.begin, 2 + 3 * len(wishes)
 
-        def _with_own(self, agreed: Vote, own: Vote) -> Vote:
-            if kind in ("ended", "whole", "worth", "saves"):
-                return dataclasses.replace(agreed, **{kind: getattr(own, kind)})
-            wishes = [
-                dataclasses.replace(all_wish, **{kind: getattr(wish, kind)})
-                for all_wish, wish in zip(agreed.wishes, own.wishes, strict=True)
-            ]
-            return dataclasses.replace(agreed, wishes=wishes)
+            def noted(numbers: Sequence[int]) -> Any:
+                said.extend(numbers)
+                return begin(numbers)
+
+            self.ranks.begin = noted
+            hear = super().vote(wishes, slow, saves)
+            self.ranks.begin = begin
+            if kind == "saves":
+                mine = slice(1, 2)
+            elif kind in ("stop", "loads", "patience"):
+                mine = slice(2 + ("stop", "loads", "patience").index(kind), first_job, 3)
+            else:
+                mine = slice(first_job + ("ended", "whole", "worth").index(kind), None, 3)
+
+            def heard() -> Sequence[int]:
+                numbers = list(hear())
+                numbers[mine] = said[mine]
+                return numbers
+
+            return heard
 
     class OwnTime(Agreement):
         def now(self) -> float:
@@ -130,60 +142,50 @@ def test_each_thing_must_be_agreed_on(kind: str) -> None:
             run(2, seed, _own(kind))
 
 
-def vote(**said: Any) -> Vote:
-    nothing: dict[str, Any] = {"wishes": [], "ended": [], "whole": [], "worth": [], "saves": 0}
-    return Vote(**{**nothing, **said})
+def job(state: JobState | None = None) -> LoadJob:
+    """That has ended so, unless it has not."""
+    own = new_job((1, 2))
+    if state is not None:
+        own.end(state)
+    return own
 
 
-def agreement(rank: int, others: Sequence[Sequence[int]], now: float = 5.0) -> Agreement:
+def agreement(rank: int, others: list[list[int]], now: float = 5.0) -> Agreement:
     """Of a rank, whose votes are added to those of others."""
-    heard: Any = others
 
-    def least(numbers: Sequence[int]) -> Sequence[int]:
-        heard.append(list(numbers))
-        return [min(own) for own in zip(*heard, strict=True)]
+    def begin(numbers: Sequence[int]) -> Any:
+        others.append(list(numbers))
+        return lambda: [min(own) for own in zip(*others, strict=True)]
 
     loader: Any = StepLoader(Tree(4))
-    return Agreement(Ranks(rank, 2, least), loader, lambda: now)
+    return Agreement(Ranks(rank, 2, begin), loader, lambda: now)
 
 
-class TestVote:
-    def test_rank_0_decides_and_the_least_counts(self) -> None:
-        heard: list[list[int]] = []
-        first = agreement(0, heard)
-        mine = vote(
-            wishes=[Wish(700, loads=True, patience=2.5), Wish(300), Wish(0, patience=0.0)],
-            ended=[True, True, False],
-            whole=[True, True, True],
-            worth=[True, True, True],
-            saves=3,
-        )
-        assert first.vote(mine)() == mine and first.now() == 5.0
-        second = agreement(1, heard, now=1.0)
-        theirs = vote(
-            wishes=[Wish(600, patience=0.1), Wish(400, loads=True, patience=9.0), Wish()],
-            ended=[True, False, False],
-            whole=[False, True, True],
-            worth=[True, True, False],
-            saves=2,
-        )
-        assert second.vote(theirs)() == vote(
-            wishes=[Wish(600, loads=True, patience=2.5), Wish(300), Wish(0, patience=0.0)],
-            ended=[True, False, False],
-            whole=[False, True, True],
-            worth=[True, True, False],
-            saves=2,
-        )
-        assert second.now() == 5.0
-        assert len(heard[0]) == len(heard[1])
+def test_rank_0_decides_and_the_least_counts() -> None:
+    heard: list[list[int]] = []
+    first = agreement(0, heard)
+    first.begun = [job(JobState.LOADED), job(JobState.LOADED), job()]
+    mine = {"a": Wish(700, loads=True, patience=2.5), "b": Wish(300), "c": Wish(0, patience=0.0)}
+    assert first.agree(mine, [], "xyz") == (mine, [], "xyz")
+    assert first.now() == 5.0 and len(first.begun) == 1
+
+    second = agreement(1, heard, now=1.0)
+    jobs = [job(JobState.FAILED), job(), job()]
+    second.begun = list(jobs)
+    theirs = {"a": Wish(600, patience=0.1), "b": Wish(400, loads=True, patience=9.0), "c": Wish()}
+    wishes, slow, saves = second.agree(theirs, jobs[2:], "xy")
+    assert wishes == mine | {"a": Wish(600, loads=True, patience=2.5)}
+    assert slow == jobs[2:] and saves == "xy" and second.now() == 5.0
+    assert second.begun == jobs[1:] and list(second.take_ended()) == jobs[:1]
+    assert len(heard[0]) == len(heard[1])
 
 
 class TestRanks:
     @pytest.mark.parametrize("other", [False, True])
     def test_all_and_any(self, other: bool) -> None:
-        ranks = Ranks(0, 2, lambda numbers: [min(numbers[0], other)])
+        ranks = Ranks(0, 2, lambda numbers: lambda: [min(numbers[0], other)])
         assert ranks.all(True) == other and not ranks.all(False)
-        ranks = Ranks(0, 2, lambda numbers: [min(numbers[0], not other)])
+        ranks = Ranks(0, 2, lambda numbers: lambda: [min(numbers[0], not other)])
         assert ranks.any(False) == other and ranks.any(True)
         assert Ranks().alone and not ranks.alone
 

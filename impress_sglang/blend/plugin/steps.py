@@ -13,7 +13,7 @@ most as many tokens as a chunk of prefill, and fewer if these take longer than o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from impress_sglang.blend.job import BlendJob
 from impress_sglang.blend.plan import CHECKED_LAYERS, Kind, share_of_layer
-from impress_sglang.blend.tiled import tiled_attention, tiles_of
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
 from impress_sglang.plugin.factory import rotation_of
@@ -40,6 +40,8 @@ from impress_sglang.plugin.factory import rotation_of
 # Most tokens of a block, and least ones however long they take.
 BLOCK_TOKENS = 2048
 LEAST_TOKENS = 32
+# Tokens that attend at once: they bound the mask.
+QUERY_TILE = 256
 # Before anything was measured, a block has this share of the most.
 FIRST_SHARE = 0.25
 
@@ -108,13 +110,10 @@ class BlendBlock:
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         going_on = torch.from_numpy(np.isin(self.rows, self.next_rows)).to(q.device)
         output = queries.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim)
-        if len(self.next_rows):
-            output[going_on] = tiled_attention(
-                queries[going_on],
-                self._tiles(key_pool, value_pool),
-                positions=self.next_rows,
-                scaling=layer.scaling,
-            )
+        seen, positions = self._row[: self.stop], torch.from_numpy(self.next_rows).to(q.device)
+        output[going_on] = attention_at(
+            positions, queries[going_on], key_pool[seen], value_pool[seen], layer.scaling
+        )
         return output.reshape(len(queries), -1)
 
     def _drop(
@@ -129,11 +128,6 @@ class BlendBlock:
         # Tokens that are not reused have -1 and sort first; the most deviant sort last.
         kept[np.argsort(np.where(reused, deviation, -1.0))[len(kept) - count :]] = True
         self.next_rows = self.rows[kept]
-
-    def _tiles(self, key_pool: Tensor, value_pool: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for tile in tiles_of(self.stop):
-            slots = self._row[tile]
-            yield key_pool[slots], value_pool[slots]
 
 
 class BlockAttention(AttentionBackend):
@@ -262,6 +256,27 @@ class BlendSteps:
             return
         finally:
             self._attention.block = None
+
+
+def attention_at(
+    positions: Tensor, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
+) -> Tensor:
+    """Attention of the tokens at some positions [n] over all tokens up to their own.
+
+    `queries` [n, Hq, D]; `keys` [t, Hk, D] and `values` [t, Hk, Dv] of the positions from 0 on.
+    Returns [n, Hq, Dv].
+    """
+    heads = keys.shape[1]
+    columns = torch.arange(len(keys), device=keys.device)
+    own_keys, own_values = (own.to(queries.dtype).transpose(0, 1)[None] for own in (keys, values))
+    found = [queries.new_empty(0, queries.shape[1], values.shape[2])]
+    for part, places in zip(queries.split(QUERY_TILE), positions.split(QUERY_TILE), strict=True):
+        # Query heads of one key head are next to each other: here they are further rows of it.
+        rows = part.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        mask = (columns <= places[:, None]).repeat(part.shape[1] // heads, 1)
+        own = scaled_dot_product_attention(rows[None], own_keys, own_values, mask, scale=scaling)
+        found.append(own[0].unflatten(1, (-1, len(part))).permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(found)
 
 
 def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
