@@ -110,10 +110,11 @@ class BlendBlock:
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         going_on = torch.from_numpy(np.isin(self.rows, self.next_rows)).to(q.device)
         output = queries.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim)
-        seen, positions = self._row[: self.stop], torch.from_numpy(self.next_rows).to(q.device)
-        output[going_on] = attention_at(
-            positions, queries[going_on], key_pool[seen], value_pool[seen], layer.scaling
-        )
+        if len(self.next_rows):
+            seen, places = self._row[: self.stop], torch.from_numpy(self.next_rows).to(q.device)
+            output[going_on] = attention_at(
+                places, queries[going_on], key_pool[seen], value_pool[seen], layer.scaling
+            )
         return output.reshape(len(queries), -1)
 
     def _drop(
@@ -269,7 +270,7 @@ def attention_at(
     heads = keys.shape[1]
     columns = torch.arange(len(keys), device=keys.device)
     own_keys, own_values = (own.to(queries.dtype).transpose(0, 1)[None] for own in (keys, values))
-    found = [queries.new_empty(0, queries.shape[1], values.shape[2])]
+    found = []
     for part, places in zip(queries.split(QUERY_TILE), positions.split(QUERY_TILE), strict=True):
         # Query heads of one key head are next to each other: here they are further rows of it.
         rows = part.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
