@@ -399,7 +399,7 @@ def _half(size: int) -> int:
 
 def _flipped(source: memoryview) -> memoryview:
     """A copy with one wrong bit, aligned as O_DIRECT wants."""
-    from impress_sglang.storage.direct_io import AlignedBuffer
+    from impress_sglang.storage.files import AlignedBuffer
 
     copy = AlignedBuffer().view(len(source))
     copy[:] = source

@@ -35,8 +35,7 @@ from impress_sglang.storage.directory import (
 )
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import FORMAT_VERSION, Tokens, read_header
+from impress_sglang.storage.segment import FORMAT_VERSION, OpenSegment, Tokens, read_header
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.journal import Journal
 from impress_sglang.store.losses import prompt_of

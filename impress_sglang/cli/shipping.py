@@ -26,13 +26,12 @@ from impress_sglang.cli.directory import Directory, check_file, namespace_in, op
 from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
-from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.directory import identity_in, segment_files
-from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.files import AlignedMemory, FileSystem
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.segment import (
     SEGMENT_SUFFIX,
+    OpenSegment,
     SegmentHeader,
     SegmentInfo,
     Tokens,

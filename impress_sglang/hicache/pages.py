@@ -34,8 +34,7 @@ from impress_sglang.hicache.packs import (
     read_pack,
     write_pack,
 )
-from impress_sglang.storage.direct_io import AlignedBuffer
-from impress_sglang.storage.files import FileSystem, installed
+from impress_sglang.storage.files import AlignedBuffer, FileSystem, installed
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 from impress_sglang.store.health import Health, Work

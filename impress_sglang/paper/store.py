@@ -18,11 +18,10 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Float32s, Floats
 from impress_sglang.paper.history import TokenHistory, chunk_shares, mapping_lists
 from impress_sglang.paper.source import PartSource
-from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
+from impress_sglang.storage.files import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.layer_bytes import decode_layer
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from impress_sglang.store.policies import make_policy
 from impress_sglang.store.store import PrefixStore

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.storage.direct_io import read_exactly
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,21 @@ _SYSCALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 
 # More threads are slower: they wait for the GIL, not for the device.
 MAX_THREADS = 8
+
+
+def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
+    """Fill `target` from a file.
+
+    Raises:
+        EOFError: the file ends before `target` is full.
+        OSError: the read failed.
+    """
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        if count == 0:
+            raise EOFError(f"expected {len(target)} bytes at {offset}, file ends after {done}")
+        done += count
 
 
 class BlockEngine(Protocol):

@@ -1,9 +1,10 @@
-"""All disk access of the store, behind one class.
+"""All disk access of the store, behind one class, and memory that disks write to directly.
 
-The store is given a `FileSystem` and accesses the disk only through it, so that all failures of a
-disk happen in one place. Tests use a class that fails, benchmarks one that is slow. Methods raise
-what the operating system raises: `OSError`, `EOFError` for a file that ends too early; callers
-decide what this means.
+The store accesses the disk only through a `FileSystem`, so that all failures of a disk happen in
+one place. Tests use a class that fails, benchmarks one that is slow. Methods raise what the
+operating system raises: `OSError`, `EOFError` for a file that ends too early; callers decide what
+this means. O_DIRECT bypasses the page cache where the file system supports it (ext4, xfs); where it
+does not (tmpfs, some network file systems), the same calls go through the page cache.
 
 Files have mode 0600 and directories 0700, and symbolic links are not followed, because the stored
 data are prompts.
@@ -12,15 +13,52 @@ data are prompts.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import stat
 from pathlib import Path
 
-from impress_sglang.storage.direct_io import read_exactly, write_exactly
-from impress_sglang.storage.engines import BlockEngine, make_engine
+import numpy as np
+
+from impress_sglang.storage.engines import BlockEngine, make_engine, read_exactly
+from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 
 _FILE_MODE = 0o600
 _DIRECTORY_MODE = 0o700
+
+
+class AlignedMemory:
+    """Memory that starts at a page boundary, as O_DIRECT requires, and its address.
+
+    `view` and `words` (uint64) are the same bytes; their number is a multiple of 8.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, num_bytes)
+        # Causes fewer page faults when the memory is first filled.
+        with contextlib.suppress(OSError, AttributeError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._memory)
+        self.words = np.frombuffer(self._memory, np.uint64)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+
+class AlignedBuffer:
+    """Such memory that grows on demand; all views share it, so there can be only one user."""
+
+    def __init__(self) -> None:
+        self._memory = AlignedMemory(BLOCK_BYTES)
+
+    def view(self, num_bytes: int) -> memoryview:
+        """The first bytes; earlier views stay valid."""
+        size = len(self._memory)
+        if num_bytes > size:
+            self._memory = AlignedMemory(round_up(max(num_bytes, 2 * size), 1 << 20))
+        return self._memory.view[:num_bytes]
 
 
 class FileSystem:
@@ -48,7 +86,9 @@ class FileSystem:
 
     def write(self, descriptor: int, offset: int, source: memoryview) -> None:
         """Write all of `source` to a file."""
-        write_exactly(descriptor, offset, source)
+        done = 0
+        while done < len(source):
+            done += os.pwritev(descriptor, [source[done:]], offset + done)
 
     def date(self, descriptor: int, written_ns: int) -> None:
         """Set when a file was last written, in nanoseconds as of `time.time_ns`."""

@@ -14,7 +14,6 @@ reused before these reads end.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -28,11 +27,10 @@ import numpy as np
 
 from impress_sglang.cost import ReadCost
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
-from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.loops.types import Indices
 from impress_sglang.storage.engines import BlockEngine
-from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.open_segment import Integers, OpenSegment
-from impress_sglang.storage.segment import reading
+from impress_sglang.storage.files import AlignedMemory, FileSystem, installed
+from impress_sglang.storage.segment import OpenSegment, reading
 
 logger = logging.getLogger(__name__)
 
@@ -54,52 +52,36 @@ OBSERVED_PIECES = 64
 OBSERVED_SECONDS = 0.02
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockRuns:
-    """Runs of blocks of a segment, and the memory that receives them at the same distances.
+class PendingRead:
+    """Runs of blocks of a segment that are being read, in pieces; made by `BlockReader.submit`.
 
-    Byte 0 of `memory` receives byte `offset` of the file. `starts` and `stops` (int64, offsets in
-    the memory in bytes, multiples of a block) are the runs, ascending and apart.
+    Byte 0 of `memory` receives byte `offset` of the file. `starts` and `sizes` (int64, bytes) are
+    the pieces: those before `next` are begun, and `last` is where a cancelled read stops.
     """
 
-    segment: OpenSegment
-    memory: AlignedMemory
-    offset: int
-    starts: Integers
-    stops: Integers
-
-    def split(self, max_bytes: int) -> BlockRuns:
-        """The same runs in pieces of at most `max_bytes`, a multiple of a block."""
-        sizes = self.stops - self.starts
-        if not len(sizes) or sizes.max() <= max_bytes:
-            return self
-        counts = -(-sizes // max_bytes)
-        first = np.cumsum(counts) - counts
-        step = (np.arange(counts.sum()) - np.repeat(first, counts)) * max_bytes
-        starts = np.repeat(self.starts, counts) + step
-        stops = np.minimum(starts + max_bytes, np.repeat(self.stops, counts))
-        return dataclasses.replace(self, starts=starts, stops=stops)
-
-
-class PendingRead:
-    """Runs that are being read, in pieces; made by `BlockReader.submit`."""
-
-    def __init__(self, pieces: BlockRuns, has_stopped: Callable[[], bool], *, ahead: bool) -> None:
-        self._has_stopped, self.runs = has_stopped, pieces
-        self.ahead = ahead
-        self._sizes = self.runs.stops - self.runs.starts
+    def __init__(
+        self,
+        segment: OpenSegment,
+        memory: AlignedMemory,
+        offset: int,
+        pieces: tuple[Indices, Indices],
+        has_stopped: Callable[[], bool],
+        *,
+        ahead: bool,
+    ) -> None:
+        self.segment, self.memory, self.offset = segment, memory, offset
+        self.starts, self.sizes = pieces
         # Single numbers are read faster from a list.
-        self._size_of: list[int] = self._sizes.tolist()
-        # Pieces before `next` are begun; `last` is where a cancelled read stops.
-        self.next, self.last = 0, len(self._sizes)
-        self.in_flight = 0
+        self.size_of: list[int] = self.sizes.tolist()
+        self.next, self.last, self.in_flight = 0, len(self.starts), 0
+        self.ahead = ahead
         self.error: PrefixUnreadable | None = None
-        self._done = threading.Event()
+        self._has_stopped, self._done = has_stopped, threading.Event()
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are or will be read."""
-        return int(self._sizes[: self.last].sum())
+        return int(self.sizes[: self.last].sum())
 
     @property
     def done(self) -> bool:
@@ -115,7 +97,7 @@ class PendingRead:
                 the memory may still be written to.
         """
         if not self.ended_in_time():
-            raise StoreUnavailable(self.runs.segment.segment_id, "the device does not answer")
+            raise StoreUnavailable(self.segment.segment_id, "the device does not answer")
         if self.error is not None:
             raise self.error
 
@@ -126,27 +108,9 @@ class PendingRead:
                 return False
         return True
 
-    def take(self, count: int) -> slice:
-        """Take at most `count` pieces to begin."""
-        taken = slice(self.next, min(self.next + count, self.last))
-        self.next = taken.stop
-        self.in_flight += taken.stop - taken.start
-        return taken
-
-    def columns(self, taken: slice) -> tuple[Integers, Integers, Integers, Integers]:
-        """What an engine is told of pieces, see `BlockEngine.start`."""
-        runs, starts = self.runs, self.runs.starts[taken]
-        descriptors = np.full(len(starts), runs.segment.descriptor)
-        return descriptors, starts + runs.offset, starts + runs.memory.address, self._sizes[taken]
-
-    def size(self, number: int) -> int:
-        """Bytes of a piece."""
-        return self._size_of[number]
-
     def fail(self, error: BaseException) -> None:
-        """End the read with an error, which is a bug or a fault of the machine."""
-        segment_id = self.runs.segment.segment_id
-        self.error = StoreUnavailable(segment_id, f"the reader has failed: {error}")
+        """End with an error, which is a bug or a fault of the machine."""
+        self.error = StoreUnavailable(self.segment.segment_id, f"the reader has failed: {error}")
         self.error.__cause__ = error
         self._done.set()
 
@@ -211,13 +175,24 @@ class BlockReader:
             "read_mbps": round(self.cost.bytes_per_second / 1e6),
         }
 
-    def submit(self, runs: BlockRuns, *, ahead: bool = False) -> PendingRead:
-        """Begin to fill the memory of all runs; with `ahead`, other reads go first.
+    def submit(
+        self,
+        segment: OpenSegment,
+        memory: AlignedMemory,
+        offset: int,
+        starts: Indices,
+        stops: Indices,
+        *,
+        ahead: bool = False,
+    ) -> PendingRead:
+        """Begin to read runs of blocks [start, stop); with `ahead`, other reads go first.
 
-        The memory must stay alive and the segment open until the read is done.
+        Byte 0 of the memory, in which the runs are given, receives byte `offset` of the file. The
+        memory must stay alive and the segment open until the read is done.
         """
-        pieces = runs.split(self._piece or PIECE_BYTES)
-        read = PendingRead(pieces, self._has_stopped, ahead=ahead)
+        pieces = _pieces(starts, stops, self._piece or PIECE_BYTES)
+        has_stopped = self._has_stopped
+        read = PendingRead(segment, memory, offset, pieces, has_stopped, ahead=ahead)
         with self._changed:
             assert not self._closed
             if self._failed is not None:
@@ -232,7 +207,7 @@ class BlockReader:
                 self._changed.notify()
         return read
 
-    def cancel(self, read: PendingRead) -> tuple[Integers, Integers]:
+    def cancel(self, read: PendingRead) -> tuple[Indices, Indices]:
         """Cancel pieces that are not begun; returns their starts and stops in the memory."""
         with self._changed:
             rest = slice(read.last if read.done else read.next, read.last)
@@ -240,7 +215,7 @@ class BlockReader:
                 # It may stay in the queue, but has no more pieces to begin.
                 read.last = rest.start
                 self._settle(read)
-        return read.runs.starts[rest], read.runs.stops[rest]
+        return read.starts[rest], read.starts[rest] + read.sizes[rest]
 
     def close(self) -> None:
         """Wait for all reads, as long as the device answers; then the thread ends.
@@ -302,7 +277,7 @@ class BlockReader:
             numbers, results = self._engine.finish(self._worth_waking())
             # Numbers may be given again as soon as there is room.
             ended = [self._flying.pop(number) for number in numbers.tolist()]
-            self._flying_bytes -= sum(read.size(place) for read, place in ended)
+            self._flying_bytes -= sum(read.size_of[place] for read, place in ended)
             # Keep the device busy while the pieces that have arrived are taken in.
             self._fill()
             self._take_in(ended, results.tolist())
@@ -325,16 +300,19 @@ class BlockReader:
         """Begin pieces, as far as the depth allows."""
         with self._changed:
             batches = self._take_batches() if self._any_queued() else []
-        for read, taken in batches:
-            columns = read.columns(taken)
-            num_bytes = int(columns[-1].sum())
-            self._watch.began(len(columns[-1]), num_bytes)
+        for read, first, stop in batches:
+            starts, sizes = read.starts[first:stop], read.sizes[first:stop]
+            num_bytes = int(sizes.sum())
+            self._watch.began(len(sizes), num_bytes)
             self._flying_bytes += num_bytes
-            numbers = self._engine.start(*columns).tolist()
-            for place, number in enumerate(numbers, taken.start):
+            descriptors = np.full(len(sizes), read.segment.descriptor)
+            addresses = starts + read.memory.address
+            numbers = self._engine.start(descriptors, starts + read.offset, addresses, sizes)
+            for place, number in enumerate(numbers.tolist(), first):
                 self._flying[number] = (read, place)
 
-    def _take_batches(self) -> list[tuple[PendingRead, slice]]:
+    def _take_batches(self) -> list[tuple[PendingRead, int, int]]:
+        """Reads of which pieces [first, stop) begin now."""
         depth, batches = self._engine.depth, []
         room = depth - len(self._flying)
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
@@ -342,15 +320,16 @@ class BlockReader:
             limit = min(room, most) if ahead else room
             while limit > 0 and waiting:
                 read = waiting[0]
-                taken = read.take(limit)
-                count = taken.stop - taken.start
+                first, read.next = read.next, min(read.next + limit, read.last)
+                count = read.next - first
                 if read.next == read.last:
                     waiting.popleft()
                 if count:
+                    read.in_flight += count
                     limit -= count
                     room -= count
                     self._flying_ahead += count * ahead
-                    batches.append((read, taken))
+                    batches.append((read, first, read.next))
         return batches
 
     def _take_in(self, ended: list[tuple[PendingRead, int]], results: list[int]) -> None:
@@ -359,8 +338,8 @@ class BlockReader:
         arrived: dict[PendingRead, int] = {}
         for (read, place), result in zip(ended, results, strict=True):
             arrived[read] = arrived.get(read, 0) + 1
-            if result != read.size(place) and read.error is None:
-                read.error = _complete_piece(read.runs, place, result)
+            if result != read.size_of[place] and read.error is None:
+                read.error = _complete_piece(read, place, result)
         with self._changed:
             for read, count in arrived.items():
                 read.in_flight -= count
@@ -408,16 +387,28 @@ class _Watch:
         self._pieces = self._open
 
 
-def _complete_piece(runs: BlockRuns, place: int, result: int) -> PrefixUnreadable | None:
+def _pieces(starts: Indices, stops: Indices, most: int) -> tuple[Indices, Indices]:
+    """Starts and sizes of the same runs in pieces of at most `most` bytes."""
+    sizes = stops - starts
+    if not len(sizes) or sizes.max() <= most:
+        return starts, sizes
+    counts = -(-sizes // most)
+    first = np.cumsum(counts) - counts
+    step = (np.arange(counts.sum()) - np.repeat(first, counts)) * most
+    starts = np.repeat(starts, counts) + step
+    return starts, np.minimum(most, np.repeat(stops, counts) - starts)
+
+
+def _complete_piece(read: PendingRead, place: int, result: int) -> PrefixUnreadable | None:
     """Read a piece with an unexpected `result` again; returns what is wrong, if anything."""
-    segment, start, stop = runs.segment, int(runs.starts[place]), int(runs.stops[place])
+    segment, start = read.segment, int(read.starts[place])
     if result < 0:
         return StoreUnavailable(segment.segment_id, os.strerror(-result))
     try:
         with reading(segment.segment_id):
             # A read may end early without an error; the rest says whether there is one.
-            target = runs.memory.view[start:stop]
-            segment.files.read(segment.descriptor, runs.offset + start, target)
+            target = read.memory.view[start : start + read.size_of[place]]
+            segment.files.read(segment.descriptor, read.offset + start, target)
     except PrefixUnreadable as error:
         return error
     return None

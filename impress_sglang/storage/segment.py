@@ -27,8 +27,8 @@ import xxhash
 
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.loops.types import Float32s, Uint8s
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.loops.types import Float32s, Indices, Uint8s
+from impress_sglang.storage.files import AlignedMemory, FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 from impress_sglang.storage.quality import EXACT, Quality
 
@@ -335,6 +335,73 @@ def _decode_body(body: bytes, offset: int) -> SegmentHeader:
         offset += flat.nbytes
     mapping = found["mapping"] if info.reordered else None
     return SegmentHeader(info, found["checksums"], found["sinks"], mapping, found["fits"])
+
+
+class OpenSegment:
+    """A segment file open for reading, with all of its header in memory."""
+
+    def __init__(self, path: Path, files: FileSystem, *, direct: bool) -> None:
+        """Open the file.
+
+        Raises:
+            SegmentUnreadable: the file is missing or its header is not valid.
+            StoreUnavailable: it cannot be opened or read now.
+        """
+        header = read_header(path, files)
+        self.files, self.info, self.layout = files, header.info, header.info.layout()
+        self.checksums, self.mapping = header.checksums, header.mapping
+        self.sinks, self.fits = header.sinks, header.fits
+        self.readers = 0
+        """How many read from it, of those that share it."""
+        self.retired = False
+        """Whether its segment has left the store, or has another file."""
+        self.reader: Any = None
+        """The `BlockReader` of its blocks; None: that of the drive."""
+        with reading(self.segment_id):
+            self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+
+    @property
+    def segment_id(self) -> str:
+        """Name of the segment."""
+        return self.info.segment_id
+
+    def check_blocks(self, memory: AlignedMemory, offset: int, blocks: Indices) -> None:
+        """Verify blocks int64 [n] of memory that was filled from byte `offset` of the file on.
+
+        Raises:
+            SegmentUnreadable: one of them fails its checksum.
+        """
+        first = (offset - self.layout.header_bytes) // BLOCK_BYTES
+        found = block_checksums(memory.view, blocks.tolist())
+        bad = np.flatnonzero(found != self.checksums[first + blocks])
+        if len(bad):
+            at = offset + int(blocks[bad[0]]) * BLOCK_BYTES
+            raise SegmentUnreadable(self.segment_id, f"the block at {at} fails its checksum")
+
+    def fill(self, memory: AlignedMemory, offset: int) -> None:
+        """Fill memory from byte `offset` of the file on, where a block begins, and verify it.
+
+        Raises:
+            SegmentUnreadable: a block is missing or fails its checksum.
+            StoreUnavailable: it cannot be read now.
+        """
+        with reading(self.segment_id):
+            self.files.read(self.descriptor, offset, memory.view)
+        self.check_blocks(memory, offset, np.arange(len(memory) // BLOCK_BYTES))
+
+    def check_all(self, note: Callable[[], None] = lambda: None) -> None:
+        """Read and verify all layers, see `fill`; `note` is called after each of them."""
+        layout = self.layout
+        for layer in range(layout.shape.num_layers):
+            memory = AlignedMemory(layout.layer_bytes(layer))
+            self.fill(memory, layout.layer_offset(layer))
+            note()
+
+    def close(self) -> None:
+        """Close the file; no read may be in flight."""
+        # Nothing was written through this descriptor.
+        with contextlib.suppress(OSError):
+            self.files.close(self.descriptor)
 
 
 def common_prefix_len(left: Tokens, right: Tokens) -> int:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from impress_sglang.codes.coding import CodingRule
 from impress_sglang.codes.groups.energy import QueryMeter
-from impress_sglang.storage.direct_io import AlignedBuffer
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.files import AlignedBuffer, FileSystem
 from impress_sglang.storage.layer_bytes import encode_layer, put_sinks
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import (

@@ -24,8 +24,13 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.engines import BlockEngine, ThreadEngine
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo, decode_header, reading
+from impress_sglang.storage.segment import (
+    SEGMENT_SUFFIX,
+    OpenSegment,
+    SegmentInfo,
+    decode_header,
+    reading,
+)
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 from impress_sglang.store.bucket import Bucket
 

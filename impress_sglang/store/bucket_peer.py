@@ -30,8 +30,7 @@ from typing import Any
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import StoreDirectory, segment_files
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import Priority, SegmentInfo
+from impress_sglang.storage.segment import OpenSegment, Priority, SegmentInfo
 from impress_sglang.store.bucket import Bucket, ObjectMeta, open_bucket
 from impress_sglang.store.bucket_files import BucketFiles, read_begun
 from impress_sglang.store.eviction_order import LEAST

@@ -29,7 +29,7 @@ from impress_sglang.storage.directory import (
     take_free,
 )
 from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.store.bucket_peer import peer_of
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker

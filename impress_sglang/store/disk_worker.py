@@ -20,10 +20,9 @@ from torch import Tensor
 
 from impress_sglang.codes.coding import CodingRule
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.directory import QUARANTINE, StoreDirectory, quarantined_files
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.files import AlignedBuffer
+from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
 from impress_sglang.store.health import Health, Verdict
 from impress_sglang.store.journal import Journal, Row

@@ -23,9 +23,8 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Floats
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
-from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.store.bucket_files import MOST_READS, RANGE_BYTES
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import AwaitedRange, turns_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Indices
-from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import BlockReader, BlockRuns, PendingRead
+from impress_sglang.storage.reader import BlockReader, PendingRead
+from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.slab import pin_memory
 
@@ -285,7 +285,7 @@ class LayerBuffer:
         last = np.flatnonzero(np.diff(missing) > 1 + gap_blocks)
         starts = missing[np.append(0, last + 1)] * BLOCK_BYTES
         stops = (missing[np.append(last, -1)] + 1) * BLOCK_BYTES
-        runs = BlockRuns(self._segment, self.memory, self._offset, starts, stops)
-        read = (self._segment.reader or reader).submit(runs, ahead=ahead)
+        where = self._segment, self.memory, self._offset
+        read = (self._segment.reader or reader).submit(*where, starts, stops, ahead=ahead)
         self.reads.append(read)
         return read.num_bytes

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from impress_sglang.loops.types import Flags, Indices, Uint8s
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader, PendingRead
+from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache, LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant

@@ -14,8 +14,8 @@ from impress_sglang.codes.groups.codec import code_keys, code_values, restore
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool

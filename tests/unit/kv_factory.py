@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.storage.direct_io import AlignedBuffer
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.files import AlignedBuffer, FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
-from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
+from impress_sglang.storage.segment import MappingLists, OpenSegment, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredSegment

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from impress_sglang.storage.direct_io import read_exactly
-from impress_sglang.storage.engines import BlockEngine, Integers
+from impress_sglang.storage.engines import BlockEngine, Integers, read_exactly
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.reader import BlockReader
 

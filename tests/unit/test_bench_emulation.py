@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from bench.core.emulation import Drive, SlowEngine
-from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import AioEngine, BlockEngine, ThreadEngine
+from impress_sglang.storage.files import AlignedMemory
 
 pytestmark = pytest.mark.alone
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.segment import OpenSegment
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs

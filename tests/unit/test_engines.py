@@ -16,14 +16,13 @@ import pytest
 from bench.core.emulation import Drive, SlowEngine
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage import engines
-from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import (
     AioEngine,
     BlockEngine,
     ThreadEngine,
     make_engine,
 )
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.files import AlignedMemory, FileSystem
 
 BLOCK = 4096
 BLOCKS = 128

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,11 +15,10 @@ import pytest
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage import reader as reader_module
-from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import Integers
-from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import BlockReader, BlockRuns, PendingRead
+from impress_sglang.storage.files import AlignedMemory, FileSystem
+from impress_sglang.storage.reader import BlockReader, PendingRead
+from impress_sglang.storage.segment import OpenSegment
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import step_engine as steps
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
@@ -41,14 +41,14 @@ class Stored:
         self.memory = AlignedMemory(len(self.content))
         self.memory.view[:] = b"\xee" * len(self.memory)
 
-    def runs(self, *runs: tuple[int, int]) -> BlockRuns:
-        """Runs of blocks (first, stop)."""
+    def runs(self, *runs: tuple[int, int]) -> tuple[Any, ...]:
+        """Runs of blocks (first, stop), for `submit`."""
         starts, stops = np.array(runs, np.int64).reshape(-1, 2).T * BLOCK
-        return BlockRuns(self.segment, self.memory, self.offset, starts, stops)
+        return self.segment, self.memory, self.offset, starts, stops
 
     def read(self, reader: BlockReader, *runs: tuple[int, int]) -> int:
         """Read runs of blocks; returns the bytes."""
-        read = reader.submit(self.runs(*runs))
+        read = reader.submit(*self.runs(*runs))
         read.arrived()
         return read.num_bytes
 
@@ -93,7 +93,7 @@ def test_runs_are_filled_and_nothing_else(
     stored = Stored(tmp_path, direct=direct)
     runs = [(0, 1), (3, 10), (11, 12), (20, 47), (stored.blocks - 2, stored.blocks)]
 
-    read = reader.submit(stored.runs(*runs))
+    read = reader.submit(*stored.runs(*runs))
     read.arrived()
 
     assert read.done and read.num_bytes == sum(stop - first for first, stop in runs) * BLOCK
@@ -105,9 +105,9 @@ def test_runs_are_filled_and_nothing_else(
 def test_what_is_waited_for_overtakes_what_is_read_ahead(step: Step, stored: Stored) -> None:
     """Reads ahead have half of the queue; what is waited for takes all that is free."""
     reader, engine = step
-    ahead = reader.submit(stored.runs((0, 6)), ahead=True)
+    ahead = reader.submit(*stored.runs((0, 6)), ahead=True)
     engine.wait_started(2)
-    needs = reader.submit(stored.runs((30, 36)))
+    needs = reader.submit(*stored.runs((30, 36)))
     assert engine.in_flight == 2, "as many as reading ahead may have"
 
     for begun in range(5, 9):
@@ -135,7 +135,7 @@ def listed(rest: tuple[Integers, Integers]) -> list[int]:
 @pytest.mark.usefixtures("single_blocks")
 def test_a_cancelled_read_brings_what_was_begun(step: Step, stored: Stored) -> None:
     reader, engine = step
-    read = reader.submit(stored.runs((0, 2), (7, 9), (13, 16)), ahead=True)
+    read = reader.submit(*stored.runs((0, 2), (7, 9), (13, 16)), ahead=True)
     engine.wait_started(2)
     engine.allow(1)
     engine.wait_started(3)
@@ -166,7 +166,7 @@ def test_many_threads_read_and_cancel(reader: BlockReader, tmp_path: Path, seed:
         expected = set()
         for part in range(6):
             first = 10 * part
-            read = reader.submit(own.runs((first, first + 3), (first + 4, first + 9)), ahead=True)
+            read = reader.submit(*own.runs((first, first + 3), (first + 4, first + 9)), ahead=True)
             time.sleep(float(random.choice([0.0, 0.0, 1e-4, 1e-3])))
             rest = set(listed(reader.cancel(read)))
             own.read(reader, (first + 9, first + 10))
@@ -198,8 +198,8 @@ def test_damage_is_found(
     stored, good = Stored(tmp_path), Stored(tmp_path, name="good")
     DAMAGE[damage](stored)
 
-    read = reader.submit(stored.runs((5, 9)))
-    other = reader.submit(good.runs((3, 6)))
+    read = reader.submit(*stored.runs((5, 9)))
+    other = reader.submit(*good.runs((3, 6)))
     with pytest.raises(SegmentUnreadable) as caught:
         read.arrived()
 
@@ -267,16 +267,16 @@ def test_nobody_waits_for_a_reader_that_has_failed(
     files.faults.add(Rule("raise", method, after=call - 1, count=1))
     if method == "check":
         fail = mock.Mock(side_effect=RuntimeError("injected"))
-        monkeypatch.setattr(reader_module.PendingRead, "size", fail)
+        monkeypatch.setattr(BlockReader, "_take_in", fail)
     reader = BlockReader(4, files)
     reads = []
     for n in range(7):
-        reads.append(reader.submit(stored.runs((n, n + blocks)), ahead=n in (3, 5)))
+        reads.append(reader.submit(*stored.runs((n, n + blocks)), ahead=n in (3, 5)))
         if n % 2:
             # Some come while others are in flight, and some when all is quiet.
             ends_in_time(reads[-1])
 
-    late = reader.submit(stored.runs((0, 3)))
+    late = reader.submit(*stored.runs((0, 3)))
 
     assert [n for n, read in enumerate([*reads, late]) if not ends_in_time(read)] == []
     failed = [read for read in (*reads, late) if read.error is not None]
@@ -294,8 +294,8 @@ def test_a_drive_that_is_slow_is_noticed_before_it_is_idle(
 ) -> None:
     monkeypatch.setattr(reader_module, "OBSERVED_SECONDS", seconds)
     reader, engine = step
-    first = reader.submit(stored.runs((0, 1)))
-    second = reader.submit(stored.runs((10, 11)))
+    first = reader.submit(*stored.runs((0, 1)))
+    second = reader.submit(*stored.runs((10, 11)))
     engine.wait_started(2)
     engine.allow(1)
     first.arrived()

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.files import AlignedBuffer, FileSystem
 from impress_sglang.storage.layer_bytes import sinks_of
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import (
@@ -225,12 +224,12 @@ def test_read_and_write_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = bytes(range(200))
     descriptor = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     try:
-        write_exactly(descriptor, 50, memoryview(data))
+        FILES.write(descriptor, 50, memoryview(data))
         target = bytearray(200)
-        read_exactly(descriptor, 50, memoryview(target))
+        FILES.read(descriptor, 50, memoryview(target))
         assert target == data
         with pytest.raises(EOFError):
-            read_exactly(descriptor, 51, memoryview(target))
+            FILES.read(descriptor, 51, memoryview(target))
     finally:
         os.close(descriptor)
 
