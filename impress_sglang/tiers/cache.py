@@ -8,34 +8,58 @@ Stage: load. The order of a read is fixed: `access` decides; rows are taken from
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.errors import ConfigError
 from impress_sglang.loops.types import Floats, Indices
-from impress_sglang.tiers.fence import CopyStream, Fence
-from impress_sglang.tiers.page_copies import make_copier
+from impress_sglang.storage.files import AlignedMemory
+from impress_sglang.storage.layout import BLOCK_BYTES, round_up
+from impress_sglang.tiers.copying import CopyStream, Fence, PageCopier, pin_memory
 from impress_sglang.tiers.placement import CACHES, Access, Moves, Placement, Tier
 from impress_sglang.tiers.rules import Ids, ReplacementRule
-from impress_sglang.tiers.slab import Slab
-from impress_sglang.tiers.staging import Staging
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadedChunks:
-    """Chunks that were read from SSD into one memory, uint8 on the CPU.
+class Slab:
+    """The memory of a cache, on one device, cut into pages.
 
-    `chunks` int64 [n] are their ids, distinct; `starts` int64 [n] the byte where each begins. From
-    there on its pages follow one after another; the memory also covers the unused rest of a last
-    page, with any content.
+    The pages of a chunk need not be neighbours, so that chunks of different sizes share the memory
+    without fragments.
     """
 
-    memory: Tensor
-    chunks: Indices
-    starts: Indices
+    pages: Tensor
+    """uint8 [pages, page_bytes]."""
+
+    def __init__(
+        self, page_bytes: int, num_pages: int, device: torch.device, *, option: str, pin: bool
+    ) -> None:
+        """Allocate the pages; `pin`: pin host memory, so that an accelerator reads it directly.
+
+        Raises:
+            ConfigError: there is not enough memory; the message names `option`.
+        """
+        size = num_pages, page_bytes
+        num_bytes = num_pages * page_bytes
+        try:
+            if device.type == "cpu" and num_pages:
+                # The tensor keeps the bytes alive; they stay pinned as long as this object exists.
+                self._memory = memory = AlignedMemory(round_up(num_bytes, BLOCK_BYTES))
+                if pin:
+                    pin_memory(memory)
+                else:
+                    # There, not only promised, so that no request waits for it later.
+                    memory.words[:: BLOCK_BYTES // memory.words.itemsize] = 0
+                flat = torch.frombuffer(memory.view, dtype=torch.uint8, count=num_bytes)
+                self.pages = flat.view(size)
+            else:
+                self.pages = torch.empty(size, dtype=torch.uint8, device=device)
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"{num_bytes / 1e9:.1f} GB for chunks cannot be allocated on {device}; lower "
+                f"{option}: {error}"
+            ) from error
 
 
 class ChunkCache:
@@ -56,32 +80,24 @@ class ChunkCache:
         Raises:
             ConfigError: there is not enough memory.
         """
-        self.device = device
-        self._page_bytes = page_bytes
+        self.device, self._page_bytes, self._width = device, page_bytes, max_chunk_pages
         # Of whole chunks that were copied between tiers since start.
         self._promoted_bytes = self._demoted_bytes = 0
-        self._max_chunk_pages = max_chunk_pages
-        device_pages = device_bytes // page_bytes
-        host_pages = host_bytes // page_bytes
-        self.placement = Placement(
-            rule,
-            device_pages=device_pages,
-            host_pages=host_pages,
-            max_chunk_pages=max_chunk_pages,
-        )
-        cpu, pin = torch.device("cpu"), device.type == "cuda"
+        on_gpu = device.type == "cuda"
+        sizes = device_bytes // page_bytes, host_bytes // page_bytes
+        self.placement = Placement(rule, *sizes, max_chunk_pages)
+        places = {
+            Tier.DEVICE: (sizes[0], device, "--impress-device-gb", False),
+            Tier.HOST: (sizes[1], torch.device("cpu"), "--impress-host-gb", on_gpu),
+        }
         self.slabs: dict[int, Slab] = {
-            Tier.DEVICE: Slab(
-                page_bytes, device_pages, device, option="--impress-device-gb", pin=False
-            ),
-            Tier.HOST: Slab(page_bytes, host_pages, cpu, option="--impress-host-gb", pin=pin),
+            tier: Slab(page_bytes, count, where, option=option, pin=pin)
+            for tier, (count, where, option, pin) in places.items()
         }
         """The memory from which cached chunks are read, by tier."""
         self.copy_stream = CopyStream(device)
         """Moves chunks; readers on the device call `join` before and `note_reading` after."""
-        self.staging = Staging(device)
-        """Where addresses of chunks are left for kernels."""
-        self.copier = make_copier(page_bytes, device, self.staging)
+        self.copier = PageCopier(page_bytes, device, kernels=on_gpu)
         """Copies pages from and to the slabs."""
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
@@ -90,18 +106,13 @@ class ChunkCache:
         taken = copy.copy(self)
         taken._promoted_bytes = taken._demoted_bytes = 0
         sizes = self.placement.capacity
-        taken.placement = Placement(
-            rule,
-            device_pages=sizes[Tier.DEVICE],
-            host_pages=sizes[Tier.HOST],
-            max_chunk_pages=self._max_chunk_pages,
-        )
+        taken.placement = Placement(rule, sizes[Tier.DEVICE], sizes[Tier.HOST], self._width)
         self.slabs = {}
         return taken
 
     def begins(self, memory_address: int = 0) -> Ids:
         """Where frames of each tier begin in memory, int64 [tiers]; those of SSD are in memory."""
-        host, device = (self.slabs[tier].address for tier in (Tier.HOST, Tier.DEVICE))
+        host, device = (self.slabs[own].pages.data_ptr() for own in (Tier.HOST, Tier.DEVICE))
         return np.array([memory_address, host, device])
 
     def expect(self, firsts: Ids, turns: Ids) -> None:
@@ -117,13 +128,19 @@ class ChunkCache:
         """See `Placement.access`; every access must be settled or abandoned before the next."""
         return self.placement.access(ids, shares)
 
-    def settle(self, access: Access, loaded: Sequence[LoadedChunks]) -> Fence | None:
-        """Carry out the moves; `loaded` has each kept chunk once. Waits for nothing.
+    def settle(self, access: Access, loaded: Ids, addresses: Indices) -> Fence | None:
+        """Carry out the moves; waits for nothing.
 
         On a GPU chunks move concurrently with the model, on a stream of their own.
 
+        Args:
+            access: what was accessed.
+            loaded: int64 [n], chunks that were read from SSD: each kept one once.
+            addresses: int64 [n], where each begins in host memory. From there on its pages follow
+                one after another, the last of which may have a rest of any content.
+
         Returns:
-            A fence before which `loaded` must not change; None if there was nothing to move.
+            A fence before which that memory must not change; None if there was nothing to move.
         """
         moves, size = access.moves, self._page_bytes
         if not len(moves):
@@ -131,7 +148,7 @@ class ChunkCache:
         pages = moves.pages_moved()
         self._promoted_bytes += int(pages[:, Tier.DEVICE].sum()) * size
         self._demoted_bytes += int(pages[Tier.DEVICE, Tier.HOST]) * size
-        sources, targets = self._addresses(moves, loaded)
+        sources, targets = self._addresses(moves, loaded, addresses)
         cached = np.flatnonzero(np.repeat(moves.sources != Tier.SSD, moves.counts))
         with self.copy_stream.after_reading():
             if len(cached) and np.isin(targets, sources[cached]).any():
@@ -142,12 +159,17 @@ class ChunkCache:
                 sources[cached] = kept
             return self.copier.copy(sources, targets)
 
-    def _addresses(self, moves: Moves, loaded: Sequence[LoadedChunks]) -> tuple[Indices, Indices]:
+    def _addresses(self, moves: Moves, loaded: Ids, addresses: Indices) -> tuple[Indices, Indices]:
         """Where the pages of chunks are and where they go, int64 [pages], chunk after chunk."""
         begins, places = self.begins(), np.arange(moves.target_pages.shape[1])
+        # Where those begin that were read.
+        starts, order = np.zeros(len(moves), np.int64), np.argsort(moves.chunks)
+        place = order[np.searchsorted(moves.chunks, loaded, sorter=order)]
+        assert np.array_equal(moves.chunks[place], loaded) and not moves.sources[place].any()
+        starts[place] = addresses
         on_ssd = (moves.sources == Tier.SSD)[:, None]
         sources = np.where(on_ssd, places, moves.source_pages) * self._page_bytes
-        sources += (begins[moves.sources] + _starts(moves, loaded))[:, None]
+        sources += (begins[moves.sources] + starts)[:, None]
         targets = moves.target_pages.astype(np.int64) * self._page_bytes
         targets += begins[moves.targets][:, None]
         used = places < moves.counts[:, None]
@@ -185,13 +207,3 @@ class ChunkCache:
             "chunks": self.placement.cached_chunks(tier),
             "evicted_score": self.placement.evicted_scores.get(tier),
         }
-
-
-def _starts(moves: Moves, loaded: Sequence[LoadedChunks]) -> Indices:
-    """Where chunks that were read begin in memory, int64 [moves]; 0 for those from a cache."""
-    starts, order = np.zeros(len(moves), np.int64), np.argsort(moves.chunks)
-    for part in loaded:
-        place = order[np.searchsorted(moves.chunks, part.chunks, sorter=order)]
-        assert np.array_equal(moves.chunks[place], part.chunks) and not moves.sources[place].any()
-        starts[place] = part.memory.data_ptr() + part.starts
-    return starts

@@ -29,12 +29,12 @@ from impress_sglang.loops.heaps import Heaps
 from impress_sglang.loops.placing import Caches, Touched
 from impress_sglang.loops.types import Floats
 from impress_sglang.threads import locked
-from impress_sglang.tiers.rules import Ids, ReplacementRule
-from impress_sglang.tiers.tables import IdRanges, grown
+from impress_sglang.tiers.rules import Ids, ReplacementRule, grown
 
 Pages = npt.NDArray[np.int32]
 _FIRST_CHUNKS = 1024
 _FIRST_TOUCHED = 4096
+_NEVER = 1 << 62
 
 
 class Tier(enum.IntEnum):
@@ -95,6 +95,56 @@ class Access:
     moves: Moves
 
 
+class IdRanges:
+    """Ranges of ids that are handed out and given back; the lowest gap that fits is used.
+
+    `starts` and `lengths`, int64, are the gaps of free ids, ascending, no two of them adjacent; the
+    last one has no end. Each call is one pass of NumPy over the gaps.
+    """
+
+    def __init__(self) -> None:
+        """Begin with all ids free."""
+        self.starts, self.lengths = np.zeros(1, np.int64), np.array([_NEVER])
+
+    def take(self, size: int) -> int:
+        """Take `size` neighbouring ids; returns the first."""
+        at = int((self.lengths >= size).argmax())
+        base = int(self.starts[at])
+        self.starts[at] += size
+        self.lengths[at] -= size
+        if not self.lengths[at]:
+            self._delete(at)
+        return base
+
+    def give(self, base: int, size: int) -> None:
+        """Give `size` ids from `base` on back."""
+        at = int(self.starts.searchsorted(base))
+        stop = base + size
+        before = self.starts[at - 1] + self.lengths[at - 1] if at else -1
+        assert before <= base and stop <= self.starts[at], "an id is free twice"
+        if before == base:
+            at -= 1
+            base = int(self.starts[at])
+            self._delete(at)
+        if self.starts[at] == stop:
+            self.lengths[at] += stop - base
+            self.starts[at] = base
+        else:
+            self.starts = np.insert(self.starts, at, base)
+            self.lengths = np.insert(self.lengths, at, stop - base)
+
+    def owned(self, size: int) -> npt.NDArray[np.bool_]:
+        """Which of the first `size` ids are handed out."""
+        found = np.ones(size, np.bool_)
+        for base, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            assert found[base : base + length].all()
+            found[base : base + length] = False
+        return found
+
+    def _delete(self, at: int) -> None:
+        self.starts, self.lengths = np.delete(self.starts, at), np.delete(self.lengths, at)
+
+
 class Placement:
     """Places the chunks of two caches; ids are handed out by `attach`.
 
@@ -102,7 +152,7 @@ class Placement:
     """
 
     def __init__(
-        self, rule: ReplacementRule, *, device_pages: int, host_pages: int, max_chunk_pages: int
+        self, rule: ReplacementRule, device_pages: int, host_pages: int, max_chunk_pages: int
     ) -> None:
         """Begin with empty caches; capacities are in pages. A chunk with no page, or with more than
         `max_chunk_pages`, is never cached."""

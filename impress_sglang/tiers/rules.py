@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import abc
 import math
-from typing import Any
+import mmap
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.loops.types import Floats
-from impress_sglang.tiers.tables import grown
 
 Ids = npt.NDArray[np.int64]
 
@@ -37,6 +37,31 @@ LEAST_SHARE = 1e-6
 # Of a score's fraction, these bits are in its priority. The bias is larger than the magnitude of
 # any negative exponent of a float.
 _FRACTION_BITS, _BIAS = 32, 1100
+# Entries for which a table reserves address space; one with more is copied when it grows.
+RESERVED_ENTRIES = 1 << 30
+# Python has this constant from 3.13 on.
+_MAP_NORESERVE = 0x4000
+_T = TypeVar("_T", bound=np.generic)
+
+
+def grown(table: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
+    """A table with an entry per chunk, extended by zeros to `size` entries.
+
+    Memory is taken only where an entry is written: until then entries cost nothing. They stay where
+    they are and are shared with the shorter table. They are copied only if there is no reserved
+    space left, or the system grants none (`vm.overcommit_memory=2`).
+    """
+    needed = size * table.itemsize
+    memory = table.base.obj if isinstance(table.base, memoryview) else None
+    if memory is None or len(memory) < needed:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        wanted = max(needed, RESERVED_ENTRIES * table.itemsize)
+        try:
+            memory = mmap.mmap(-1, wanted, flags | _MAP_NORESERVE)
+        except OSError:
+            memory = mmap.mmap(-1, max(needed, 1), flags)
+        np.frombuffer(memory, table.dtype)[: len(table)] = table
+    return np.frombuffer(memory, table.dtype, size)
 
 
 class ReplacementRule(abc.ABC):

@@ -20,8 +20,7 @@ from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.reader import BlockReader, PendingRead
 from impress_sglang.storage.segment import OpenSegment
-from impress_sglang.tiers.fence import Fence
-from impress_sglang.tiers.slab import pin_memory
+from impress_sglang.tiers.copying import Fence, pin_memory
 
 _GRAIN = 1 << 20
 _NO_READ = -1

@@ -23,12 +23,13 @@ from impress_sglang.loops.types import Flags, Indices, Uint8s
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader, PendingRead
 from impress_sglang.storage.segment import OpenSegment
-from impress_sglang.tiers.cache import ChunkCache, LoadedChunks
+from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.wanted import Wanted
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
+_NOTHING: Indices = np.empty(0, np.int64)
 
 OpenSpan: TypeAlias = tuple[OpenSegment, range, int]
 """An open segment, which of its tokens are wanted, and the id of its first chunk in the cache."""
@@ -237,15 +238,13 @@ class StoredSource(abc.ABC):
 
     def _settle(self, parts: Sequence[PartOfRead], access: Access) -> None:
         """Move chunks between tiers; those that were read to be cached come from the buffers."""
-        loaded: list[LoadedChunks] = []
-        memories: list[PooledMemory] = []
+        ids, addresses, memories = [_NOTHING], [_NOTHING], list[PooledMemory]()
         for part in parts:
             if part.buffer is not None and part.kept.any():
                 memories.append(memory := part.buffer.memory)
-                first = part.wanted.first[part.kept]
-                flat = memory.vectors(torch.uint8, 1).view(-1)
-                loaded.append(LoadedChunks(flat, part.ids[part.kept], first * BLOCK_BYTES))
-        fence = self._cache.settle(access, loaded)
+                ids.append(part.ids[part.kept])
+                addresses.append(memory.address + part.wanted.first[part.kept] * BLOCK_BYTES)
+        fence = self._cache.settle(access, np.concatenate(ids), np.concatenate(addresses))
         if fence is not None:
             for memory in memories:
                 memory.fence = fence

@@ -16,8 +16,7 @@ import torch
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
-from impress_sglang.tiers.page_copies import KernelCopier
-from impress_sglang.tiers.staging import Staging
+from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.transfer.basis_codec import BasisCodec, KernelRestorer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def launch_all(shape: KVShape, device: torch.device, codec: BasisCodec | None = 
     with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
         blocks = torch.zeros(2, BLOCK_BYTES, dtype=torch.uint8, device=device)
         source, target = (np.array([own.data_ptr()]) for own in blocks)
-        KernelCopier(BLOCK_BYTES, device, Staging(device)).copy(source, target).wait()
+        PageCopier(BLOCK_BYTES, device, kernels=True).copy(source, target).wait()
     if not shape.coded:
         return
     slots = torch.arange(TOKENS, device=device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from impress_sglang.tiers.cache import ChunkCache, LoadedChunks
+from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from tests.unit.kv_factory import make_shape, row_size
 from tests.unit.test_placement import GivenPriorities
@@ -110,14 +110,10 @@ class Bench:
 
     def access(self, worths: dict[int, float], *, padding: int = 500) -> Access:
         access = self.begin(worths)
-        kept = np.array(list(worths))[access.kept].tolist()
+        kept = np.array(list(worths), np.int64)[access.kept]
         # As they come from disk: behind the rows are the rest of a block and old bytes.
-        start = np.zeros(1, np.int64)
-        loaded = [
-            LoadedChunks(self.with_rest(self.bytes[chunk], padding), np.array([chunk]), start)
-            for chunk in kept
-        ]
-        self.cache.settle(access, loaded)
+        read = [self.with_rest(self.bytes[chunk], padding) for chunk in kept.tolist()]
+        self.cache.settle(access, kept, np.array([own.data_ptr() for own in read], np.int64))
         self.cache.placement.check_integrity()
         return access
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.tiers.tables import IdRanges, grown
+from impress_sglang.tiers.placement import IdRanges
+from impress_sglang.tiers.rules import grown
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.float64])

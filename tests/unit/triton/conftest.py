@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
 from impress_sglang.paper import loader
 from impress_sglang.tiers import cache
-from impress_sglang.tiers.page_copies import KernelCopier
+from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.triton import scores
 
 KERNELS = "impress_sglang.triton"
@@ -123,7 +123,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on."""
-    monkeypatch.setattr(cache, "make_copier", KernelCopier)
+    monkeypatch.setattr(cache, "PageCopier", lambda *own, **_: PageCopier(*own, kernels=True))
     monkeypatch.setattr(loader, "probe_scorer", lambda _: scores.column_sums)
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from impress_sglang.cost import ReadCost
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopier
+from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
@@ -68,13 +67,13 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", [LoopCopier, KernelCopier])
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("name", TAKEN)
 def test_blocks_are_taken_from_where_they_are(
-    name: str, kind: type[PageCopier], monkeypatch: pytest.MonkeyPatch
+    name: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "make_copier", kind)
     held, wanted = Frames(), TAKEN[name]
+    held.cache.copier = PageCopier(BLOCK_BYTES, CPU, kernels=by_kernel)
     tiers = np.array([tier for tier, _ in wanted], np.uint8)
     frames = np.array([frame for _, frame in wanted], np.int64)
     memory = held.memory if Tier.SSD in tiers else None

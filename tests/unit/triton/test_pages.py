@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.tiers.page_copies import KernelCopier, LoopCopier, PageCopier
-from impress_sglang.tiers.staging import Staging
+from impress_sglang.tiers.copying import PageCopier
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -31,7 +30,7 @@ def pinned(tensor: Tensor, device: str) -> Tensor:
     return tensor.pin_memory() if device == "cuda" else tensor
 
 
-@pytest.mark.parametrize("kind", [LoopCopier, KernelCopier])
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize(
     ("unit", "vectors", "dtype"),
     [
@@ -43,11 +42,9 @@ def pinned(tensor: Tensor, device: str) -> Tensor:
         (1000, 3, torch.float32),
     ],
 )
-def test_pages(
-    device: str, unit: int, vectors: int, dtype: torch.dtype, kind: type[PageCopier]
-) -> None:
+def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype, by_kernel: bool) -> None:
     """Pages of memory of the host and of the device go to memory of both, in one launch."""
-    if kind is LoopCopier:
+    if not by_kernel:
         device = "cpu"
     chosen = np.random.permutation(12)
     sources, found = (random_bits((2, 12, unit * vectors), dtype) for _ in range(2))
@@ -58,7 +55,7 @@ def test_pages(
     step = unit * vectors * dtype.itemsize
     from_host, from_device = (own.data_ptr() + chosen * step for own in reversed(sources))
     to_device, to_host = (own.data_ptr() + chosen * step for own in found)
-    copier = kind(step, torch.device(device), Staging(torch.device(device)))
+    copier = PageCopier(step, torch.device(device), kernels=by_kernel)
     copier.copy(
         np.concatenate([from_host[:5], from_device[5:9]]),
         np.concatenate([to_device[4::-1], to_host[8:4:-1]]),
