@@ -40,7 +40,7 @@ from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.stored_source import ReadStats
+from impress_sglang.transfer.sources import ReadStats
 from impress_sglang.transfer.warm_up import warm_up
 
 POLICIES = ("recompute", "as", "impress")

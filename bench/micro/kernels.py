@@ -32,7 +32,7 @@ from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
 from impress_sglang.codes.rows.coder import product_matrix
 from impress_sglang.codes.rows.row import GAINS
-from impress_sglang.transfer.basis_codec import BasisCodec, KernelRestorer, LoopRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 from impress_sglang.triton import codes
 
 # Writing it takes longer than queueing what is measured.
@@ -181,7 +181,7 @@ def by_a_basis(
     angles = torch.rand(m, dim // 2)
     rotation = KeyRotation(lambda _: torch.cat([angles.cos(), angles.sin()], 1), halves=True)
     codec = BasisCodec(basis, rotation)
-    restorer = KernelRestorer(codec, device)
+    restorer = RowRestorer(codec, device, kernels=True)
     places = torch.arange(m)
     turns = rotation.turns(torch.zeros_like(places), places).to(device)
     codes_of_rows = torch.randint(0, 256, (m, len(bits))) % 2 ** torch.tensor(bits)
@@ -196,7 +196,7 @@ def by_a_basis(
         return restorer.put(1, rows, layer_below, turns, slots, *pools)
 
     few = min(m, 256)
-    on_cpu = LoopRestorer(codec, torch.device("cpu"))
+    on_cpu = RowRestorer(codec, torch.device("cpu"), kernels=False)
     some, spare = turns.to(torch.device("cpu")), [pool[:few].cpu() for pool in pools]
     wanted = on_cpu.put(1, rows[:few].cpu(), below[:few], some, places[:few], *spare)
     slack = 2**-6 * float(wanted.abs().max())

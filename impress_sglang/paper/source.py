@@ -17,7 +17,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.stored_source import OpenSpan, PartOfRead, StoredSource
+from impress_sglang.transfer.sources import OpenSpan, PartOfRead, StoredSource
 from impress_sglang.transfer.wanted import Wanted, chunks_of
 
 

@@ -28,7 +28,7 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, compute_alone
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
+from impress_sglang.transfer.sources import OpenSpan, StoredSource
 from impress_sglang.transfer.wanted import chunks_of
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,7 @@ from impress_sglang.threads import compute_alone
 from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from impress_sglang.transfer.packed import PackedLayers
-from impress_sglang.transfer.sources import WholeSource
-from impress_sglang.transfer.stored_source import ReadStats
+from impress_sglang.transfer.sources import ReadStats, WholeSource
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from impress_sglang.cost import Estimate
 from impress_sglang.serving import why
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, PrefixHashes
-from impress_sglang.transfer.stored_source import ReadStats
+from impress_sglang.transfer.sources import ReadStats
 
 DECISIONS = ("none", "load", "recompute")
 PATHS = ("ssd", "device", "computed")

@@ -33,8 +33,7 @@ from impress_sglang.store.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.threads import BackgroundThread, locked
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.basis_codec import is_unlike
-from impress_sglang.transfer.sources import WholeSource
-from impress_sglang.transfer.stored_source import OpenSpan, StoredSource
+from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
 from impress_sglang.transfer.wanted import chunk_pages
 
 _Source = TypeVar("_Source", bound=StoredSource)

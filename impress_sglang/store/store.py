@@ -45,8 +45,7 @@ from impress_sglang.store.writing import SegmentWrites
 from impress_sglang.tiers.placement import CACHES
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.basis_codec import BasisCodec
-from impress_sglang.transfer.sources import WholeSource
-from impress_sglang.transfer.stored_source import StoredSource
+from impress_sglang.transfer.sources import StoredSource, WholeSource
 
 logger = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ class Fence:
 
 
 class CopyStream:
-    """A stream on which KVs are copied while the model computes on the current one; none on a CPU."""
+    """A stream on which KVs are copied while the model computes on another; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -8,7 +8,7 @@ layer, then waiting requests, in the order of the queue.
 from __future__ import annotations
 
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.stored_source import StoredSource
+from impress_sglang.transfer.sources import StoredSource
 
 
 class ReadAhead:

@@ -7,7 +7,6 @@ a CPU, kernels on a GPU.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -109,40 +108,17 @@ class BasisCodec:
         return code
 
 
-class RowRestorer(abc.ABC):
-    """Restores layers by a basis, and puts them into slots; one thread."""
+class RowRestorer:
+    """Restores layers by a basis, and puts them into slots; one thread.
 
-    def __init__(self, codec: BasisCodec, device: torch.device) -> None:
+    With compiled loops and products of torch, or with two kernels for each layer, which wait for
+    nothing.
+    """
+
+    def __init__(self, codec: BasisCodec, device: torch.device, *, kernels: bool) -> None:
         """`device`: where the pools are."""
         self._basis, self._rotation, self._device = codec.basis, codec.rotation, device
-
-    def restore(
-        self,
-        layer: int,
-        source: WholeSource,
-        groups: Sequence[Tensor],
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """Put a layer of a source into slots; see `transfer.filling.GroupRestorer.restore`."""
-        rows = torch.cat(list(groups)) if len(groups) > 1 else groups[0]
-        below, turns = source.state or (None, self._turns(source))
-        below = self.put(layer, rows, below, turns, slots, keys, values)
-        source.state = below, turns
-
-    def _turns(self, source: WholeSource) -> Turns:
-        """Turns of the keys of a source's tokens to where they stood when they were stored."""
-        places = torch.cat(
-            [torch.arange(len(own)) + own.start + s.info.prefix_len for s, own, _ in source.spans]
-        )
-        return self._rotation.turns(torch.zeros_like(places), places).to(self._device)
-
-    @abc.abstractmethod
-    def put(
-        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
-        *pools: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self.put = self._put_by_kernels if kernels else self._put_by_loops
         """Put a layer of tokens into slots; all tensors are where the pools are.
 
         Args:
@@ -156,27 +132,62 @@ class RowRestorer(abc.ABC):
         Returns:
             What the layer was restored to, less its mean: bfloat16 [t, X].
         """
+        # Imported only where they are used: Triton is not needed on a CPU, Numba not on a GPU.
+        if kernels:
+            from impress_sglang.triton import rows as by_kernels
 
+            self._module: Any = by_kernels
+            levels, gains = (torch.from_numpy(own).to(device) for own in (LEVEL_TABLE, GAIN_TABLE))
+        else:
+            from impress_sglang.loops import rows as by_loops
 
-class LoopRestorer(RowRestorer):
-    """Restores layers with compiled loops and products of torch."""
-
-    def __init__(self, codec: BasisCodec, device: torch.device) -> None:
-        """See `RowRestorer`."""
-        super().__init__(codec, device)
-        # Imported only where it is used: Numba is not needed on a GPU.
-        from impress_sglang.loops import rows
-
-        self._loops, self._layers = rows, []
+            self._module = by_loops
+        self._layers: list[Any] = []
         for own, layout in zip(codec.basis.layers, codec.basis.layouts, strict=True):
-            tables = rows.RowTables.of(own.bits, layout.parts(), group_bounds(len(own.bits)))
-            self._layers.append((tables, product_matrix(own), own.mean))
+            where = own.bits, layout.parts(), group_bounds(len(own.bits))
+            matrix = product_matrix(own)
+            if kernels:
+                places = self._module.places_of(*where).to(device)
+                tables = places, levels, gains, matrix.to(device, torch.bfloat16)
+                self._layers.append(self._module.LayerTables(*tables, own.mean.to(device)))
+            else:
+                self._layers.append((self._module.RowTables.of(*where), matrix, own.mean))
 
-    def put(
+    def restore(
+        self,
+        layer: int,
+        source: WholeSource,
+        groups: Sequence[Tensor],
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Put a layer of a source into slots; see `transfer.filling.Restore`."""
+        rows = torch.cat(list(groups)) if len(groups) > 1 else groups[0]
+        below, turns = source.state or (None, self._turns(source))
+        below = self.put(layer, rows, below, turns, slots, keys, values)
+        source.state = below, turns
+
+    def _turns(self, source: WholeSource) -> Turns:
+        """Turns of the keys of a source's tokens to where they stood when they were stored."""
+        places = torch.cat(
+            [torch.arange(len(own)) + own.start + s.info.prefix_len for s, own, _ in source.spans]
+        )
+        return self._rotation.turns(torch.zeros_like(places), places).to(self._device)
+
+    def _put_by_kernels(
         self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
         *pools: Tensor,
     ) -> Tensor:  # fmt: skip
-        """See `RowRestorer.put`."""
+        tables, angles = self._layers[layer], (turns.cos.flatten(1), turns.sin.flatten(1))
+        components = self._module.unpack(rows, tables)
+        halves = self._rotation.halves
+        return self._module.restore(components, below, tables, angles, slots, *pools, halves=halves)
+
+    def _put_by_loops(
+        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
+        *pools: Tensor,
+    ) -> Tensor:  # fmt: skip
         tables, matrix, mean = self._layers[layer]
         restored = torch.empty(len(rows), len(mean), dtype=torch.bfloat16)
         angles = turns.cos.flatten(1).numpy(), turns.sin.flatten(1).numpy()
@@ -187,7 +198,7 @@ class LoopRestorer(RowRestorer):
             arguments: list[Any] = [product, mean.numpy(), *(part[own] for part in angles)]
             with words_of(pools, slots[own]) as (words, into):
                 arguments += [self._rotation.halves, into, *self._basis.shapes[0]]
-                self._loops.fill(*arguments, *(part.reshape(len(part), -1) for part in words))
+                self._module.fill(*arguments, *(part.reshape(len(part), -1) for part in words))
         return restored
 
     def _factors(self, tables: Any, rows: Tensor, below: Tensor | None) -> Tensor:
@@ -196,37 +207,6 @@ class LoopRestorer(RowRestorer):
         parts = torch.zeros(len(rows), tables.parts, dtype=torch.uint8)
         components = torch.empty(len(rows), int(tables.bounds[-1]))
         arrays = tables.areas, tables.runs, tables.bounds, CURVES, GAIN_TABLE
-        self._loops.unpack(rows.contiguous().numpy(), *arrays, parts.numpy(), components.numpy())
+        self._module.unpack(rows.contiguous().numpy(), *arrays, parts.numpy(), components.numpy())
         found = components.bfloat16()
         return found if below is None else torch.cat([found, below], 1)
-
-
-class KernelRestorer(RowRestorer):
-    """Restores layers with two kernels each, and waits for nothing."""
-
-    def __init__(self, codec: BasisCodec, device: torch.device) -> None:
-        """See `RowRestorer`."""
-        super().__init__(codec, device)
-        # Imported only where it is used: Triton is not needed on a CPU.
-        from impress_sglang.triton import rows
-
-        self._kernels = rows
-        levels, gains = (torch.from_numpy(own).to(device) for own in (LEVEL_TABLE, GAIN_TABLE))
-        self._layers = []
-        for own, layout in zip(codec.basis.layers, codec.basis.layouts, strict=True):
-            places = rows.places_of(own.bits, layout.parts(), group_bounds(len(own.bits)))
-            matrix = product_matrix(own).to(device, torch.bfloat16)
-            self._layers.append(
-                rows.LayerTables(places.to(device), levels, gains, matrix, own.mean.to(device))
-            )
-
-    def put(
-        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
-        *pools: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """See `RowRestorer.put`."""
-        tables, angles = self._layers[layer], (turns.cos.flatten(1), turns.sin.flatten(1))
-        components = self._kernels.unpack(rows, tables)
-        return self._kernels.restore(
-            components, below, tables, angles, slots, *pools, halves=self._rotation.halves
-        )

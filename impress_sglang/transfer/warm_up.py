@@ -17,7 +17,7 @@ import torch
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.copying import PageCopier
-from impress_sglang.transfer.basis_codec import BasisCodec, KernelRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def launch_all(shape: KVShape, device: torch.device, codec: BasisCodec | None = 
     places, below = torch.arange(TOKENS), None
     turns = codec.rotation.turns(torch.zeros_like(places), places).to(device)
     with _fitting(shape, "loading codes", "no --impress-basis"):
-        restorer = KernelRestorer(codec, device)
+        restorer = RowRestorer(codec, device, kernels=True)
         # Those of some layers differ.
         for layer, row_bytes in enumerate(shape.row_bytes_of_layers):
             rows = torch.zeros(TOKENS, row_bytes, dtype=torch.uint8, device=device)

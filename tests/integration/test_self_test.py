@@ -31,7 +31,6 @@ from impress_sglang.plugin.factory import kv_shape
 from impress_sglang.plugin.pools import PoolLayers, index_keys, state_layers, window_pool
 from impress_sglang.plugin.self_test import check_kvs
 from impress_sglang.store.policies import make_policy
-from impress_sglang.transfer import filling
 from impress_sglang.transfer.packed import PackedLayers
 from tests.integration.test_capabilities import Layers
 
@@ -237,7 +236,7 @@ def test_pools_that_keep_kvs_otherwise(kind: type[MHATokenToKVPool], words: str)
     ("module", "name", "broken", "words"),
     [
         (slots, "restore", lambda *_: None, "keys of layer 0 are off by"),
-        (filling.GroupRestorer, "restore", lambda *_: 1 / 0, "ZeroDivisionError"),
+        (slots, "restore", lambda *_: 1 / 0, "ZeroDivisionError"),
         (self_test.PoolLayerReader, "_read", lambda *_: 1 / 0, "only 0 of 72 tokens were stored"),
     ],
 )

@@ -20,8 +20,7 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.sources import WholeSource
-from impress_sglang.transfer.stored_source import OpenSpan
+from impress_sglang.transfer.sources import OpenSpan, WholeSource
 from impress_sglang.transfer.wanted import chunk_pages, most_pages
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 

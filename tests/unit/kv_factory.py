@@ -21,7 +21,7 @@ from impress_sglang.store.prefix_hashes import prefix_digest
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
-from impress_sglang.transfer.stored_source import OpenSpan
+from impress_sglang.transfer.sources import OpenSpan
 from impress_sglang.transfer.wanted import chunk_pages, most_pages
 
 IDENTITY = "0123456789abcdef0123456789abcdef"

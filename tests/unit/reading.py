@@ -15,7 +15,7 @@ from torch import Tensor
 from impress_sglang.paper.loader import LayerInputs, LoadStats, PartLoader
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.stored_source import StoredSource
+from impress_sglang.transfer.sources import StoredSource
 from tests.unit.waiting import wait_until
 
 SPARE = 3

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from impress_sglang.paper.runtime import StoredRequest
 from impress_sglang.serving.report import new_report
-from impress_sglang.transfer.stored_source import ReadStats
+from impress_sglang.transfer.sources import ReadStats
 
 
 def stored_request(

@@ -20,7 +20,7 @@ from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 from impress_sglang.transfer.buffers import BufferPool, Tenant
-from impress_sglang.transfer.stored_source import OpenSpan, ReadStats
+from impress_sglang.transfer.sources import OpenSpan, ReadStats
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 

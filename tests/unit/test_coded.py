@@ -16,7 +16,7 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import buffers
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.filling import FillStats, SlotFiller
-from impress_sglang.transfer.stored_source import OpenSpan
+from impress_sglang.transfer.sources import OpenSpan
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
 from tests.unit.waiting import wait_until

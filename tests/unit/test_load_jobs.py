@@ -43,7 +43,7 @@ CACHES = {
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """As a server does at its start: it may take longer than a test waits."""
-    assert SlotFiller(SHAPE, CPU)._restorer
+    assert SlotFiller(SHAPE, CPU)._restore
 
 
 @pytest.fixture

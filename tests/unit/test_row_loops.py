@@ -16,7 +16,7 @@ from impress_sglang.codes.rows.coder import (
 )
 from impress_sglang.codes.rows.levels import CURVES
 from impress_sglang.loops import rows as loops
-from impress_sglang.transfer.basis_codec import BasisCodec, LoopRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 from tests.unit.row_factory import (
     components_of,
     decode_layer,
@@ -67,7 +67,7 @@ def check(
 ) -> None:
     """Restore all layers into slots here and there; everything else stays as it was."""
     own = random_turns(rotated, tokens, halves=halves)
-    restorer = LoopRestorer(BasisCodec(basis, own.rotation), torch.device("cpu"))
+    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device("cpu"), kernels=False)
     generator = torch.Generator().manual_seed(1)
     slots = torch.randperm(tokens + 5, generator=generator)[:tokens]
     below = wanted = None
@@ -98,7 +98,7 @@ def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:
     """Bit by bit, also where tokens are restored among others."""
     generator = torch.Generator().manual_seed(3)
     rotation = random_turns(ROTATED, 20, halves=True)
-    restorer = LoopRestorer(BasisCodec(basis, rotation.rotation), torch.device("cpu"))
+    restorer = RowRestorer(BasisCodec(basis, rotation.rotation), torch.device("cpu"), kernels=False)
     encoded = decoded = None
     for layer in range(basis.num_layers):
         kvs = [5 * torch.randn(40, HEADS, dim, generator=generator) for dim in (KEY_DIM, VALUE_DIM)]

@@ -18,7 +18,7 @@ from impress_sglang.tiers.copying import PageCopier
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
-from impress_sglang.transfer.stored_source import take_blocks
+from impress_sglang.transfer.sources import take_blocks
 from impress_sglang.triton import codes, pages
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.triton.conftest import use_kernels

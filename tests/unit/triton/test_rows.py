@@ -7,7 +7,7 @@ import torch
 import triton
 
 from impress_sglang.codes.rows.coder import kvs_of
-from impress_sglang.transfer.basis_codec import BasisCodec, KernelRestorer
+from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 from impress_sglang.triton import rows as kernels
 from impress_sglang.triton.sizes import power_of_two
 from tests.unit.row_factory import (
@@ -42,7 +42,7 @@ def test_slots_hold_what_the_oracle_restores(
     heads, key_dim, value_dim, rotated = shape
     basis = random_basis((heads, key_dim), (heads, value_dim))
     own = random_turns(rotated, tokens, halves=halves)
-    restorer = KernelRestorer(BasisCodec(basis, own.rotation), torch.device(device))
+    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device(device), kernels=True)
     turns = own.turns.to(torch.device(device))
     slots = torch.randperm(tokens + 5)[:tokens]
     below = None
@@ -78,7 +78,8 @@ def test_components_are_those_of_the_coder(device: str, layer: int) -> None:
     basis = random_basis((1, 4), (1, 3), LAYERS)
     count = len(LAYERS[layer])
     own = random_turns(2, 35, halves=True)
-    tables = KernelRestorer(BasisCodec(basis, own.rotation), torch.device(device))._layers[layer]
+    codec = BasisCodec(basis, own.rotation)
+    tables = RowRestorer(codec, torch.device(device), kernels=True)._layers[layer]
     rows = random_rows(basis, layer, 35)
     found = kernels.unpack(rows.to(device), tables)
     assert not found.shape[1] % kernels.ALIGNED and not found[:, count:].any()

@@ -23,7 +23,7 @@ from triton.runtime.jit import create_function_from_signature
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.basis_codec import KernelRestorer, shape_by
+from impress_sglang.transfer.basis_codec import RowRestorer, shape_by
 from impress_sglang.transfer.warm_up import launch_all
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import pages as page_kernels
@@ -134,7 +134,7 @@ def test_restoring_by_a_basis_launches_nothing_new(launches: Launches) -> None:
     launch_all(shape, CPU, codec)
     warm = launches.take()
 
-    restorer, heads = KernelRestorer(codec, CPU), shape.num_kv_heads
+    restorer, heads = RowRestorer(codec, CPU, kernels=True), shape.num_kv_heads
     for tokens in (1, 30, 700):
         places, below = torch.arange(tokens), None
         turns = codec.rotation.turns(torch.zeros_like(places), places)
