@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.core.data import model_folder
 from bench.core.options import Option
@@ -31,7 +30,7 @@ from bench.core.servers import Server, servers
 from bench.core.session import BenchFailed, step
 from bench.traffic.clients import file_bytes
 from bench.traffic.systems import OPTIONS as SYSTEMS
-from bench.traffic.systems import PAGE_TOKENS, Systems
+from bench.traffic.systems import PAGE_TOKENS, Systems, compare
 
 OPTIONS = (
     Option("groups", 12, "system prompts", quick=3),
@@ -45,7 +44,6 @@ OPTIONS = (
     Option("client-flag", None, "one more flag for the client", repeated=True),
     *SYSTEMS,
 )
-RESAMPLES = 2000
 # The pool holds what is under way at least, and its answers.
 SPARE = 1.3
 
@@ -63,20 +61,10 @@ def run(args: argparse.Namespace) -> Result:
             with step(f"{system}, {mbps:g} MB/s"):
                 row, ttfts = ask(args, server, model, pool.folder)
             rows.append({"system": system, "mbps": mbps, **row, "ttfts": ttfts})
-    for row in rows:
-        first = next(own["ttfts"] for own in rows if own["mbps"] == row["mbps"])
-        row["ratio"] = compared(np.array(row["ttfts"]), np.array(first))
+    compare(rows)
     figures = {"model": model.name, "pool_tokens": systems.room, "host_bytes": systems.host_bytes}
     shown = plain(*(name for name in rows[0] if name != "ttfts"))
     return Result(figures | {"rows": rows}, [Table(shown, rows)])
-
-
-def compared(ttfts: NDArray[np.float64], others: NDArray[np.float64]) -> str:
-    """The ratio of medians, with its 95% interval."""
-    places = np.random.default_rng(0).integers(0, len(ttfts), (RESAMPLES, len(ttfts)))
-    ratios = np.median(ttfts[places], axis=1) / np.median(others[places], axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return f"{np.median(ttfts) / np.median(others):.2f} [{low:.2f}, {high:.2f}]"
 
 
 def ask(

@@ -6,11 +6,14 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from bench.core.data import kv_bytes_per_token
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
+from bench.core.report import Row
 from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Server, Servers
 
 SYSTEMS = ("stock", "hicache", "impress", "exact")
@@ -35,6 +38,7 @@ HICACHE_FLAGS = (
 HICACHE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 # HiCache refuses a pool on the host that is not larger than the device's.
 HOST_RATIO = 1.05
+RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +83,19 @@ class Systems:
             if preload == OURS:
                 server.emulate_ssd(mbps)
             yield server
+
+
+def compare(rows: Sequence[Row]) -> None:
+    """Add the median of TTFTs as a multiple of the first system's at the same rate.
+
+    With its 95% interval by a paired bootstrap over requests, which are the same for all.
+    """
+    for row in rows:
+        own, first = (
+            np.array(other["ttfts"])
+            for other in (row, next(other for other in rows if other["mbps"] == row["mbps"]))
+        )
+        drawn = np.random.default_rng(0).integers(0, len(own), (RESAMPLES, len(own)))
+        ratios = np.median(own[drawn], axis=1) / np.median(first[drawn], axis=1)
+        low, high = np.percentile(ratios, [2.5, 97.5])
+        row["ratio"] = f"{np.median(own) / np.median(first):.2f} [{low:.2f}, {high:.2f}]"

@@ -13,8 +13,9 @@ blocks, and their text is WikiText's (`traffic/sessions.py`). The device pool ha
 
 Columns: TTFT in ms over all requests; prompt and answer tokens per second; gaps in ms between
 pieces of answers, so what the loads and prefills of others cost; the share of prompt tokens that
-was cached, and where; MB read from files and written to them in all. --mbps slows reads of the
-store or of HiCache's files down to a drive's.
+was cached, and where; MB read from files and written to them in all; the median TTFT as a multiple
+of the first system's, with its 95% interval (paired bootstrap over requests). --mbps slows reads of
+the store or of HiCache's files down to a drive's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from bench.core.session import step
 from bench.traffic.clients import file_bytes, gaps_of
 from bench.traffic.sessions import TRACE, Scale, Session, Turn, read_sessions
 from bench.traffic.systems import OPTIONS as SYSTEMS
-from bench.traffic.systems import PAGE_TOKENS, Systems
+from bench.traffic.systems import PAGE_TOKENS, Systems, compare
 
 OPTIONS = (
     TRACE,
@@ -79,13 +80,9 @@ def run(args: argparse.Namespace) -> Result:
     with servers(args) as pool:
         for system, mbps, server in systems.each(pool):
             with step(f"{system}, {mbps:g} MB/s: {len(sessions)} sessions"):
-                rows.append(
-                    {
-                        "system": system,
-                        "mbps": mbps,
-                        **replay(server, sessions, scale, args.at_once),
-                    }
-                )
+                row = replay(server, sessions, scale, args.at_once)
+            rows.append({"system": system, "mbps": mbps, **row})
+    compare(rows)
     sizes_told = {
         "trace": args.trace.stem,
         "requests": sum(map(len, sessions)),
@@ -93,7 +90,7 @@ def run(args: argparse.Namespace) -> Result:
         "longest_prompt": longest,
         "pool_tokens": room,
     }
-    shown = plain(*(name for name in rows[0] if name != "cached_tokens"))
+    shown = plain(*(name for name in rows[0] if name not in ("cached_tokens", "ttfts")))
     told = ", ".join(f"{name} {own}" for name, own in sizes_told.items())
     figures = {"model": model.name, **sizes_told, "host_bytes": systems.host_bytes, "rows": rows}
     return Result(figures, [Table(shown, rows, told)])
@@ -151,4 +148,5 @@ def describe(asked: Sequence[Asked], seconds: float) -> Row:
         "cached": ratio(sum(cached.values()), prompts),
         "cached_tokens": dict(cached),
         "seconds": round(seconds, 1),
+        "ttfts": [round(own, 2) for own in first],
     }

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.core.servers import Piece
 from bench.core.session import BenchFailed
-from bench.traffic import beside, client
+from bench.traffic import beside, systems
 from bench.traffic.clients import Stream, gaps_of, tokens_between
 
 CAME = [Piece(*own, {}) for own in ((1.0, 1), (1.5, 2), (3.0, 3), (3.25, 5))]
@@ -53,7 +52,14 @@ def test_a_stream_that_fails_says_so_to_who_waits() -> None:
 
 def test_medians_are_compared_request_by_request() -> None:
     """Requests differ by far more than systems do, and both are drawn together."""
-    others = np.linspace(100, 1000, 91)
-    assert client.compared(others * 1.5, others) == "1.50 [1.50, 1.50]"
-    low, high = client.compared(others[::-1] * 1.5, others).split(" [")[1].rstrip("]").split(", ")
-    assert float(low) < 1.3 and float(high) > 1.7
+    first = [float(own) for own in range(100, 1000, 9)]
+    rows: list[dict[str, Any]] = [
+        {"mbps": mbps, "ttfts": ttfts}
+        for mbps in (0, 130)
+        for ttfts in (first, [1.5 * own for own in first], [1.5 * own for own in first[::-1]])
+    ]
+    systems.compare(rows)
+    for base, slower, mixed in (rows[:3], rows[3:]):
+        assert (base["ratio"], slower["ratio"]) == ("1.00 [1.00, 1.00]", "1.50 [1.50, 1.50]")
+        low, high = mixed["ratio"].split(" [")[1].rstrip("]").split(", ")
+        assert float(low) < 1.3 and float(high) > 1.7
