@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from impress_sglang.cost import Estimate, RequestLengths
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.serving.why import Detail
-from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.content import Run
 from impress_sglang.store.stored import StoredMatch, StoredSpan
@@ -34,26 +33,13 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True)
 class BlendNotes:
-    """What is known of a request that may blend, until it is over.
+    """Why a request that accepts it does not blend, if some of its text is stored.
 
-    Attributes:
-        found: the runs of its prompt that the last search found.
-        answer: the last answer: how it would blend, or why it would not.
-        asked: what that answers: tokens of the prompt, those then in SGLang's tree, and where the
-            usual plan ended.
-        answered: when it was answered, by `time.monotonic`.
-        why: why it does not blend, although it accepts that and some of its text is stored.
-        declined: whether it goes on without a blend.
-        measures: whether it blends to measure how fast blending is now.
+    `declined`: whether it goes on without, whatever is found.
     """
 
-    found: tuple[Run, ...] = ()
-    answer: BlendPlan | Detail | None = None
-    asked: tuple[int, int, int] | None = None
-    answered: float = 0.0
     why: Detail | None = None
     declined: bool = False
-    measures: bool = False
 
     def decline(self, why: Detail) -> None:
         """Let the request go on as if there were no blending."""
@@ -101,22 +87,12 @@ class BlendPlan:
         """The stored tokens that are read, in the order of the prompt."""
         return tuple(run.span for run in self.runs)
 
-    @property
-    def quality(self) -> Quality:
-        """The quality of what is blended, and of what is computed after it."""
-        return self.match.quality.after(self.estimate.bits, self.share)
-
-    @property
-    def groups(self) -> list[tuple[Run, ...]]:
-        """What is read at once, in order."""
-        return groups_of(self.runs, self.read_tokens)
-
     def begun_at(self, start: int) -> tuple[Uint8s, tuple[Run, ...]]:
         """Kinds and runs of the same prefix if `start` tokens are resident now."""
         before = self.work.resident
         if start >= before:
             runs = [run.part(start, run.stop) for run in self.runs if run.stop > start]
-            return self.kinds[start - before :].copy(), tuple(runs)
+            return self.kinds[start - before :], tuple(runs)
         known = min(max(self.match.num_tokens, start), before)
         kept, computed = known - start, before - known
         kinds = np.repeat(np.array([Kind.KEPT, Kind.COMPUTED], np.uint8), [kept, computed])
@@ -133,30 +109,27 @@ def runs_of(match: StoredMatch, start: int) -> list[Run]:
     return runs
 
 
-def groups_of(runs: Sequence[Run], most: int) -> list[tuple[Run, ...]]:
+def groups_of(runs: Sequence[Run], most: int) -> list[list[Run]]:
     """Split runs into groups that are read at once, each within so many tokens of a prompt.
 
     No page of a segment's codes is twice in the runs of a group, so one source can read the group.
     """
-    return [group for own in _windows(runs, most) for group in map(tuple, apart(own))]
-
-
-def _windows(runs: Sequence[Run], most: int) -> Iterator[list[Run]]:
-    """The parts of runs within each window of so many tokens, which begins with the first run."""
-    own: list[Run] = []
-    end = 0
+    groups: list[list[Run]] = []
+    pages, end = set[tuple[str, int]](), -1
     for run in runs:
-        start = run.start
+        segment, start = run.span.segment, run.start
+        size = segment.info.layout().codes[0].page_tokens
         while start < run.stop:
-            if start >= end:
-                if own:
-                    yield own
-                own, end = [], start + most
-            stop = min(run.stop, end)
-            own.append(run.part(start, stop))
-            start = stop
-    if own:
-        yield own
+            part = run.part(start, min(run.stop, end if start < end else start + most))
+            places = range(part.span.start // size, (part.span.stop - 1) // size + 1)
+            own = {(segment.segment_id, page) for page in places}
+            if start >= end or not pages.isdisjoint(own):
+                groups.append([])
+                pages, end = set(), start + most
+            groups[-1].append(part)
+            pages |= own
+            start = part.stop
+    return groups
 
 
 def share_of_layer(share: float, layer: int, num_layers: int) -> float:
@@ -168,19 +141,3 @@ def share_of_layer(share: float, layer: int, num_layers: int) -> float:
     first, last = CHECKED_LAYERS, max(num_layers - 1, CHECKED_LAYERS + 1)
     spread = min(0.5, (1.0 - share) / share) if share else 0.0
     return share * (1.0 + spread * (1.0 - 2.0 * (layer - first) / (last - first)))
-
-
-def apart(runs: Sequence[Run]) -> list[list[Run]]:
-    """Split runs into few groups, none of which has a page of a segment's codes twice."""
-    groups: list[tuple[list[Run], set[tuple[str, int]]]] = []
-    for run in runs:
-        span, layout = run.span, run.span.segment.info.layout().codes[0]
-        size = layout.page_tokens
-        last = (span.stop - 1) // size
-        pages = {(span.segment.segment_id, page) for page in range(span.start // size, last + 1)}
-        free = next((group for group in groups if group[1].isdisjoint(pages)), None)
-        if free is None:
-            groups.append(free := ([], set()))
-        free[0].append(run)
-        free[1].update(pages)
-    return [own for own, _ in groups]

@@ -25,7 +25,6 @@ from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import NO_ESTIMATE, new_report, split_again
 from impress_sglang.serving.service import Service
 from impress_sglang.serving.truncation import truncated_tokens_of
-from impress_sglang.serving.why import Asked
 from impress_sglang.store.policies import LoadOptions
 
 
@@ -285,7 +284,7 @@ class KnownRequests:
     def explain(self, known: Known) -> None:
         """Say why a request that is admitted has its prefix, or lacks one."""
         report, service, provenance = known.report, self.service, self.provenance
-        asked = Asked(
+        report["why"] = self.planner.explain(
             report,
             known.namespace,
             as_tokens(key_of(known.req).raw_token_ids()),
@@ -294,7 +293,6 @@ class KnownRequests:
             opened=not known.declined,
             blend=None if known.blend is None else known.blend.why,
         )
-        report["why"] = service.explainer.explain(asked)
         length = report["prefix_tokens"]
         if not known.req.output_ids:
             # It may have been put back, and have been of another class.

@@ -16,10 +16,8 @@ from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.scheduling import QueueOrder
-from impress_sglang.serving.served_store import ServedStore
-from impress_sglang.serving.service import Service
+from impress_sglang.serving.service import ServedStore, Service
 from impress_sglang.serving.sights import Sights
-from impress_sglang.serving.why import Asked
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.policies import LoadOptions
@@ -145,8 +143,7 @@ class ServedCache:
         stored = self.planner.match(namespace, tokens, least).num_tokens
         report = new_report(service.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)
-        asked = Asked(report, namespace, tokens, wanted, seen)
-        why = service.explainer.explain(asked, admitted=False)
+        why = self.planner.explain(report, namespace, tokens, wanted, seen, admitted=False)
         return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
 

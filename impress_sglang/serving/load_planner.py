@@ -1,16 +1,26 @@
-"""Decides which stored tokens are loaded for a request, in its class, and which are computed."""
+"""Decides which stored tokens are loaded for a request, in its class, and which are computed.
+
+And says why: once, when a request is admitted, and only from what is known of its own namespace.
+What another tenant has stored is treated as if nobody had. A hit costs nothing; for a miss the
+tokens are hashed once more.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
 
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.service import Service
-from impress_sglang.storage.quality import Quality
+from impress_sglang.serving.why import Detail, Reason, Why, hit_of, say, sentence_of
+from impress_sglang.storage.quality import ANYTHING, Quality
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.store.stored import StoredMatch, StoredSpan
+from impress_sglang.store.policies import LoadOptions
+from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSpan
 from impress_sglang.transfer.packed import PackedLayers
 
 
@@ -39,6 +49,13 @@ class LoadPlan:
         return (*self.match.slice(self.start, self.stop), *self.behind)
 
 
+_UNREADY = {
+    SegmentState.PENDING: Reason.BEING_WRITTEN,
+    SegmentState.SUSPECT: Reason.DAMAGED,
+    SegmentState.READY: Reason.QUALITY,
+}
+
+
 class LoadPlanner:
     """Matches prompts with the store; on the scheduler's thread, and without a look at the disk."""
 
@@ -63,8 +80,6 @@ class LoadPlanner:
         self._page_size = page_size
         self.beyond = beyond
         self._windows = packed if packed is not None and packed.window else None
-        if self._windows is not None or states:
-            service.explainer.usable = self.usable
 
     def looks_for(self, num_tokens: int) -> bool:
         """Whether to look up a prompt of `num_tokens` now; takes over a store that has opened."""
@@ -163,3 +178,107 @@ class LoadPlanner:
         work = RequestLengths(start, count, total - start - count)
         io = forecast.seconds_to_read(num_bytes)
         return self._service.estimator.estimate(work, 1.0, io, own.bits)
+
+    def explain(
+        self,
+        report: Mapping[str, Any],
+        namespace: str,
+        tokens: Tokens,
+        wanted: LoadOptions,
+        seen: int | None,
+        *,
+        opened: bool = True,
+        blend: Detail | None = None,
+        admitted: bool = True,
+    ) -> Why:
+        """Say what a prompt has, if anything, and why it lacks the rest, if that is long enough.
+
+        Args:
+            report: the report of its request so far; if it is not `admitted`, its prefix is what is
+                stored of it.
+            namespace: its namespace.
+            tokens: as far as a prefix may reach, int32 [n].
+            wanted: what its request asks for.
+            seen: how many of its first tokens were asked for often enough; None if not counted.
+            opened: False if it was sent back because its prefix could not be opened.
+            blend: why it does not blend, if it would accept that.
+            admitted: whether its request is admitted.
+        """
+        least, prefix = self._config.min_prefix_tokens, int(report["prefix_tokens"])
+        if admitted:
+            # So few tokens are only how other prompts happen to begin.
+            hit = hit_of(report, min(least, len(tokens) / 2))
+        else:
+            hit = (Reason.STORED, f"{prefix:,} tokens") if prefix else None
+        rest = len(tokens) - prefix
+        if hit is not None and rest < max(least, 1):
+            return say(*hit)
+        reason, detail = Reason.NOT_OPENED, ""
+        if opened:
+            reason, detail = self._miss(report, namespace, tokens, wanted, seen, blend)
+        if hit is None:
+            return say(reason, detail)
+        text = f"{sentence_of(*hit)} Of its other {rest:,} tokens: {sentence_of(reason, detail)}"
+        return {"reason": hit[0], "text": text, "rest": reason}
+
+    def _miss(
+        self,
+        report: Mapping[str, Any],
+        namespace: str,
+        tokens: Tokens,
+        wanted: LoadOptions,
+        seen: int | None,
+        blend: Detail | None,
+    ) -> Detail:
+        """Why no more was used than the prefix in the report."""
+        served, least, prefix = (
+            self._service.served,
+            self._config.min_prefix_tokens,
+            report["prefix_tokens"],
+        )
+        if report["not_served"] is not None:
+            return Reason.NOT_SERVED, str(report["not_served"])
+        if not served.stores:
+            return Reason.NO_STORE, self._config.policy
+        if served.suspended is not None:
+            return Reason.OTHER_WEIGHTS, served.suspended
+        store = served.store
+        if not store.health.readable:
+            return Reason.DEGRADED, ""
+        if len(tokens) < least:
+            return Reason.TOO_SHORT, f"{len(tokens)} of {least} tokens"
+        if report["decision"] == "recompute":
+            load, compute = report["estimated_load_ms"], report["estimated_recompute_ms"]
+            if load is None:
+                return Reason.COMPUTED_TO_LEARN, f"{compute:.1f} ms at most"
+            return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
+        # Not `store.match`, which also does work that is due.
+        name, quality, match = (
+            store.namespace(namespace),
+            self._service.least(wanted),
+            StoredMatch(),
+        )
+        if quality is not None:
+            match = store.tree.match(name, tokens, least=quality)
+        have = match.num_tokens
+        if have - prefix >= least:
+            usable = self.usable(match) if self._windows is not None or self.states else have
+            return Reason.NO_STATE if usable - prefix < least else Reason.NO_BUFFERS, ""
+        have = max(have, report["resident_tokens"], prefix)
+        # What was stored beyond these, and cannot be used.
+        known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
+        if known.num_tokens - have >= least:
+            ends = itertools.accumulate(map(len, known.spans))
+            beyond = next(own for own, end in zip(known.spans, ends, strict=True) if end > have)
+            if (reason := _UNREADY.get(beyond.segment.state)) is not None:
+                return reason, ""
+        loss = store.losses.find(name, tokens, have)
+        if loss is not None and loss.num_tokens >= least:
+            # Each cause has the name of its reason.
+            reason = Reason[loss.cause.name]
+            return reason, f"{loss.num_tokens:,} tokens, {loss.seconds:.0f} s ago"
+        if blend is not None:
+            return blend
+        if seen is not None and seen - have < least:
+            return Reason.SEEN_TOO_SELDOM, f"{self._config.write_after} times"
+        return Reason.NEVER_STORED, ""

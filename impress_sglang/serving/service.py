@@ -1,28 +1,192 @@
-"""What serves stored prefixes in one scheduler: the store, what is learnt of costs, and counts."""
+"""What serves stored prefixes in one scheduler: the store, what is learnt of costs, and counts.
+
+The store is opened, set aside, and replaced with the weights that are served. Whatever may wait for
+the disk runs in the background; a server goes on computing meanwhile.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.cost import Estimator
+from impress_sglang.errors import ImpressError
 from impress_sglang.options import EXACT_BITS, ON
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.report import RecentRequests, RequestTotals
-from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.serving.sights import Memory
-from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import Quality
+from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.policies import LoadOptions, make_policy
+from impress_sglang.store.purging import MultiStepJobs, Purge
+from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.store import PrefixStore
+from impress_sglang.threads import BackgroundThread
 from impress_sglang.transfer.basis_codec import BasisCodec
+
+logger = logging.getLogger(__name__)
+
+# Why no store is used: one is being opened, or could not be opened.
+OPENING = "opening"
+NOT_OPENED = "not opened"
+# Seconds that a server waits at its start for a store with many segments to open.
+START_SECONDS = 5.0
+
+
+class ServedStore:
+    """At most one open store, and the memory that it hands on to the store that follows it."""
+
+    def __init__(
+        self,
+        config: ImpressConfig,
+        identity: str,
+        shape: KVShape,
+        device: torch.device,
+        lookahead: LookAhead | None = None,
+        codec: BasisCodec | None = None,
+        make_store: type[PrefixStore] = PrefixStore,
+    ) -> None:
+        """Open the store of these weights; see `Service`.
+
+        `lookahead` knows what not to evict; None: the store does not ask. A store that takes longer
+        to open than START_SECONDS is taken over later, and requests are computed until then.
+        """
+        self.identity = identity
+        """The model identity of the store that is open or being opened; empty if there is none."""
+        self.aside: str | None = None
+        """Why the store may not be used, even if open (`plugin.weights`); None if it may."""
+        self.opened: PrefixStore | None = None
+        """The open store; None while there is none."""
+        self.stores = make_policy(config).stores
+        """Whether the policy has a store at all."""
+        self.purges = MultiStepJobs[str, Purge]()
+        self._config, self._shape = config, shape
+        self._budget = WriteBudget(config.write_gb_per_day)
+        # Belongs to the open store, or is kept for the next one.
+        self._memory = StoreMemory.allocate(config, shape, device)
+        self._lookahead, self._codec, self._make_store = lookahead, codec, make_store
+        self._opener = BackgroundThread("impress-store")
+        self._opening: Future[StoreDisk] | None = self._opener.submit(StoreDisk, config, identity)
+        wait([self._opening], START_SECONDS)
+        if self._opening.done():
+            self._take_opened()
+        else:
+            logger.info("the store takes long to open: until it is there, requests are computed")
+
+    @property
+    def store(self) -> PrefixStore:
+        """The store, for callers that know that one is open: it is used, or a request reads it."""
+        assert self.opened is not None
+        return self.opened
+
+    @property
+    def suspended(self) -> str | None:
+        """Why the store is not used; None while it is."""
+        return OPENING if self.aside is None and self.opened is None else self.aside
+
+    @property
+    def in_use(self) -> bool:
+        """Whether prefixes are looked for in the store, and offered to it."""
+        return self.stores and self.suspended is None
+
+    def use_again(self) -> None:
+        """Use the store once it is open: all KVs in the pool now belong to `identity`."""
+        if self.aside is not None:
+            self.aside = None
+            self._say_used()
+
+    def reopen(self, identity: str) -> None:
+        """Serve other weights; to be called while no request reads a prefix.
+
+        The old store is closed and then the new one opened in the background; `take_over` puts the
+        new one into use.
+        """
+        logger.info("prefixes of other weights are set aside; opening the store of %s", identity)
+        self._discard_opening()
+        store, self.opened = self.opened, None
+        # Its segments mean nothing to another store: purges begin anew.
+        self.purges.clear()
+        if store is not None:
+            # Now, so that no write tells the tree cache of its end from the other thread.
+            store.writes.abandon()
+            # Memory is kept: allocating it again would take long, or fail.
+            self._memory = store.retire().emptied(self._config)
+            self._opener.submit(_close_logged, store.leave_disk)
+        self.identity = identity
+        self._opening = self._opener.submit(StoreDisk, self._config, identity)
+
+    def poll(self) -> None:
+        """Take in what other threads have done; never waits."""
+        self.take_over()
+        if self.opened is not None:
+            self.opened.poll()
+
+    def take_over(self) -> None:
+        """Put a store that was opened in the background into use, if ready; never waits for it."""
+        if self._opening is None or not self._opening.done():
+            return
+        try:
+            self._take_opened()
+        except Exception as error:
+            # Whatever the error is, answers are right without the store.
+            logger.error(
+                "the store of these weights cannot be opened; the next flush tries again: %s",
+                error,
+                exc_info=not isinstance(error, ImpressError),
+            )
+            self.identity = ""
+            self.aside = self.aside or NOT_OPENED
+            return
+        self._say_used()
+
+    def _take_opened(self) -> None:
+        """Put the store that was opened into use, or raise the error of opening it."""
+        opening, self._opening = self._opening, None
+        assert opening is not None
+        disk = opening.result()
+        try:
+            self.opened = self._make_store(
+                self._config,
+                self.identity,
+                self._shape,
+                disk=disk,
+                memory=self._memory,
+                lookahead=self._lookahead,
+                budget=self._budget,
+                codec=self._codec,
+            )
+        except BaseException:
+            self._opener.submit(_close_logged, disk.close)
+            raise
+
+    def close(self) -> None:
+        """Finish writes and close the store; nothing is served after that.
+
+        A store that is still being opened is waited for no longer than `--impress-io-timeout`.
+        """
+        (self._memory if self.opened is None else self.opened).close()
+        self._discard_opening()
+        self._opener.close(self._config.io_timeout)
+
+    def _discard_opening(self) -> None:
+        """Close a store that is being opened once it is open, in the background."""
+        opening, self._opening = self._opening, None
+        if opening is not None and not opening.cancel():
+            self._opener.submit(_close_late, opening)
+
+    def _say_used(self) -> None:
+        if self.suspended is None:
+            logger.info("the store is used again, for weights %s", self.identity)
 
 
 class Service:
@@ -61,10 +225,9 @@ class Service:
         """What Prometheus reads; None unless metrics are wanted."""
         self.describe_pool: Callable[[], dict[str, int]] = dict
         """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
-        self._looks_ahead = config.lookahead == ON
         self.lookahead = LookAhead()
         """What queued requests will use, and each request's turn."""
-        kept = self.lookahead if self._looks_ahead else None
+        kept = self.lookahead if config.lookahead == ON else None
         self.served = ServedStore(config, identity, shape, device, kept, codec, make_store)
         self.codec = codec
         """Codes KVs by a basis; None: there is none, and codes are those without one."""
@@ -73,8 +236,6 @@ class Service:
         """Where prompts are counted for this rank of all replicas; None: for this process."""
         self.usual = self.class_of(LoadOptions(bits=config.usual_bits, blend=config.blend))
         """The class of a request that asks for nothing else."""
-        self.explainer = Explainer(config, self.served, self.least)
-        """Says why a request got its prefix, or got none."""
 
     @property
     def store(self) -> PrefixStore:
@@ -134,3 +295,16 @@ class Service:
     def close(self) -> None:
         """Finish writes and close the store; nothing is served after that."""
         self.served.close()
+
+
+def _close_logged(close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception:
+        logger.exception("a store that is not used any more could not be closed")
+
+
+def _close_late(opening: Future[StoreDisk]) -> None:
+    """Close the store of an opening that has ended, if it succeeded."""
+    if opening.exception() is None:
+        _close_logged(opening.result().close)

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.errors import StoreInUseError
-from impress_sglang.serving import served_store
+from impress_sglang.serving import service
 from impress_sglang.storage import files as files_module
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.files import FileSystem
@@ -166,7 +166,7 @@ def test_a_server_serves_before_its_store_is_open(
 ) -> None:
     """As where it has so many segments that opening it takes long."""
     world.service.close()
-    monkeypatch.setattr(served_store, "START_SECONDS", 0.1)
+    monkeypatch.setattr(service, "START_SECONDS", 0.1)
     faults.add(hang(OLD, "list"))
     begun = World(world.config.ssd_path, io_timeout=IO_TIMEOUT)
     assert begun.service.served.suspended == "opening" and begun.stored(STORED) == 0

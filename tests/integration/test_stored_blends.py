@@ -78,7 +78,7 @@ def test_a_block_is_computed_between_two_passes(
     world.service.estimator.computing.observe(100, 5050.0, 0.01)
     req = world.request("r", PROMPT, **ASKED)
     job = read(world, req, monkeypatch)
-    assert len(job) >= 880 and job.reused == len(job) - 16
+    assert len(job) >= 880 and job.parts[1] == len(job) - 16
     steps, positions = 0, [job.position]
     while world.waits(req):
         other = world.request(f"other-{steps}", document(50 + steps)[:40], blend="off")
@@ -94,10 +94,10 @@ def test_a_block_is_computed_between_two_passes(
     length = world.admit(req)
     assert length == job.stop == job.start + len(job)
     told = told_of(req)
-    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.reused
+    assert told["why"]["reason"] == "blended" and told["blended_tokens"] == job.parts[1]
     assert told["path"] == "ssd" and told["approximate"] and told["bits"] == 6.0
-    assert told["tokens"]["blended"] == job.reused
-    assert told["tokens"]["computed"] == len(PROMPT) - job.reused
+    assert told["tokens"]["blended"] == job.parts[1]
+    assert told["tokens"]["computed"] == len(PROMPT) - job.parts[1]
     assert sum(told["tokens"].values()) == len(PROMPT)
     world.compute(req)
     world.end(req)

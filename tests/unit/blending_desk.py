@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import BlendNotes, BlendPlan
+from impress_sglang.blend.plan import BlendPlan
 from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.cost import Estimator
@@ -73,12 +73,16 @@ class Desk:
         self.estimator = Estimator(64)
         for numbers in stored:
             bench.put(self.store, texts(*numbers))
-        served: Any = SimpleNamespace(store=self.store, in_use=True)
-        self.policy = make_policy(self.config)
-        self.blending = BlendPlanner(
-            *(self.config, bench.shape, served, self.estimator, page_size, block),
-            lambda spans: None,
+        service: Any = SimpleNamespace(
+            config=self.config,
+            shape=bench.shape,
+            served=SimpleNamespace(store=self.store, in_use=True),
+            estimator=self.estimator,
         )
+        self.policy = make_policy(self.config)
+        self.blending = BlendPlanner(service, page_size, block, lambda spans: None)
+        self.why: Any = None
+        """Why the last request does not blend."""
 
     def plan(
         self,
@@ -87,13 +91,11 @@ class Desk:
         namespace: str = "",
         wanted: LoadOptions = APPROXIMATE,
         usual: Any = None,
-        notes: BlendNotes | None = None,
     ) -> BlendPlan | None:
-        notes = notes or BlendNotes()
         own = self.class_of(wanted)
-        return self.blending.plan(
-            namespace, as_tokens(tokens), resident, usual, own, wanted.blend, notes
-        )
+        found = self.blending.plan(namespace, as_tokens(tokens), resident, usual, own, wanted.blend)
+        self.why = None if isinstance(found, BlendPlan) else found
+        return found if isinstance(found, BlendPlan) else None
 
     def class_of(self, wanted: LoadOptions) -> KVClass:
         """As `Service.class_of`."""

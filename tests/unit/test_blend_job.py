@@ -99,59 +99,38 @@ def two_segments(bench: Workbench, **options: Any) -> tuple[Desk, BlendPlan]:
     return desk, desk.planned([4, *texts(1), 5, *texts(0)])
 
 
-def remove(bench: Workbench, plan: BlendPlan, *runs: int) -> None:
-    """The files of the segments of some runs are gone."""
-    for number in runs:
-        bench.file_of(plan.runs[number].span.segment.segment_id).unlink()
-
-
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("block", [10_000, 100])
-def test_what_cannot_be_opened_is_computed_and_the_rest_reused(
-    bench: Workbench, block: int, bad: int
+@pytest.mark.parametrize("layer", [None, 0, 1])
+def test_a_segment_that_cannot_be_read_is_computed_and_the_rest_reused(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, block: int, bad: int, layer: int | None
 ) -> None:
+    """Gone before it is opened, or damaged where some layers are in slots already."""
     desk, plan = two_segments(bench, block=block, readahead=1.0)
-    remove(bench, plan, bad)
-    job = desk.job(plan)
-    keys, _ = carry_out(job)
-    assert job.state is JobState.LOADED
-    (error,) = job.unreadable
-    assert error.segment_id == plan.runs[bad].span.segment.segment_id
-    left, out = plan.runs[1 - bad], plan.runs[bad]
-    expected = plan.kinds.copy()
-    expected[out.start : out.stop] = Kind.COMPUTED
-    assert (job.kinds == expected).all() and 0 < job.reused <= len(left)
-    missing = keys[0].isnan().any(2).any(1)
-    assert not missing[left.start : left.stop].any() and missing[out.start : out.stop].all()
-    desk.store.report(error)
-    # Nobody finds it before a second look, whatever was found before.
-    assert not out.span.segment.ready
-    again = desk.planned([4, *texts(1), 5, *texts(0)])
-    assert {run.span.segment for run in again.runs} == {left.span.segment}
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_what_turns_out_to_be_damaged_is_computed(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, layer: int
-) -> None:
-    """Though some of its layers, and of its group, are in slots already."""
-    desk, plan = two_segments(bench, block=300)
-    bad = plan.runs[1].span.segment
+    out, left = (plan.runs[own].span.segment for own in (bad, 1 - bad))
     original = WholeSource.read
 
     def read(source: WholeSource, number: int) -> Any:
-        if number == layer and bad.segment_id in source.segment_ids:
-            raise SegmentUnreadable(bad.segment_id, "a test")
+        if number == layer and out.segment_id in source.segment_ids:
+            raise SegmentUnreadable(out.segment_id, "a test")
         return original(source, number)
 
     monkeypatch.setattr(WholeSource, "read", read)
+    if layer is None:
+        bench.file_of(out.segment_id).unlink()
     job = desk.job(plan)
+    carry_out(job)
+    assert job.state is JobState.FAILED and isinstance(job.error, SegmentUnreadable)
+    assert job.error.segment_id == out.segment_id
+    desk.store.report(job.error)
+    # Nobody finds it before a second look.
+    again = desk.planned([4, *texts(1), 5, *texts(0)])
+    assert {run.span.segment for run in again.runs} == {left}
+    job = desk.job(again)
     keys, _ = carry_out(job)
-    assert job.state is JobState.LOADED and [own.segment_id for own in job.unreadable] == [
-        bad.segment_id
-    ]
-    assert job.reused == 186 and (job.kinds[203:] == Kind.COMPUTED).all()
-    assert not any(own[1:202].isnan().any() for own in keys)
+    assert job.state is JobState.LOADED and 0 < job.parts[1] <= len(again.runs[0])
+    (run,) = again.runs
+    assert not keys[0][run.start : run.stop].isnan().any()
 
 
 def test_where_the_drive_does_not_answer_the_job_fails(
@@ -167,7 +146,6 @@ def test_where_the_drive_does_not_answer_the_job_fails(
     job = desk.job(plan)
     carry_out(job)
     assert job.state is JobState.FAILED and isinstance(job.error, StoreUnavailable)
-    assert not job.unreadable
 
 
 def test_a_job_that_is_revoked_is_left(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:

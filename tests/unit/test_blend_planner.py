@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.blend.plan import BlendNotes, BlendPlan
+from impress_sglang.blend.plan import BlendPlan
 from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
@@ -29,6 +29,11 @@ def kinds_of(plan: BlendPlan | None) -> str:
     return "".join("kcr"[kind] for kind in plan.kinds)
 
 
+def quality_of(plan: BlendPlan) -> Quality:
+    """Of what is blended, and of what is computed after it."""
+    return plan.match.quality.after(plan.estimate.bits, plan.share)
+
+
 def test_documents_in_another_order(bench: Workbench) -> None:
     desk = Desk(bench, (0, 1, 2))
 
@@ -36,7 +41,7 @@ def test_documents_in_another_order(bench: Workbench) -> None:
 
     assert kinds_of(plan) == 16 * "c" + 186 * "r" + 2 * "c" + 200 * "r"
     assert plan is not None and plan.stop == len(plan.kinds) == 404
-    assert plan.work.new == 4 and plan.quality != EXACT and not plan.match.spans
+    assert plan.work.new == 4 and quality_of(plan) != EXACT and not plan.match.spans
     assert [(run.start, run.stop, run.shift) for run in plan.runs] == [
         (0, 202, -401),
         (204, 404, 204),
@@ -57,11 +62,11 @@ def test_behind_what_was_blended_before_only_the_rest_is(bench: Workbench) -> No
     plan = desk.plan(texts(3, 2, 1, 0), wanted=LoadOptions(bits=6.0, blend=0.25))
     assert kinds_of(plan) == 606 * "k" + 200 * "r"
     assert plan is not None and plan.share == 0.25
-    assert plan.quality == Quality(3, 6.0, 0.25)
+    assert quality_of(plan) == Quality(3, 6.0, 0.25)
     assert desk.plan(texts(3, 2, 1), wanted=LoadOptions(bits=6.0, blend=0.25)) is None
     plan = desk.planned(texts(3, 2, 1, 0), wanted=LoadOptions(bits=6.0, blend=0.75))
     assert kinds_of(plan).startswith(203 * "c" + 202 * "r")
-    assert plan.quality == Quality(1, 6.0, 0.75)
+    assert quality_of(plan) == Quality(1, 6.0, 0.75)
     assert desk.plan([7, *texts(3)]) is None, "what was blended is no donor"
 
 
@@ -154,25 +159,22 @@ def test_computing_all_is_chosen_where_it_is_faster(bench: Workbench) -> None:
 
 def test_nobody_computes_for_longer_than_allowed(bench: Workbench) -> None:
     """However long reading takes, which keeps nobody waiting."""
-    notes = BlendNotes()
     desk = Desk(bench, (0, 1, 2), blend_seconds=7.0)
     desk.passes_take(0.1)
     desk.reading_takes(100 * 7.0)
     assert desk.plan(texts(0, 2, 1)) is not None
     desk.passes_take(1e3, times=20)
     wanted = LoadOptions(bits=6.0, blend=0.5)
-    assert desk.plan(texts(0, 2, 1), notes=notes, wanted=wanted) is None
-    assert notes.why is not None and notes.why[0] == Reason.BLEND_TOO_LONG
-    assert notes.why[1].endswith(" of 7 s")
+    assert desk.plan(texts(0, 2, 1), wanted=wanted) is None
+    assert desk.why[0] == Reason.BLEND_TOO_LONG and desk.why[1].endswith(" of 7 s")
 
 
 def test_why_nobody_blends(bench: Workbench) -> None:
     desk = Desk(bench, (0, 1, 2), load="faster")
 
     def why(tokens: list[int], wanted: LoadOptions = APPROXIMATE) -> str | None:
-        notes = BlendNotes()
-        assert desk.plan(tokens, wanted=wanted, notes=notes) is None
-        return None if notes.why is None else ": ".join(notes.why)
+        assert desk.plan(tokens, wanted=wanted) is None
+        return None if desk.why is None else ": ".join(desk.why)
 
     short = texts(0)[:90]
     assert why(texts(3)) is None and why([4, *short]) == "blend_too_short: 90 of 100 tokens"
@@ -197,33 +199,30 @@ def test_what_blends_take_is_learnt_and_tried_again(
     wanted, now = LoadOptions(bits=6.0, blend=0.5), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    def plan(notes: BlendNotes | None = None) -> BlendPlan | None:
-        return desk.plan(texts(0, 2, 1), wanted=wanted, notes=notes)
+    def plan() -> BlendPlan | None:
+        return desk.plan(texts(0, 2, 1), wanted=wanted)
 
     fast = plan()
-    assert fast is not None and fast.estimate.compute is not None
+    assert fast is not None
     for _ in range(30):
         desk.estimator.note_blend(fast.work, 201.0, 1.0)
-    first, other = BlendNotes(), BlendNotes()
-    assert plan(first) is not None, "to see how fast it is"
-    assert plan(other) is None and other.why is not None
-    assert plan(first) is not None and plan(other) is None
+    assert plan() is not None, "to see how fast it is"
+    assert plan() is None and desk.why[0] == Reason.BLEND_SLOWER
     now[0] += MEASURE_SECONDS
-    assert plan(other) is not None and plan(BlendNotes()) is None
+    assert plan() is not None and plan() is None
     for _ in range(30):
         desk.estimator.note_blend(fast.work, 201.0, 0.01)
-    found = plan(BlendNotes())
-    assert found is not None and found.estimate.compute is not None
-    assert found.estimate.compute < fast.estimate.compute
+    found = plan()
+    assert found is not None and found.estimate.compute < fast.estimate.compute
     # Whoever waits for a blend of a minute does so seldom.
     for _ in range(60):
         desk.estimator.note_blend(fast.work, 201.0, 60.0)
     now[0] += MEASURE_SECONDS
-    assert plan(BlendNotes()) is not None
-    for seconds, expected in ((5 * MEASURE_SECONDS, False), (20 * MEASURE_SECONDS, True)):
-        now[0] += seconds
-        assert (plan(notes := BlendNotes()) is not None) == expected
-        assert expected or (notes.why or ("",))[0] == Reason.BLEND_TOO_LONG
+    assert plan() is not None
+    now[0] += 5 * MEASURE_SECONDS
+    assert plan() is None and desk.why[0] == Reason.BLEND_TOO_LONG
+    now[0] += 20 * MEASURE_SECONDS
+    assert plan() is not None
 
 
 def test_a_basis_has_no_other_bits(tmp_path: Path) -> None:
@@ -231,5 +230,5 @@ def test_a_basis_has_no_other_bits(tmp_path: Path) -> None:
     bench = Workbench(tmp_path / "kv", shape_by(codec.basis, blending_desk.SHAPE), codec)
     desk = Desk(bench, (0, 1), (2,))
     plan = desk.planned([9, *texts(2, 0, 1)], wanted=LoadOptions(bits=4.0, blend=0.0))
-    assert plan.estimate.bits == plan.quality.bits == 4.0
+    assert plan.estimate.bits == quality_of(plan).bits == 4.0
     bench.close_all()

@@ -18,8 +18,6 @@ def test_states_that_another_page_size_has_left_are_passed_over(page: int, usabl
     tree.insert(stored_segment("a", tokens), tokens[:0])
     for end in (4, 6):
         tree.insert(stored_segment(f"state {end}", [-1, -1]), tokens[:end])
-    service: Any = SimpleNamespace(
-        config=None, explainer=SimpleNamespace(), store=SimpleNamespace(tree=tree)
-    )
+    service: Any = SimpleNamespace(config=None, store=SimpleNamespace(tree=tree))
     planner, match = LoadPlanner(service, page, states=True), tree.match("", tokens)
     assert planner.usable(match) == usable

@@ -30,8 +30,7 @@ OUTSIDE = {
     "serving.metrics": "only tells",
     "serving.report": "only tells",
     "serving.scheduling": "refused with several ranks",
-    "serving.served_store": "its state is read by the functions below",
-    "serving.service": "hands the store out to the functions below",
+    "serving.service": "its state and store are read by the functions below",
     "serving.why": "only tells",
 }
 READERS: dict[str, tuple[str, ...]] = {
@@ -81,6 +80,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "plugin.weights.WeightWatch.begin",
     ),
     "it is only told": (
+        "serving.load_planner.LoadPlanner._miss",
         "plugin.admin._overview",
         "plugin.prefix_loads.PrefixLoads._after_job",
         "plugin.known.KnownRequests.count",

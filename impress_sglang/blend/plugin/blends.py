@@ -14,6 +14,7 @@ from impress_sglang.blend.plan import BlendNotes, BlendPlan
 from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps, check_blended
 from impress_sglang.cost import RequestLengths
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.plugin.factory import rotation_of
 from impress_sglang.plugin.known import Known
 from impress_sglang.plugin.late_start import LayerGate
@@ -52,15 +53,7 @@ class Blends:
         self._gate = gate
         runner = scheduler.tp_worker.model_runner
         self._rotation = rotation_of(runner.model, "--impress-blend")
-        self.planner = BlendPlanner(
-            service.config,
-            service.shape,
-            service.served,
-            service.estimator,
-            cache.page_size,
-            BLOCK_TOKENS,
-            measure,
-        )
+        self.planner = BlendPlanner(service, cache.page_size, BLOCK_TOKENS, measure)
         pool = cache.token_to_kv_pool_allocator.get_kvcache()
         most = scheduler.chunked_prefill_size
         chunk = BLOCK_TOKENS if most is None or most <= 0 else min(most, BLOCK_TOKENS)
@@ -83,21 +76,19 @@ class Blends:
         """Plan how a request blends; `usual`: what it may load otherwise. None: it does not."""
         if usual is not None and not usual.loads:
             usual = None
-        known.blend = known.blend or BlendNotes()
-        return self.planner.plan(
-            known.namespace,
-            tokens,
-            resident,
-            usual,
-            known.kv_class,
-            known.wanted.blend,
-            known.blend,
-        )
+        notes = known.blend = known.blend or BlendNotes()
+        if notes.declined:
+            return None
+        request = known.namespace, tokens, resident
+        found = self.planner.plan(*request, usual, known.kv_class, known.wanted.blend)
+        if isinstance(found, BlendPlan):
+            notes.why = None
+            return found
+        notes.why = found
+        return None
 
     def job(self, known: Known, plan: BlendPlan) -> BlendJob:
         """A job for a plan."""
-        # What is planned again is weighed anew.
-        known.blend.answer = known.blend.asked = None
         return BlendJob(
             self._service.store,
             known.kv_class,
@@ -122,23 +113,18 @@ class Blends:
         return True
 
     def note_end(self, job: LoadJob) -> None:
-        """A job has ended: the store hears of what could not be read, and costs are learnt."""
-        if not isinstance(job, BlendJob):
-            return
-        store = job.store
-        if self._service.served.opened is store:
-            for error in job.unreadable:
-                if error is not job.error:
-                    logger.warning("a request computes what it cannot blend: %s", error)
-                    store.report(error)
-        if job.state is JobState.LOADED and not job.revoked:
+        """A job has ended: learn from it."""
+        if isinstance(job, BlendJob) and job.state is JobState.LOADED and not job.revoked:
             work = RequestLengths(job.start, len(job), job.plan.work.new)
             computed = job.token_layers / self._service.shape.num_layers
             self._service.estimator.note_blend(work, computed, job.seconds)
 
     def settle(self, known: Known, job: BlendJob) -> None:
-        """A job for a request has ended: note if it goes on without a blend."""
-        if job.state is JobState.FAILED:
+        """A job for a request has ended: note if it goes on without a blend.
+
+        If a segment was unreadable, it is planned again without that.
+        """
+        if job.state is JobState.FAILED and not isinstance(job.error, SegmentUnreadable):
             known.blend.decline(job.why or (Reason.NOT_OPENED, ""))
 
     def too_slow(self, known: Known) -> None:

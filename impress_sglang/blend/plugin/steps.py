@@ -73,13 +73,19 @@ class BlockComputed(Exception):
     """The KVs of a block are there: leaves the model before the rest of the last layer."""
 
 
-class BlendBlock:
-    """Attention of the computed tokens of a block, each over all tokens up to itself."""
+class BlendBlock(AttentionBackend):
+    """What the model's layers attend by while a block is computed, each token over all up to it."""
 
-    def __init__(self, job: BlendJob, layers: Layers, num_layers: int, rows: Indices) -> None:
-        """`rows`: int64 [n], ascending, the tokens of the prompt that are computed."""
+    def __init__(
+        self, job: BlendJob, pool: Any, layers: Layers, num_layers: int, rows: Indices
+    ) -> None:
+        """`rows`: int64 [n], ascending, the tokens of the prompt that are computed.
+
+        `pool`: SGLang's KV pool, for whatever asks the backend for it.
+        """
         assert job.row is not None
         self.job = job
+        self.token_to_kv_pool = pool
         self.start, self.stop = int(rows[0]), int(rows[-1]) + 1
         self.rows = self.next_rows = rows
         self._layers = layers
@@ -88,12 +94,23 @@ class BlendBlock:
         kinds = job.kinds[self.start - job.start : self.stop - job.start]
         self._reused = int(np.count_nonzero(kinds == Kind.REUSED))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> Tensor:
         """Attend in one layer for the computed tokens, [n, Hq * Dv]; zero for dropped tokens.
 
         Raises:
             BlockComputed: this was the last layer, whose output is not needed.
         """
+        if k is None or v is None:
+            raise UnsupportedError("this model keeps no new keys outside of the pool")
         index, job = layer.layer_id, self.job
         job.token_layers += len(self.rows)
         keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
@@ -129,31 +146,6 @@ class BlendBlock:
         # Tokens that are not reused have -1 and sort first; the most deviant sort last.
         kept[np.argsort(np.where(reused, deviation, -1.0))[len(kept) - count :]] = True
         self.next_rows = self.rows[kept]
-
-
-class BlockAttention(AttentionBackend):
-    """What the model's layers attend by while a block is computed."""
-
-    def __init__(self, pool: Any) -> None:
-        """`pool`: SGLang's KV pool, for whatever asks the backend for it."""
-        self.token_to_kv_pool = pool
-        self.block: BlendBlock | None = None
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **_: Any,
-    ) -> Tensor:
-        """See `BlendBlock.attend`."""
-        assert self.block is not None
-        if k is None or v is None:
-            raise UnsupportedError("this model keeps no new keys outside of the pool")
-        return self.block.attend(q, k, v, layer)
 
 
 class BlockSize:
@@ -193,7 +185,7 @@ class BlendSteps:
         """
         self.size = BlockSize(min(most_tokens, BLOCK_TOKENS))
         self._model = model
-        self._attention = BlockAttention(pool)
+        self._pool = pool
         self._layers = layers
         self._num_layers = num_layers
         self._stream = forward_stream
@@ -204,7 +196,9 @@ class BlendSteps:
         rows = self._next_rows(job)
         if len(rows):
             began = time.perf_counter()
-            waiting = self._compute(BlendBlock(job, self._layers, self._num_layers, rows))
+            waiting = self._compute(
+                BlendBlock(job, self._pool, self._layers, self._num_layers, rows)
+            )
             seconds = time.perf_counter() - began
             job.spent += seconds - waiting
             job.position = int(rows[-1]) + 1
@@ -234,29 +228,26 @@ class BlendSteps:
         return waiting
 
     def _run(self, block: BlendBlock) -> None:
-        job, device, batch = block.job, self._layers(0)[0].device, None
-        self._attention.block = block
-        try:
-            for layer in range(self._num_layers):
-                if not len(block.rows):
-                    return
-                if batch is None:
-                    tokens = torch.from_numpy(job.tokens[block.rows]).to(device, torch.int64)
-                    batch = block_batch(tokens, block.start)
-                    batch.positions = torch.from_numpy(block.rows).to(device)
-                context = ForwardContext(attn_backend=self._attention)
+        device, batch = self._layers(0)[0].device, None
+        for layer in range(self._num_layers):
+            if not len(block.rows):
+                return
+            if batch is None:
+                tokens = torch.from_numpy(block.job.tokens[block.rows]).to(device, torch.int64)
+                batch = block_batch(tokens, block.start)
+                batch.positions = torch.from_numpy(block.rows).to(device)
+            context = ForwardContext(attn_backend=block)
+            try:
                 with torch.no_grad(), forward_context(context):
                     self._model.forward_split_prefill(
                         batch.input_ids, batch.positions, batch, (layer, layer + 1)
                     )
-                if len(block.next_rows) < len(block.rows):
-                    kept = np.isin(block.rows, block.next_rows)
-                    batch = _with_rows(batch, torch.from_numpy(kept).to(device), block.start)
-                block.rows = block.next_rows
-        except BlockComputed:
-            return
-        finally:
-            self._attention.block = None
+            except BlockComputed:
+                return
+            if len(block.next_rows) < len(block.rows):
+                kept = np.isin(block.rows, block.next_rows)
+                batch = _with_rows(batch, torch.from_numpy(kept).to(device), block.start)
+            block.rows = block.next_rows
 
 
 def attention_at(
