@@ -14,6 +14,7 @@ import functools
 import logging
 import math
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ from impress_sglang.plugin.pools import (
     streams_of,
     window_pool,
 )
-from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
+from impress_sglang.serving.pool_reader import PoolLayerReader
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
@@ -180,14 +181,14 @@ def _stored(
     store: PrefixStore, tokens: Tokens, read: Any, slots: Tensor, forward_stream: Any
 ) -> Sequence[StoredSpan]:
     """What is stored of tokens after it was read from slots."""
-    access = PoolAccess()
+    abandoned, reading = threading.Event(), threading.Lock()
     store.writes.offer(
         "",
         Offer(
             tokens,
-            lambda start: PoolLayerReader(read, slots[start:], forward_stream, access),
-            on_done=access.revoke,
-            abandon=access.revoke,
+            lambda start: PoolLayerReader(read, slots[start:], forward_stream, abandoned, reading),
+            on_done=abandoned.set,
+            abandon=abandoned.set,
             min_tokens=1,
         ),
     )

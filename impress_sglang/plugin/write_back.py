@@ -28,11 +28,11 @@ from impress_sglang.plugin.pools import behind as behind_of
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.tree_nodes import last_state, lock_states, lock_windows
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
-from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
+from impress_sglang.serving.pool_reader import PoolLayerReader
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.storage.writer import LayerReader
 from impress_sglang.store.content import meets
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.writing import Offer, StoreOutcome
@@ -56,23 +56,8 @@ class _Save:
         self.locks: list[Any] = []
         self.windows_from = 0
         self.over = False
-        self._abandoned = threading.Event()
-
-    def abandon(self) -> None:
-        """Give the save up, because its slots will be given away and then hold other KVs."""
-        self._abandoned.set()
-
-    def guarded(self, read: LayerReader) -> LayerReader:
-        """A reader that raises `WriteAbandoned` instead of KVs that may be others."""
-
-        def guard(layer: int) -> tuple[Tensor, Tensor]:
-            kvs = None if self._abandoned.is_set() else read(layer)
-            # If it has not been abandoned by now, what was read before is right.
-            if kvs is None or self._abandoned.is_set():
-                raise WriteAbandoned("its slots are given away")
-            return kvs
-
-        return guard
+        self.abandoned = threading.Event()
+        """Set before its slots are given away, and then hold other KVs."""
 
 
 class WriteBack:
@@ -88,7 +73,7 @@ class WriteBack:
         self._window = requests.allocation.window
         self._forward_stream, self._ranks = requests.forward_stream, requests.ranks
         self._sampler = sampler
-        self._access = PoolAccess()
+        self._reading = threading.Lock()
         self._saves: dict[_Save, None] = {}
         config = self._service.config
         least, blends = config.write_after, config.blend != OFF
@@ -258,11 +243,13 @@ class WriteBack:
 
     def abandon(self) -> None:
         """Stop reading anything from the pool, and give all saves up."""
-        self._access.revoke()
+        self.give_all_up()
+        with self._reading:
+            # A layer that was being read.
+            pass
         store = self._service.served.opened
         if store is not None:
             store.writes.abandon()
-        self.give_all_up()
 
     def _may_store(self, known: Known) -> bool:
         """Whether a request may be stored by this rank."""
@@ -323,17 +310,14 @@ class WriteBack:
         rows = torch.cat([save.slots[:beyond], save.slots])
         tokens = as_tokens(req.full_untruncated_fill_ids[: len(rows)])
 
-        def read_layers(start: int) -> LayerReader:
-            part = rows[start:]
-            return save.guarded(
-                PoolLayerReader(layers.read, part, self._forward_stream, self._access)
-            )
+        def reader(read: Any, slots: Tensor) -> LayerReader:
+            return PoolLayerReader(read, slots, self._forward_stream, save.abandoned, self._reading)
 
         offer = Offer(
             tokens,
-            read_layers,
+            lambda start: reader(layers.read, rows[start:]),
             on_done=lambda: self._read(save),
-            abandon=save.abandon,
+            abandon=save.abandoned.set,
             quality=quality,
             available_from=first and first + beyond,
             min_tokens=self._service.config.chunk_tokens,
@@ -349,9 +333,7 @@ class WriteBack:
             behind = dataclasses.replace(
                 offer,
                 tokens=behind_of(tokens, states),
-                read_layers=lambda start: save.guarded(
-                    PoolLayerReader(states.read, state, self._forward_stream, self._access)
-                ),
+                read_layers=lambda start: reader(states.read, state),
                 min_tokens=states.tokens,
                 available_from=len(tokens),
             )
@@ -361,7 +343,7 @@ class WriteBack:
         return save.reading > 0
 
     def _drop(self, save: _Save) -> None:
-        save.abandon()
+        save.abandoned.set()
         self._release(save)
 
     def _read(self, save: _Save) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,38 +13,11 @@ from torch import Tensor
 from impress_sglang.storage.writer import WriteAbandoned
 
 
-class PoolAccess:
-    """Lets the writing thread read the pool until access is revoked."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.term = 0
-        """The term of the readers that may read."""
-
-    def revoke(self) -> None:
-        """Bar all existing readers from reading; waits for a layer that is being read."""
-        with self._lock:
-            self.term += 1
-
-    @contextmanager
-    def reading(self, term: int) -> Iterator[None]:
-        """Hold access while a reader of a term reads a layer.
-
-        Raises:
-            WriteAbandoned: access was revoked.
-        """
-        with self._lock:
-            if term != self.term:
-                raise WriteAbandoned("the pool or the weights behind it may have changed")
-            yield
-
-
 class PoolLayerReader:
     """Reads the KVs of some slots layer by layer, on the writing thread.
 
-    The slots must not be given away before the last layer is read or access is revoked. On an
-    accelerator the copies run on a stream of their own, after all forward passes that had been
-    launched when the reader was made, and after what makes `slots` on the current stream.
+    On an accelerator the copies run on a stream of their own, after all forward passes that had
+    been launched when the reader was made, and after what makes `slots` on the current stream.
     """
 
     def __init__(
@@ -53,10 +25,15 @@ class PoolLayerReader:
         read: Callable[[int, Tensor], tuple[Tensor, Tensor]],
         slots: Tensor,
         forward_stream: Any,
-        access: PoolAccess,
+        abandoned: threading.Event,
+        reading: threading.Lock,
     ) -> None:
-        """`read` gathers keys and values of a layer from slots."""
-        self._access, self._term = access, access.term
+        """`read` gathers keys and values of a layer from slots.
+
+        `abandoned` is set before the slots are given away. `reading` is held while the pool is
+        read: who holds it after that knows that nothing of it is being read.
+        """
+        self._abandoned, self._reading = abandoned, reading
         self._read_layer = read
         self._slots = slots
         self._stream = None
@@ -71,10 +48,14 @@ class PoolLayerReader:
         """Keys and values [t, G, D] of a layer, on the CPU.
 
         Raises:
-            WriteAbandoned: access to the pool was revoked.
+            WriteAbandoned: the slots may hold other KVs.
         """
-        with self._access.reading(self._term):
-            return self._read(layer)
+        with self._reading:
+            kvs = None if self._abandoned.is_set() else self._read(layer)
+        # If it has not been abandoned by now, what was read before is right.
+        if kvs is None or self._abandoned.is_set():
+            raise WriteAbandoned("its slots are given away")
+        return kvs
 
     def _read(self, layer: int) -> tuple[Tensor, Tensor]:
         # A device of None keeps the current device, and a stream of None the current stream.

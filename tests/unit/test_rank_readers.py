@@ -62,7 +62,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "plugin.write_back.WriteBack._worth_elsewhere",
         "plugin.write_back.WriteBack.expect",
         "plugin.write_back.WriteBack.sight",
-        "plugin.write_back._Save.guarded",
+        "serving.pool_reader.PoolLayerReader.__call__",
         "serving.sights.new_memory",
         "serving.sights.shared_memory",
     ),
