@@ -254,8 +254,7 @@ class Store:
             offer = Offer(tokens, _no_layers, nothing, nothing, least, quality, first)
             outcome = self._writes.offer("", offer)
             assert outcome is not StoreOutcome.UNREACHABLE
-            for write in self._writes.ended():
-                self._writes.finish(write)
+            self._writes.poll()
 
     def _ids(self, match: StoredMatch) -> list[npt.NDArray[np.int64]]:
         """Of each span its chunks, by their numbers in the cache."""

@@ -111,8 +111,8 @@ class BlendPlanner:
             kinds[: HEAD_TOKENS - resident_len] = Kind.COMPUTED
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
         read = (*runs_of(match, resident_len), *runs)
-        num_bytes = store.forecast.bytes_to_read([run.span for run in read], codes=True)
-        io = store.forecast.seconds_to_read(num_bytes)
+        num_bytes = store.segments.bytes_to_read([run.span for run in read], codes=True)
+        io = store.segments.seconds_to_read(num_bytes)
         share, estimate = self._choose(
             work, kinds, io, SHARES if blend == AUTO else (float(blend),)
         )
@@ -129,7 +129,7 @@ class BlendPlanner:
             self._measure_at = now + pause
         # Groups are read one after the other, so each must fit by itself.
         for group in groups_of(read, self._read_tokens):
-            if not store.forecast.can_read([run.span for run in group], in_codes=True):
+            if not store.segments.can_read([run.span for run in group], in_codes=True):
                 return Reason.NO_BUFFERS, ""
         estimate = dataclasses.replace(estimate, bits=own.bits)
         return BlendPlan(match, work, tokens, estimate, read, kinds, share, self._read_tokens)

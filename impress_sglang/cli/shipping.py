@@ -255,7 +255,7 @@ def _copy(files: FileSystem, path: Path, store: PrefixStore, new: StoredSegment)
             memory = AlignedMemory(layout.layer_bytes(layer))
             old.fill(memory, layout.layer_offset(layer))
             files.write(descriptor, layout.layer_offset(layer), memory.view)
-    store.worker.submit(store.worker.index, store.worker.journal.change, [new.row])
+    store.worker.submit(store.worker.index, store.worker.journal.change, [new])
 
 
 def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]:

@@ -129,8 +129,8 @@ class ServingRuntime(Service):
         if count < self.config.min_prefix_tokens:
             return None
         store, spans = self.parts, match.slice(resident_len, match.num_tokens)
-        forecast = store.forecast
-        if not forecast.can_read(spans, in_codes=False):
+        segments = store.segments
+        if not segments.can_read(spans, in_codes=False):
             return None
         work = RequestLengths(resident_len, count, num_tokens - match.num_tokens)
         shares = [wanted.retention]
@@ -138,10 +138,10 @@ class ServingRuntime(Service):
             shares = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
         for share in shares:
             if share >= 1.0:
-                num_bytes: float = forecast.bytes_to_read(spans, codes=False)
+                num_bytes: float = segments.bytes_to_read(spans, codes=False)
             else:
                 num_bytes = store.expected_bytes(spans, share)
-            found = self.estimator.estimate(work, share, forecast.seconds_to_read(num_bytes))
+            found = self.estimator.estimate(work, share, segments.seconds_to_read(num_bytes))
             if not found.unhidden():
                 break
         loads = self.config.load == "always" or found.loads_faster()

@@ -57,9 +57,8 @@ class PartStore(PrefixStore):
             places = self._reader, memory.pool, memory.cache
             return PartSource(opened, histories, *places, whole=whole)
 
-        with self._opening(match.spans):
-            self.tree.touch(match)
-            return self.segments.open_columns(spans, make)
+        self.tree.touch(match)
+        return self.segments.open_columns(spans, make)
 
     def _history(self, segment: StoredSegment) -> TokenHistory:
         if segment.history is None:
@@ -134,12 +133,13 @@ class PartStore(PrefixStore):
         if not self._closed:
             # Otherwise this may be another thread, and the look-ahead is another store's.
             self._lookahead.succeed(old_id, info.segment_id)
-        self.quota.replace(stored, old_bytes)
+        self.quota.budget.spend(new_bytes)
+        self.health.free_bytes -= new_bytes - old_bytes
         self.stats.bytes_written += stored.file_bytes
         # The old version was read to the end, so what was written from it is verified.
         self.health.suspects.pop(old_id, None)
         stored.state = SegmentState.READY
-        self.worker.delete({old_id: old_bytes}, stored.row)
+        self.worker.delete({old_id: old_bytes}, stored)
 
 
 @dataclasses.dataclass(slots=True)
@@ -248,7 +248,7 @@ class Reorders:
     def _begin(self, stored: StoredSegment, info: SegmentInfo) -> None:
         history = stored.history
         assert history is not None
-        old, starts = self._store.segments.acquire(stored), self._tree.node_starts(stored)
+        old, starts = self._store.segments.acquire(stored), [own.start for own in stored.path]
         rewrite = Rewrite(stored, old, info, history.average, history.order_key, starts)
         self._job = rewrite, self._submit(rewrite)
 

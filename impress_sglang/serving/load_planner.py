@@ -132,7 +132,7 @@ class LoadPlanner:
         spans = match.slice(resident_len, match.num_tokens)
         store = self._service.store
         state = self.behind(match)
-        if not store.forecast.can_read((*spans, *state), in_codes=not own.exact):
+        if not store.segments.can_read((*spans, *state), in_codes=not own.exact):
             return None
         estimate = self._estimate(spans, resident_len, len(tokens) + 1, own, state)
         always = self._config.load == "always"
@@ -155,7 +155,7 @@ class LoadPlanner:
             match = self.match(namespace, tokens, self._service.least_of(own))
             if match.num_tokens < self._config.min_prefix_tokens:
                 continue
-            if self._service.store.forecast.can_read(match.spans, in_codes=not own.exact):
+            if self._service.store.segments.can_read(match.spans, in_codes=not own.exact):
                 found[own] = self._estimate(match.spans, 0, len(tokens) + 1, own)
         return list(found)[most_of(list(found.values()))] if found else least
 
@@ -167,16 +167,16 @@ class LoadPlanner:
         own: KVClass,
         state: tuple[StoredSpan, ...] = (),
     ) -> Estimate:
-        forecast, count = self._service.store.forecast, sum(map(len, spans))
-        num_bytes = forecast.bytes_to_read(spans, codes=not own.exact)
+        segments, count = self._service.store.segments, sum(map(len, spans))
+        num_bytes = segments.bytes_to_read(spans, codes=not own.exact)
         if self._windows is not None:
             # Of layers with windows only the last tokens are read.
             size = functools.partial(spans[0].segment.info.geometry.num_bytes, codes=not own.exact)
             share = size(slice(self._windows.first, None)) / size(slice(None))
             num_bytes *= 1.0 - share * max(1.0 - self._windows.window / count, 0.0)
-        num_bytes += forecast.bytes_to_read(state, codes=False)
+        num_bytes += segments.bytes_to_read(state, codes=False)
         work = RequestLengths(start, count, total - start - count)
-        io = forecast.seconds_to_read(num_bytes)
+        io = segments.seconds_to_read(num_bytes)
         return self._service.estimator.estimate(work, 1.0, io, own.bits)
 
     def explain(

@@ -27,7 +27,6 @@ _RETRIES = 4
 _PUT_SECONDS = 600
 # Names in one answer to a request for a list; S3 gives no more.
 _PAGE = 1000
-_NONE: Mapping[str, Any] = {}
 
 
 class ObjectMeta(NamedTuple):
@@ -64,9 +63,10 @@ class Bucket:
         if time.monotonic() < self._rests_until:
             raise OSError(errno.EAGAIN, f"{self.url} has failed, and is left alone for a while")
 
-    def list(self, prefix: str, known: Mapping[str, ObjectMeta] = _NONE) -> dict[str, ObjectMeta]:
-        """All objects in a folder that have bytes, by name; asks even while other requests would
-        fail at once.
+    def list(
+        self, prefix: str, known: Mapping[str, ObjectMeta] | None = None
+    ) -> dict[str, ObjectMeta]:
+        """All objects in a folder that have bytes, by name; asks even while others would fail.
 
         Those of `known` that are as they were come back themselves: a hundred thousand new Python
         objects would make its collector stop the process.
@@ -76,7 +76,7 @@ class Bucket:
             for page in self._obstore.list(self._store, prefix, chunk_size=_PAGE):
                 for own in page:
                     name, size, modified = own["path"], own["size"], own["last_modified"]
-                    meta = known.get(name)
+                    meta = (known or {}).get(name)
                     if meta is None or meta.size != size or meta.modified != modified:
                         meta = ObjectMeta(name, size, modified)
                     if size:
@@ -125,23 +125,22 @@ class Bucket:
     @contextlib.contextmanager
     def _asking(self, *, reading: bool = False) -> Iterator[None]:
         self.requests += 1
-        failed: Exception | None = None
         try:
             yield
         except FileNotFoundError:
+            self._note(None, reading)
             raise
         except Exception as error:
             # Among others what `obstore` raises, whose classes are its own.
             self.failures += 1
-            failed = error
+            self._note(error, reading)
             raise OSError(errno.EIO, _first_line(error)) from error
-        finally:
-            # Who may only read has no right to write, which says nothing of reads.
-            if reading:
-                self._note(failed)
+        self._note(None, reading)
 
-    def _note(self, error: Exception | None) -> None:
-        """Note how a read has ended."""
+    def _note(self, error: Exception | None, reading: bool) -> None:
+        # Who may only read has no right to write, which says nothing of reads.
+        if not reading:
+            return
         with self._lock:
             now, failed_at = time.monotonic(), self._failed_at
             if error is None:
@@ -163,8 +162,7 @@ class Bucket:
 
 
 def open_bucket(config: ImpressConfig) -> Bucket | None:
-    """The bucket and prefix that `--impress-store` names, of which nothing is asked yet; None
-    without that option.
+    """The bucket and prefix that `--impress-store` names, if it does; nothing is asked of it yet.
 
     Credentials and endpoint are those of the environment, as `obstore` takes them. Reads fail after
     `--impress-io-timeout`.

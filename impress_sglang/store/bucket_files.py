@@ -105,30 +105,24 @@ class BucketFiles(FileSystem):
         return os.stat_result((0, 0, 0, 0, 0, 0, self._find(path).size, 0, 0, 0))
 
     def open(self, path: Path, flags: int) -> int:
-        """Open an object of `path_of`.
-
-        Raises:
-            OSError: the object store fails at present, or too much is open.
-        """
+        """Open an object of `path_of`; an `OSError` also if too much is open."""
         with self._lock:
             own = self._find(path)
             if own.descriptor < 0:
                 try:
-                    own.descriptor = self._begin(own)
+                    self._bucket.check()
+                    used = sum(other.size for other in self._of_descriptor.values())
+                    if used + own.size > self._most_bytes:
+                        raise OSError(f"{used / 1e9:.2f} GB are being fetched, there is no room")
+                    self._files.make_directory(own.local.parent)
+                    flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR
+                    own.descriptor = self._files.open(own.local, flags)
                 except BaseException:
                     del self._of_path[path]
                     raise
                 self._of_descriptor[own.descriptor] = own
             own.users += 1
             return own.descriptor
-
-    def _begin(self, own: _Object) -> int:
-        self._bucket.check()
-        used = sum(own.size for own in self._of_descriptor.values())
-        if used + own.size > self._most_bytes:
-            raise OSError(f"{used / 1e9:.2f} GB are being fetched, there is no room for more")
-        self._files.make_directory(own.local.parent)
-        return self._files.open(own.local, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
 
     def _find(self, path: Path | str) -> _Object:
         if (own := self._of_path.get(Path(path))) is None:
@@ -176,11 +170,10 @@ class BucketFiles(FileSystem):
             raise
 
     def complete(self) -> Iterator[SegmentInfo]:
-        """Fetch the rest of objects that nobody reads, on the caller's thread.
+        """Fetch the rest of objects that nobody reads; yields those whole then, to be `end`ed.
 
-        Yields the segments that are whole then, whose owner must `end` them. What fails, or is
-        damaged, is dropped, and fetched anew when it is read again. It is not deleted: the drive or
-        the memory of this server may be at fault.
+        What fails, or is damaged, is dropped, and fetched anew when it is read again. It is not
+        deleted: the drive or the memory of this server may be at fault.
         """
         for own in list(self._of_descriptor.values()):
             idle = time.monotonic() - own.idle_since
@@ -205,11 +198,7 @@ class BucketFiles(FileSystem):
                 yield own.info
 
     def end(self, info: SegmentInfo, keep: Callable[[Path], None] | None = None) -> None:
-        """Forget an object that is whole; `keep` moves its file, which is removed otherwise.
-
-        Raises:
-            OSError: `keep` has failed; the file is gone.
-        """
+        """Forget an object that is whole; `keep` moves its file, which is removed otherwise."""
         own = self._of_path[_path_of(info)]
         try:
             if keep is not None:
@@ -238,11 +227,7 @@ class BucketFiles(FileSystem):
 
 
 def read_begun(bucket: Bucket, name: str, size: int) -> tuple[SegmentInfo, dict[str, str]]:
-    """What the header of an object says, and its attributes.
-
-    Raises:
-        OSError, PrefixUnreadable: it is gone, is no segment, or cannot be read now.
-    """
+    """What the header of an object says, and its attributes."""
     content, attributes = bucket.begin(name, _HEADER_BYTES)
 
     def read(offset: int, length: int) -> bytes:

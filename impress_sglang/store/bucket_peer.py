@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import heapq
 import itertools
@@ -30,8 +29,8 @@ from typing import Any
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import StoreDirectory, segment_files
-from impress_sglang.storage.segment import OpenSegment, Priority, SegmentInfo
-from impress_sglang.store.bucket import Bucket, ObjectMeta, open_bucket
+from impress_sglang.storage.segment import OpenSegment, SegmentInfo
+from impress_sglang.store.bucket import Bucket, ObjectMeta
 from impress_sglang.store.bucket_files import BucketFiles, read_begun
 from impress_sglang.store.eviction_order import LEAST
 from impress_sglang.store.journal import ORDER_SECONDS
@@ -94,7 +93,8 @@ class BucketPeer:
         self._orders: collections.deque[Mapping[str, Any]] = collections.deque()
         # Segments of an earlier process.
         self._left: collections.deque[StoredSegment] = collections.deque()
-        self._whole: collections.deque[SegmentInfo] = collections.deque()
+        self.whole: collections.deque[SegmentInfo] = collections.deque()
+        """Segments of the bucket that have become whole local files, which must be ended."""
         # Segments of ours that are what an object is, or would be, what they build on, and age.
         self._own: dict[str, tuple[SegmentInfo, str, float]] = {}
         self.sent = self.sent_bytes = 0
@@ -163,9 +163,10 @@ class BucketPeer:
 
     def stored(self, segment: StoredSegment, *, send: bool = True) -> None:
         """Put a segment of ours, whose file is durable, in the background."""
-        name, above = self.name_of(segment.info), self._name_above(segment)
+        name, above = self.name_of(segment.info), segment.parent
+        above_name = self.name_of(above.info) if above is not None and above.on_disk else ""
         with self._lock:
-            self._own[name] = segment.info, above, segment.written
+            self._own[name] = segment.info, above_name, segment.written
         if send:
             self._sender.submit(self._send, name)
 
@@ -196,26 +197,16 @@ class BucketPeer:
         """Tell all servers an order to purge."""
         self._orders.append(order)
 
-    def is_here(self, segment: StoredSegment) -> bool:
+    def has_own(self, segment: StoredSegment) -> bool:
         """Whether a segment of ours has the same tokens as one of the bucket."""
-        return segment.home == self.home and self.name_of(segment.info) in self._own
-
-    def take_whole(self) -> SegmentInfo | None:
-        """A segment of the bucket that has become a whole local file, which must be ended."""
-        return self._whole.popleft() if self._whole else None
-
-    def _name_above(self, segment: StoredSegment) -> str:
-        above = segment.parent
-        return self.name_of(above.info) if above is not None and above.on_disk else ""
+        return self.name_of(segment.info) in self._own
 
     def _announce(self, name: str, last_access: int = 0) -> None:
         known = self._known.get(name)
         if known is not None and name in self._listed:
             own, other = self._own.get(known.above), self._known.get(known.above)
-            fresh = dataclasses.replace(
-                known, dependents=[0] * len(Priority), last_access=last_access
-            )
-            fresh.above = own[0].segment_id if own else other.segment_id if other else ""
+            above = own[0].segment_id if own else other.segment_id if other else ""
+            fresh = known.apart(last_access=last_access, above=above)
             self._news.append(News(added=fresh, far=True))
 
     # What other threads do.
@@ -324,7 +315,8 @@ class BucketPeer:
         self._bucket.delete([*going, *(name for name in old if name in self._heard)])
         # What was stored since is sent anew.
         left = [own for own in doomed_before if own not in listed]
-        anew = [own for own in (*late, *left) if self._age(own) > before[own].modified.timestamp()]
+        written = {name: own[2] for name in (*late, *left) if (own := self._own.get(name))}
+        anew = [name for name, at in written.items() if at > before[name].modified.timestamp()]
         with self._lock:
             for name in going:
                 listed.pop(name, None)
@@ -334,10 +326,6 @@ class BucketPeer:
         self._forget(going)
         for name in (*anew, *due):
             self._sender.submit(self._send, name)
-
-    def _age(self, name: str) -> float:
-        own = self._own.get(name)
-        return 0.0 if own is None else own[2]
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
@@ -399,7 +387,7 @@ class BucketPeer:
 
     def _keep(self) -> None:
         while not self._stop.wait(LOOK_SECONDS / 8):
-            self._whole.extend(self.files.complete())
+            self.whole.extend(self.files.complete())
 
     def summary(self) -> dict[str, Any]:
         """Sizes and counters for the statistics page."""
@@ -425,11 +413,3 @@ class BucketPeer:
         for thread in (self._looker, self._keeper, self._sender, *self._readers):
             thread.close(max(until - time.monotonic(), 0.0))
         self.files.forget()
-
-
-def peer_of(
-    config: ImpressConfig, directory: StoreDirectory, news: collections.deque[News]
-) -> BucketPeer | None:
-    """The bucket of a store, if its options name one; raises as `BucketPeer` does."""
-    bucket = open_bucket(config)
-    return None if bucket is None else BucketPeer(config, directory, bucket, news)

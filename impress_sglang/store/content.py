@@ -83,7 +83,7 @@ class ContentIndex:
         # Nobody can send text whose windows all have one key.
         self._hashes = PrefixHashes()
         self._segments: dict[int, StoredSegment] = {}
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[StoredSegment, int] = {}
         self._last_number = 0
         # Nearly all windows have a key of their own: the values of others are in `_more`.
         self._first: dict[int, int] = {}
@@ -103,7 +103,7 @@ class ContentIndex:
             return
         self._last_number = number = self._last_number + 1
         self._segments[number] = segment
-        self._numbers[segment.segment_id] = number
+        self._numbers[segment] = number
         for value, key in self._windows_of(segment, number):
             if self._first.setdefault(key, value) != value:
                 self._more.setdefault(key, {})[value] = None
@@ -111,7 +111,7 @@ class ContentIndex:
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
-        number = self._numbers.pop(segment.segment_id, None)
+        number = self._numbers.pop(segment, None)
         if number is None:
             return
         for value, key in self._windows_of(segment, number):
@@ -126,11 +126,6 @@ class ContentIndex:
             if not more:
                 self._more.pop(key, None)
         del self._segments[number]
-
-    def rename(self, old_id: str, new_id: str) -> None:
-        """Rename a segment, if it is there; its tokens stay the same."""
-        if (number := self._numbers.pop(old_id, None)) is not None:
-            self._numbers[new_id] = number
 
     def find(
         self, namespace: str, tokens: Tokens, start: int = 0, *, only_ready: bool = True
@@ -164,19 +159,6 @@ class ContentIndex:
                 runs.append(run)
                 first = position = run.stop
         return tuple(runs)
-
-    def check_integrity(self) -> None:
-        """Compare the windows with the segments."""
-        assert sorted(self._numbers.values()) == sorted(self._segments)
-        there = set[tuple[int, int]]()
-        for segment_id, number in self._numbers.items():
-            assert self._segments[number].segment_id == segment_id
-            there.update(self._windows_of(self._segments[number], number))
-        more = [(value, key) for key, own in self._more.items() for value in own]
-        found = [*((value, key) for key, value in self._first.items()), *more]
-        assert len(set(found)) == len(found) and set(found) == there
-        assert all(self._more.values()) and self._more.keys() <= self._first.keys()
-        assert self._marks[self._places(np.fromiter(self._first, np.uint64))].all()
 
     def _longest(
         self, namespace: str, tokens: Tokens, first: int, position: int, key: int, only_ready: bool

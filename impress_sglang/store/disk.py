@@ -30,7 +30,8 @@ from impress_sglang.storage.directory import (
 )
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.segment import OpenSegment
-from impress_sglang.store.bucket_peer import peer_of
+from impress_sglang.store.bucket import open_bucket
+from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.eviction_order import EvictionOrder
@@ -81,8 +82,9 @@ class StoreDisk:
         self.peers = Peers(self.directory)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)
-            self.bucket = peer_of(config, self.directory, self.peers.news)
-            if self.bucket is not None:
+            self.bucket: BucketPeer | None = None
+            if (bucket := open_bucket(config)) is not None:
+                self.bucket = BucketPeer(config, self.directory, bucket, self.peers.news)
                 undo.callback(self.bucket.close, self._seconds)
             self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
             self.health = Health(self._seconds)
@@ -132,7 +134,7 @@ class StoreDisk:
         if self.bucket is None or not self.is_far(segment):
             return False
         known = self.tree.get(segment.segment_id)
-        return known is not None or self.bucket.is_here(segment)
+        return known is not None or self.bucket.has_own(segment)
 
     def open(self, segment: StoredSegment) -> OpenSegment:
         """Open a segment's file, wherever it is; raises like `OpenSegment`."""

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,7 +24,8 @@ from impress_sglang.storage.files import AlignedBuffer
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
 from impress_sglang.store.health import Health, Verdict
-from impress_sglang.store.journal import Journal, Row
+from impress_sglang.store.journal import Journal
+from impress_sglang.store.stored import StoredSegment
 from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,7 @@ class DiskWorker:
         # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
         self._unkept: dict[str, bytes] = {}
         self._retried_at = 0.0
-        self._removals: deque[tuple[Future[None], int]] = deque()
-        self._removing_bytes = 0
+        self._removals: list[tuple[Future[None], int]] = []
         self.quarantined_bytes = 0
         """Bytes of damaged segments that are kept; at first without those of earlier processes."""
         self.keeps_quarantine = True
@@ -76,22 +75,19 @@ class DiskWorker:
         """Run a function behind all work so far."""
         return self._thread.submit(function, *arguments)
 
-    def delete(self, segments: Mapping[str, int], successor: Row | None = None) -> None:
+    def delete(self, segments: Mapping[str, int], successor: StoredSegment | None = None) -> None:
         """Remove segments (id: bytes) and their rows; readers of an open file can go on.
 
-        `successor`: the row of a segment that has replaced them.
+        `successor`: a segment that has replaced them.
         """
-        num_bytes = sum(segments.values())
         removal = self._thread.submit(self._delete, segments, successor)
-        self._removals.append((removal, num_bytes))
-        self._removing_bytes += num_bytes
+        self._removals = [own for own in self._removals if not own[0].done()]
+        self._removals.append((removal, sum(segments.values())))
 
     @property
     def removing_bytes(self) -> int:
         """Bytes of files that are being removed, and may still be there."""
-        while self._removals and self._removals[0][0].done():
-            self._removing_bytes -= self._removals.popleft()[1]
-        return self._removing_bytes
+        return sum(num_bytes for removal, num_bytes in self._removals if not removal.done())
 
     def unremoved(self) -> frozenset[str]:
         """Names of what could not be removed so far: it counts as present when room is made."""
@@ -103,7 +99,7 @@ class DiskWorker:
 
     def write(
         self,
-        row: Row,
+        segment: StoredSegment,
         read_layer: LayerReader,
         coding: CodingRule | None,
         unremoved: frozenset[str],
@@ -112,15 +108,11 @@ class DiskWorker:
         """Write and publish a segment; see `write_segment`.
 
         `unremoved` names what could not be removed before room was made for the segment. If more
-        is unremovable now, that room does not exist.
-
-        Raises:
-            WriteAbandoned: it is not wanted any more; as below, no file is left behind.
-            OSError: the disk refuses, or there is no room.
+        is unremovable now, that room does not exist: an `OSError`, as if the disk refuses.
         """
         if not self.unremoved() <= unremoved:
             raise OSError(errno.ENOSPC, "what should have made room could not be removed")
-        path = self._directory.segment_path(row[0].segment_id)
+        path = self._directory.segment_path(segment.segment_id)
 
         def read_and_note(layer: int) -> tuple[Tensor, Tensor]:
             self.progress = time.monotonic()
@@ -129,7 +121,7 @@ class DiskWorker:
         try:
             write_segment(
                 path,
-                row[0],
+                segment.info,
                 read_and_note,
                 self._buffer,
                 self.files,
@@ -143,24 +135,20 @@ class DiskWorker:
         finally:
             self.progress = time.monotonic()
         # The file is authoritative: the next start reads files that the index does not have.
-        self.index(self.journal.change, [row])
+        self.index(self.journal.change, [segment])
 
-    def adopt(self, row: Row, fetched: Path) -> None:
-        """Make a whole file that is synced one of the store.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        path = self._directory.segment_path(row[0].segment_id)
+    def adopt(self, segment: StoredSegment, fetched: Path) -> None:
+        """Make a whole file that is synced one of the store."""
+        path = self._directory.segment_path(segment.segment_id)
         self.files.make_directory(path.parent)
-        with contextlib.closing(OpenSegment(fetched, self.files, direct=False)) as segment:
+        with contextlib.closing(OpenSegment(fetched, self.files, direct=False)) as opened:
             # As old as its KVs: orders to purge and `--impress-ttl` ask for that.
-            self.files.date(segment.descriptor, int(row[3] * 1e9))
+            self.files.date(opened.descriptor, int(segment.written * 1e9))
         self.files.rename(fetched, path)
         self.files.sync_directory(path.parent)
-        self.index(self.journal.change, [row])
+        self.index(self.journal.change, [segment])
 
-    def _delete(self, segments: Mapping[str, int], successor: Row | None) -> None:
+    def _delete(self, segments: Mapping[str, int], successor: StoredSegment | None) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
         self.index(self.journal.change, [] if successor is None else [successor], segments)
@@ -218,11 +206,7 @@ class DiskWorker:
                 self._health.failed("quarantine could not be tidied", error, reading=False)
 
     def tidy_quarantine(self) -> None:
-        """Keep only the latest files there, or none.
-
-        Raises:
-            OSError: the disk refuses.
-        """
+        """Keep only the latest files there, or none; an `OSError` if the disk refuses."""
         paths = quarantined_files(self.files, self._directory.path)
         sizes = [self.files.stat(path).st_size for path in paths]
         # Counted first, so that it is right even if a file cannot be removed.

@@ -5,15 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterator
 
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.stored import SegmentState, StoredSegment
 
-_Order: TypeAlias = OrderedDict[StoredSegment, None]
 # The last access of a segment whose coming is no use of it, nor of what it builds on.
 LEAST = -1
 
@@ -29,9 +26,10 @@ class EvictionOrder:
     def __init__(self, ttl: float = 0.0) -> None:
         """`ttl`: see `StoredTree`."""
         self._ttl = ttl
-        self._levels = {level: _Order() for level in Priority}
-        # The same for each namespace.
-        self._orders: dict[tuple[str, Priority], _Order] = defaultdict(OrderedDict)
+        # By namespace, None for all of them, and by level.
+        self._orders: dict[tuple[str | None, Priority], OrderedDict[StoredSegment, None]] = (
+            defaultdict(OrderedDict)
+        )
         self._changed: dict[StoredSegment, None] = {}
         self.now = 0
         """Number of uses so far; the `last_access` of a segment is such a number."""
@@ -40,20 +38,20 @@ class EvictionOrder:
         self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[StoredSegment]:
-        return itertools.chain.from_iterable(self._levels.values())
+        return self.of(None)
 
     def __contains__(self, segment: StoredSegment) -> bool:
-        return segment in self._levels[segment.level]
+        return segment in self._orders.get((None, segment.level), ())
 
     def __len__(self) -> int:
-        return sum(map(len, self._levels.values()))
+        return sum(len(self._orders.get((None, level), ())) for level in Priority)
 
     def latest(self) -> Iterator[StoredSegment]:
         """All segments, most recently used first, whatever their level."""
-        levels = (reversed(self._levels[level]) for level in reversed(Priority))
+        levels = (reversed(self._orders.get((None, level), {})) for level in reversed(Priority))
         return heapq.merge(*levels, key=lambda own: -own.last_access)
 
-    def of(self, namespace: str) -> Iterator[StoredSegment]:
+    def of(self, namespace: str | None) -> Iterator[StoredSegment]:
         """Segments of a namespace, in the same order; dependents are in the same namespace."""
         orders = (self._orders.get((namespace, level), ()) for level in Priority)
         return itertools.chain.from_iterable(orders)
@@ -66,13 +64,16 @@ class EvictionOrder:
             due = min(due, segment.written + self._ttl)
         segment.due = due
         if due < math.inf:
-            self._note_due(segment, due)
+            if len(self._due) > 2 * len(self):
+                # Segments that left before they expired would otherwise stay here until then.
+                self._due = [own for own in self._due if own[2] in self]
+                heapq.heapify(self._due)
+            heapq.heappush(self._due, (due, next(self._numbers), segment))
         if segment.parent is not None and segment.parent.level < segment.level:
             self.settle(segment.parent)
         if segment.last_access == LEAST and not segment.num_dependents:
-            place = segment.info.namespace, segment.level
-            for order in (self._levels[segment.level], self._orders[place]):
-                order.move_to_end(segment, last=False)
+            for name in (None, segment.info.namespace):
+                self._orders[name, segment.level].move_to_end(segment, last=False)
         elif segment.last_access <= 0:
             self.note(segment)
 
@@ -112,15 +113,15 @@ class EvictionOrder:
             self._join(segment)
 
     def _join(self, segment: StoredSegment) -> None:
-        self._levels[segment.level][segment] = None
-        self._orders[segment.info.namespace, segment.level][segment] = None
+        for name in (None, segment.info.namespace):
+            self._orders[name, segment.level][segment] = None
 
     def _leave(self, segment: StoredSegment) -> None:
-        del self._levels[segment.level][segment]
-        place = segment.info.namespace, segment.level
-        del self._orders[place][segment]
-        if not self._orders[place]:
-            del self._orders[place]
+        for name in (None, segment.info.namespace):
+            order = self._orders[name, segment.level]
+            del order[segment]
+            if not order:
+                del self._orders[name, segment.level]
 
     def change(self, segment: StoredSegment) -> None:
         """Note that a segment has another name, or builds on another one."""
@@ -143,13 +144,6 @@ class EvictionOrder:
                 taken.append(segment)
         return taken
 
-    def _note_due(self, segment: StoredSegment, due: float) -> None:
-        if len(self._due) > 2 * len(self):
-            # Segments that left before they expired would otherwise stay here until then.
-            self._due = [own for own in self._due if own[2] in self]
-            heapq.heapify(self._due)
-        heapq.heappush(self._due, (due, next(self._numbers), segment))
-
     def sort(self) -> None:
         """Put segments of an earlier process into the order in which it used them."""
         upwards = sorted(self, key=lambda segment: -segment.info.prefix_len)
@@ -157,10 +151,9 @@ class EvictionOrder:
             above = segment.parent
             if above is not None and above.last_access < segment.last_access:
                 above.last_access = segment.last_access
-        for order in (*self._levels.values(), *self._orders.values()):
-            order.clear()
+        self._orders.clear()
         # Among equals, those that build on others stay in front.
-        for segment in sorted(upwards, key=_last_access):
+        for segment in sorted(upwards, key=lambda segment: segment.last_access):
             self._join(segment)
 
     def check(self, segment: StoredSegment) -> None:
@@ -172,25 +165,6 @@ class EvictionOrder:
         if above is not None:
             assert above.level >= segment.level and above.dependents[segment.level] > 0
             assert above not in self or above.last_access >= segment.last_access
-
-    def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
-        """Compare with these segments, which have a file or will have one."""
-        places = {segment: place for place, segment in enumerate(self)}
-        assert places.keys() == set(segments)
-        assert self._changed.keys() <= places.keys()
-        assert sum(map(len, self._orders.values())) == len(self) == len(places)
-        for (namespace, level), order in self._orders.items():
-            own_places = [places[segment] for segment in order]
-            assert own_places and own_places == sorted(own_places)
-            assert all(own.info.namespace == namespace and own.level is level for own in order)
-        for segment, place in places.items():
-            self.check(segment)
-            for own in _path_up(segment):
-                assert own not in places or places[own] >= place
-                assert own not in places or own.last_access >= segment.last_access
-
-
-_last_access = operator.attrgetter("last_access")
 
 
 def _path_up(segment: StoredSegment) -> Iterator[StoredSegment]:

@@ -59,7 +59,7 @@ class ForeignSegments:
         if segment.segment_id in self._unwanted or (known and not self._purged):
             return
         before = self._tokens_before(segment)
-        if before is not None and any(_is_of(segment, before, own) for own in self._purged):
+        if before is not None and any(_concerns(own, segment, before) for own in self._purged):
             self.refuse(segment.segment_id)
             self._late.append(segment)
             return
@@ -152,7 +152,7 @@ class ForeignSegments:
         self, namespace: str | None, tokens: Tokens | None, before: float
     ) -> list[StoredSegment]:
         """Never use the segments without a place that belong to a prefix (see `Purge`), or may do,
-        and were written by then; returns them. Those that are told of later are refused as well."""
+        and were written by then, also those told of later; returns them."""
         now = time.monotonic()
         self._purged = {own: at for own, at in self._purged.items() if now - at < ORDER_SECONDS}
         order = namespace, None if tokens is None else tokens.tobytes(), before
@@ -160,7 +160,7 @@ class ForeignSegments:
         found = [
             own
             for own in self._unplaced.values()
-            if _may_be_of(own, order) and _is_of(own, self._tokens_before(own), order)
+            if _concerns(order, own) and _concerns(order, own, self._tokens_before(own))
         ]
         for own in found:
             self.refuse(own.segment_id)
@@ -203,20 +203,13 @@ def _what(segment: StoredSegment) -> tuple[object, ...]:
     return own.prefix_digest, tokens, own.quality, own.priority, own.windows_from
 
 
-def _may_be_of(segment: StoredSegment, order: _Order) -> bool:
-    """Whether an order to purge may concern a segment, as far as that says itself."""
-    namespace, prefix, before = order
-    if segment.written > before or namespace not in (None, segment.info.namespace):
-        return False
-    rest = np.frombuffer(prefix or b"", np.int32)[segment.info.prefix_len :]
-    return common_prefix_len(segment.info.tokens, rest) == len(rest)
-
-
-def _is_of(segment: StoredSegment, before: Tokens | None, order: _Order) -> bool:
+def _concerns(order: _Order, segment: StoredSegment, before: Tokens | None = None) -> bool:
     """Whether an order to purge concerns a segment behind these tokens; None: unknown ones."""
-    if not _may_be_of(segment, order):
+    namespace, prefix, until = order
+    if segment.written > until or namespace not in (None, segment.info.namespace):
         return False
-    if before is None:
-        return True
-    prefix = np.frombuffer(order[1] or b"", np.int32)[: segment.info.prefix_len]
-    return common_prefix_len(before, prefix) == len(prefix)
+    tokens, length = np.frombuffer(prefix or b"", np.int32), segment.info.prefix_len
+    head, rest = tokens[:length], tokens[length:]
+    if common_prefix_len(segment.info.tokens, rest) < len(rest):
+        return False
+    return before is None or common_prefix_len(before, head) == len(head)

@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.store.stored import SegmentState, StoredSegment
@@ -60,8 +60,7 @@ class Work(enum.Enum):
     CONDEMN = "set aside a segment that repeated looks could not read"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Task:
+class Task(NamedTuple):
     """Work that is due; `info`: of the segment that it is about, if it is about one."""
 
     work: Work
@@ -89,12 +88,8 @@ class Health:
     def __init__(
         self, patience: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`patience`: seconds until a measurement without an answer is a failure.
-
-        `clock` gives seconds; it never goes back.
-        """
-        self._patience = patience
-        self._clock = clock
+        """`patience`: seconds until a measurement without an answer is a failure."""
+        self._patience, self._clock = patience, clock
         self._lock = threading.Lock()
         self.readable = self.writable = True
         """Whether stored prefixes may be looked for, and whether prefixes may be stored."""
@@ -128,14 +123,9 @@ class Health:
                 self._probe_at = self._since + self._pause
             self.readable, self.writable = self.readable and not reading, False
         if worse:
-            consequence = "nothing is read or stored" if reading else "nothing is stored"
-            logger.warning(
-                "the SSD store is %s: %s (%s); %s until it answers again",
-                self.state,
-                what,
-                error,
-                consequence,
-            )
+            stops = "nothing is read or stored" if reading else "nothing is stored"
+            message = "the SSD store is %s: %s (%s); %s until it answers again"
+            logger.warning(message, self.state, what, error, stops)
 
     def suspect(self, segment: StoredSegment) -> None:
         """Do not use a segment that could not be read until a look has found it good."""

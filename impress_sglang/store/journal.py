@@ -32,7 +32,7 @@ import xxhash
 
 from impress_sglang.storage.directory import JOURNAL
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.segment import SegmentInfo, info_from
+from impress_sglang.storage.segment import Tokens, info_from
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 from impress_sglang.store.stored import SegmentUse, StoredSegment
 
@@ -48,9 +48,6 @@ _SLACK_BYTES = 1 << 24
 ORDER_SECONDS = 86_400.0
 _OPENING = "journal"
 
-Row: TypeAlias = tuple[SegmentInfo, int, SegmentUse, float]
-"""What a journal has of a segment: its description, the bytes of its file, its use, and when it was
-written, as of `time.time`."""
 Record: TypeAlias = Mapping[str, Any]
 
 
@@ -68,13 +65,23 @@ def decode(line: bytes) -> dict[str, Any] | None:
     return record
 
 
+def encoded(tokens: Tokens) -> str:
+    """Tokens as text."""
+    return base64.b64encode(tokens.astype(_INTEGERS, copy=False).tobytes()).decode()
+
+
+def decoded(text: str) -> Tokens:
+    """Tokens that are `encoded`; a `ValueError` if they are not."""
+    return np.frombuffer(base64.b64decode(text, validate=True), _INTEGERS).astype(np.int32)
+
+
 def segment_of(record: Record) -> StoredSegment:
     """The segment that was added.
 
     Raises:
         ValueError, KeyError, TypeError: it is none, or of another version.
     """
-    tokens = np.frombuffer(base64.b64decode(record["tokens"]), _INTEGERS).astype(np.int32)
+    tokens = decoded(record["tokens"])
     if not 0 < len(tokens) == record["add"]["num_tokens"]:
         raise ValueError("it has other tokens than it says")
     last_access, hits, above = record["use"]
@@ -91,11 +98,7 @@ def segment_of(record: Record) -> StoredSegment:
 def read_lines(
     files: FileSystem, path: Path, offset: int = 0, block_bytes: int = _READ_BYTES
 ) -> Iterator[bytes]:
-    """The lines of a file from a place on; the last one may lack its end.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The lines of a file from a place on; the last one may lack its end."""
     size, rest = files.stat(path).st_size, b""
     descriptor = files.open(path, os.O_RDONLY)
     try:
@@ -114,20 +117,18 @@ def read_lines(
 
 
 def append(files: FileSystem, folder: Path, record: Record) -> None:
-    """Append to the journal of a folder whose lock the caller holds for a moment only.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Append to the journal of a folder whose lock the caller holds for a moment only."""
     path = folder / JOURNAL
     if path.name in files.list(folder):
         # A last line that lacks its end becomes a damaged one of its own.
-        line = b"\n" + encode(json.dumps(record).encode())
-        _write(files, path, files.stat(path).st_size, [line])
+        _write(files, path, files.stat(path).st_size, [b"\n" + _line(record)])
 
 
 class Journal:
-    """The journal of a folder whose lock this process holds; used by one thread at a time."""
+    """The journal of a folder whose lock this process holds; used by one thread at a time.
+
+    A change waits if the disk refuses it, which is an `OSError`, and is made with the next one.
+    """
 
     def __init__(self, files: FileSystem, directory: Path) -> None:
         """Touch nothing yet."""
@@ -140,27 +141,21 @@ class Journal:
         self._unsound = False
         self._orders: list[Record] = []
 
-    def change(self, added: Iterable[Row] = (), removed: Iterable[str] = ()) -> None:
-        """Record that segments are gone, of which some may be unknown, and published ones.
-
-        Like every change, this waits if it cannot be made now.
-
-        Raises:
-            OSError: the disk refuses.
-        """
+    def change(self, added: Iterable[StoredSegment] = (), removed: Iterable[str] = ()) -> None:
+        """Record that segments are gone, of which some may be unknown, and published ones."""
         if gone := list(removed):
-            self._waiting.append(encode(json.dumps({"gone": gone}).encode()))
+            self._waiting.append(_line({"gone": gone}))
         self._waiting += map(_added, added)
         self.flush()
 
     def record_uses(self, uses: Iterable[SegmentUse]) -> None:
         """Record how segments were used, for the next start; unknown segments are ignored."""
-        self._waiting += [encode(json.dumps({"use": use}).encode()) for use in uses]
+        self._waiting += [_line({"use": use}) for use in uses]
         self.flush()
 
     def tell(self, record: Record) -> None:
         """Record something for servers that follow."""
-        self._waiting.append(encode(json.dumps(record).encode()))
+        self._waiting.append(_line(record))
         if "purge" in record:
             self._orders.append(record)
         self.flush()
@@ -173,7 +168,7 @@ class Journal:
         return [own for own in orders if now - own["at"] < ORDER_SECONDS]
 
     def flush(self) -> None:
-        """Write what waits; raises like `change`."""
+        """Write what waits."""
         if not self._waiting:
             return
         try:
@@ -193,12 +188,12 @@ class Journal:
         self._waiting.clear()
 
     def _write_anew(self, segments: Mapping[str, StoredSegment]) -> None:
-        first = encode(json.dumps({_OPENING: secrets.token_hex(16)}).encode())
+        first = _line({_OPENING: secrets.token_hex(16)})
         self._orders = [{"purge": own} for own in self.orders]
-        orders = [encode(json.dumps(own).encode()) for own in self._orders]
+        orders = map(_line, self._orders)
         temporary = self._path.with_name(self._path.name + TEMPORARY_SUFFIX)
         self._files.unlink(temporary)
-        lines = (_added(own.row) for own in segments.values())
+        lines = (_added(own) for own in segments.values())
         every = itertools.chain([first], lines, orders, self._waiting)
         size = _write(self._files, temporary, 0, every, sync=True)
         self._files.rename(temporary, self._path)
@@ -282,11 +277,14 @@ def _write(
     return offset - start
 
 
-def _added(row: Row) -> bytes:
-    info, file_bytes, (_, *use), written = row
-    tokens = base64.b64encode(info.tokens.astype(_INTEGERS, copy=False).tobytes())
-    rest = file_bytes, json.dumps(written).encode(), json.dumps(use).encode()
+def _line(record: Record) -> bytes:
+    return encode(json.dumps(record).encode())
+
+
+def _added(segment: StoredSegment) -> bytes:
+    info, use = segment.info, segment.use[1:]
+    times = json.dumps(segment.written).encode(), json.dumps(use).encode()
     return encode(
         b'{"add": %s, "tokens": "%s", "bytes": %d, "at": %s, "use": %s}'
-        % (info.description(), tokens, *rest)
+        % (info.description(), encoded(info.tokens).encode(), segment.file_bytes, *times)
     )

@@ -149,26 +149,6 @@ class LookAhead:
         self._expect = expect
         self._changed = set(self._awaited if expect is not None else ())
 
-    def clear(self) -> None:
-        """Forget all requests."""
-        for segment_id in self._awaited:
-            self._note_change(segment_id)
-        self._awaited.clear()
-        self._ranges_of.clear()
-        self._turns.clear()
-
-    def check_integrity(self) -> None:
-        """Check that ranges by segment and by request agree."""
-        waiting = {
-            (rid, segment_id, own)
-            for segment_id, ranges in self._awaited.items()
-            for own, rids in ranges.items()
-            for rid in rids
-        }
-        assert waiting == {
-            (rid, *item) for rid, ranges in self._ranges_of.items() for item in ranges.items()
-        }
-
     def _note_turn(self, rid: str) -> None:
         for segment_id in self._ranges_of.get(rid, ()):
             self._note_change(segment_id)

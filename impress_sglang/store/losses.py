@@ -59,8 +59,7 @@ class Losses:
 
     def note(self, segment: StoredSegment, cause: Cause) -> None:
         """Note that a segment is about to leave the tree."""
-        info = segment.info
-        if len(info.prompt_tokens):
+        if len((info := segment.info).prompt_tokens):
             self.note_tokens(info.namespace, prompt_of(segment), cause, info.prefix_len)
 
     def note_tokens(self, namespace: str, tokens: Tokens, cause: Cause, start: int = 0) -> None:

@@ -55,10 +55,8 @@ class StoreMemory:
         return cls(cache, BufferPool(bytes_of(config.buffer_gb), pin=device.type == "cuda"))
 
     def emptied(self, config: ImpressConfig) -> StoreMemory:
-        """The same memory, emptied for another store; the old store must not read any more.
-
-        Buffers that reads are still filling are used again when these reads have ended.
-        """
+        """The same memory for another store, when the old one reads no more; buffers that reads are
+        still filling are used again when these reads have ended."""
         return StoreMemory(self.cache.emptied(make_policy(config).replacement()), self.pool)
 
     def close(self) -> None:
@@ -68,11 +66,7 @@ class StoreMemory:
 
 
 def _check_host(config: ImpressConfig, device: torch.device) -> None:
-    """Check that the host has the memory of the caches, before any of it is touched.
-
-    Raises:
-        ConfigError: it has less.
-    """
+    """Check that the host has the memory of the caches, before any of it is touched."""
     options = {"--impress-host-gb": config.host_gb}
     if device.type == "cpu":
         options["--impress-device-gb"] = config.device_gb
@@ -89,24 +83,18 @@ def _check_host(config: ImpressConfig, device: torch.device) -> None:
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Bytes that may be taken: the least that the machine and each of our control groups has left.
-
-    `MARGIN_BYTES` are subtracted. `root` is where `proc` and `sys` are mounted.
+    """Bytes that may be taken: the least that the machine and each of our control groups has left,
+    but for `MARGIN_BYTES`. `root` is where `proc` and `sys` are mounted.
 
     Raises:
         OSError: this is not known here.
     """
-    found = [_machine_bytes(root), *_group_bytes(root)]
-    return max(0, min(found) - MARGIN_BYTES)
-
-
-def _machine_bytes(root: Path) -> int:
-    """Bytes that are available without swapping, as estimated by the kernel."""
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise OSError("/proc/meminfo does not say MemAvailable")
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    meminfo = dict(line.split(":", 1) for line in lines if ":" in line)
+    if "MemAvailable" not in meminfo:
+        raise OSError("/proc/meminfo does not say MemAvailable")
+    machine = int(meminfo["MemAvailable"].split()[0]) * 1024
+    return max(0, min([machine, *_group_bytes(root)]) - MARGIN_BYTES)
 
 
 def _group_bytes(root: Path) -> Iterator[int]:

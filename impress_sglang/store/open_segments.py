@@ -10,8 +10,10 @@ Files are opened on a thread of their own, and no caller waits for more than `pa
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
@@ -36,11 +38,15 @@ from impress_sglang.transfer.basis_codec import is_unlike
 from impress_sglang.transfer.sources import OpenSpan, StoredSource, WholeSource
 from impress_sglang.transfer.wanted import chunk_pages
 
+logger = logging.getLogger(__name__)
 _Source = TypeVar("_Source", bound=StoredSource)
+# Over so many bytes SSD and bucket are compared.
+_SOME_BYTES = 1e7
 
 
 class OpenSegments:
-    """Files that are open, and the ids of the chunks of files that were read so far.
+    """Files that are open, the ids of the chunks of files that were read so far, and what reading
+    others is expected to cost.
 
     One thread opens sources and reads them; others may ask what is read, retire, and settle.
     """
@@ -50,29 +56,25 @@ class OpenSegments:
         config: ImpressConfig,
         shape: KVShape,
         memory: StoreMemory,
-        disk: StoreDisk | None,
+        disk: StoreDisk,
         reader: BlockReader,
     ) -> None:
-        """Begin with no readers; `disk` has the files, None if none is going to be opened."""
+        """Begin with no readers."""
         self._lock = threading.RLock()
-        self._shape = shape
-        self._memory = memory
-        self._cache = memory.cache
-        self._disk = disk
-        self._reader = reader
+        self._shape, self._memory, self._cache = shape, memory, memory.cache
+        self._disk, self._reader = disk, reader
         # Columns of exact KVs of which requests want all rows.
         self._certain = np.array([PROBE] if shape.probe_kv_heads else shape.columns)
         self._patience = config.io_timeout
-        self._opener = BackgroundThread("impress-open")
-        self.far_reader: BlockReader | None = None
-        """Reads what a bucket has."""
-        self._far_opener = self._opener
-        if disk is not None and disk.bucket is not None:
+        self._opener = self._far_opener = BackgroundThread("impress-open")
+        # Reads what a bucket has.
+        self._far_reader: BlockReader | None = None
+        if disk.bucket is not None:
             # Local files do not wait for the network.
             self._far_opener = BackgroundThread("impress-open-s3")
-            own = disk.bucket.files
-            self.far_reader = BlockReader(
-                MOST_READS, own, patience=config.io_timeout, piece_bytes=RANGE_BYTES
+            files = disk.bucket.files
+            self._far_reader = BlockReader(
+                MOST_READS, files, patience=config.io_timeout, piece_bytes=RANGE_BYTES
             )
         self._open: dict[str, OpenSegment] = {}
         # By segment, and whether codes are meant: the first id of its chunks, and what the file is.
@@ -80,10 +82,7 @@ class OpenSegments:
         # What requests wait for, including segments that were not read yet.
         self._awaited: dict[str, Sequence[AwaitedRange]] = {}
         self._closing: list[StoredSource] = []
-
-    def is_far(self, segment: StoredSegment) -> bool:
-        """Whether only a bucket has a segment."""
-        return self._disk is not None and self._disk.is_far(segment)
+        self._said_too_small = False
 
     def is_open(self, segment_id: str) -> bool:
         """Whether a segment has readers."""
@@ -156,6 +155,52 @@ class OpenSegments:
         found[Tier.SSD] = 0
         return found
 
+    def seconds_to_read(self, num_bytes: float) -> float:
+        """Seconds that reading so many bytes from SSD takes, judging by recent reads."""
+        return self._reader.cost.seconds_for(num_bytes)
+
+    def bytes_to_read(self, spans: Sequence[StoredSpan], *, codes: bool) -> float:
+        """Bytes of whole spans that would have to come from SSD; of those in a bucket, so many as
+        SSD gives in the time that they take."""
+        found, cached = 0.0, self._cache.placement.enabled
+        # There may be many spans of one segment.
+        lengths = Counter[StoredSegment]()
+        for span in spans:
+            lengths[span.segment] += len(span)
+        for segment, length in lengths.items():
+            # Looked up once: there are many layers, and a queue of requests is planned.
+            info, geometry = segment.info, segment.info.geometry
+            if cached:
+                on_ssd = self.tiers(info, codes=codes) == Tier.SSD
+                pages = chunk_pages(geometry, codes=codes)[on_ssd]
+                num_bytes = int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
+            else:
+                num_bytes = geometry.num_bytes(slice(None), codes=codes)
+            slower = 1.0
+            if self._far_reader is not None and self._disk.is_far(segment):
+                slower = self._far_reader.cost.seconds_for(_SOME_BYTES)
+                slower /= self.seconds_to_read(_SOME_BYTES)
+            found += slower * length / info.num_tokens * num_bytes
+        return found
+
+    def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
+        """Whether a layer of these spans fits into the buffer pool; the first that does not is
+        logged."""
+        pool = self._memory.pool
+        # Spans of a segment share one buffer.
+        needed = sum(
+            pool.size_of(segment.info.geometry.most_bytes(codes=in_codes))
+            for segment in {span.segment for span in spans}
+        )
+        if needed > pool.limit_bytes and not self._said_too_small:
+            self._said_too_small = True
+            logger.warning(
+                "a stored prefix is computed, for a layer of it takes %.2f GB: "
+                "raise --impress-buffer-gb",
+                needed / 1e9,
+            )
+        return needed <= pool.limit_bytes
+
     def acquire(self, stored: StoredSegment) -> OpenSegment:
         """Open a segment for one more reader.
 
@@ -163,6 +208,10 @@ class OpenSegments:
             SegmentUnreadable: the file is missing, damaged, or not what the index says.
             StoreUnavailable: it cannot be opened now, or not in time.
         """
+        if not stored.ready:
+            raise SegmentUnreadable(stored.segment_id, "was removed after it was matched")
+        if not self._disk.health.readable:
+            raise StoreUnavailable(stored.segment_id, "the store is degraded")
         with self._lock:
             known = self._open.get(stored.segment_id)
             if known is not None:
@@ -181,10 +230,9 @@ class OpenSegments:
             return known
 
     def _opened(self, stored: StoredSegment) -> OpenSegment:
-        disk = self._disk
-        assert disk is not None
-        far = disk.is_far(stored)
-        opening = (self._far_opener if far else self._opener).submit(disk.open, stored)
+        far = self._disk.is_far(stored)
+        opener = self._far_opener if far else self._opener
+        opening = opener.submit(self._disk.open, stored)
         try:
             error = opening.exception(self._patience)
         except TimeoutError:
@@ -199,7 +247,7 @@ class OpenSegments:
         if not segment.info.describes_same(stored.info):
             segment.close()
             raise SegmentUnreadable(stored.segment_id, "index and segment file do not agree")
-        segment.reader = self.far_reader if far else None
+        segment.reader = self._far_reader if far else None
         return segment
 
     @locked
@@ -256,7 +304,7 @@ class OpenSegments:
                 layer of exact KVs, where codes were wanted, fits no buffers.
         """
         pool = self._memory.pool
-        with self._opening(spans) as segments:
+        with self._acquired(spans) as segments:
             # Of codes that stand alone this was asked when they were written.
             unlike = self._shape.exact and any(is_unlike(own.fits) for own in segments)
             if not exact and not unlike:
@@ -285,11 +333,11 @@ class OpenSegments:
         Raises:
             PrefixUnreadable: a segment cannot be opened, or `make` raises that.
         """
-        with self._opening(spans) as segments:
+        with self._acquired(spans) as segments:
             return make(self._open_spans(spans, segments, codes=False))
 
     @contextlib.contextmanager
-    def _opening(self, spans: Sequence[StoredSpan]) -> Iterator[list[OpenSegment]]:
+    def _acquired(self, spans: Sequence[StoredSpan]) -> Iterator[list[OpenSegment]]:
         """The segments of spans, for one more reader of each, unless the body raises."""
         segments = list[OpenSegment]()
         try:
@@ -333,22 +381,13 @@ class OpenSegments:
             self.settle()
             time.sleep(1e-3)
         self._opener.close(seconds)
-        if self.far_reader is not None:
+        if self._far_reader is not None:
             self._far_opener.close(seconds)
-            self.far_reader.close()
-
-    @locked
-    def check_integrity(self, live: Iterable[str]) -> None:
-        """Compare with the segments in the tree that have files, and check the caches."""
-        names = set(live)
-        for segment_id, own in self._open.items():
-            assert own.readers > 0 and own.retired == (segment_id not in names)
-        assert {segment_id for segment_id, _ in self._ids} <= names | self._open.keys()
-        self._cache.placement.check_integrity()
+            self._far_reader.close()
 
     @locked
     def check(self, segment_id: str) -> None:
-        """Check what is known of a segment in the tree; raises like `check_integrity`."""
+        """Check what is known of a segment in the tree."""
         if (own := self._open.get(segment_id)) is not None:
             assert own.readers > 0 and not own.retired
 

@@ -83,7 +83,8 @@ class Peers:
         self._folders_at = 0.0
         self.news: collections.deque[News] = collections.deque()
         """What nobody has taken yet; a bucket adds what it has."""
-        self._failed = False
+        self.unreadable = False
+        """Whether the last look has failed: then it is not known what others have."""
         self._stop = threading.Event()
         self._thread: BackgroundThread | None = None
         self._lock = threading.Lock()
@@ -97,11 +98,6 @@ class Peers:
     def folders(self) -> list[Path]:
         """The folders of the other servers, alive or not."""
         return list(self._followed)
-
-    @property
-    def unreadable(self) -> bool:
-        """Whether the last look has failed: then it is not known what others have."""
-        return self._failed
 
     def look(self) -> None:
         """See what is new, on the caller's thread; a failure of the disk is logged."""
@@ -118,9 +114,9 @@ class Peers:
                 except Exception as error:
                     # Of the disk, or a line of another version: nothing ends the thread.
                     failed = error
-            if failed is not None and self._followed and not self._failed:
+            if failed is not None and self._followed and not self.unreadable:
                 logger.warning("what another server stores cannot be read: %s", failed)
-            self._failed = failed is not None
+            self.unreadable = failed is not None
 
     def begin(self, orders: Iterable[Mapping[str, Any]] = ()) -> list[StoredSegment]:
         """Look for the first time; returns the segments of others. What they want is not new.
@@ -141,11 +137,7 @@ class Peers:
 
     def trim(self, folder: Path, num_bytes: float, only: Collection[str] | None = None) -> int:
         """Remove the oldest segments of a folder if no server has it, on the caller's thread;
-        returns the bytes of the files. `only`: names of those that may go.
-
-        Raises:
-            OSError: a file cannot be removed.
-        """
+        returns the bytes of the files. `only`: names of those that may go."""
         files, freed, gone = self._files, 0, list[str]()
         lock = files.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
         try:
@@ -165,18 +157,19 @@ class Peers:
 
     def start(self) -> None:
         """Look again and again on a thread of its own, until `close`."""
+
+        def follow() -> None:
+            while not self._stop.wait(LOOK_SECONDS):
+                self.look()
+
         self._thread = BackgroundThread("impress-follow")
-        self._thread.submit(self._follow)
+        self._thread.submit(follow)
 
     def close(self, seconds: float) -> None:
         """End the thread, or leave it behind if that takes more than `seconds`."""
         self._stop.set()
         if self._thread is not None:
             self._thread.close(seconds)
-
-    def _follow(self) -> None:
-        while not self._stop.wait(LOOK_SECONDS):
-            self.look()
 
     def _look_for_folders(self) -> None:
         self._folders_at = time.monotonic() + FOLDERS_SECONDS

@@ -6,7 +6,6 @@ prefix that are stored again are pinned again. The best stored KVs of its tokens
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import logging
@@ -19,6 +18,7 @@ from impress_sglang.storage.directory import PINS, StoreDirectory
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.segment import Tokens, common_prefix_len
 from impress_sglang.store.disk_worker import DiskWorker
+from impress_sglang.store.journal import decoded, encoded
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
 
@@ -29,26 +29,20 @@ MOST_PINS = 256
 _LOOK_SECONDS = 1.0
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Pin:
-    """A prefix in a namespace, and the segments that have its tokens."""
+    """A prefix in a namespace, and when it was pinned."""
 
     namespace: str
     tokens: Tokens
-    segments: tuple[StoredSegment, ...] = ()
-    at: float = dataclasses.field(default_factory=time.time)
-    """When it was pinned."""
+    at: float
 
 
 class Pins:
     """The pins of one store; the store's thread owns them."""
 
     def __init__(
-        self,
-        directory: StoreDirectory,
-        worker: DiskWorker,
-        tree: StoredTree,
-        most_bytes: int,
+        self, directory: StoreDirectory, worker: DiskWorker, tree: StoredTree, most_bytes: int
     ) -> None:
         """Read the pins that an earlier process has left; nothing else may run on the parts yet.
 
@@ -57,13 +51,9 @@ class Pins:
         Raises:
             OSError: the directory cannot be read.
         """
-        self._directory = directory
-        self._worker = worker
-        self._tree = tree
+        self._directory, self._worker, self._tree = directory, worker, tree
         self._most_bytes = most_bytes
-        self._looked_at = 0.0
         self._pins = self._read()
-        self._held: set[StoredSegment] = set()
         self._look()
         if self.num_bytes > most_bytes:
             logger.warning("pinned prefixes take %.1f MB, which is much", self.num_bytes / 1e6)
@@ -92,20 +82,19 @@ class Pins:
         for own in self._pins:
             if own.namespace == namespace and np.array_equal(own.tokens, tokens):
                 return None
-        pin = _Pin(namespace, tokens)
-        found = self._resolve(pin)
+        found, segments = self._resolve(namespace, tokens)
         if not len(tokens) or found < len(tokens):
             return f"{found} of its {len(tokens)} tokens are stored: warm it first"
         if len(self._pins) == MOST_PINS:
             return f"{MOST_PINS} prefixes are pinned, and no more can be: unpin one first"
-        new = sum(own.file_bytes for own in pin.segments if own not in self._held)
+        new = sum(own.file_bytes for own in segments - self._held)
         if self.num_bytes + new > self._most_bytes:
             return (
                 f"pinned prefixes would take {(self.num_bytes + new) / 1e9:.3f} GB, more than half "
                 "of --impress-ssd-gb: unpin another one first, or give the store more room"
             )
-        self._pins.append(pin)
-        self._held.update(pin.segments)
+        self._pins.append(_Pin(namespace, tokens, time.time()))
+        self._held |= segments
         self._write()
         return None
 
@@ -146,38 +135,32 @@ class Pins:
 
     def _look(self) -> None:
         """Look up which segments have the pinned prefixes now."""
-        self._looked_at = time.monotonic()
+        self._looked_at, self._held = time.monotonic(), set[StoredSegment]()
         for pin in self._pins:
-            self._resolve(pin)
-        self._held = {own for pin in self._pins for own in pin.segments}
+            self._held |= self._resolve(pin.namespace, pin.tokens)[1]
 
-    def _resolve(self, pin: _Pin) -> int:
-        """Look up the segments of a pin, and its state; returns how many tokens are stored."""
-        known = self._tree.match(pin.namespace, pin.tokens, least=ANYTHING)
+    def _resolve(self, namespace: str, tokens: Tokens) -> tuple[int, set[StoredSegment]]:
+        """How many of these tokens are stored, and the segments that have them and their state."""
+        known = self._tree.match(namespace, tokens, least=ANYTHING)
         spans = (*known.spans, *self._tree.state_behind(known))
-        pin.segments = tuple(dict.fromkeys(span.segment for span in spans))
-        return known.num_tokens
+        return known.num_tokens, {span.segment for span in spans}
 
     def _read(self) -> list[_Pin]:
-        found, content = list[_Pin](), self._directory.get(PINS)
-        if content is None:
-            return found
+        if (content := self._directory.get(PINS)) is None:
+            return []
         try:
-            for fields in json.loads(content):
-                tokens = np.frombuffer(base64.b64decode(fields["tokens"], validate=True), "<i4")
-                pin = _Pin(
-                    str(fields["namespace"]), tokens.astype(np.int32), at=float(fields["at"])
-                )
-                found.append(pin)
+            return [
+                _Pin(str(own["namespace"]), decoded(own["tokens"]), float(own["at"]))
+                for own in json.loads(content)
+            ]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             path = self._directory.path / PINS
             logger.warning("%s is damaged (%s): nothing is pinned", path, error)
             return []
-        return found
 
     def _write(self) -> None:
-        fields = []
-        for pin in self._pins:
-            tokens = base64.b64encode(pin.tokens.astype("<i4", copy=False).tobytes()).decode()
-            fields.append({"namespace": pin.namespace, "tokens": tokens, "at": pin.at})
+        fields = [
+            {"namespace": own.namespace, "tokens": encoded(own.tokens), "at": own.at}
+            for own in self._pins
+        ]
         self._worker.submit(self._worker.keep, PINS, json.dumps(fields).encode())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.journal import decoded, encoded
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree
@@ -72,31 +70,21 @@ class Purge:
             older_than: remove only what was written so many seconds ago or earlier, and no pins.
         """
         assert tokens is None or (namespace is not None and len(tokens))
-        self._namespace = namespace
-        self._tokens = tokens
+        self._namespace, self._tokens = namespace, tokens
         self._before = None if older_than is None else time.time() - older_than
+        # Segments of the time before that are still to be removed.
         self._old: list[StoredSegment] | None = None
-        self._begun = False
-        self._unpins = older_than is None
+        self._begun, self._unpins = False, older_than is None
         self.left = True
         """Whether another step is needed."""
 
     @classmethod
     def told(cls, order: Mapping[str, Any]) -> Purge:
-        """The order of another server, which named the time; see `_order`."""
+        """The order of another server, which named the time."""
         text = order["tokens"]
-        tokens = None if text is None else np.frombuffer(base64.b64decode(text), "<i4")
-        purge = cls(order["namespace"], None if tokens is None else tokens.astype(np.int32))
+        purge = cls(order["namespace"], None if text is None else decoded(text))
         purge._before, purge._unpins = float(order["before"]), order["unpins"]
         return purge
-
-    def _order(self) -> dict[str, Any]:
-        now, text = time.time(), None
-        if self._tokens is not None:
-            text = base64.b64encode(self._tokens.astype("<i4", copy=False).tobytes()).decode()
-        before = now if self._before is None else self._before
-        place = {"namespace": self._namespace, "tokens": text}
-        return {"at": now, "before": before, "unpins": self._unpins, **place}
 
     def step(self, store: Any, most: int = MOST_SEGMENTS) -> Purged:
         """Remove some segments of a `PrefixStore`.
@@ -112,42 +100,46 @@ class Purge:
         # Segments published since the last poll have other names, or are not known to be there.
         store.poll()
         if not self._begun:
-            store.tell(self._order())
+            now, tokens = time.time(), self._tokens
+            order = {
+                "at": now,
+                "before": now if self._before is None else self._before,
+                "unpins": self._unpins,
+                "namespace": self._namespace,
+                "tokens": None if tokens is None else encoded(tokens),
+            }
+            store.tell(order)
         return self.obey(store, most)
 
     def obey(self, store: Any, most: int = MOST_SEGMENTS) -> Purged:
         """Take a step that other servers are not told of, within a poll."""
         first, self._begun = not self._begun, True
+        tree, place = store.tree, (self._namespace, self._tokens)
+        before = time.time() if self._before is None else self._before
         writes, unpinned = list[StoredSegment](), 0
-        tree, before = store.tree, time.time() if self._before is None else self._before
         if first:
             if self._unpins:
-                unpinned = store.pins.unpin(self._namespace, self._tokens, before)
-            hidden = store.foreign.take_unplaced(self._namespace, self._tokens, before)
-            store.remove_foreign(hidden)
-        if self._before is not None:
-            if first and self._unpins:
-                # An order may be heard again: what is newer than it stays.
-                place = tree, self._namespace, self._tokens
-                writes = [
-                    own for own, _ in store.writes if own.written <= before and is_in(own, *place)
-                ]
+                unpinned = store.pins.unpin(*place, before)
+            store.remove_foreign(store.foreign.take_unplaced(*place, before))
+        if self._before is None:
+            # Those of the step before are not there any more.
+            there = (own for own in tree.below(*place) if own.on_disk)
+            going = list(itertools.islice(there, most + 1))
+            self.left, going = len(going) > most, going[:most]
+            if first or not self.left:
+                # All in the first step, as they read what is to be freed; newer ones in the last.
+                writes = [own for own in store.writes if is_in(own, tree, *place)]
+        else:
             if self._old is None:
-                found = tree.below(self._namespace, self._tokens)
-                self._old = [own for own in found if own.on_disk and own.written <= self._before]
+                found = tree.below(*place)
+                self._old = [own for own in found if own.on_disk and own.written <= before]
+                if self._unpins:
+                    # An order may be heard again: what is newer than it stays.
+                    now = [own for own in store.writes if own.written <= before]
+                    writes = [own for own in now if is_in(own, tree, *place)]
             taken, self._old = self._old[:most], self._old[most:]
             going = [own for own in taken if own.on_disk and tree.get(own.segment_id) is own]
             self.left = bool(self._old)
-        else:
-            # Those of the step before are not there any more.
-            there = (own for own in tree.below(self._namespace, self._tokens) if own.on_disk)
-            going = list(itertools.islice(there, most + 1))
-            self.left = len(going) > most
-            going = going[:most]
-            if first or not self.left:
-                # All in the first step, as they read what is to be freed; newer ones in the last.
-                place = tree, self._namespace, self._tokens
-                writes = [own for own, _ in store.writes if is_in(own, *place)]
         # Dependents first.
         going.sort(key=lambda own: -own.info.prefix_len)
         given_up = store.writes.discard([*writes, *going], Cause.PURGED)

@@ -45,9 +45,6 @@ def recover(
 
     Returns the segments whose files can be used, and how many files cannot be read now, of which
     nobody knows what builds on them.
-
-    Raises:
-        OSError: the directory cannot be read.
     """
     files, known = directory.files, worker.journal.segments()
     found, adopted, unread = list[StoredSegment](), [], 0
@@ -76,7 +73,7 @@ def recover(
             segment = row
             segment.written = 0.0
         if row is None:
-            adopted.append(segment.row)
+            adopted.append(segment)
         found.append(segment)
     for segment_id in known:
         logger.warning("segment %s is in the index but has no file", segment_id)
@@ -89,12 +86,7 @@ def recover(
 def _segment(
     files: FileSystem, segment_id: str, path: str, row: StoredSegment | None
 ) -> StoredSegment:
-    """The segment of a file, of which the header says what it is if no row does.
-
-    Raises:
-        SegmentUnreadable: it can never be used.
-        StoreUnavailable, OSError: it cannot be read now.
-    """
+    """The segment of a file, of which the header says what it is if no row does."""
     if row is None:
         info = read_header(Path(path), files).info
         if info.segment_id != segment_id:

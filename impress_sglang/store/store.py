@@ -8,7 +8,6 @@ write, no lock is needed, and a failure of the disk goes no further than this: t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
@@ -18,21 +17,14 @@ from typing import Any
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import (
-    ConfigError,
-    PrefixUnreadable,
-    SegmentUnreadable,
-    StoreUnavailable,
-)
+from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.storage.segment import Priority, Tokens
+from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.disk import Answer, StoreDisk
-from impress_sglang.store.forecast import ReadForecast
 from impress_sglang.store.health import Verdict, Work
-from impress_sglang.store.keeping import FetchedSegments
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
@@ -107,24 +99,14 @@ class PrefixStore:
         )
         self.ahead = ReadAhead(self._memory.pool, enabled=config.readahead > 0)
         self.segments = OpenSegments(config, shape, self._memory, self._disk, self._reader)
-        self.forecast = ReadForecast(self._reader, self.segments, self._memory)
         self._lookahead = lookahead or LookAhead()
         self._lookahead.tell_to(self.segments.expect)
         self._closed = False
         # Those of other servers.
         self._orders: list[Purge] = []
         self.quota = Quota(config, self._disk, budget or WriteBudget(config.write_gb_per_day))
-        self.writes = SegmentWrites(
-            config,
-            identity,
-            shape,
-            self._disk,
-            self.quota,
-            self.segments,
-            self._lookahead,
-            codec,
-        )
-        self._fetched = FetchedSegments(self._disk, self.quota, self.writes)
+        parts = self._disk, self.quota, self.segments, self._lookahead
+        self.writes = SegmentWrites(config, identity, shape, *parts, codec)
         self.stats, self.losses = self.writes.stats, self.writes.losses
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
@@ -143,24 +125,7 @@ class PrefixStore:
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
         """
-        with self._opening(spans):
-            return self.segments.open(spans, exact=exact)
-
-    @contextlib.contextmanager
-    def _opening(self, spans: Sequence[StoredSpan]) -> Iterator[None]:
-        """Check that spans are there; in the end, retire what another thread has removed."""
-        segments = {span.segment for span in spans}
-        for segment in segments:
-            if self.tree.get(segment.segment_id) is not segment or not segment.ready:
-                raise SegmentUnreadable(segment.segment_id, "was removed after it was matched")
-            if not self.health.readable:
-                raise StoreUnavailable(segment.segment_id, "the store is degraded")
-        try:
-            yield
-        finally:
-            for segment in segments:
-                if self.tree.get(segment.segment_id) is not segment:
-                    self.segments.retire(segment.segment_id)
+        return self.segments.open(spans, exact=exact)
 
     def close_source(self, source: StoredSource) -> None:
         """Close a source: count what it has read, and allow its segments to be removed again."""
@@ -180,20 +145,19 @@ class PrefixStore:
             self._begin_due()
 
     def _take(self) -> None:
+        bucket = self._disk.bucket
         self._lookahead.tell()
         self.segments.settle()
-        for write in self.writes.ended():
-            self.writes.finish(write)
+        self.writes.poll()
         self.quota.take_removals()
         self.expire(self.tree.order.take_due(time.time(), MOST_EXPIRED))
         for news in self._disk.peers.take():
             self._hear(news)
-        self._fetched.poll()
         self.foreign.place_again()
         # An order to purge may concern only the one that is to be used.
         for own, other in () if self._orders else self.foreign.take_doubles():
             # A bucket's are stored here as well, to be read from here.
-            if self._disk.bucket is None and not self.writes.is_needed(own.segment_id):
+            if bucket is None and not self.writes.is_needed(own.segment_id):
                 self.writes.evict([own], Cause.EVICTED)
                 self.foreign.forget(other.segment_id)
                 self.foreign.add(other)
@@ -203,8 +167,8 @@ class PrefixStore:
             self._orders[0].obey(self)
             if not self._orders[0].left:
                 del self._orders[0]
-        elif self._disk.bucket is not None:
-            self._disk.bucket.catch_up()
+        elif bucket is not None:
+            bucket.catch_up()
         for task, future in self._disk.ended():
             if task.work is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
@@ -226,7 +190,8 @@ class PrefixStore:
             if segment is not None and other and self._disk.is_far(segment) == news.far:
                 self.writes.lose(segment, Cause.EVICTED)
         elif news.want:
-            self.writes.give(news.want)
+            given = self.quota.share_out(news.want, self.writes.is_needed)
+            self.writes.evict(given, Cause.EVICTED)
         elif news.purge is not None:
             try:
                 self._orders.append(Purge.told(news.purge))
@@ -261,14 +226,7 @@ class PrefixStore:
             # Its server finds out by itself what is wrong; the disk need not be.
             logger.warning("%s; another server has it", error)
             if isinstance(error, StoreUnavailable):
-                again = dataclasses.replace(
-                    segment,
-                    above=segment.use[3],
-                    dependents=[0] * len(Priority),
-                    parent=None,
-                    history=None,
-                )
-                self.foreign.set_aside(again, REST_SECONDS)
+                self.foreign.set_aside(segment.apart(), REST_SECONDS)
             else:
                 self.foreign.refuse(segment.segment_id)
             self.writes.lose(segment, Cause.DAMAGED)
@@ -298,17 +256,6 @@ class PrefixStore:
             "buffer_used_bytes": self._memory.pool.used_bytes,
         }
 
-    def check_integrity(self) -> None:
-        """Compare tree, quota, readers and caches with each other."""
-        if self._closed:
-            return
-        self.tree.check_integrity()
-        segments = list(self.tree.segments())
-        self._check(segments)
-        suspects = [own for own in segments if own.state is SegmentState.SUSPECT]
-        assert len(suspects) == len(self.health.suspects)
-        self.segments.check_integrity(own.segment_id for own in segments if own.on_disk)
-
     def check_steps(self) -> Iterator[None]:
         """Compare a little for each item taken; anything may happen between two of them."""
         segments = list(self.tree.segments())
@@ -324,9 +271,9 @@ class PrefixStore:
 
     def _check(self, segments: Sequence[StoredSegment]) -> None:
         """Compare some segments of the tree, and sums, with other parts of the store."""
-        pending = dict(self.writes)
-        assert self.quota.pending_bytes == sum(pending.values())
-        assert self.quota.used_bytes == self.tree.file_bytes
+        pending = set(self.writes)
+        assert self.quota.pending_bytes == sum(own.file_bytes for own in pending)
+        assert self.tree.file_bytes == sum(self.tree.held.values())
         for segment in segments:
             self.tree.check(segment)
             self.segments.check(segment.segment_id)

@@ -1,4 +1,4 @@
-"""What is stored of a token sequence: segments, and spans of their tokens."""
+"""What is stored of a token sequence: segments, their nodes in the tree, and spans of tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import enum
 import functools
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import Priority, SegmentInfo
+from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 
 SegmentUse: TypeAlias = tuple[str, int, int, str]
 """Name, last access and hits of a segment, and the name of what it builds on."""
@@ -40,7 +41,7 @@ class StoredSegment:
     `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
     time; `history` is what `paper/` learns of its tokens; `written` is when its file was, as of
     `time.time`, and `due` when it expires; `above` is a hint of an earlier process, what it was
-    attached to.
+    attached to; `path` are its nodes, from its first token on, empty outside the tree.
 
     Segments of a lower `level` leave the SSD before it.
     """
@@ -48,19 +49,25 @@ class StoredSegment:
     info: SegmentInfo
     file_bytes: int
     state: SegmentState = SegmentState.READY
-    dependents: list[int] = dataclasses.field(default_factory=lambda: [0] * len(Priority))
     last_access: int = 0
     hits: int = 0
-    parent: StoredSegment | None = None
-    history: Any = None
     written: float = dataclasses.field(default_factory=time.time)
-    due: float = math.inf
     above: str = ""
     home: Path | None = None
+    dependents: list[int] = dataclasses.field(init=False)
+    parent: StoredSegment | None = dataclasses.field(init=False, default=None)
+    path: list[Node] = dataclasses.field(init=False, default_factory=list)
+    history: Any = dataclasses.field(init=False, default=None)
+    due: float = dataclasses.field(init=False, default=math.inf)
     level: Priority = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.level = Priority.LOW if self.state is SegmentState.LOST else self.info.priority
+        self.dependents = [0] * len(Priority)
+        self.level = self.own_level
+
+    def apart(self, **changes: Any) -> StoredSegment:
+        """The same segment outside the tree."""
+        return dataclasses.replace(self, **{"above": self.use[3], **changes})
 
     def may_be_read(self, now: float) -> bool:
         """Whether it is ready, and has not expired: of many that have, some are still there."""
@@ -81,11 +88,6 @@ class StoredSegment:
         return sum(self.dependents)
 
     @property
-    def row(self) -> tuple[SegmentInfo, int, SegmentUse, float]:
-        """Its row of the index."""
-        return self.info, self.file_bytes, self.use, self.written
-
-    @property
     def segment_id(self) -> str:
         """Name of the segment."""
         return self.info.segment_id
@@ -93,8 +95,9 @@ class StoredSegment:
     @property
     def use(self) -> SegmentUse:
         """What the index should record of its use."""
-        parent = self.above if self.parent is None else self.parent.segment_id
-        return self.segment_id, self.last_access, self.hits, parent
+        parent = self.parent
+        above = self.above if parent is None else parent.segment_id
+        return self.segment_id, self.last_access, self.hits, above
 
     @property
     def ready(self) -> bool:
@@ -105,6 +108,63 @@ class StoredSegment:
     def on_disk(self) -> bool:
         """Whether it has a file, which may be damaged."""
         return self.state in (SegmentState.READY, SegmentState.SUSPECT)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Node:
+    """Tokens [start, start + len(tokens)) of a segment, below `parent`.
+
+    `children` are by first token, those with the same one in order of quality, best first.
+    """
+
+    tokens: Tokens
+    segment: StoredSegment | None
+    start: int
+    parent: Node | None
+    children: dict[int, list[Node]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def quality(self) -> Quality:
+        """The quality of its KVs."""
+        return EXACT if self.segment is None else self.segment.info.quality
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is a hole."""
+        return self.segment is not None and self.segment.state is SegmentState.LOST
+
+    @property
+    def stop(self) -> int:
+        """The end of its tokens in its segment, exclusive."""
+        return self.start + len(self.tokens)
+
+    def choices(self, token: int, least: Quality) -> Iterator[Node]:
+        """Children that begin with a token and suffice, best first.
+
+        A hole of better quality is left out: it cannot be read, and worse KVs cannot fill it.
+        """
+        for child in self.children.get(token, ()):
+            quality = child.quality
+            # The usual case, in which both are exact, is decided first.
+            same = quality is least or quality == least
+            if same or (not child.lost and quality.suffices(least)):
+                yield child
+
+    def add(self, child: Node) -> bool:
+        """Add a child; False if there is one with its first token and quality."""
+        siblings = self.children.setdefault(int(child.tokens[0]), [])
+        if any(own.quality == child.quality for own in siblings):
+            return False
+        siblings.append(child)
+        siblings.sort(key=lambda own: own.quality.rank)
+        return True
+
+    def remove(self, child: Node) -> None:
+        """Remove a child."""
+        siblings = self.children[int(child.tokens[0])]
+        siblings.remove(child)
+        if not siblings:
+            del self.children[int(child.tokens[0])]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

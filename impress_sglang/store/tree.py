@@ -7,7 +7,7 @@ tokens in different qualities are different children, so that they are never mix
 A segment that has lost its file stays in the tree as long as others build on it. Each of its nodes
 becomes a lost segment of its own: a hole, which is filled when its tokens are stored again.
 
-Invariants (`check_integrity`):
+Invariants (`check`):
   * a node's tokens are `segment.tokens[start : start + len]`, and its parent ends where it begins;
   * the nodes of a segment form one path; `dependents` counts the segments that hang below it;
   * no segment leaves the disk at a lower level than what hangs below it;
@@ -31,15 +31,19 @@ import numpy as np
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import (
     STATE_TOKEN,
-    Priority,
     SegmentInfo,
     Tokens,
     common_prefix_len,
 )
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.eviction_order import EvictionOrder
-from impress_sglang.store.nodes import Node, deepest_first
-from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.store.stored import (
+    Node,
+    SegmentState,
+    StoredMatch,
+    StoredSegment,
+    StoredSpan,
+)
 
 _start = operator.attrgetter("start")
 # In how many of its nodes a segment is checked, and of a match states are looked for.
@@ -57,11 +61,11 @@ class StoredTree:
         """
         self.content = content
         self._roots: dict[str, Node] = {}
-        # Nodes of each segment, from its first token on.
-        self._paths: dict[str, list[Node]] = {}
         self._segments: dict[str, StoredSegment] = {}
         self.file_bytes = 0
         """Bytes of the files of all segments, including those that are being written."""
+        self.held = Counter[str]()
+        """The part of them that each namespace has; no value is 0."""
         self.order = EvictionOrder(ttl)
         """The order in which segments were used."""
 
@@ -111,7 +115,7 @@ class StoredTree:
         now, first, left = time.time(), match.num_tokens, _MOST_NODES
         for span in reversed(match.spans):
             first -= len(span)
-            path = self._paths[span.segment.segment_id]
+            path = span.segment.path
             stop = bisect.bisect_left(path, span.stop, key=_start)
             nodes = path[max(stop - left, 0) : stop]
             left -= len(nodes)
@@ -121,12 +125,10 @@ class StoredTree:
 
     def state_behind(self, match: StoredMatch) -> tuple[StoredSpan, ...]:
         """The state where a match ends, if there is one that may be read now."""
-        last = match.spans[-1] if match.spans else None
-        path = () if last is None else self._paths.get(last.segment.segment_id, ())
-        if last is None or not path:
+        if not match.spans or not (path := match.spans[-1].segment.path):
             return ()
-        node = _holder(path, last.stop)
-        return _state_below(node, time.time()) if node.stop == last.stop else ()
+        node, stop = _holder(path, match.spans[-1].stop), match.spans[-1].stop
+        return _state_below(node, time.time()) if node.stop == stop else ()
 
     def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
         """Segments that have the end of a prefix or tokens behind it, in all qualities.
@@ -137,22 +139,20 @@ class StoredTree:
         """
         prefix = np.empty(0, np.int32) if prefix is None else prefix
         for own in self._roots if namespace is None else (namespace,):
-            ends = self._ends(own, prefix) if own in self._roots else ()
-            for end, _ in ends:
-                for node in deepest_first(end):
-                    segment = node.segment
-                    if segment is not None and self._paths[segment.segment_id][-1] is node:
-                        yield segment
+            for end, _ in self._ends(own, prefix):
+                for node in _deepest_first(end):
+                    if node.segment is not None and node.segment.path[-1] is node:
+                        yield node.segment
 
     def ends(self, namespace: str, prefix: Tokens) -> set[StoredSegment]:
         """Segments that have the last token of a prefix, in all qualities, also lost ones."""
-        nodes = self._ends(namespace, prefix) if namespace in self._roots else ()
+        nodes = self._ends(namespace, prefix)
         return {node.segment for node, _ in nodes if node.segment is not None}
 
     def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
         """Segments that build directly on one; found lazily, as by `below`."""
-        for node in reversed(self._paths[segment.segment_id]):
-            for below in itertools.chain.from_iterable(node.children.values()):
+        for node in reversed(segment.path):
+            for below in _below(node):
                 if below.segment is not None and below.segment is not segment:
                     yield below.segment
 
@@ -173,11 +173,9 @@ class StoredTree:
         first and stores only new tokens.
         """
         info = segment.info
-        for node, length in self._ends(info.namespace, prefix, info.quality):
-            parent = self._split(node, length) if length < len(node.tokens) else node
-            if self._attach(segment, parent):
-                return True
-        return False
+        self._roots.setdefault(info.namespace, Node(np.empty(0, np.int32), None, 0, None))
+        ends = self._ends(info.namespace, prefix, info.quality)
+        return any(self._attach(segment, node, length) for node, length in ends)
 
     def insert_below(self, segment: StoredSegment, above: StoredSegment, length: int) -> bool:
         """Attach a segment after the first `length` tokens of another; False if impossible.
@@ -186,19 +184,15 @@ class StoredTree:
         """
         if not above.info.quality.suffices(segment.info.quality):
             return False
-        node = _holder(self._paths[above.segment_id], length)
-        own = length - node.start
-        return self._attach(segment, self._split(node, own) if own < len(node.tokens) else node)
+        node = _holder(above.path, length)
+        return self._attach(segment, node, length - node.start)
 
     def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
         """Give a segment another file with the same tokens."""
         assert np.array_equal(segment.info.tokens, info.tokens)
         assert info.segment_id not in self._segments
-        self._paths[info.segment_id] = self._paths.pop(segment.segment_id)
         self._segments[info.segment_id] = self._segments.pop(segment.segment_id)
-        if self.content is not None:
-            self.content.rename(segment.segment_id, info.segment_id)
-        self.file_bytes += file_bytes - segment.file_bytes
+        self._count(segment, file_bytes - segment.file_bytes)
         segment.info, segment.file_bytes = info, file_bytes
         for own in (segment, *self.on_top(segment)):
             self.order.change(own)
@@ -206,13 +200,9 @@ class StoredTree:
     def take_over(self, segment: StoredSegment, file_bytes: int) -> None:
         """Make a segment that another store has one of ours, with a file of its own."""
         assert segment.home is not None and not segment.file_bytes
-        self.file_bytes += file_bytes
+        self._count(segment, file_bytes)
         segment.home, segment.file_bytes = None, file_bytes
         self.order.change(segment)
-
-    def node_starts(self, segment: StoredSegment) -> list[int]:
-        """First token of each node of a segment, ascending; the first one is 0."""
-        return [node.start for node in self._paths[segment.segment_id]]
 
     def lose(self, segment: StoredSegment) -> None:
         """Mark a segment as lost: it has no file any more.
@@ -221,7 +211,7 @@ class StoredTree:
         tree, and so do holes above them that nothing builds on then.
         """
         segment.state = SegmentState.LOST
-        node = self._paths[segment.segment_id][-1]
+        node = segment.path[-1]
         while node.lost and not node.children:
             assert node.segment is not None and node.parent is not None
             node.parent.remove(node)
@@ -239,35 +229,19 @@ class StoredTree:
         if node.segment is not None:
             self.order.settle(node.segment)
 
-    def check_integrity(self) -> None:
-        """Recompute every invariant from the nodes."""
-        covered = Counter[StoredSegment | None]()
-        for root in self._roots.values():
-            for node in deepest_first(root):
-                if node is not root:
-                    covered[node.segment] += len(node.tokens)
-        segments = list(self._segments.values())
-        assert covered == {own: own.info.num_tokens for own in segments}
-        assert self.file_bytes == sum(own.file_bytes for own in segments)
-        self.order.check_integrity(s for s in segments if s.state is not SegmentState.LOST)
-        dependents = Counter((s.parent, s.level) for s in segments)
-        for segment in segments:
-            self.check(segment, segment.info.num_tokens)
-            assert segment.dependents == [dependents[segment, level] for level in Priority]
-
     def check(self, segment: StoredSegment, most: int = _MOST_NODES) -> None:
         """Check that a segment has its place in the tree, in its last `most` nodes.
 
         The time does not depend on how many segments build on it.
         """
-        info, above, path = segment.info, segment.parent, self._paths[segment.segment_id]
+        info, above, path = segment.info, segment.parent, segment.path
         assert self._segments[segment.segment_id] is segment
         stop, node = info.num_tokens, path[-1]
         for own in itertools.islice(reversed(path), most):
             assert node is own and node.segment is segment and node.parent is not None
             assert len(node.tokens) > 0 and node.start + len(node.tokens) == stop
             assert np.array_equal(node.tokens, info.tokens[node.start : stop])
-            siblings = node.parent.children[node.first_token]
+            siblings = node.parent.children[int(node.tokens[0])]
             assert node in siblings and len({own.quality for own in siblings}) == len(siblings)
             stop, node = node.start, node.parent
         if not stop:
@@ -282,34 +256,27 @@ class StoredTree:
             assert above.info.quality.suffices(info.quality)
         self.order.check(segment)
 
-    def _attach(self, segment: StoredSegment, parent: Node) -> bool:
-        """Attach a segment below a node, filling the holes there; False if impossible."""
+    def _attach(self, segment: StoredSegment, node: Node, length: int) -> bool:
+        """Attach a segment after `length` tokens of a node, filling the holes there; False if
+        impossible."""
         if segment.segment_id in self._segments:
             return False
-        nodes, rest = self._holes(parent, segment.info)
+        above = self._split(node, length)
+        nodes, rest = list[Node](), segment.info.tokens
+        while len(rest) and (hole := _hole(above, int(rest[0]), segment.info.quality)) is not None:
+            length = common_prefix_len(hole.tokens, rest)
+            above, rest = self._split(hole, length), rest[length:]
+            nodes.append(above)
         if len(rest):
-            above = nodes[-1] if nodes else parent
-            node = Node(rest, segment, 0, above)
-            if not above.add(node):
+            nodes.append(Node(rest, segment, 0, above))
+            if not above.add(nodes[-1]):
                 return False
-            nodes.append(node)
-        for node in nodes:
-            if node.segment is not None and node.segment is not segment:
-                self._forget(node.segment)
+        for own in nodes:
+            if own.segment is not None and own.segment is not segment:
+                self._forget(own.segment)
         self._own(segment, nodes)
         self.order.add(segment)
         return True
-
-    def _holes(self, parent: Node, info: SegmentInfo) -> tuple[list[Node], Tokens]:
-        """Holes below a node that the first tokens of a segment fill, and its other tokens."""
-        holes: list[Node] = []
-        node, rest = parent, info.tokens
-        while len(rest) and (hole := node.hole(int(rest[0]), info.quality)) is not None:
-            length = common_prefix_len(hole.tokens, rest)
-            node = self._split(hole, length) if length < len(hole.tokens) else hole
-            holes.append(node)
-            rest = rest[length:]
-        return holes, rest
 
     def _own(self, segment: StoredSegment, nodes: list[Node]) -> None:
         """Make nodes, each below the one before, the nodes of a new segment."""
@@ -317,7 +284,7 @@ class StoredTree:
         for node in reversed(nodes):
             start -= len(node.tokens)
             node.segment, node.start = segment, start
-            for below in itertools.chain.from_iterable(node.children.values()):
+            for below in _below(node):
                 if below.segment is not None and below.segment is not segment:
                     below.segment.parent = segment
                     segment.dependents[below.segment.level] += 1
@@ -328,20 +295,28 @@ class StoredTree:
         if segment.parent is not None:
             segment.parent.dependents[segment.level] += 1
         self._segments[segment.segment_id] = segment
-        self.file_bytes += segment.file_bytes
-        self._paths[segment.segment_id] = nodes
+        self._count(segment, segment.file_bytes)
+        segment.path = nodes
         if self.content is not None and segment.state is not SegmentState.LOST:
             self.content.add(segment)
 
     def _forget(self, segment: StoredSegment) -> None:
         """Forget a segment; its nodes belong to another one, or go as well."""
-        del self._segments[segment.segment_id], self._paths[segment.segment_id]
-        self.file_bytes -= segment.file_bytes
+        del self._segments[segment.segment_id]
+        segment.path = []
+        self._count(segment, -segment.file_bytes)
         if self.content is not None:
             self.content.discard(segment)
         self.order.remove(segment)
         if segment.parent is not None:
             segment.parent.dependents[segment.level] -= 1
+
+    def _count(self, segment: StoredSegment, more: int) -> None:
+        """Count bytes of the file of a segment, perhaps fewer than 0."""
+        self.file_bytes += more
+        self.held[segment.info.namespace] += more
+        if not self.held[segment.info.namespace]:
+            del self.held[segment.info.namespace]
 
     def _dig(self, node: Node) -> None:
         """Make a node of a lost segment, which is forgotten already, a hole of its own."""
@@ -372,7 +347,7 @@ class StoredTree:
             # Exact KVs have no better siblings, so their segment is followed as far as it goes,
             # over any number of nodes.
             exact = segment.info.quality == EXACT
-            path = self._paths[segment.segment_id] if exact else [child]
+            path = segment.path if exact else [child]
             own = segment.info.tokens[start : path[-1].stop]
             stop = start + common_prefix_len(own, tokens[position:])
             yield StoredSpan(segment, start, stop)
@@ -389,8 +364,8 @@ class StoredTree:
         A match follows the best child only; what was stored before that one existed is on others.
         `least`: None for all qualities, also behind holes.
         """
-        root = self._roots.setdefault(namespace, Node(np.empty(0, np.int32), None, 0, None))
-        stack = [(root, 0, 0)]
+        root = self._roots.get(namespace)
+        stack = [] if root is None else [(root, 0, 0)]
         while stack:
             node, length, position = stack.pop()
             if position == len(prefix):
@@ -404,10 +379,12 @@ class StoredTree:
                     stack.append((child, length, position + length))
 
     def _split(self, node: Node, length: int) -> Node:
-        """Cut a node after `length` tokens; returns the upper half."""
+        """Cut a node after `length` tokens, if it goes on there; returns the upper part."""
+        if length == len(node.tokens):
+            return node
         assert node.parent is not None and node.segment is not None
         upper = Node(node.tokens[:length], node.segment, node.start, node.parent)
-        path = self._paths[node.segment.segment_id]
+        path = node.segment.path
         path.insert(bisect.bisect_left(path, node.start, key=_start), upper)
         node.parent.remove(node)
         node.parent.add(upper)
@@ -432,3 +409,26 @@ def _state_below(node: Node, now: float) -> tuple[StoredSpan, ...]:
 def _holder(path: Sequence[Node], length: int) -> Node:
     """The node of a segment that has the last of the segment's first `length` tokens."""
     return path[bisect.bisect_left(path, length, key=_start) - 1]
+
+
+def _hole(above: Node, token: int, quality: Quality) -> Node | None:
+    """The child that begins with a token and has this quality, if it is lost."""
+    holes = (own for own in above.children.get(token, ()) if own.lost and own.quality == quality)
+    return next(holes, None)
+
+
+def _below(node: Node) -> Iterator[Node]:
+    return itertools.chain.from_iterable(node.children.values())
+
+
+def _deepest_first(top: Node) -> Iterator[Node]:
+    """A node and all below it, each after those below it; the tree must not change meanwhile."""
+    # Each node on the way down, with those of its children that are still to come.
+    stack = [(top, _below(top))]
+    while stack:
+        node, children = stack[-1]
+        if (child := next(children, None)) is None:
+            stack.pop()
+            yield node
+        else:
+            stack.append((child, _below(child)))

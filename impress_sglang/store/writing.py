@@ -1,7 +1,8 @@
 """What is being stored: offers of KVs, and the writes of those that were accepted.
 
 Owned by the store's thread. An offer is decided at once: which of its tokens are stored already,
-what it builds on, whether there is room. The worker writes, and `poll` collects the results.
+what it builds on, whether there is room. The worker writes, and `poll` collects the results. What
+was fetched from a bucket becomes a file of the store in the same way, if there is room.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import itertools
+import functools
 import logging
 import math
 import time
@@ -19,7 +20,6 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from impress_sglang.codes.coding import CodingRule
 from impress_sglang.codes.groups.energy import QuerySource, no_queries
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import NotCodable
@@ -28,6 +28,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenInVain
+from impress_sglang.store.bucket_peer import BucketPeer
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause, Losses, prompt_of
@@ -83,12 +84,6 @@ class StoreStats:
     offers_while_unavailable: int = 0
     offers_above_budget: int = 0
 
-    def count_removed(self, count: int, cause: Cause) -> None:
-        """Count segments that are removed for a cause other than damage."""
-        self.segments_evicted += count * (cause is Cause.EVICTED)
-        self.segments_purged += count * (cause is Cause.PURGED)
-        self.segments_expired += count * (cause is Cause.EXPIRED)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
@@ -124,20 +119,17 @@ class Offer:
 
 
 @dataclasses.dataclass(slots=True)
-class SegmentWrite:
-    """A segment that is being written, and, at the end, how that went."""
-
+class _Write:
     segment: StoredSegment
     offer: Offer
     future: Future[None] = dataclasses.field(init=False)
     abandoned: bool = False
+    # Why nobody may use the segment.
     discarded: Cause | None = None
-    """Why nobody may use the segment; None unless it was discarded."""
 
 
 class SegmentWrites:
-    """Puts segments into the tree and removes them: takes offers, and holds the writes that `poll`
-    has not collected yet, oldest first."""
+    """Puts segments into the tree and removes them; iterates over those that are being written."""
 
     def __init__(
         self,
@@ -151,29 +143,25 @@ class SegmentWrites:
         codec: BasisCodec | None,
     ) -> None:
         """Begin with no writes; `codec` codes KVs if there is a basis."""
-        self.stats = StoreStats()
-        self.losses = Losses()
-        self._config = config
-        self._identity = identity
-        self._shape = shape
-        self._disk = disk
+        self.stats, self.losses = StoreStats(), Losses()
+        self._config, self._identity, self._shape, self._codec = config, identity, shape, codec
+        self._disk, self._quota = disk, quota
         self._tree, self._worker, self._health = disk.tree, disk.worker, disk.health
-        self._quota = quota
-        self._segments = segments
-        self._lookahead = lookahead
-        self._codec = codec
-        self._writes: collections.deque[SegmentWrite] = collections.deque()
+        self._segments, self._lookahead = segments, lookahead
+        # Oldest first.
+        self._writes = collections.deque[_Write]()
+        # What is being fetched, and its move into the store.
+        self._moving: tuple[SegmentInfo, Future[None]] | None = None
         self._asked_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._writes)
 
-    def __iter__(self) -> Iterator[tuple[StoredSegment, int]]:
-        """The segments that are being written, and the bytes of their files."""
-        return ((write.segment, write.segment.file_bytes) for write in self._writes)
+    def __iter__(self) -> Iterator[StoredSegment]:
+        return (write.segment for write in self._writes)
 
     def want_queries(self) -> bool:
-        """Whether queries of another prompt are to be noted; see `QueryMeter.wants`."""
+        """See `QueryMeter.wants`."""
         return self._codec is None and self._disk.meter.wants()
 
     @property
@@ -203,7 +191,10 @@ class SegmentWrites:
             self.stats.offers_above_budget += 1
             self.losses.note_tokens(namespace, tokens, Cause.WRITE_BUDGET)
             return StoreOutcome.SPENT
-        if self._has_no_codes(namespace, tokens[:stop], start):
+        loss = self.losses.find(namespace, tokens[:stop], start)
+        # Most of it could not be coded when that was tried.
+        lost = 0 if loss is None or loss.cause is not Cause.NOT_CODABLE else loss.num_tokens
+        if 2 * lost >= stop - start:
             return StoreOutcome.NOT_CODABLE
         segment = self._planned(namespace, offer, start, stop)
         unremoved = self._worker.unremoved()
@@ -225,22 +216,16 @@ class SegmentWrites:
         self._begin(segment, offer, unremoved)
         return StoreOutcome.ACCEPTED
 
-    def _has_no_codes(self, namespace: str, tokens: Tokens, start: int) -> bool:
-        """Whether most of the tokens from `start` on could not be coded when that was tried."""
-        loss = self.losses.find(namespace, tokens, start)
-        if loss is None or loss.cause is not Cause.NOT_CODABLE:
-            return False
-        return 2 * loss.num_tokens >= len(tokens) - start
-
-    def ended(self) -> list[SegmentWrite]:
-        """The oldest writes, as far as they have ended; `finish` takes them in this order."""
-        return list(itertools.takewhile(lambda own: own.future.done(), self._writes))
+    def poll(self) -> None:
+        """Publish what is written, and take over what was fetched."""
+        while self._writes and self._writes[0].future.done():
+            self._finish(self._writes.popleft())
+        if self._disk.bucket is not None:
+            self._take_fetched(self._disk.bucket)
 
     def drain(self) -> None:
-        """Wait until all writes have ended, and collect them.
-
-        Writes that make no progress for `--impress-io-timeout` are abandoned.
-        """
+        """Wait until all writes have ended, and collect them; those that make no progress for
+        `--impress-io-timeout` are abandoned."""
         began = time.monotonic()
         while self._writes:
             try:
@@ -253,18 +238,13 @@ class SegmentWrites:
                     self.abandon()
                     return
                 continue
-            self.finish(self._writes[0])
+            self._finish(self._writes.popleft())
 
     def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> int:
-        """Remove segments and their files; one that is being written goes when its write ends.
-
-        Returns how many of those being written had not been discarded before.
-        """
-        count, segments = 0, list(segments)
-        # Callers remove many segments in steps, most of which concern no writes.
-        some = any(own.state is SegmentState.PENDING for own in segments)
-        writes = {write.segment: write for write in self._writes} if some else {}
-        going = []
+        """Remove segments and their files, those that are being written when their writes end;
+        returns how many of the latter had not been discarded before."""
+        count, going = 0, list[StoredSegment]()
+        writes = {write.segment: write for write in self._writes}
         for segment in segments:
             if (write := writes.get(segment)) is None:
                 going.append(segment)
@@ -286,20 +266,23 @@ class SegmentWrites:
                 self._disk.foreign.refuse(segment.segment_id)
         self._disk.remove_foreign(segments)
         going = {own.segment_id: own.file_bytes for own in segments if own.home is None}
-        self.stats.count_removed(len(going), cause)
         if going:
+            self.stats.segments_evicted += len(going) * (cause is Cause.EVICTED)
+            self.stats.segments_purged += len(going) * (cause is Cause.PURGED)
+            self.stats.segments_expired += len(going) * (cause is Cause.EXPIRED)
             # In one job, because with each job the other thread can take the GIL from this one.
             self._worker.delete(going)
 
     def lose(self, segment: StoredSegment, cause: Cause) -> None:
         """Mark a segment as lost; it stays in the tree as long as others build on it."""
         self.losses.note(segment, cause)
-        self._quota.remove(segment)
+        # An estimate until the next measurement.
+        self._health.free_bytes += segment.file_bytes
         self._health.suspects.pop(segment.segment_id, None)
         self._tree.lose(segment)
         if self._disk.bucket is not None:
             self._disk.bucket.lost(segment)
-        # Behind that: see `PrefixStore._opening`.
+        # Behind that: see `OpenSegments.acquire`.
         self._segments.retire(segment.segment_id)
 
     def _ask_for_room(self, num_bytes: int) -> None:
@@ -308,10 +291,6 @@ class SegmentWrites:
         if missing > 0 and self._disk.peers.num_bytes and now > self._asked_at + _ASK_SECONDS:
             self._asked_at = now
             self._worker.submit(self._worker.index, self._worker.journal.tell, {"want": missing})
-
-    def give(self, num_bytes: int) -> None:
-        """Make room for another server, which asks for it."""
-        self.evict(self._quota.share_out(num_bytes, self.is_needed), Cause.EVICTED)
 
     def is_needed(self, segment_id: str) -> bool:
         """Whether a segment must stay: it is read, awaited or pinned."""
@@ -323,7 +302,7 @@ class SegmentWrites:
         for write in reversed(self._writes):
             self._abandon(write)
 
-    def _abandon(self, write: SegmentWrite) -> None:
+    def _abandon(self, write: _Write) -> None:
         if not write.abandoned:
             write.abandoned = True
             write.offer.abandon()
@@ -349,26 +328,29 @@ class SegmentWrites:
     def _begin(self, segment: StoredSegment, offer: Offer, unremoved: frozenset[str]) -> None:
         info = segment.info
         self._quota.begin(segment)
-        reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
-        coding: CodingRule | None = None
+        read_layer, coding = offer.read_layers(info.prefix_len), None
+
+        def read_first(layer: int) -> tuple[Tensor, Tensor]:
+            keys, values = read_layer(layer)
+            return keys[: info.num_tokens], values[: info.num_tokens]
+
         if self._codec is not None:
             coding = self._codec.rule(info.prefix_len, alone=not self._shape.exact)
         elif info.shape.coded and not info.shape.basis:
             coding = self._disk.meter.rule(info.shape.group_layout, offer.queries)
-        write = SegmentWrite(segment, offer)
+        write = _Write(segment, offer)
         write.future = self._worker.submit(
             self._worker.write,
-            segment.row,
-            reader,
+            segment,
+            read_first,
             coding,
             unremoved,
             lambda: write.discarded is None,
         )
         self._writes.append(write)
 
-    def finish(self, write: SegmentWrite) -> None:
-        """Publish the segment of the oldest write, which has ended, or act on its failure."""
-        assert self._writes.popleft() is write
+    def _finish(self, write: _Write) -> None:
+        """Publish a segment whose write has ended, or act on its failure."""
         segment, error = write.segment, write.future.exception()
         if not write.abandoned:
             write.offer.on_done()
@@ -404,6 +386,53 @@ class SegmentWrites:
             )
         self._tree.lose(segment)
 
+    def _take_fetched(self, bucket: BucketPeer) -> None:
+        """Take over a file that was moved into the store, and begin to move the next one."""
+        if self._moving is not None:
+            info, moving = self._moving
+            if not moving.done():
+                return
+            self._moving = None
+            size, self._quota.adopting_bytes = self._quota.adopting_bytes, 0
+            segment = self._far(info)
+            if (error := moving.exception()) is not None:
+                self._health.failed("a segment could not be kept", error, reading=False)
+            elif segment is None:
+                # Purged meanwhile.
+                self._worker.delete({info.segment_id: size})
+            else:
+                self._tree.take_over(segment, size)
+                self._quota.budget.spend(size)
+                bucket.stored(segment, send=False)
+        if not bucket.whole:
+            return
+        whole = bucket.whole.popleft()
+        bucket.files.leave(whole)
+        segment = self._far(whole)
+        file = None if segment is None else segment.apart(file_bytes=whole.layout().file_bytes)
+        if segment is None or file is None or not self._make_room_for(segment, file):
+            self._worker.submit(bucket.files.end, whole)
+            return
+        self._quota.adopting_bytes = file.file_bytes
+        adopt = functools.partial(self._worker.adopt, file)
+        self._moving = whole, self._worker.submit(bucket.files.end, whole, adopt)
+
+    def _far(self, info: SegmentInfo) -> StoredSegment | None:
+        """A segment of the tree that only the bucket has, if it can be read."""
+        segment = self._tree.get(info.segment_id)
+        far = segment is not None and segment.ready and self._disk.is_far(segment)
+        return segment if far else None
+
+    def _make_room_for(self, segment: StoredSegment, file: StoredSegment) -> bool:
+        """Evict what must go for the file of a fetched segment, if it may be written at all."""
+        if not self.are_taken:
+            return False
+        info, tokens = segment.info, prompt_of(segment)
+        keep = self._tree.match(info.namespace, tokens, least=info.quality, only_ready=False)
+        victims = self._quota.make_room(file, keep, self.is_needed)
+        self.evict(victims or (), Cause.EVICTED)
+        return victims is not None
+
 
 def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
     """The first tokens of an offer that are not stored, as [start, stop): those of a hole and of
@@ -418,13 +447,3 @@ def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
             return start, stop
         stop += len(span)
     return start, len(offer.tokens)
-
-
-def _first_tokens(read_layer: LayerReader, count: int) -> LayerReader:
-    """A reader of the first `count` tokens only."""
-
-    def read(layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = read_layer(layer)
-        return keys[:count], values[:count]
-
-    return read

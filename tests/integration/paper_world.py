@@ -29,6 +29,7 @@ from impress_sglang.storage.layout import KVShape
 from tests.integration.tree_world import IDENTITY, check_slots
 from tests.integration.worlds import STORED, TOKENS, Pool
 from tests.unit.kv_factory import make_shape
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import make_config
 
 SHAPE = make_shape(layers=3)
@@ -140,5 +141,5 @@ class PaperWorld:
             self.end(rid)
         self.runtime.store.writes.drain()
         check_slots(self.cache, self.allocator)
-        self.runtime.store.check_integrity()
+        check_store(self.runtime.store)
         self.runtime.close()

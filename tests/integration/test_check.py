@@ -66,10 +66,10 @@ def test_a_check_finds_what_is_wrong(world: World, damage: str) -> None:
         world.jobs.waiters["nobody"] = Waiter("nobody")
     else:
         segment.last_access, segment.hits = -1, 5
-        world.service.store.quota.used_bytes += 1
+        world.service.store.quota.pending_bytes += 1
     assert checked(world) == "failed"
     world.jobs.waiters.clear()
-    world.service.store.quota.used_bytes = segment.file_bytes
+    world.service.store.quota.pending_bytes = 0
     assert checked(world) == "ok"
 
 

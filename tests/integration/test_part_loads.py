@@ -151,7 +151,7 @@ def planned(world: PaperWorld) -> LoadPlan:
 def slow_reads(world: PaperWorld, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets reading take a second per byte, and computing so many seconds."""
     runtime = world.runtime
-    monkeypatch.setattr(runtime.store.forecast, "seconds_to_read", lambda count: count)
+    monkeypatch.setattr(runtime.store.segments, "seconds_to_read", lambda count: count)
     computing = runtime.estimator.computing
 
     def compute_for(seconds: float) -> None:
@@ -166,7 +166,7 @@ def test_what_takes_longer_to_read_is_computed(
     world: PaperWorld, load: str, loads: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.runtime
-    slow_reads(runtime.store.forecast.bytes_to_read(planned(world).spans, codes=False) * 0.9)
+    slow_reads(runtime.store.segments.bytes_to_read(planned(world).spans, codes=False) * 0.9)
     runtime.config = dataclasses.replace(runtime.config, load=load)
     req = world.ask("r", retention=1.0)
 
@@ -182,7 +182,7 @@ def test_auto_gives_up_tokens_only_if_reading_does_not_hide(
     world: PaperWorld, hides: bool, slow_reads: Callable[[float], None]
 ) -> None:
     runtime = world.runtime
-    num_bytes = runtime.store.forecast.bytes_to_read(planned(world).spans, codes=False)
+    num_bytes = runtime.store.segments.bytes_to_read(planned(world).spans, codes=False)
     slow_reads((1.0 if hides else 0.5) * num_bytes)
     runtime.config = dataclasses.replace(runtime.config, retention=AUTO)
 

@@ -14,6 +14,7 @@ from sglang.utils import TypeBasedDispatcher
 from impress_sglang.plugin.factory import kv_tensors
 from impress_sglang.plugin.weights import around_handler, watch_messages
 from tests.integration.worlds import NEW, OLD, OTHER, STORED, TOKENS, World
+from tests.unit.store_checks import check_store
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_write_under_way_is_given_up(world: World) -> None:
     world.call("resume_memory_occupation", tags=["kv_cache"])
     assert world.service.served.suspended is None
     assert world.stored(OTHER) == 0 and world.stored(STORED) == TOKENS
-    world.service.store.check_integrity()
+    check_store(world.service.store)
     assert world.files() == 1
 
 

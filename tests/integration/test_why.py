@@ -85,10 +85,10 @@ def test_what_has_left_the_store(world: World, stored: StoredSegment, cause: Cau
 
 
 def test_what_was_not_taken_for_want_of_room(world: World) -> None:
-    world.service.store.quota.used_bytes = 10**12
+    world.service.store.quota.reserved_bytes = 10**12
     assert world.stored_after("r", 2000) == 0
     assert admitted(world)["reason"] == Reason.NO_ROOM
-    world.service.store.quota.used_bytes = 0
+    world.service.store.quota.reserved_bytes = 0
 
 
 @pytest.mark.parametrize("options", [{"write_after": 2}])
@@ -160,7 +160,7 @@ def test_what_is_computed_faster(
     world: World, monkeypatch: pytest.MonkeyPatch, tokens: int, reason: Reason
 ) -> None:
     world.service.estimator.computing.observe(tokens, tokens * 10, 1e-9)
-    monkeypatch.setattr(type(world.service.store.forecast), "seconds_to_read", lambda *_: 9.0)
+    monkeypatch.setattr(type(world.service.store.segments), "seconds_to_read", lambda *_: 9.0)
     assert admitted(world)["reason"] == reason
 
 

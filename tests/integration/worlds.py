@@ -29,6 +29,7 @@ from impress_sglang.store.prefix_hashes import namespace_text
 from tests.integration import tree_world
 from tests.integration.tree_world import TreeWorld
 from tests.unit.kv_factory import make_shape
+from tests.unit.store_checks import check_store
 from tests.unit.waiting import wait_until
 
 SHAPE = make_shape(layers=3, probe=())
@@ -210,7 +211,7 @@ class World(TreeWorld):
         # Otherwise a write would wait for its layers for ever.
         self.pool.go_on.set()
         if self.service.served.opened is not None:
-            self.service.store.check_integrity()
+            check_store(self.service.store)
         super().close()
 
 

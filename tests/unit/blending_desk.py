@@ -108,8 +108,8 @@ class Desk:
         return plan
 
     def reading_takes(self, seconds: float) -> None:
-        forecast: Any = self.store.forecast
-        forecast.seconds_to_read = lambda num_bytes: seconds
+        segments: Any = self.store.segments
+        segments.seconds_to_read = lambda num_bytes: seconds
 
     def passes_take(self, seconds: float, times: int = 8) -> None:
         """For 1,000 new tokens."""

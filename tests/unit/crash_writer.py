@@ -29,6 +29,7 @@ from impress_sglang.store.journal import Journal
 from impress_sglang.store.writing import Offer, StoreOutcome
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import DEFAULTS, look_again, open_source, rows, until
 
 SHAPE = kv.make_shape(dtype=torch.bfloat16, probe=())
@@ -143,7 +144,7 @@ def verify(directory: Path) -> dict[str, Any]:
     """Open the store, and compare every row in it with what was offered."""
     leftovers = len(list(directory.rglob("*.tmp")))
     store = open_store(directory)
-    store.check_integrity()
+    check_store(store)
     lengths, covered = [], 0
     for family in range(FAMILIES):
         tokens = sequence(family, LONGEST)

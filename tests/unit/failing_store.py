@@ -11,6 +11,7 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.store.store import PrefixStore
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import store_factory
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, look_up, path_of, prompt, until
 
 
@@ -41,7 +42,7 @@ def read(store: PrefixStore, tokens: tuple[int, ...]) -> None:
         store.report(error)
         raise
     finally:
-        store.check_integrity()
+        check_store(store)
 
 
 def shared_prefix(bench: Workbench, store: PrefixStore) -> tuple[Path, list[tuple[int, ...]]]:

@@ -30,6 +30,7 @@ from impress_sglang.store.writing import Offer, StoreOutcome
 from impress_sglang.transfer.basis_codec import BasisCodec
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
+from tests.unit.store_checks import check_store
 from tests.unit.waiting import wait_until
 
 SHAPES = {
@@ -104,7 +105,7 @@ class Workbench:
 
     def close(self, store: PartStore) -> None:
         self._open.remove(store)
-        store.check_integrity()
+        check_store(store)
         check_index(store)
         store.close()
 
@@ -147,7 +148,7 @@ class Workbench:
         own = kv.as_tokens(tokens), read_layers or kvs.read_from, done, abandon
         offer = Offer(*own, min_tokens=min_tokens, quality=quality, **options)
         outcome = store.writes.offer(namespace, offer)
-        store.check_integrity()
+        check_store(store)
         return outcome
 
     def begin(self, store: PrefixStore, tokens: Sequence[int], **options: Any) -> Gate:
@@ -161,7 +162,7 @@ class Workbench:
         """Offer, and wait until it is written."""
         assert self.offer(store, tokens, **options) is StoreOutcome.ACCEPTED
         store.writes.drain()
-        store.check_integrity()
+        check_store(store)
 
     def put_all(self, store: PrefixStore, *numbers: int, **options: Any) -> None:
         """The prompts of these numbers, one after the other."""
@@ -304,7 +305,7 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
     look_again(store)
     segment = store.tree.get(segment_id)
     assert segment is None or segment.state is SegmentState.LOST
-    store.check_integrity()
+    check_store(store)
 
 
 def check_index(store: PrefixStore) -> None:
@@ -327,7 +328,7 @@ def until(store: PrefixStore, condition: Callable[[], object]) -> None:
         return bool(condition())
 
     wait_until(is_met)
-    store.check_integrity()
+    check_store(store)
 
 
 def look_again(store: PrefixStore) -> None:
@@ -406,7 +407,7 @@ def three_prefixes(bench: Workbench, **options: Any) -> PartStore:
 
 
 def check_three_prefixes(store: PartStore) -> None:
-    store.check_integrity()
+    check_store(store)
     check_rows(store, prompt(1, 40))
     check_rows(store, prompt(2, 8), namespace="salt")
     assert len(store.tree) == 3

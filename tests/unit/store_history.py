@@ -316,7 +316,7 @@ class StoreHistory(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(path) - 1))
         spans = match.slice(start, len(path))
         part = self.store.expected_bytes(spans, 0.1)
-        whole = self.store.forecast.bytes_to_read(spans, codes=False)
+        whole = self.store.segments.bytes_to_read(spans, codes=False)
         source = self.store.open_part(match, start, len(path), whole=data.draw(st.booleans()))
         # In proportion to the tokens of the spans, and so by no more than rounding too much.
         layer_bytes = source.layer_bytes * self.shape.num_layers

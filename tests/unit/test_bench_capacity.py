@@ -14,6 +14,7 @@ from bench.policies import capacity
 from bench.policies.capacity import KINDS, MODELS, Ask, Model, Store, bound, lru, replay
 from impress_sglang.config import ImpressConfig
 from impress_sglang.storage.layout import KVShape, SegmentLayout
+from tests.unit.store_checks import check_tree
 
 MODEL = Model(4096, 1e4)
 ARGS = parse("capacity", capacity.__doc__, capacity.OPTIONS, ["--gpus=1"])
@@ -43,14 +44,14 @@ def test_a_stored_prompt_is_loaded_and_written_once() -> None:
     row = replay([ask(1, 2, 3), ask(1, 2, 3), ask(1, 2, 4)], own := store(), MODEL, ARGS)
     assert row["loaded"] == pytest.approx(100 * 5 / 9, abs=0.1) and row["crowded"] == 0
     assert row["written"] == pytest.approx(4096 * 4 / 9, rel=0.02)
-    own.tree.check_integrity()
+    check_tree(own.tree)
 
 
 def test_what_does_not_fit_leaves_and_takes_its_places_in_the_cache_along() -> None:
     own = store(ssd_gb=0.005, host_gb=0.01)
     row = replay([ask(1, 2), ask(3, 4), ask(1, 2), ask(1, 2)], own, MODEL, ARGS)
     assert row["loaded"] == 25.0 and row["crowded"] == 2
-    own.tree.check_integrity()
+    check_tree(own.tree)
 
 
 @pytest.mark.parametrize(("room", "found"), [(1, 64), (2, 128), (math.inf, 128)])

@@ -18,6 +18,7 @@ from tests.unit import blending_desk
 from tests.unit.basis_factory import codec_for
 from tests.unit.blending_desk import APPROXIMATE, Desk, texts
 from tests.unit.kv_factory import make_shape
+from tests.unit.store_checks import check_content
 from tests.unit.store_factory import Workbench, lose
 
 bench = blending_desk.bench
@@ -120,12 +121,12 @@ def test_the_index_is_there_after_a_restart_and_follows_evictions(bench: Workben
     desk = Desk(bench)
     content = desk.store.tree.content
     assert content is not None
-    content.check_integrity()
+    check_content(content)
     assert kinds_of(desk.plan([1, *texts(2), 1, *texts(3)]))[16:].count("r") == 390
     for segment in list(desk.store.tree.segments()):
         if segment.info.prefix_len:
             lose(bench, desk.store, segment.segment_id, gone=True)
-    content.check_integrity()
+    check_content(content)
     assert kinds_of(desk.plan([1, *texts(2), 1, *texts(3)])).count("r") == 203
 
 

@@ -18,6 +18,7 @@ from impress_sglang.storage.directory import segment_files
 from impress_sglang.store import bucket as bucket_module
 from impress_sglang.store import bucket_files as files_module
 from impress_sglang.store import bucket_peer as peer_module
+from impress_sglang.store import disk as disk_module
 from impress_sglang.store import foreign as foreign_module
 from impress_sglang.store import store as store_module
 from impress_sglang.store.bucket import Bucket
@@ -87,7 +88,7 @@ class World:
 @pytest.fixture(autouse=True)
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
     faults = Faults()
-    monkeypatch.setattr(peer_module, "open_bucket", lambda config: faults)
+    monkeypatch.setattr(disk_module, "open_bucket", lambda config: faults)
     monkeypatch.setattr(peer_module, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(peer_module, "_LOOK_SHARE", 1.0)

@@ -35,7 +35,7 @@ def looked(used: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> list[StoredSeg
     check = used.tree.check
     monkeypatch.setattr(used.tree, "check", lambda own: found.append(own) or check(own))
     # That looks at all of them, after each offer of these tests.
-    monkeypatch.setattr(used, "check_integrity", lambda: None)
+    monkeypatch.setattr(store_factory, "check_store", lambda store: None)
     return found
 
 
@@ -69,7 +69,7 @@ def _wrong_heap(store: PrefixStore, _: StoredSegment) -> None:
 
 
 DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
-    "bytes": lambda store, _: setattr(store.quota, "used_bytes", 1),
+    "bytes": lambda store, _: setattr(store.quota, "pending_bytes", 1),
     "bytes of the tree": lambda store, _: setattr(store.tree, "file_bytes", 1),
     "a write": lambda _, own: setattr(own, "state", SegmentState.PENDING),
     "a second look": lambda _, own: setattr(own, "state", SegmentState.SUSPECT),

@@ -17,13 +17,14 @@ from impress_sglang.store.prefix_hashes import Hashes, PrefixHashes
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import calls_of
+from tests.unit.store_checks import check_content
 
 
 def index_of(*segments: StoredSegment) -> ContentIndex:
     index = ContentIndex()
     for segment in segments:
         index.add(segment)
-    index.check_integrity()
+    check_content(index)
     return index
 
 
@@ -112,7 +113,7 @@ def test_what_is_everywhere_is_found_until_the_last_of_it_is_gone(order: int) ->
     for segment in segments[::order]:
         assert find(index, as_tokens(boilerplate))
         index.discard(segment)
-        index.check_integrity()
+        check_content(index)
     assert len(index) == 0 and not find(index, as_tokens(boilerplate))
 
 
@@ -147,7 +148,7 @@ def test_what_is_left_is_found() -> None:
     assert len(index) == 30_000
     for segment in segments[::3]:
         index.discard(segment)
-    index.check_integrity()
+    check_content(index)
     for number, segment in enumerate(segments):
         found = places(find(index, segment.info.tokens))
         assert found == ([] if number % 3 == 0 else [(0, 640, f"s{number}", 0)])
@@ -157,9 +158,8 @@ def test_a_segment_that_is_rewritten_stays() -> None:
     document = text(1, 300)
     segment = stored_segment("s", document)
     index = index_of(segment)
-    index.rename("s", "t")
     segment.info = stored_segment("t", document).info
-    index.check_integrity()
+    check_content(index)
     assert places(find(index, as_tokens(document))) == [(0, 300, "t", 0)]
     index.discard(segment)
     assert len(index) == 0

@@ -16,6 +16,7 @@ from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, length, lengths, look_up, lose, path_of, prompt
 from tests.unit.waiting import Clock, wait_until
 
@@ -115,7 +116,7 @@ def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
 
     def stored() -> list[int]:
         store.expire(store.tree.order.take_due(now[0], 64))
-        store.check_integrity()
+        check_store(store)
         return [length(store, prompt(1, 16)), length(store, prompt(2)), len(bench.files())]
 
     now[0] += HOUR - 10

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from impress_sglang.store import restoring
-from impress_sglang.store.nodes import Node
 from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.store import PrefixStore
-from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.stored import Node, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import Call, calls_of
+from tests.unit.store_checks import check_tree
 from tests.unit.store_factory import (
     Workbench,
     check_three_prefixes,
@@ -65,7 +65,7 @@ def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTr
     for segment in segments:
         segment.above = parents.get(segment.segment_id, "")
     assert restore_segments(tree, segments) == ([], [])
-    tree.check_integrity()
+    check_tree(tree)
     for segment in segments:
         above = parents.get(segment.segment_id)
         assert (segment.parent is None) == (not above)
@@ -80,7 +80,7 @@ def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list
 
     assert restore_segments(tree, segments) == ([], [])
 
-    tree.check_integrity()
+    check_tree(tree)
     assert {s.segment_id: s.parent.segment_id for s in segments if s.parent is not None} == {
         name: above for name, above in parents.items() if above
     }
@@ -99,7 +99,7 @@ def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
 
     assert restore_segments(tree, segments) == ([], [])
 
-    tree.check_integrity()
+    check_tree(tree)
     assert tree.get("00002-2").parent is tree.get("00002-1")  # type: ignore[union-attr]
     assert tree.get("00001-3").parent is tree.get("00001-2")  # type: ignore[union-attr]
 
@@ -158,7 +158,7 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
     assert tree.insert(long, NO_TOKENS)
     for left in range(1, 200):
         assert tree.insert_below(stored_segment(f"left {left}", [1000], tokens[:left]), long, left)
-    tree.check_integrity()
+    check_tree(tree)
     steps = calls_of(monkeypatch, Node, "choices")
 
     for own in (1, 2, 100, 199):

@@ -12,7 +12,7 @@ import pytest
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.quality import Quality
 from impress_sglang.store import journal as journal_module
-from impress_sglang.store.journal import Journal, Row, append, decode
+from impress_sglang.store.journal import Journal, append, decode
 from impress_sglang.store.stored import StoredSegment
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import make_info, make_shape
@@ -27,13 +27,13 @@ REFUSALS = {
 }
 
 
-def segment(name: str, count: int = 8, **fields: object) -> StoredSegment:
+def segment(name: str, count: int = 8, **fields: Any) -> StoredSegment:
     info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 5.3, 0.15))
-    return dataclasses.replace(StoredSegment(info, 1000 + count), **fields)
+    return StoredSegment(info, 1000 + count, **fields)
 
 
-def rows(*names: str) -> list[Row]:
-    return [segment(name).row for name in names]
+def rows(*names: str) -> list[StoredSegment]:
+    return [segment(name) for name in names]
 
 
 def same(left: StoredSegment, right: StoredSegment) -> bool:
@@ -53,9 +53,9 @@ def journal(files: FaultyFileSystem, tmp_path: Path) -> Journal:
 
 def test_rows_are_read_back(journal: Journal, tmp_path: Path) -> None:
     coded = make_info(dataclasses.replace(SHAPE, code_bits=6.0), range(8), segment_id="c")
-    below = segment("b", 300, last_access=7, hits=3, parent=segment("a"))
+    below = segment("b", 300, last_access=7, hits=3, above="a")
     wanted = [segment("a"), below, StoredSegment(coded, 1)]
-    journal.change(own.row for own in wanted)
+    journal.change(wanted)
 
     for found in (journal.segments(), index_in(tmp_path)):
         assert sorted(found) == ["a", "b", "c"]
@@ -67,7 +67,7 @@ def test_rows_are_read_back(journal: Journal, tmp_path: Path) -> None:
 def test_changes(journal: Journal, tmp_path: Path) -> None:
     journal.change(rows("a", "b"))
     journal.change(removed=["a", "unknown"])
-    journal.change([segment("c", last_access=2).row], ["b"])
+    journal.change([segment("c", last_access=2)], ["b"])
     journal.record_uses([("c", 9, 4, "a"), ("unknown", 9, 4, "")])
 
     found = index_in(tmp_path)

@@ -25,6 +25,7 @@ from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.load_desk import CPU, NUM_SLOTS, SHAPE, Desk, Pools
 from tests.unit.made import made_in
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import look_up, prompt
 from tests.unit.waiting import wait_until
 
@@ -71,7 +72,7 @@ def test_slots_get_what_the_other_loader_would_put_there(
             assert job.reads.ssd_bytes + job.reads.host_chunks + job.reads.device_chunks > 0
             assert job.fills.bits == own.bits
         assert desk.pools.empty(desk.free), "nothing else was written"
-    desk.store.check_integrity()
+    check_store(desk.store)
 
 
 @pytest.mark.parametrize("own", [KVClass(), KVClass(6.0)], ids=["exact", "codes"])
@@ -202,7 +203,7 @@ class TestRevoking:
             expected = JobState.LOADED if job.layers == SHAPE.num_layers else JobState.DROPPED
             assert job.state is expected
             assert all(bool((rows == number).all()) for rows in desk.pools.rows(job.target))
-        desk.store.check_integrity()
+        check_store(desk.store)
 
 
 class TestLayers:
@@ -314,7 +315,7 @@ def test_random_jobs(make: Callable[..., Desk], caches: dict[str, float]) -> Non
                 desk.check(job)
             else:
                 assert job.revoked
-        desk.store.check_integrity()
+        check_store(desk.store)
 
 
 @pytest.mark.parametrize("caches", ["none", "both small", "both large"])
@@ -338,9 +339,9 @@ def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str)
             if not match.num_tokens:
                 continue
             spans = match.spans
-            store.forecast.can_read(spans, in_codes=True)
-            store.forecast.bytes_to_read(spans, codes=False)
-            store.forecast.bytes_to_read(spans, codes=True)
+            store.segments.can_read(spans, in_codes=True)
+            store.segments.bytes_to_read(spans, codes=False)
+            store.segments.bytes_to_read(spans, codes=True)
             names = [span.segment.segment_id for span in spans]
             turn = int(chance.integers(-1, 4))
             ranges = [] if turn < 0 else [(0, match.num_tokens, turn)]
@@ -363,7 +364,7 @@ def test_the_scheduler_goes_on_meanwhile(make: Callable[..., Desk], caches: str)
             desk.free = torch.cat([desk.free, job.target])
     desk.wait(*jobs)
     store.poll()
-    store.check_integrity()
+    check_store(store)
 
 
 def kv_bytes(num_tokens: int) -> int:

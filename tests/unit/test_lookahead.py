@@ -16,6 +16,7 @@ from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 from tests.unit.kv_factory import make_shape, stored_segment
 from tests.unit.reading import read_rows
+from tests.unit.store_checks import check_lookahead, check_store
 from tests.unit.store_factory import Workbench, gb, look_up
 
 SEGMENTS = [stored_segment(name, range(40), shape=make_shape()) for name in "ab"]
@@ -110,7 +111,7 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
             assert isinstance(step, list)
             queue = step
             lookahead.order(queue)
-        lookahead.check_integrity()
+        check_lookahead(lookahead)
         lookahead.tell()
 
     for number, name in enumerate("ab"):
@@ -153,7 +154,7 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
             for layer in range(bench.shape.num_layers):
                 read_rows(source, layer, None)
         store.close_source(source)
-        store.check_integrity()
+        check_store(store)
         return source.stats.ssd_bytes
 
     wanted, popular = range(256), range(1000, 1256)

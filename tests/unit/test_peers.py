@@ -23,6 +23,7 @@ from impress_sglang.store.purging import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
     COARSE,
     Workbench,
@@ -161,7 +162,7 @@ def test_a_file_that_another_has_lost_is_a_miss(
     for _ in range(3):
         second._disk.peers.look()
         second.poll()
-    second.check_integrity()
+    check_store(second)
     assert lengths(second, 1, 2) == [0, 8], "it is not used again"
     bench.put(second, prompt(1, 13))
     check_rows(second, prompt(1, 40))

@@ -18,6 +18,7 @@ from impress_sglang.store.purging import Purge
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import as_tokens
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
     Workbench,
     check_rows,
@@ -58,7 +59,7 @@ def hear(store: PartStore) -> None:
     while store._disk.peers.news:
         store.poll()
     store.poll()
-    store.check_integrity()
+    check_store(store)
 
 
 def settle(two: Two) -> None:
@@ -69,7 +70,7 @@ def settle(two: Two) -> None:
         time.sleep(0.01)
     for store in two:
         store.worker.submit(int).result()
-        store.check_integrity()
+        check_store(store)
 
 
 def purge(store: PartStore, *numbers: int) -> None:

@@ -22,6 +22,7 @@ from impress_sglang.store.losses import prompt_of
 from impress_sglang.store.purging import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import as_tokens
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
     SHAPES,
     Workbench,
@@ -67,7 +68,7 @@ class History:
         )
         kind[0]()
         for store in self.stores:
-            store.check_integrity()
+            check_store(store)
 
     def offer(self) -> None:
         store = self.store()

@@ -13,6 +13,7 @@ from impress_sglang.store.purging import Purge, Purged
 from impress_sglang.store.store import PrefixStore
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, gb, length, lose, name_of, prompt
 from tests.unit.waiting import wait_until
 
@@ -41,7 +42,7 @@ def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Purged]:
     steps = []
     while purge.left:
         steps.append(purge.step(store, most))
-        store.check_integrity()
+        check_store(store)
     return steps
 
 
@@ -177,7 +178,7 @@ def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -
     assert purged.writes + len(purged.segment_ids) == 1
     gate.opened.set()
     store.writes.drain()
-    store.check_integrity()
+    check_store(store)
     assert not len(store.tree)
     wait_until(lambda: not bench.files())
     assert bench.done == [prompt(1)]

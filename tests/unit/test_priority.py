@@ -10,6 +10,7 @@ from impress_sglang.storage.segment import Priority
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from tests.unit import store_factory
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import (
     Workbench,
     gb,
@@ -59,7 +60,7 @@ def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
 
     store.expire(store.tree.order.take_due(time.time() + 20, 64))
 
-    store.check_integrity()
+    check_store(store)
     assert segment_of(store, 2).level is LOW, "nothing builds on it any more"
     bench.put_all(store, 7, 8)
     assert lengths(store, 2, 4) == [0, 8]

@@ -32,7 +32,7 @@ def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -
 def bytes_of(store: PartStore, *, start: int = 0, retention: float = 1.0) -> float:
     spans = look_up(store, TOKENS).slice(start, len(TOKENS))
     if retention == 1.0:
-        return store.forecast.bytes_to_read(spans, codes=False)
+        return store.segments.bytes_to_read(spans, codes=False)
     return store.expected_bytes(spans, retention)
 
 
@@ -116,9 +116,9 @@ def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     store = bench.open(buffer_gb=0.0011)
     bench.put(store, TOKENS)
     spans = look_up(store, TOKENS).slice(0, 40)
-    assert store.forecast.can_read(spans, in_codes=False)
+    assert store.segments.can_read(spans, in_codes=False)
     bench.close(store)
     store = bench.open(buffer_gb=0.0001)
     for _ in range(3):
-        assert not store.forecast.can_read(spans, in_codes=False)
+        assert not store.segments.can_read(spans, in_codes=False)
     assert caplog.text.count("raise --impress-buffer-gb") == 1

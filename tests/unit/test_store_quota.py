@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.store import disk_worker
 from impress_sglang.store.lookahead import LookAhead
-from impress_sglang.store.quota import Quota, WriteBudget
-from impress_sglang.store.tree import StoredTree
+from impress_sglang.store.quota import WriteBudget
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory as stores
-from tests.unit.kv_factory import stored_segment
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 from tests.unit.waiting import wait_until
 
@@ -87,23 +82,6 @@ def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
     assert lengths(store, 1, 2) == [0, 8]
 
 
-def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
-    """Free space is what was measured last, and what is known to have changed since."""
-    health = SimpleNamespace(free_bytes=100)
-    no_peers = SimpleNamespace(num_bytes=0, folders=[])
-    disk: Any = SimpleNamespace(
-        tree=StoredTree(), worker=None, health=health, others={}, peers=no_peers, bucket=None
-    )
-    quota = Quota(ImpressConfig(), disk, WriteBudget())
-    segment = stored_segment("a", prompt(1))
-    segment.file_bytes = 30
-    quota.begin(segment)
-    quota.end(segment, written=True)
-    segment.file_bytes = 20
-    quota.replace(segment, 30)
-    assert (quota.used_bytes, health.free_bytes) == (20, 80)
-
-
 def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Workbench) -> None:
     lookahead = LookAhead()
     store = bench.open(ssd_gb=stores.gb(2 * bench.one), lookahead=lookahead)
@@ -165,7 +143,7 @@ def test_without_the_room_that_was_made_nothing_is_written(
     stores.check_index(store)
     bench.put_all(store, 3, 4)
     wait_until(lambda: len(list(bench.root.rglob("*.kv*"))) == 2)
-    store.check_integrity()
+    check_store(store)
 
 
 def test_what_was_offered_before_a_file_stayed_is_not_written(bench: Workbench) -> None:

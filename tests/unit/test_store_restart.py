@@ -19,6 +19,7 @@ from impress_sglang.store.store import PrefixStore
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, check_three_prefixes, look_up, prompt
 
 
@@ -62,7 +63,7 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
     except SegmentUnreadable as error:
         store.report(error)
         stores.look_again(store)
-        store.check_integrity()
+        check_store(store)
         return False
     return True
 
@@ -88,7 +89,7 @@ def test_a_row_that_says_other_things_than_its_file_is_not_believed(
     (segment,) = stores.index_of(bench).values()
     segment.info = dataclasses.replace(segment.info, **changes)
     (path,) = bench.root.glob("*/journal")
-    Journal(FileSystem(), path.parent).change([segment.row])
+    Journal(FileSystem(), path.parent).change([segment])
 
     store = bench.open()
 
@@ -131,7 +132,7 @@ def test_a_row_without_a_file_is_dropped(
 
     store = bench.open()
 
-    store.check_integrity()
+    check_store(store)
     assert path.stem in caplog.text
     assert len(store.tree) == 2
     assert stores.length(store, prompt(2, 8), namespace="salt") == 0
@@ -153,7 +154,7 @@ def test_a_file_of_a_wrong_size_is_set_aside(bench: Workbench, change: int, with
 
     store = bench.open()
 
-    store.check_integrity()
+    check_store(store)
     assert stores.length(store, prompt(2, 8), namespace="salt") == 0
     assert not path.exists()
     assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]

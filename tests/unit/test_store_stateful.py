@@ -20,6 +20,7 @@ from impress_sglang.store.writing import StoreOutcome
 from tests.faults import Rule
 from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import Known, PrefixModel
+from tests.unit.store_checks import check_store
 from tests.unit.store_factory import check_index
 from tests.unit.store_history import (
     CHOSEN,
@@ -279,7 +280,7 @@ class StoreMachine(StoreHistory):
     def integrity(self) -> None:
         if hasattr(self, "store"):
             self.age += 1
-            self.store.check_integrity()
+            check_store(self.store)
             placement = self.store.cache.placement
             assert list(placement.capacity.values()) == [6, 9], "the caches are not out of play"
             stats, summary = self.store.stats, self.store.summary()

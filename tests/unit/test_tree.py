@@ -24,6 +24,7 @@ from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
+from tests.unit.store_checks import check_tree
 
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
 # Computed behind an exact prefix in few bits.
@@ -47,7 +48,7 @@ def put(tree: StoredTree) -> Put:
     ) -> StoredSegment:
         new = stored_segment(name, tokens, prefix, **fields)
         assert tree.insert(new, as_tokens(prefix))
-        tree.check_integrity()
+        check_tree(tree)
         return new
 
     return put
@@ -165,7 +166,7 @@ def test_a_damaged_tree_is_noticed(tree: StoredTree, put: Put, damage: str) -> N
     DAMAGE[damage](first, second)
 
     with pytest.raises(AssertionError):
-        tree.check_integrity()
+        check_tree(tree)
 
 
 spans = st.builds(

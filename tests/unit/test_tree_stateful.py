@@ -18,6 +18,7 @@ from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel
+from tests.unit.store_checks import check_tree
 
 Tokens = tuple[int, ...]
 # Few tokens and short sequences, so that histories branch and meet often.
@@ -154,12 +155,7 @@ class TreeMachine(RuleBasedStateMachine):
     def restart(self, data: st.DataObject, lose: bool) -> None:
         """All segments, in any order, into a new tree; at times one file is gone."""
         names = data.draw(st.permutations(sorted(self.model.segments)))[int(lose) :]
-        again = [
-            dataclasses.replace(
-                self.segments[name], state=SegmentState.READY, dependents=[0, 0, 0], parent=None
-            )
-            for name in names
-        ]
+        again = [self.segments[name].apart(state=SegmentState.READY, above="") for name in names]
         old, self.model, self.tree = self.model, PrefixModel(), StoredTree()
         others, lost = restore_segments(self.tree, again)
         kept = [own for own in again if own not in others]
@@ -180,7 +176,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        self.tree.check_integrity()
+        check_tree(self.tree)
         holes = [s for s in self.tree.segments() if s.state is SegmentState.LOST]
         live = {s.segment_id for s in self.tree.segments()} - {s.segment_id for s in holes}
         assert live == set(self.model.segments)
@@ -197,7 +193,7 @@ class TreeMachine(RuleBasedStateMachine):
         """A node may have been cut for a segment that is gone by now."""
         for name, segment in self.segments.items():
             if name in self.model.segments:
-                starts = self.tree.node_starts(segment)
+                starts = [node.start for node in segment.path]
                 assert starts == sorted(set(starts)) and starts[-1] < segment.info.num_tokens
                 assert set(self.model.node_starts(name)) <= set(starts)
 

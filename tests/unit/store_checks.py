@@ -1,0 +1,96 @@
+"""Invariants of a store that take time: all of it is compared with all else."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from impress_sglang.store.content import ContentIndex
+from impress_sglang.store.eviction_order import EvictionOrder
+from impress_sglang.store.lookahead import LookAhead
+from impress_sglang.store.store import PrefixStore
+from impress_sglang.store.stored import Node, SegmentState, StoredSegment
+from impress_sglang.store.tree import StoredTree
+
+
+def check_store(store: PrefixStore) -> None:
+    """Tree, quota, readers and caches agree; nothing is left to compare of a closed store."""
+    if store._closed:
+        return
+    check_tree(store.tree)
+    for _ in store.check_steps():
+        pass
+    segments = list(store.tree.segments())
+    assert sum(own.state is SegmentState.SUSPECT for own in segments) == len(store.health.suspects)
+    names, opened = {own.segment_id for own in segments if own.on_disk}, store.segments._open
+    for name, own in opened.items():
+        assert own.readers > 0 and own.retired == (name not in names)
+    assert {name for name, _ in store.segments._ids} <= names | opened.keys()
+    store.cache.placement.check_integrity()
+
+
+def check_tree(tree: StoredTree) -> None:
+    """Every invariant is recomputed from the nodes."""
+    covered, held = Counter[StoredSegment | None](), Counter[str]()
+    stack = [child for root in tree._roots.values() for child in children_of(root)]
+    while stack:
+        node = stack.pop()
+        covered[node.segment] += len(node.tokens)
+        stack += children_of(node)
+    segments = list(tree.segments())
+    assert covered == {own: own.info.num_tokens for own in segments}
+    for own in segments:
+        held[own.info.namespace] += own.file_bytes
+    assert dict(tree.held) == {name: count for name, count in held.items() if count}
+    assert tree.file_bytes == sum(held.values())
+    check_order(tree.order, [own for own in segments if own.state is not SegmentState.LOST])
+    dependents = Counter((own.parent, own.level) for own in segments)
+    for own in segments:
+        tree.check(own, own.info.num_tokens)
+        assert own.dependents == [dependents[own, level] for level in type(own.level)]
+
+
+def children_of(node: Node) -> list[Node]:
+    return [child for children in node.children.values() for child in children]
+
+
+def check_order(order: EvictionOrder, segments: list[StoredSegment]) -> None:
+    """It has these segments, each before what it builds on, in each namespace as in all."""
+    places = {segment: place for place, segment in enumerate(order)}
+    assert places.keys() == set(segments)
+    assert order._changed.keys() <= places.keys()
+    for (namespace, level), own in order._orders.items():
+        own_places = [places[segment] for segment in own]
+        assert own_places and own_places == sorted(own_places)
+        assert all(namespace in (None, s.info.namespace) and s.level is level for s in own)
+    assert sum(map(len, order._orders.values())) == 2 * len(places)
+    for segment, place in places.items():
+        above = segment.parent
+        while above is not None:
+            assert above not in places or places[above] > place
+            assert above not in places or above.last_access >= segment.last_access
+            above = above.parent
+
+
+def check_content(index: ContentIndex) -> None:
+    """Its windows are those of its segments."""
+    there = set[tuple[int, int]]()
+    assert {own: number for number, own in index._segments.items()} == index._numbers
+    for segment, number in index._numbers.items():
+        there.update(index._windows_of(segment, number))
+    more = [(value, key) for key, own in index._more.items() for value in own]
+    found = [*((value, key) for key, value in index._first.items()), *more]
+    assert len(set(found)) == len(found) and set(found) == there
+    assert all(index._more.values()) and index._more.keys() <= index._first.keys()
+    assert index._marks[index._places(np.fromiter(index._first, np.uint64))].all()
+
+
+def check_lookahead(lookahead: LookAhead) -> None:
+    """Ranges by segment and by request agree."""
+    assert {
+        (rid, segment_id, own)
+        for segment_id, ranges in lookahead._awaited.items()
+        for own, rids in ranges.items()
+        for rid in rids
+    } == {(rid, *item) for rid, own in lookahead._ranges_of.items() for item in own.items()}
