@@ -82,6 +82,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "it is only told": (
         "serving.load_planner.LoadPlanner._miss",
         "plugin.admin._overview",
+        "plugin.admin._row",
         "plugin.prefix_loads.PrefixLoads._after_job",
         "plugin.known.KnownRequests.count",
     ),
