@@ -26,8 +26,7 @@ from torch import Tensor
 from bench.core.options import Option
 from bench.core.report import Result, Table, plain
 from bench.core.session import BenchFailed
-from impress_sglang.codes.groups.layer import encode_layer
-from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.groups.codec import GroupLayout, encode_layer
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
 from impress_sglang.codes.rows.coder import product_matrix

@@ -32,9 +32,14 @@ from bench.core.options import DATA, MODEL, Option
 from bench.core.report import Column, Result, Row, Table
 from bench.core.session import BenchFailed, step
 from impress_sglang.cli.calibrate import KVs, Prompts, coded_kvs
-from impress_sglang.codes.groups.codec import GROUP_TOKENS, code_keys, code_values, restore
+from impress_sglang.codes.groups.codec import (
+    GROUP_TOKENS,
+    GroupLayout,
+    code_keys,
+    code_values,
+    restore,
+)
 from impress_sglang.codes.groups.energy import MEASURED_QUERIES
-from impress_sglang.codes.groups.layout import GroupLayout
 from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.options import BITS

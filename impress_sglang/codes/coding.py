@@ -1,10 +1,12 @@
-"""What both codecs share: a layer in codes, and the rule by which it becomes that."""
+"""What both codecs share: a layer in codes, the rule by which it becomes that, and pools."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +20,22 @@ class Coding(NamedTuple):
 
 # Codes a layer, given its number, keys [t, G, Dk] and values [t, G, Dv]. It may raise `NotCodable`.
 CodingRule = Callable[[int, Tensor, Tensor], Coding]
+
+# Pools that loops fill in place, and what their numbers are to them.
+_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
+
+
+@contextlib.contextmanager
+def words_of(pools: Sequence[Tensor], slots: Tensor) -> Iterator[tuple[list[Any], Any]]:
+    """Pools as arrays of words, and the slots in them, which are to be filled.
+
+    Other dtypes, and pools with gaps, are filled in from memory in between.
+    """
+    dtype = pools[0].dtype
+    if dtype in _WORDS and all(own.dtype == dtype and own.is_contiguous() for own in pools):
+        yield [own.view(_WORDS[dtype]).numpy() for own in pools], slots.numpy()
+        return
+    rows = [torch.empty(len(slots), *own.shape[1:]) for own in pools]
+    yield [own.view(torch.uint32).numpy() for own in rows], torch.arange(len(slots)).numpy()
+    for pool, own in zip(pools, rows, strict=True):
+        pool[slots] = own.to(pool.dtype)

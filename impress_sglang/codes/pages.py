@@ -1,7 +1,7 @@
 """Where groups of equal size are on disk, in pages that begin at a block of the drive; no I/O.
 
 A group is the row of a token, exact or by a basis, or of several tokens, as
-`codes.groups.layout.GroupLayout` says.
+`codes.groups.codec.GroupLayout` says.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.groups.codec import DIM_GRAIN, GROUP_TOKENS
-from impress_sglang.codes.groups.layer import encode_layer
-from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.groups.codec import DIM_GRAIN, GROUP_TOKENS, GroupLayout, encode_layer
 from impress_sglang.codes.groups.slots import restore
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import UnsupportedError

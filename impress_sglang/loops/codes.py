@@ -1,6 +1,6 @@
 """Loops that restore coded keys and values, compiled; `codes.groups.codec` is their reference.
 
-Bytes are laid out as in `codes.groups.layout.GroupLayout`. Pools are float32, or bfloat16 as the
+Bytes are laid out as in `codes.groups.codec.GroupLayout`. Pools are float32, or bfloat16 as the
 bits of its numbers in uint16. Codes of a token are joined in a row of bytes before they become
 numbers: loops over neighbouring channels are made into vectors, and these the faster the fewer
 arrays they read.
@@ -81,18 +81,11 @@ def restore_keys(
     slots: Indices,
     pool: Any,
 ) -> None:
-    """Fill slots with the keys of the tokens from `first` on.
+    """Fill slots int64 [n], distinct, with the keys of the tokens from `first` on.
 
-    Args:
-        groups: [groups, bytes].
-        pairs: where in a group the numbers of pairs begin, [G, Dk].
-        upper: where upper bits begin, [G, rows, Dk].
-        columns: where pairs begin, [rows, num_pairs].
-        num_pairs: see there.
-        ranges: [groups, n], of each group [G, 2, Dk] first, low and step of each channel.
-        first: counted from the first token of the groups.
-        slots: [n], distinct.
-        pool: [slots, G, Dk].
+    In each of the groups uint8 [groups, bytes] begin `pairs` [G, Dk], the numbers of pairs, `upper`
+    bits [G, rows, Dk], and in `columns` the pairs [rows, num_pairs]. `ranges` [groups, n] have
+    first [G, 2, Dk], low and step of each channel. The pool is [slots, G, Dk].
     """
     heads, dim = pool.shape[1:]
     rows, half = np.empty(GROUP_TOKENS * dim, np.uint8), np.empty(dim, np.float32)
@@ -154,19 +147,11 @@ def restore_values(
     slots: Indices,
     pool: Any,
 ) -> None:
-    """Fill slots with the values of the tokens from `first` on.
+    """Fill slots int64 [n], distinct, with the values of the tokens from `first` on.
 
-    Args:
-        groups: [groups, bytes].
-        upper: where in a group upper bits begin, [G, rows, Dv].
-        more: where the next bits begin, [G, rows, Dv].
-        more_bits: how many these are, of each value.
-        ranges: [groups, n], of each group from `first_range` on [tokens of a group, G, 2], low and
-            step of each vector.
-        first_range: see there.
-        first: counted from the first token of the groups.
-        slots: [n], distinct.
-        pool: [slots, G, Dv].
+    In each of the groups uint8 [groups, bytes] begin `upper` bits [G, rows, Dv] and, in `more`,
+    `more_bits` more of each value. `ranges` [groups, n] have from `first_range` on [tokens of a
+    group, G, 2], low and step of each vector. The pool is [slots, G, Dv].
     """
     heads, dim = pool.shape[1:]
     rows = np.empty(GROUP_TOKENS * dim, np.uint8)

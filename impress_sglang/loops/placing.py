@@ -1,10 +1,8 @@
 """Places chunks one after another: two heaps and the free pages of two tiers, as flat arrays.
 
-`tiers.placement` describes the rule. Tiers are numbered as in `tiers.placement.Tier`: 0 is SSD, 1
-the host and 2 the device; in arrays for the caches only, tier t has row t - 1.
-
-Tables of chunks have as few bytes per chunk as possible: there may be a billion chunks, few of
-which are in a cache.
+`tiers.placement` describes the rule. Tiers are numbered as in `Tier`: 0 is SSD, 1 the host and 2
+the device; in arrays for the caches only, tier t has row t - 1. Tables have as few bytes per chunk
+as possible: there may be a billion chunks, few of which are in a cache.
 """
 
 from __future__ import annotations
@@ -91,7 +89,6 @@ TOUCHED = tuple_type(
 
 @compiled((CACHES, "int64"), makes_arrays=False)
 def _free_pages(caches: Caches, chunk: int) -> None:
-    """Free the pages of a chunk, which is in no cache then."""
     row, count = int(caches.tiers[chunk]) - 1, int(caches.num_pages[chunk])
     page = caches.first[chunk]
     top = caches.free[row] + count
@@ -104,7 +101,7 @@ def _free_pages(caches: Caches, chunk: int) -> None:
 
 @compiled((CACHES, "int64[::1]", "int64"), makes_arrays=False)
 def _drop_from(caches: Caches, ids: Indices, tier: int) -> None:
-    """Remove chunks from one of the caches, if they are in it."""
+    """Remove those of the chunks that are in a tier from it."""
     row, leaving = tier - 1, 0
     for number in range(len(ids)):
         leaving += caches.tiers[ids[number]] == tier
@@ -234,15 +231,11 @@ def _move(
 def place(
     caches: Caches, order: Indices, begin: int, refused: int, count: int, touched: Touched
 ) -> tuple[int, int, int]:
-    """Place chunks, best first; returns `begin`, `refused` and `count` to go on with.
+    """Place chunks int64 [n], best first; returns `begin`, `refused` and `count` to go on with.
 
-    Args:
-        caches: changed in place.
-        order: the chunks, int64; none has more pages than `touched.displaced` has places.
-        begin: the first one that was not considered yet.
-        refused: chunks of this many pages or more find no place until something moves.
-        count: chunks that were touched so far. The loop ends early when there is no room for more.
-        touched: changed in place.
+    `begin` is the first that was not considered yet, `count` how many were touched so far: the loop
+    ends early when there is no room for more. Chunks of `refused` pages or more find no place until
+    something moves. None has more pages than `touched.displaced` has places.
     """
     width = len(touched.displaced)
     # A chunk that enters, those that make room for it, and those that make room for these.
@@ -277,17 +270,13 @@ def find_candidates(
 ) -> tuple[int, bool]:
     """Chunks that might move to a better place; if one has a chance, all that could move at all.
 
-    That is because a chunk may displace a larger one and leave room for others.
-
-    Args:
-        caches: their heaps may be put in order.
-        ids: int64 [n].
-        tiers: uint8 [n], their tiers.
-        width: a chunk of more pages, or of none, never moves.
-        found: int64 [n], receives these chunks, in the order of `ids`.
+    That is because a chunk may displace a larger one and leave room for others. `tiers` uint8 [n]
+    are those of the ids; a chunk of no pages, or of more than `width`, never moves. Heaps may be
+    put in order.
 
     Returns:
-        How many there are, and whether their priorities never rise in this order.
+        How many there are, now in `found` int64 [n] in the order of `ids`, and whether their
+        priorities never rise in this order.
     """
     priorities = caches.heaps.priorities
     descending, before = True, np.iinfo(np.int64).max
@@ -336,9 +325,9 @@ def sum_up(
 ) -> tuple[int, int]:
     """How many of the first `count` touched chunks move, and the most pages of one.
 
-    Chunks that do not move are removed from `touched`. `moved` int64 [9], changed in place, counts
-    the chunks that went from tier to tier, by 3 * source + target; `evicted` int64 [2], changed in
-    place, is the last chunk that went from each tier to a lower one, if any did.
+    Chunks that do not move are removed from `touched`. `moved` int64 [9] is raised by the chunks
+    that went from tier to tier, at 3 * source + target; `evicted` int64 [2] gets the last chunk
+    that went from each tier to a lower one, if any did.
     """
     moving, width = 0, 0
     for place in range(count):

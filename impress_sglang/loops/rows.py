@@ -1,8 +1,8 @@
 """Loops that restore rows of keys and values, compiled; `codes.rows.coder` is their reference.
 
-One takes codes apart and computes what they stand for, another turns keys and fills slots; what is
-between them, a product of matrices, is torch's. Indices are unsigned: loops are made into vectors
-only where no index can count from the end.
+One takes codes apart and computes what they stand for, another turns keys and fills slots; between
+them is a product of torch's. Indices are unsigned: loops are made into vectors only where no index
+can count from the end.
 """
 
 from __future__ import annotations
@@ -45,13 +45,7 @@ class RowTables:
 
     @classmethod
     def of(cls, bits: Sequence[int], places: Int32s, bounds: Sequence[int]) -> RowTables:
-        """The tables of a layout.
-
-        Args:
-            bits: of each component, descending.
-            places: `codes.rows.row.RowLayout.parts`.
-            bounds: see above.
-        """
+        """The tables of components with these bits, descending, at `RowLayout.parts`."""
         areas, most = [], 0
         first = np.full((len(bits), len(_WIDTHS)), -1, np.int64)
         for number, (width, kinds) in enumerate(zip(_WIDTHS, ([0, 1], [2], [3]), strict=True)):
@@ -92,17 +86,10 @@ def unpack(
     parts: Uint8s,
     out: Float32s,
 ) -> None:
-    """Restore components: levels times gains.
+    """Restore components of rows uint8 [t, row_bytes] into `out` [t, C]: levels times gains.
 
-    Args:
-        rows: [t, row_bytes].
-        areas: see `RowTables`.
-        runs: see there.
-        bounds: see there.
-        curves: `codes.rows.levels.CURVES`.
-        gains: [32].
-        parts: [t, parts], zeros at the end of each row; others are overwritten.
-        out: [t, C], is filled.
+    `parts` uint8 [t, parts of `RowTables`] has zeros at the end of each row; the others are
+    overwritten. `curves` are `codes.rows.row.CURVES`, `gains` [32].
     """
     tokens = np.uint64(len(rows))
     for number in range(3):
@@ -162,19 +149,12 @@ def fill(
     keys: Any,
     values: Any,
 ) -> None:
-    """Turn keys, and put keys and values into slots.
+    """Turn keys, and put keys and values into slots int64 [t], distinct.
 
-    Args:
-        product: bfloat16 [t, X], less the mean: keys of all heads, then values.
-        mean: [X].
-        cos: [t, rotated dimensions / 2].
-        sin: as `cos`.
-        halves: see `codes.rotation.KeyRotation`.
-        slots: [t], distinct.
-        heads: G.
-        dim: Dk.
-        keys: pool [slots, G * Dk], of bfloat16 in 16 bits, or of float32 in 32.
-        values: pool [slots, what else is in X], as `keys`.
+    `product` is bfloat16 [t, X], less the `mean` [X]: keys of all heads, then values. `cos` and `sin`
+    are [t, rotated dimensions / 2]; for `halves` see `codes.rotation.KeyRotation`. Pools of keys
+    [slots, heads * dim] and of values [slots, the rest of X] are of bfloat16 in 16 bits, or of float32
+    in 32.
     """
     half, split = np.uint64(cos.shape[1]), heads * dim
     numbers, turned = np.empty(len(mean), np.float32), np.empty(len(mean), np.float32)
@@ -232,13 +212,13 @@ def quantise(
     codes: Uint8s,
     chosen: Uint8s,
 ) -> None:
-    """Give components the codes and gains, of several, that lose least, and restore them.
+    """Give components [t, C] the codes and gains that lose least, and restore them in place.
 
     A gain with which all is in the range of the codes is often better than the root mean square:
     one component beyond the range may lose more than all others of its group.
 
     Args:
-        components: [t, C], are replaced by what they are restored to.
+        components: see above.
         bits: of each component, [C].
         bounds: see `RowTables`.
         levels: of 0 to 8 bits; those of b bits begin at 2**b - 1.
@@ -247,7 +227,7 @@ def quantise(
         guesses: [9, bins], the code of the lower end of each bin, `BINS` of them for 1.
         worth: what the squared error of a component counts, [C].
         codes: [t, C], is filled.
-        chosen: [t, 6], is filled.
+        chosen: gains [t, 6], is filled.
     """
     tried = np.empty(4, np.float64)
     numbers, found = np.empty(len(bits), np.float32), np.empty(len(bits), np.uint8)
@@ -298,14 +278,9 @@ def quantise(
 
 @compiled("(uint8[:, ::1], uint8[:, ::1], uint8[::1], int32[:, :, ::1], uint8[:, ::1])")
 def pack(codes: Uint8s, gains: Uint8s, bits: Uint8s, places: Int32s, rows: Uint8s) -> None:
-    """Write rows, for `codes.rows.row.RowLayout.pack`.
+    """Write codes [t, C] and gains [t, 6] to rows of zeros [t, row_bytes].
 
-    Args:
-        codes: [t, C].
-        gains: [t, 6].
-        bits: of each component, [C].
-        places: `codes.rows.row.RowLayout.parts`.
-        rows: zeros [t, row_bytes].
+    See `codes.rows.row.RowLayout.pack`; `places` are its `parts`.
     """
     for token in range(len(rows)):
         word = np.uint32(0)

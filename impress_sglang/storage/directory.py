@@ -1,7 +1,4 @@
-"""The directory of the SSD store: one folder per model identity and server.
-
-    <ssd dir>/<identity>[.<n>]/{store.json, lock, journal, pins.json, coding.npz,
-                          segments/<2 hex digits>/<segment>.kv, quarantine/<segment>.kv}
+"""The directory of the SSD store: one folder per model identity and server, see docs/format.md.
 
 A folder is a store if its name is an identity and its marker `store.json` says so. Other folders
 are neither read nor removed, and neither are files in a store that do not have our names. The

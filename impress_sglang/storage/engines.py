@@ -1,8 +1,8 @@
 """How blocks get from a file into memory with many reads in flight.
 
-An engine knows addresses and descriptors only. `AioEngine` hands a whole batch to the kernel in one
-call (Linux native AIO, `man 2 io_submit`), so that starting and collecting reads costs no Python
-per read; `ThreadEngine` uses threads and `preadv` where the kernel does not offer AIO.
+`AioEngine` hands a whole batch to the kernel in one call (Linux native AIO, `man 2 io_submit`), so
+that starting and collecting reads costs no Python per read; `ThreadEngine` uses threads and
+`preadv` where the kernel does not offer AIO.
 """
 
 from __future__ import annotations
@@ -53,12 +53,7 @@ MAX_THREADS = 8
 
 
 def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
-    """Fill `target` from a file.
-
-    Raises:
-        EOFError: the file ends before `target` is full.
-        OSError: the read failed.
-    """
+    """Fill `target` from a file; `EOFError` if the file ends before it is full."""
     done = 0
     while done < len(target):
         count = os.preadv(descriptor, [target[done:]], offset + done)

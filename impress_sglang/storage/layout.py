@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from impress_sglang.codes.groups.codec import GROUP_TOKENS
-from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.groups.codec import GROUP_TOKENS, GroupLayout
 from impress_sglang.codes.pages import Pages, page_groups_for
 
 BLOCK_BYTES = 4096

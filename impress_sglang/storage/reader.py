@@ -1,6 +1,4 @@
-"""Reads runs of blocks of segments, many at a time.
-
-It knows nothing of tokens, requests or policies.
+"""Reads runs of blocks of segments, many at a time; knows nothing of tokens or policies.
 
 One thread starts reads and collects them. Reads that a layer waits for go before reads ahead, of
 which few are in flight: their pieces are long, and keep the device busy for a while. Callers verify

@@ -1,10 +1,7 @@
-"""The segment file: its header, and checks that make a bad file a miss.
+"""The segment file: its header, and checks that make a bad file a miss; see docs/format.md.
 
-The header holds what is needed to find the segment again without the index: the identity of the
-model, the namespace, the digest and length of the tokens before it, its own tokens, the mapping
-lists if the segment is reordered, the KVs of attention sinks, and the checksum of every block. It
-is written last, so a file without a valid header was never finished. See docs/format.md for the
-bytes.
+The header has all that is needed to find the segment again without the index. It is written last,
+so a file without a valid header was never finished.
 """
 
 from __future__ import annotations
@@ -233,11 +230,7 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
 def decode_header(
     name: str, file_bytes: int, read: Callable[[int, int], bytes | bytearray]
 ) -> SegmentHeader:
-    """The header of a file of so many bytes; `read` gives a number of them from an offset on.
-
-    Raises:
-        SegmentUnreadable: it is of another format, or fails its checksum.
-    """
+    """The header of a file of so many bytes; `read` gives a number of them from an offset on."""
     magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(read(0, _PREAMBLE.size))
     most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
     if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:

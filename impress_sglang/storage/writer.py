@@ -1,8 +1,7 @@
 """Writes segments: one layer at a time, published only when complete.
 
-Stage: write back. The file gets a temporary name, chunks first, the header last, then fsync, rename
-and fsync of the directory, so that a file with its final name is always whole. Memory is bounded by
-one layer of one segment.
+The file gets a temporary name, chunks first, the header last, then fsync, rename and fsync of the
+directory, so that a file with its final name is always whole. Memory is bounded by one layer.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@ access the paper's rule (4.4.2) decides, best chunk first:
     lowest there, else it stays on SSD.
 
 Chunks that a newcomer displaces from the device contend for the host in turn; those displaced from
-the host are dropped. Decisions are pure arithmetic on ids and pages: nothing is read or copied
-here, so a decision can precede the read that it requires, and a trace can be replayed without data.
-
-Memory is divided into pages of one size. The pages of a chunk may be anywhere.
+the host are dropped. Nothing is read or copied here, so a decision can precede the read that it
+requires, and a trace can be replayed without data. The pages of a chunk may be anywhere.
 """
 
 from __future__ import annotations
@@ -268,9 +266,7 @@ class Placement:
     def access(self, ids: Ids, shares: Floats) -> Access:
         """Count an access to distinct chunks, and decide where they are from now on.
 
-        Args:
-            ids: int64 [n].
-            shares: float64 [n], the share of each chunk's rows that is wanted.
+        `shares` float64 [n] of each chunk's rows are wanted.
         """
         tiers = self._caches.tiers.take(ids)
         cached = bool(np.count_nonzero(tiers))

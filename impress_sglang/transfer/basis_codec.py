@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.coding import Coding, CodingRule
+from impress_sglang.codes.coding import Coding, CodingRule, words_of
 from impress_sglang.codes.rotation import KeyRotation, Turns
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
@@ -26,8 +26,7 @@ from impress_sglang.codes.rows.coder import (
     product_of,
 )
 from impress_sglang.codes.rows.fit import SINK_TOKENS
-from impress_sglang.codes.rows.levels import CURVES, LEVEL_TABLE
-from impress_sglang.codes.words import words_of
+from impress_sglang.codes.rows.row import CURVES, LEVEL_TABLE
 from impress_sglang.errors import ConfigError, NotCodable
 from impress_sglang.loops.types import Float32s
 from impress_sglang.storage.layout import KVShape

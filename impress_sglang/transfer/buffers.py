@@ -1,8 +1,7 @@
 """Layer buffers: memory that holds an image of a layer of a segment, filled block by block.
 
 A block is placed in its area as in its layer on disk, so that blocks read ahead, blocks read now
-and the rows taken out need no copies between them. Areas come from a pool: fresh memory would cost
-as much as the reading.
+and the rows taken out need no copies. Areas are pooled: fresh memory costs as much as reading.
 """
 
 from __future__ import annotations

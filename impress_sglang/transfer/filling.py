@@ -98,10 +98,10 @@ class SlotFiller:
         stats: FillStats,
         writing: Writing,
     ) -> None:
-        """Fill the slots of all tokens of a source, in a layer.
+        """Fill the slots of all tokens of a source, in a layer; layers ascend for each source.
 
         Args:
-            layer: from 0; ascending for each source.
+            layer: from 0.
             source: all of whose tokens are wanted.
             keys: pool [rows, G, Dk].
             values: pool [rows, G, Dv].
@@ -110,8 +110,8 @@ class SlotFiller:
             writing: what it makes is entered while slots are written; may raise.
 
         Raises:
-            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now; what is
-                in the slots of this layer is undefined.
+            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now; what is in the
+                slots of this layer is undefined.
         """
         began, pools = time.perf_counter(), (keys, values)
         try:

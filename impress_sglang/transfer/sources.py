@@ -1,8 +1,8 @@
 """Reads layers of a stored prefix, exact or in codes, from caches and SSD.
 
-Stage: load. Blocks are taken from where their chunks are, as they stand on disk; restoring them is
-up to others. A layer buffer may be taken away for a layer of another source; a source that wants it
-again reads it again. So what was taken from a buffer may not be used after another source has read.
+Blocks are taken from where their chunks are, as they stand on disk; restoring them is up to others.
+A layer buffer may be taken away for a layer of another source; a source that wants it again reads
+it again. So what was taken from a buffer may not be used after another source has read.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ReadStats:
     `ahead_used_bytes` were wanted. `h2d_bytes` are rows that were not on the device, and whole
     chunks that moved there. `important_bytes` are the KVs of selected tokens, and
     `important_device_bytes` those of them that were found on the device. `selected_chunks` leaves
-    out the chunks of probe columns, which every probe reads. `wait_ms` is how long the request
-    waited for bytes from SSD, in milliseconds.
+    out the chunks of probe columns, which every probe reads. `wait_ms` is the wait for bytes from
+    SSD.
     """
 
     ssd_bytes: int = 0
@@ -99,14 +99,9 @@ class StoredSource(abc.ABC):
         *,
         codes: bool,
     ) -> None:
-        """Begin with nothing read.
+        """Begin with nothing read of one or more consecutive spans.
 
-        Args:
-            spans: consecutive, one or more.
-            reader: reads blocks.
-            pool: gives the layer buffers that blocks are read into.
-            cache: of these chunks.
-            codes: whether codes are read, or columns.
+        The cache is that of their chunks: of codes, or of columns.
         """
         assert spans
         self.spans = tuple(spans)
@@ -180,11 +175,8 @@ class StoredSource(abc.ABC):
         """Take the blocks that are wanted of some spans, by the numbers of the spans.
 
         They are taken from where chunks stood before the read; then the chunks move. `last`: see
-        `LayerBuffer.read`.
-
-        Returns:
-            uint8 [blocks, BLOCK_BYTES] for each, on the device of the cache; valid until any source
-            is read from again.
+        `LayerBuffer.read`. Returns uint8 [blocks, BLOCK_BYTES] for each, on the device of the
+        cache; valid until any source is read from again.
 
         Raises:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
@@ -294,7 +286,7 @@ class StoredSource(abc.ABC):
 
 
 class WholeSource(StoredSource):
-    """Reads whole layers of segments: their codes, or their columns.
+    """Reads whole layers of segments, in sequence: their codes, or their columns.
 
     The rows of columns must be in the order of the tokens, and their shape have no probe heads:
     each KV head is a head group.
@@ -391,16 +383,11 @@ def take_blocks(
 ) -> Tensor:
     """Take blocks of a span, in the given order; on a GPU nothing is waited for.
 
-    What is read stays unchanged, and chunks may move after the call.
+    What is read stays unchanged, and chunks may move after the call. `tiers` uint8 [n] are `Tier`
+    values; `frames` int64 [n] page numbers in that cache, or block numbers in the layer buffer,
+    whose `memory` is None if nothing is taken from there.
 
-    Args:
-        cache: of their chunks.
-        tiers: uint8 [n], `Tier` values.
-        frames: int64 [n], page numbers in that cache, or block numbers in the layer buffer.
-        memory: memory of the layer buffer; None if nothing is taken from there.
-
-    Returns:
-        uint8 [n, BLOCK_BYTES] on the device of the cache. On a CPU it may share `memory`.
+    Returns uint8 [n, BLOCK_BYTES] on the device of the cache. On a CPU it may share `memory`.
     """
     if cache.copier.in_place and memory is not None and len(frames):
         in_sequence = not tiers.any() and (np.diff(frames) == 1).all()

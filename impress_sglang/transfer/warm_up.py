@@ -26,12 +26,7 @@ TOKENS = 20
 
 
 def warm_up(shape: KVShape, device: torch.device, codec: BasisCodec | None = None) -> None:
-    """Compile all kernels with which prefixes are loaded; on a CPU there are none.
-
-    Args:
-        shape: shape of the KVs.
-        device: where attention runs.
-        codec: codes KVs, if the shape names a basis.
+    """Compile all kernels with which prefixes are loaded on a device; on a CPU there are none.
 
     Raises:
         UnsupportedError: a kernel of this shape does not fit into the device.

@@ -1,6 +1,6 @@
 """Restores keys and values from codes into slots of a pool.
 
-Stage: load. Bytes are laid out by `codes.groups.layout.GroupLayout`; `codes.groups.slots` does the
+Stage: load. Bytes are laid out by `codes.groups.codec.GroupLayout`; `codes.groups.slots` does the
 same on the CPU.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from impress_sglang.triton.sizes import power_of_two
+from impress_sglang.triton import power_of_two
 
 # Tokens of one head that one program handles.
 TILE_TOKENS = 16
@@ -27,7 +27,7 @@ def restore(
     """Fill slots with what codes stand for, in one launch that is not waited for.
 
     Args:
-        layout: of the groups, `codes.groups.layout.GroupLayout`.
+        layout: of the groups, `codes.groups.codec.GroupLayout`.
         groups: uint8 [groups, group_bytes or more]; the first stride is even, the last is 1.
         start: the first token, counted from the first one of the groups.
         slots: int64 [n], where this token and the next ones go, distinct.
@@ -144,7 +144,7 @@ def _restore_keys(
     before: tl.tensor, tokens: tl.tensor, inside: tl.tensor, ALL_PAIRS: tl.constexpr,
     DIM: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Restore rows whose channels have `kept` pairs; the head's first is that behind `before`."""
+    """Rows whose channels have `kept` pairs; the head's first is that behind `before`."""
     columns = tl.arange(0, PADDED)
     there = columns < DIM
     mask = inside[:, None] & there[None, :]
@@ -165,7 +165,6 @@ def _restore_values(
     target: tl.tensor, upper: tl.tensor, more: tl.tensor, bounds: tl.tensor, tokens: tl.tensor,
     inside: tl.tensor, BITS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Restore rows that have `BITS` bits behind their upper ones."""
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < DIM)[None, :]
     code = _parts(upper, tokens, columns, mask, 4, DIM) << 4

@@ -1,7 +1,4 @@
-"""Copies pages from anywhere in memory to anywhere, in one launch.
-
-Stage: load. Pages are addresses, of memory on the device or of pinned CPU memory; see `gather`.
-"""
+"""Copies pages from anywhere in memory to anywhere, in one launch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from impress_sglang.triton.sizes import power_of_two
+from impress_sglang.triton import power_of_two
 
 # What one program moves at most: each thread has several loads of 16 bytes in flight.
 PIECE_BYTES = 4096
@@ -22,14 +19,9 @@ _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 def copy_pages(table: Tensor, page_bytes: int, grain: int) -> None:
     """Copy pages, in one launch that is not waited for.
 
-    Neither the table nor the sources may change until the device is done.
-
-    Args:
-        table: int64 [2 * n], readable by the device: the addresses of n pages, then those where
-            they go. No page that is read is written.
-        page_bytes: bytes of a page.
-        grain: every address and `page_bytes` are multiples of it: a power of two, at most
-            `WORD_BYTES`.
+    `table` int64 [2 * n], readable by the device, has the addresses of n pages, then those where they
+    go; no page that is read is written. Neither it nor the sources may change until the device is
+    done. Every address and `page_bytes` are multiples of `grain`, a power of two, at most `WORD_BYTES`.
     """
     count = len(table) // 2
     if not count:

@@ -18,7 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from impress_sglang.triton.sizes import power_of_two
+from impress_sglang.triton import power_of_two
 
 # Tokens and factors that one program multiplies at a time; fewer columns cannot be multiplied.
 TILE_TOKENS, TILE_FACTORS, LEAST_COLUMNS = 64, 64, 16
@@ -52,10 +52,8 @@ class LayerTables:
 def places_of(bits: Sequence[int], parts: NDArray[np.int32], bounds: Sequence[int]) -> Tensor:
     """The places of components, on the CPU; see `LayerTables`.
 
-    Args:
-        bits: of each component.
-        parts: `codes.rows.row.RowLayout.parts`.
-        bounds: where groups that share a gain begin, and where the last one ends.
+    `parts` are those of `codes.rows.row.RowLayout`; `bounds` are where groups that share a gain begin,
+    and where the last one ends.
     """
     places = np.empty((len(bits), _FIELDS.value), np.int32)
     places[:, :8] = parts.reshape(len(bits), 8)
@@ -65,14 +63,9 @@ def places_of(bits: Sequence[int], parts: NDArray[np.int32], bounds: Sequence[in
 
 
 def unpack(rows: Tensor, tables: LayerTables) -> Tensor:
-    """Restore components, in one launch that is not waited for.
+    """Restore components of rows, uint8 [t, row_bytes], in one launch that is not waited for.
 
-    Args:
-        rows: uint8 [t, row_bytes]; the last stride is 1.
-        tables: of the layer.
-
-    Returns:
-        Bfloat16 [t, C and zeros], a multiple of `ALIGNED` numbers for each token.
+    The last stride is 1. Returns bfloat16 [t, C and zeros], a multiple of `ALIGNED` numbers a token.
     """
     assert rows.dtype == torch.uint8 and rows.stride(1) == 1
     count, components = len(rows), len(tables.places)
@@ -308,7 +301,6 @@ def _add_products(
 def _add_product(
     sums: tl.tensor, tile: tl.tensor, columns: tl.tensor, WIDEN: tl.constexpr
 ) -> tl.tensor:
-    """Add a product to float32 [tokens, PAIRS]."""
     if WIDEN:
         wide = columns.to(tl.float32)
         return tl.dot(tile.to(tl.float32), wide, sums, input_precision="ieee")
@@ -335,7 +327,6 @@ def _store(
     target: tl.tensor, first: tl.tensor, second: tl.tensor, token: tl.tensor, count: tl.tensor,
     SPLIT: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Put both elements of each pair into rows that begin at `target`."""
     one, other = _columns(SPLIT, DIM, PAIRS)
     inside = (token < count)[:, None]
     tl.store(

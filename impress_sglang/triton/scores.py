@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.triton.sizes import power_of_two
+from impress_sglang.triton import power_of_two
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -17,8 +17,7 @@ from impress_sglang.codes.rows.coder import (
     product_matrix,
     product_of,
 )
-from impress_sglang.codes.rows.levels import LEVEL_TABLE
-from impress_sglang.codes.rows.row import GAINS, RowLayout, gains_of
+from impress_sglang.codes.rows.row import GAINS, LEVEL_TABLE, RowLayout, gains_of
 
 # Bits of the components of each layer.
 ALL_BITS = tuple(bits for bits in range(8, 0, -1) for _ in range(5))

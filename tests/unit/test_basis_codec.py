@@ -17,8 +17,7 @@ from impress_sglang.codes.rows.coder import (
     kvs_of,
 )
 from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit
-from impress_sglang.codes.rows.levels import LEVELS
-from impress_sglang.codes.rows.row import GAINS
+from impress_sglang.codes.rows.row import GAINS, LEVELS
 from impress_sglang.errors import BasisUnreadable, NotCodable
 from tests.unit.row_factory import decode_layer, unpacked
 

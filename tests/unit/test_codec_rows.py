@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.codes.rows.levels import BOUNDS, LEVELS
-from impress_sglang.codes.rows.row import GAINS, RowLayout
+from impress_sglang.codes.rows.row import BOUNDS, GAINS, LEVELS, RowLayout
 
 # Mean square errors of the best quantisers of 1 to 5 bits (Max 1960, table 1).
 LEAST_ERRORS = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}

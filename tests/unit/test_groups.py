@@ -13,14 +13,14 @@ from impress_sglang.codes.groups.codec import (
     CODE_BITS,
     GROUP_TOKENS,
     Codes,
+    GroupLayout,
     code_keys,
     code_values,
+    encode_layer,
     pack,
     pairs_of,
     restore,
 )
-from impress_sglang.codes.groups.layer import encode_layer
-from impress_sglang.codes.groups.layout import GroupLayout
 from impress_sglang.codes.groups.slots import restore as restore_slots
 from impress_sglang.codes.pages import Pages
 from impress_sglang.errors import NotCodable

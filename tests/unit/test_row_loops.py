@@ -14,7 +14,7 @@ from impress_sglang.codes.rows.coder import (
     group_bounds,
     kvs_of,
 )
-from impress_sglang.codes.rows.levels import CURVES
+from impress_sglang.codes.rows.row import CURVES
 from impress_sglang.loops import rows as loops
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 from tests.unit.row_factory import (

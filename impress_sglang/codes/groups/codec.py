@@ -19,6 +19,8 @@ whose ranges are wide, as large biases of keys make them, gets more bits than ot
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -35,6 +37,64 @@ PAIR_BITS = 2
 DIM_GRAIN = 8
 
 _TOP = 2**CODE_BITS - 1
+_LOWER_BITS = CODE_BITS - LEAST_BITS
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLayout:
+    """Sizes and places, in bytes, of the parts of a group, which are packed as by `pack`.
+
+    With T = GROUP_TOKENS, P pairs of keys, and w = rate - 4 bits more of each value, a group has
+
+        ranges of keys [G, 2, Dk] and of values [T, G, 2], float16 (low, step)
+        the number of pairs of each channel of keys [G, Dk]
+        upper bits of keys [G, T / 2, Dk], and their pairs [T / 4, P]: by head and channel, the
+            upper first
+        upper bits of values [G, T / 2, Dv], and the next w bits of each [G, T w / 8, Dv]
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    rate: int
+
+    def __post_init__(self) -> None:
+        assert not self.key_dim % DIM_GRAIN and not self.value_dim % DIM_GRAIN
+        assert LEAST_BITS < self.rate <= LEAST_BITS + 2
+
+    @functools.cached_property
+    def num_pairs(self) -> int:
+        """Pairs of keys, of all heads."""
+        return _num_pairs(self.num_heads * self.key_dim, self.rate)
+
+    @property
+    def more_bits(self) -> int:
+        """Bits of each value behind its upper ones."""
+        return self.rate - LEAST_BITS
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the parts, in their order."""
+        heads, rows = self.num_heads, GROUP_TOKENS // CODE_BITS
+        return (
+            4 * heads * self.key_dim,
+            4 * heads * GROUP_TOKENS,
+            heads * self.key_dim,
+            heads * self.key_dim * rows * LEAST_BITS,
+            self.num_pairs * rows * 2,
+            heads * self.value_dim * rows * LEAST_BITS,
+            heads * self.value_dim * rows * self.more_bits,
+        )
+
+    @functools.cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where the parts begin, and where the last one ends."""
+        return tuple(itertools.accumulate(self.sizes, initial=0))
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group."""
+        return self.places[-1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,11 +144,6 @@ def code_values(values: Tensor, rate: int) -> Codes:
     return Codes(codes, low, step, torch.tensor(rate, dtype=torch.uint8, device=codes.device))
 
 
-def num_pairs(channels: int, rate: int) -> int:
-    """How many pairs of bits are kept of so many channels of keys."""
-    return channels * (rate - LEAST_BITS) // PAIR_BITS
-
-
 def pairs_of(weight: Tensor, rate: int) -> Tensor:
     """How many pairs of bits are kept of each channel: those that gain most.
 
@@ -104,7 +159,7 @@ def pairs_of(weight: Tensor, rate: int) -> Tensor:
     # gains upper pairs come first, and then lower channels.
     gains = torch.cat([flat, flat / 4**PAIR_BITS], 1)
     order = gains.sort(dim=1, stable=True, descending=True).indices
-    kept = order[:, : num_pairs(flat.shape[1], rate)] % flat.shape[1]
+    kept = order[:, : _num_pairs(flat.shape[1], rate)] % flat.shape[1]
     pairs = torch.zeros_like(flat, dtype=torch.uint8)
     pairs.scatter_add_(1, kept, torch.ones_like(kept, dtype=torch.uint8))
     return pairs.view(weight.shape)
@@ -121,6 +176,10 @@ def restore(codes: Codes) -> Tensor:
         low, step = low[..., None], step[..., None]
     middle = (codes.codes.float() / cell).floor_().add_(0.5).mul_(cell).sub_(0.5)
     return middle * step + low
+
+
+def _num_pairs(channels: int, rate: int) -> int:
+    return channels * (rate - LEAST_BITS) // PAIR_BITS
 
 
 def pack(parts: Tensor, width: int) -> Tensor:
@@ -157,3 +216,46 @@ def _code(exact: Tensor, low: Tensor, step: Tensor) -> Tensor:
     # A range of one value has no step, and code 0.
     scaled = (exact - low.float()) / step.float().clamp_min(torch.finfo(torch.float32).tiny)
     return scaled.round_().clamp_(0, _TOP).to(torch.uint8)
+
+
+def encode_layer(
+    layout: GroupLayout, keys: Tensor, values: Tensor, energy: Tensor | None = None
+) -> Tensor:
+    """Code keys [t, G, Dk] and values [t, G, Dv]: uint8 [groups, group_bytes].
+
+    `energy` float32 [G, Dk] is the mean square of the queries in each channel, see `code_keys`.
+
+    Raises:
+        NotCodable: no range holds them.
+    """
+    key, value = code_keys(keys, layout.rate, energy), code_values(values, layout.rate)
+    more_bits = layout.more_bits
+    of_keys, of_values = _in_groups(key.codes), _in_groups(value.codes)
+    pairs = (key.bits - LEAST_BITS) // PAIR_BITS
+    # Those of values behind the upper ones.
+    more = of_values >> (_LOWER_BITS - more_bits) & (2**more_bits - 1)
+    parts = (
+        torch.stack([key.low, key.step], 2),
+        _in_groups(torch.stack([value.low, value.step], 2)),
+        pairs,
+        pack((of_keys >> _LOWER_BITS).transpose(1, 2), LEAST_BITS),
+        pack(_pairs(of_keys.flatten(2), pairs.flatten(1)), PAIR_BITS),
+        pack((of_values >> _LOWER_BITS).transpose(1, 2), LEAST_BITS),
+        pack(more.transpose(1, 2), more_bits),
+    )
+    return torch.cat([own.contiguous().view(torch.uint8).flatten(1) for own in parts], 1)
+
+
+def _pairs(codes: Tensor, pairs: Tensor) -> Tensor:
+    """The pairs that are kept of codes uint8 [groups, T, n], of which `pairs` [groups, n] are:
+    uint8 [groups, T, P]."""
+    kept = torch.stack([pairs > 0, pairs > 1], 2).flatten(1)
+    places = kept.nonzero()[:, 1].view(len(codes), 1, -1)
+    both = torch.stack([codes >> PAIR_BITS & 3, codes & 3], 3).flatten(2)
+    return both.gather(2, places.expand(-1, GROUP_TOKENS, -1))
+
+
+def _in_groups(rows: Tensor) -> Tensor:
+    """Rows [t, ...] in whole groups, zeros behind them: [groups, GROUP_TOKENS, ...]."""
+    padding = [0, 0] * (rows.ndim - 1) + [0, -len(rows) % GROUP_TOKENS]
+    return torch.nn.functional.pad(rows, padding).unflatten(0, (-1, GROUP_TOKENS))

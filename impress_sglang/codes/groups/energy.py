@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.coding import Coding, CodingRule
-from impress_sglang.codes.groups.layer import encode_layer
-from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.groups.codec import GroupLayout, encode_layer
 
 logger = logging.getLogger(__name__)
 

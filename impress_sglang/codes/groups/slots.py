@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.groups.layout import GroupLayout
-from impress_sglang.codes.words import words_of
+from impress_sglang.codes.coding import words_of
+from impress_sglang.codes.groups.codec import GroupLayout
 from impress_sglang.loops import codes as loops
 
 

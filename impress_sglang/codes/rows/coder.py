@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
-from impress_sglang.codes.rows.levels import BOUNDS, LEVEL_TABLE
-from impress_sglang.codes.rows.row import GAIN_BITS, GAINS, gains_of
+from impress_sglang.codes.rows.row import BOUNDS, GAIN_BITS, GAINS, LEVEL_TABLE, gains_of
 from impress_sglang.errors import NotCodable
 from impress_sglang.loops.rows import BINS, GAIN_STEPS, GAIN_UNIT, quantise
 

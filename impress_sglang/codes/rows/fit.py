@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
-from impress_sglang.codes.rows.levels import MAX_BITS
+from impress_sglang.codes.rows.row import MAX_BITS
 
 # The first tokens of a prompt are attention sinks (https://arxiv.org/abs/2309.17453): nearly every
 # query attends to them, and their keys and values are unlike all others. They are never in codes,

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from impress_sglang.codes.groups import slots as loops
-from impress_sglang.codes.groups.codec import GROUP_TOKENS, code_keys, code_values, restore
-from impress_sglang.codes.groups.layer import encode_layer
-from impress_sglang.codes.groups.layout import GroupLayout
+from impress_sglang.codes.groups.codec import (
+    GROUP_TOKENS,
+    GroupLayout,
+    code_keys,
+    code_values,
+    encode_layer,
+    restore,
+)
 from impress_sglang.triton import codes
 from tests.unit.triton.conftest import compiled
 

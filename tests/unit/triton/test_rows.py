@@ -8,8 +8,8 @@ import triton
 
 from impress_sglang.codes.rows.coder import kvs_of
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
+from impress_sglang.triton import power_of_two
 from impress_sglang.triton import rows as kernels
-from impress_sglang.triton.sizes import power_of_two
 from tests.unit.row_factory import (
     LAYERS,
     components_of,
