@@ -151,10 +151,10 @@ def fill(
 ) -> None:
     """Turn keys, and put keys and values into slots int64 [t], distinct.
 
-    `product` is bfloat16 [t, X], less the `mean` [X]: keys of all heads, then values. `cos` and `sin`
-    are [t, rotated dimensions / 2]; for `halves` see `codes.rotation.KeyRotation`. Pools of keys
-    [slots, heads * dim] and of values [slots, the rest of X] are of bfloat16 in 16 bits, or of float32
-    in 32.
+    `product` is bfloat16 [t, X], less the `mean` [X]: keys of all heads, then values. `cos` and
+    `sin` are [t, rotated dimensions / 2]; for `halves` see `codes.rotation.KeyRotation`. Pools of
+    keys [slots, heads * dim] and of values [slots, the rest of X] are of bfloat16 in 16 bits, or of
+    float32 in 32.
     """
     half, split = np.uint64(cos.shape[1]), heads * dim
     numbers, turned = np.empty(len(mean), np.float32), np.empty(len(mean), np.float32)

@@ -110,8 +110,8 @@ class SlotFiller:
             writing: what it makes is entered while slots are written; may raise.
 
         Raises:
-            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now; what is in the
-                slots of this layer is undefined.
+            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now; what is
+                in the slots of this layer is undefined.
         """
         began, pools = time.perf_counter(), (keys, values)
         try:

@@ -19,9 +19,10 @@ _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 def copy_pages(table: Tensor, page_bytes: int, grain: int) -> None:
     """Copy pages, in one launch that is not waited for.
 
-    `table` int64 [2 * n], readable by the device, has the addresses of n pages, then those where they
-    go; no page that is read is written. Neither it nor the sources may change until the device is
-    done. Every address and `page_bytes` are multiples of `grain`, a power of two, at most `WORD_BYTES`.
+    `table` int64 [2 * n], readable by the device, has the addresses of n pages, then those where
+    they go; no page that is read is written. Neither it nor the sources may change until the device
+    is done. Every address and `page_bytes` are multiples of `grain`, a power of two, at most
+    `WORD_BYTES`.
     """
     count = len(table) // 2
     if not count:

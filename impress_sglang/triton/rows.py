@@ -52,8 +52,8 @@ class LayerTables:
 def places_of(bits: Sequence[int], parts: NDArray[np.int32], bounds: Sequence[int]) -> Tensor:
     """The places of components, on the CPU; see `LayerTables`.
 
-    `parts` are those of `codes.rows.row.RowLayout`; `bounds` are where groups that share a gain begin,
-    and where the last one ends.
+    `parts` are those of `codes.rows.row.RowLayout`; `bounds` are where groups that share a gain
+    begin, and where the last one ends.
     """
     places = np.empty((len(bits), _FIELDS.value), np.int32)
     places[:, :8] = parts.reshape(len(bits), 8)
@@ -65,7 +65,8 @@ def places_of(bits: Sequence[int], parts: NDArray[np.int32], bounds: Sequence[in
 def unpack(rows: Tensor, tables: LayerTables) -> Tensor:
     """Restore components of rows, uint8 [t, row_bytes], in one launch that is not waited for.
 
-    The last stride is 1. Returns bfloat16 [t, C and zeros], a multiple of `ALIGNED` numbers a token.
+    The last stride is 1. Returns bfloat16 [t, C and zeros], a multiple of `ALIGNED` numbers a
+    token.
     """
     assert rows.dtype == torch.uint8 and rows.stride(1) == 1
     count, components = len(rows), len(tables.places)
