@@ -80,6 +80,8 @@ def convert(gguf: Path, folder: Path) -> None:
     # transformers does not save what it has loaded so.
     del model.config.quantization_config
     model.config.tie_word_embeddings = False
+    # SGLang looks for it.
+    model.config.architectures = [type(model).__name__]
     weights = {name: own.clone().contiguous() for name, own in model.state_dict().items()}
     folder.mkdir()
     model.config.save_pretrained(folder)
