@@ -25,7 +25,7 @@ from bench.quality.tasks import Item, Task, make_task
 
 OPTIONS = {"prefixes": 2, "shots": 8, "passages": 6, "examples": 8}
 EXACT, QUARTER, FIVE = Way("as"), Way("paper", 0.25), Way("a@5", 1.0, 5.0)
-EXCERPTED = ("piqa", "copa", "openbookqa", "squad")
+EXCERPTED = ("piqa", "copa", "openbookqa", "squad", "completion", "signature")
 
 
 def tokenize(text: str) -> list[int]:
