@@ -1,1 +1,20 @@
-"""`impress`: commands for a running server, or for a directory that no server uses."""
+"""`impress`, the command line: how commands end, exit statuses and errors."""
+
+from __future__ import annotations
+
+DONE, DAMAGED, REFUSED, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_STATUS = {
+    DONE: "done",
+    DAMAGED: "`verify` has found damage",
+    REFUSED: "the command is wrong, or was refused; nothing was changed",
+    UNREACHABLE: "there is no server, or no store, or it is in use",
+    INTERRUPTED: "it was interrupted",
+}
+
+
+class Refused(Exception):
+    """The command cannot be carried out as it was given; says why."""
+
+
+class Unreachable(Exception):
+    """There is no server or store that can carry the command out."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from impress_sglang.cli.outcome import Refused, Unreachable
+from impress_sglang.cli import Refused, Unreachable
 from impress_sglang.cli.server import Server
 
 QUESTION_TOKENS = 16

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.cli.outcome import Refused
+from impress_sglang.cli import Refused
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.coder import encode_layer, kvs_of

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from impress_sglang.cli.outcome import Refused, Unreachable
+from impress_sglang.cli import Refused, Unreachable
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import (
     ConfigError,
@@ -44,6 +44,7 @@ from impress_sglang.store.purging import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 
+FILES = FileSystem()
 # So long, because no request waits for the disk.
 PATIENCE_S = 3600.0
 _UNBOUNDED_GB = 1e9
@@ -55,153 +56,134 @@ Which: TypeAlias = Mapping[str, Any]
 """The body of an order to a server, or `segment`, the last segment of a prefix."""
 
 
-class Directory:
-    """The stores below one `--impress-ssd-dir`, one for each model."""
+def stat(root: Path) -> list[Row]:
+    """How much each store has."""
+    found = []
+    for path in stores_in(root):
+        with _locked(path):
+            sizes, entries = _sizes(path), _entries(path)
+            row: Row = {"store": path.name, "segments": len(sizes), "bytes": sum(sizes)}
+            row["quarantined"] = len(quarantined_files(FILES, path))
+            row["tokens"] = sum(len(own.info.prompt_tokens) for own in entries)
+            found.append(row)
+    return found
 
-    def __init__(self, root: Path) -> None:
-        self.files = FileSystem()
-        self.root = root.expanduser()
 
-    def stat(self) -> list[Row]:
-        """How much each store has."""
-        found = []
-        for path in self.stores():
-            with self._locked(path):
-                sizes = self._sizes(path)
-                row: Row = {"store": path.name, "segments": len(sizes), "bytes": sum(sizes)}
-                row["quarantined"] = len(quarantined_files(self.files, path))
-                row["tokens"] = sum(len(own.info.prompt_tokens) for own in self._entries(path))
-                found.append(row)
-        return found
+def ls(root: Path) -> list[Row]:
+    """All segments, store by store, the last used first."""
+    found = []
+    for path in stores_in(root):
+        with _locked(path):
+            entries = _entries(path)
+        entries.sort(key=lambda own: (-own.last_access, own.segment_id))
+        for own in entries:
+            row = {
+                "store": path.name,
+                "segment": own.segment_id,
+                "namespace": own.info.namespace,
+                "from_token": own.info.prefix_len,
+                "tokens": len(own.info.prompt_tokens),
+                "bytes": own.file_bytes,
+                "hits": own.hits,
+                "priority": own.info.priority.name.lower(),
+                "exact": not own.info.quality.depth,
+            }
+            found.append(row)
+    return found
 
-    def ls(self) -> list[Row]:
-        """All segments, store by store, the last used first."""
-        found = []
-        for path in self.stores():
-            with self._locked(path):
-                entries = self._entries(path)
-            entries.sort(key=lambda own: (-own.last_access, own.segment_id))
-            found += [_described(path.name, own) for own in entries]
-        return found
 
-    def verify(self) -> list[Row]:
-        """Find damaged files: each is read as a whole, and nothing is changed."""
-        wrong = []
-        for path in self.stores():
-            with self._locked(path):
-                for name, own, finished in segment_files(self.files, path):
-                    try:
-                        if finished:
-                            check_file(self.files, Path(own))
-                    except PrefixUnreadable as error:
-                        wrong.append({"store": path.name, "segment": name, "error": str(error)})
-        return wrong
+def verify(root: Path) -> list[Row]:
+    """Find damaged files: each is read as a whole, and nothing is changed."""
+    wrong = []
+    for path in stores_in(root):
+        with _locked(path):
+            for name, own, finished in segment_files(FILES, path):
+                try:
+                    if finished:
+                        check_file(Path(own))
+                except PrefixUnreadable as error:
+                    wrong.append({"store": path.name, "segment": name, "error": str(error)})
+    return wrong
 
-    def clear(self) -> list[Row]:
-        """Remove all stores; returns what was in them."""
-        removed = self.stat()
-        self._remove(self.stores())
-        return removed
 
-    def gc(self) -> list[Row]:
-        """Remove what cannot be used: as each start of a server does, and what it leaves.
+def clear(root: Path) -> list[Row]:
+    """Remove all stores; returns what was in them."""
+    removed = stat(root)
+    for path in stores_in(root):
+        _remove(path)
+    return removed
 
-        That is what is in quarantine, and stores of older formats as a whole.
-        """
-        paths = self.stores()
-        with contextlib.ExitStack() as stack:
-            for path in paths:
-                stack.enter_context(self._locked(path))
-        rows = []
+
+def gc(root: Path) -> list[Row]:
+    """Remove what cannot be used: as each start of a server does, and what it leaves.
+
+    That is what is in quarantine, and stores of older formats as a whole.
+    """
+    paths, rows = stores_in(root), []
+    with contextlib.ExitStack() as stack:
         for path in paths:
-            is_old, before = format_of(self.files, path) < FORMAT_VERSION, self._all_sizes(path)
-            if is_old:
-                self._remove([path])
-            elif format_of(self.files, path) == FORMAT_VERSION:
-                with opened(self.files, path) as store:
+            stack.enter_context(_locked(path))
+    for path in paths:
+        before, after = _sizes(path, all_files=True), list[int]()
+        if format_of(FILES, path) < FORMAT_VERSION:
+            _remove(path)
+        else:
+            if format_of(FILES, path) == FORMAT_VERSION:
+                with opened(path) as store:
                     store.expire(store.tree.order.take_due(time.time(), len(store.tree)))
-                for own in quarantined_files(self.files, path):
-                    self.files.unlink(own)
-            after = [] if is_old else self._all_sizes(path)
-            gone = {"files": len(before) - len(after), "bytes": sum(before) - sum(after)}
-            rows.append({"store": path.name, **gone})
-        return rows
+                for own in quarantined_files(FILES, path):
+                    FILES.unlink(own)
+            after = _sizes(path, all_files=True)
+        gone = {"files": len(before) - len(after), "bytes": sum(before) - sum(after)}
+        rows.append({"store": path.name, **gone})
+    return rows
 
-    def order(self, verb: str, which: Which) -> list[Row]:
-        """`pin`, `unpin` or `purge` prefixes in all stores that have them.
 
-        Raises:
-            Refused: it names no prefix, or none that can be pinned.
-        """
-        with contextlib.ExitStack() as stack:
-            found = dict[str, tuple[PrefixStore, Any]]()
-            for path in self.stores():
-                store = stack.enter_context(opened(self.files, path))
-                if (place := place_of(store, which)) is not None:
-                    found[path.name] = store, place
-            if not found:
-                raise Refused(f"there is no segment {which['segment']}")
-            if verb == "pin":
-                refusals = [store.pins.pin(*place) for store, place in found.values()]
-                if None not in refusals:
-                    raise Refused("; ".join(map(str, refusals)))
-                pairs = zip(found, refusals, strict=True)
-                pinned = [name for name, refusal in pairs if refusal is None]
-                return [{"store": own, **found[own][0].pins.summary()} for own in pinned]
-            if verb == "unpin":
-                counts = {own: store.pins.unpin(*place) for own, (store, place) in found.items()}
-                return [{"store": own, "unpinned": count} for own, count in counts.items()]
+def order(root: Path, verb: str, which: Which) -> list[Row]:
+    """`pin`, `unpin` or `purge` prefixes in all stores that have them.
+
+    Raises:
+        Refused: it names no prefix, or none that can be pinned.
+    """
+    with contextlib.ExitStack() as stack:
+        found = dict[str, tuple[PrefixStore, Any]]()
+        for path in stores_in(root):
+            store = stack.enter_context(opened(path))
+            if (place := place_of(store, which)) is not None:
+                found[path.name] = store, place
+        if not found:
+            raise Refused(f"there is no segment {which['segment']}")
+        if verb == "unpin":
+            counts = {own: store.pins.unpin(*place) for own, (store, place) in found.items()}
+            return [{"store": own, "unpinned": count} for own, count in counts.items()]
+        if verb == "purge":
             age = which.get("older_than")
             return [{"store": own, **_purge(*found[own], age)} for own in found]
+        refusals = {own: store.pins.pin(*place) for own, (store, place) in found.items()}
+        if None not in refusals.values():
+            raise Refused("; ".join(map(str, refusals.values())))
+        pinned = [own for own, refusal in refusals.items() if refusal is None]
+        return [{"store": own, **found[own][0].pins.summary()} for own in pinned]
 
-    def stores(self) -> list[Path]:
-        """The folders of all stores.
 
-        Raises:
-            Unreachable: there is none, or they cannot be read.
-        """
-        try:
-            paths = [self.root / name for name in self.files.list(self.root)]
-            found = [path for path in paths if is_store(self.files, path)]
-        except OSError as error:
-            raise Unreachable(f"{self.root} cannot be read: {error}") from error
-        if not found:
-            raise Unreachable(f"there is no store in {self.root}")
-        return found
+def stores_in(root: Path) -> list[Path]:
+    """The folders of all stores, one for each model, below an `--impress-ssd-dir`.
 
-    def _remove(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            if not remove_store(self.files, path):
-                raise _in_use(path)
-
-    @contextlib.contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        try:
-            directory = StoreDirectory(self.files, path.parent, path.name)
-        except StoreError as error:
-            raise _in_use(path) from error
-        except ConfigError as error:
-            raise Unreachable(f"{path} cannot be opened: {error}") from error
-        try:
-            yield
-        except OSError as error:
-            raise Unreachable(f"{path} cannot be read: {error}") from error
-        finally:
-            directory.close()
-
-    def _sizes(self, path: Path) -> list[int]:
-        return [self.files.stat(own).st_size for _, own, _ in segment_files(self.files, path)]
-
-    def _all_sizes(self, path: Path) -> list[int]:
-        aside = quarantined_files(self.files, path)
-        return self._sizes(path) + [self.files.stat(own).st_size for own in aside]
-
-    def _entries(self, path: Path) -> list[StoredSegment]:
-        return list(Journal(self.files, path).segments().values())
+    Raises:
+        Unreachable: there is none, or they cannot be read.
+    """
+    root = root.expanduser()
+    try:
+        found = [root / name for name in FILES.list(root) if is_store(FILES, root / name)]
+    except OSError as error:
+        raise Unreachable(f"{root} cannot be read: {error}") from error
+    if not found:
+        raise Unreachable(f"there is no store in {root}")
+    return found
 
 
 @contextlib.contextmanager
-def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Iterator[PrefixStore]:
+def opened(path: Path, shape: KVShape | None = None) -> Iterator[PrefixStore]:
     """Open the store in a folder, and close it in the end; `shape`: None for its segments' shape.
 
     Raises:
@@ -215,15 +197,11 @@ def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Itera
         host_gb=0.0,
         io_timeout=PATIENCE_S,
     )
-    try:
-        shape = shape or _shape_in(files, path)
-        directory = StoreDirectory(files, path.parent, path.name)
-        disk = StoreDisk(config, directory.identity, files, directory)
-        store = PrefixStore(config, directory.identity, shape, files=files, disk=disk)
-    except StoreError as error:
-        raise _in_use(path) from error
-    except (ConfigError, OSError) as error:
-        raise Unreachable(f"{path} cannot be opened: {error}") from error
+    with _reachable(path):
+        directory = StoreDirectory(FILES, path.parent, path.name)
+        disk = StoreDisk(config, directory.identity, FILES, directory)
+        shape = shape or _shape_in(path)
+        store = PrefixStore(config, directory.identity, shape, files=FILES, disk=disk)
     try:
         yield store
     finally:
@@ -232,13 +210,37 @@ def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Itera
         raise Unreachable(f"not everything was done, {found['last_failure']}")
 
 
-def check_file(files: FileSystem, path: Path) -> None:
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep servers from a store, whose files are only read."""
+    with (
+        _reachable(path),
+        contextlib.closing(StoreDirectory(FILES, path.parent, path.name)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _reachable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        raise _in_use(path) from error
+    except (ConfigError, OSError) as error:
+        raise Unreachable(f"{path} cannot be opened: {error}") from error
+
+
+def _in_use(path: Path) -> Unreachable:
+    return Unreachable(f"{path} serves a running server: ask that, with --url")
+
+
+def check_file(path: Path) -> None:
     """Read a segment file to its end.
 
     Raises:
         PrefixUnreadable: it is damaged, or cannot be read.
     """
-    with contextlib.closing(OpenSegment(path, files, direct=False)) as segment:
+    with contextlib.closing(OpenSegment(path, FILES, direct=False)) as segment:
         segment.check_all()
 
 
@@ -278,34 +280,30 @@ def _purge(store: PrefixStore, place: Any, age: float | None) -> Row:
     while purge.left:
         done = purge.step(store, len(store.tree))
         counts["segments"] += len(done.segment_ids)
-        counts["tokens"] += done.tokens
-        counts["bytes"] += done.bytes
-        counts["unpinned"] += done.unpinned
+        for name in ("tokens", "bytes", "unpinned"):
+            counts[name] += getattr(done, name)
     return dict(counts)
 
 
-def _shape_in(files: FileSystem, path: Path) -> KVShape:
-    for _, own, finished in segment_files(files, path):
+def _remove(path: Path) -> None:
+    if not remove_store(FILES, path):
+        raise _in_use(path)
+
+
+def _sizes(path: Path, *, all_files: bool = False) -> list[int]:
+    """Bytes of the files of segments, with `all_files` also of those in quarantine."""
+    files = (own for _, own, _ in segment_files(FILES, path))
+    aside = quarantined_files(FILES, path) if all_files else ()
+    return [FILES.stat(own).st_size for own in (*files, *aside)]
+
+
+def _entries(path: Path) -> list[StoredSegment]:
+    return list(Journal(FILES, path).segments().values())
+
+
+def _shape_in(path: Path) -> KVShape:
+    for _, own, finished in segment_files(FILES, path):
         with contextlib.suppress(SegmentUnreadable, StoreUnavailable):
             if finished:
-                return read_header(Path(own), files).info.shape
+                return read_header(Path(own), FILES).info.shape
     return _NO_SHAPE
-
-
-def _in_use(path: Path) -> Unreachable:
-    return Unreachable(f"{path} serves a running server: ask that, with --url")
-
-
-def _described(store: str, segment: StoredSegment) -> Row:
-    info = segment.info
-    return {
-        "store": store,
-        "segment": info.segment_id,
-        "namespace": info.namespace,
-        "from_token": info.prefix_len,
-        "tokens": len(info.prompt_tokens),
-        "bytes": segment.file_bytes,
-        "hits": segment.hits,
-        "priority": info.priority.name.lower(),
-        "exact": not info.quality.depth,
-    }

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from impress_sglang.cli.bench import measure
-from impress_sglang.cli.outcome import (
+from impress_sglang.cli import (
     DAMAGED,
     DONE,
     EXIT_STATUS,
@@ -21,6 +20,7 @@ from impress_sglang.cli.outcome import (
     Refused,
     Unreachable,
 )
+from impress_sglang.cli.bench import measure
 from impress_sglang.cli.server import Server
 from impress_sglang.config import DEFAULT_SSD_DIR
 from impress_sglang.options import BITS, BOTH, CODES, USUAL_BITS
@@ -157,8 +157,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
 }
 # Of these a command takes one; these commands need one.
 _WHICH, _ONE = ("--text", "--file", "--ids", "--segment"), ("why", "warm", "pin", "unpin")
-# That a directory takes as well.
-_ORDERS = ("pin", "unpin", "purge")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -219,8 +217,7 @@ def _carry_out(args: argparse.Namespace) -> Any:
     if args.command == "plan":
         from impress_sglang.cli.plan import plan
 
-        sizes = args.prefixes, args.tokens, args.bits, args.drive_gbps, args.per_day
-        return plan(args.model, *sizes, args.basis, args.keep)
+        return plan(args)
     if args.command == "hicache-config":
         few = {} if args.bits is None else {"bits": args.bits}
         return HICACHE | {"ssd_dir": str(args.ssd_dir.absolute()), "ssd_gb": args.ssd_gb} | few
@@ -229,18 +226,16 @@ def _carry_out(args: argparse.Namespace) -> Any:
 
         return calibrate(args.model, args.out, args.text, args.tokens)
     if getattr(args, "dir", None) is not None:
-        from impress_sglang.cli.directory import Directory
+        from impress_sglang.cli import directory, shipping
 
-        directory = Directory(args.dir)
-        if args.command in _ORDERS:
-            return directory.order(args.command, _prefix_of(args))
-        if args.command in ("export", "import"):
-            from impress_sglang.cli.shipping import export, import_
-
-            if args.command == "export":
-                return export(directory, _prefix_of(args), args.path, args.store)
-            return import_(directory, _prefix_of(args), args.path)
-        return getattr(directory, args.command)()
+        match args.command:
+            case "pin" | "unpin" | "purge":
+                return directory.order(args.dir, args.command, _prefix_of(args))
+            case "export":
+                return shipping.export(args.dir, _prefix_of(args), args.path, args.store)
+            case "import":
+                return shipping.import_(args.dir, _prefix_of(args), args.path)
+        return getattr(directory, args.command)(args.dir)
     if getattr(args, "segment", None) is not None:
         raise Refused("--segment names a prefix in a directory: give --dir")
     server = Server(args.url, args.key, getattr(args, "api_key", None))

@@ -7,6 +7,7 @@ This part of the command line needs the package's dependencies, torch among them
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,56 +15,38 @@ from typing import Any
 
 import torch
 
-from impress_sglang.cli.outcome import Refused
+from impress_sglang.cli import Refused
 from impress_sglang.codes.groups.codec import DIM_GRAIN
 from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
-from impress_sglang.options import BITS, CODES
+from impress_sglang.options import BITS, BITS_TEXT, CODES
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.transfer.basis_codec import shape_by
 
 _GB = 1e9
 
 
-def plan(
-    model: Path,
-    prefixes: int,
-    tokens: int,
-    bits: float,
-    drive_gbps: float,
-    per_day: int,
-    basis: Path | None = None,
-    keep: str = CODES,
-) -> dict[str, Any]:
+def plan(args: Namespace) -> dict[str, Any]:
     """Compute what prefixes of a model take, on all ranks together.
-
-    Args:
-        model: folder of the model, or its config.json.
-        prefixes: how many are to be kept.
-        tokens: length of each, in tokens.
-        bits: rate of codes without a basis, one of `BITS`.
-        drive_gbps: GB per second that the drive reads.
-        per_day: new prefixes per day.
-        basis: by which KVs are coded, as well as in so many bits.
-        keep: as `--impress-keep`.
 
     Raises:
         Refused: the model's configuration cannot be read, has no KVs of the usual kind, or others
             than the basis; or a number is out of range.
     """
-    if min(prefixes, tokens) < 1 or per_day < 0 or not drive_gbps > 0 or bits not in BITS:
+    prefixes, tokens, per_second = args.prefixes, args.tokens, args.drive_gbps * _GB
+    positive = min(prefixes, tokens) >= 1 and args.per_day >= 0 and per_second > 0
+    if not positive or args.bits not in BITS:
         raise Refused(
-            "prefixes, tokens and the drive's rate must be positive, and bits one of "
-            + ", ".join(f"{own:g}" for own in BITS)
+            f"prefixes, tokens and the drive's rate must be positive, and bits one of {BITS_TEXT}"
         )
-    shape = shape_of(_config_of(model), bits)
-    if basis is not None:
+    shape = shape_of(_config_of(args.model), args.bits)
+    if args.basis is not None:
         try:
-            shape = shape_by(Basis.load(basis).keeping(bits), shape)
+            shape = shape_by(Basis.load(args.basis).keeping(args.bits), shape)
         except ImpressError as error:
             raise Refused(str(error)) from error
-    shape = replace(shape, exact=keep != CODES)
+    shape = replace(shape, exact=args.keep != CODES)
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
     read = sum(own.num_bytes for own in layout.codes)
     exact = tokens * shape.num_layers * shape.token_bytes
@@ -75,10 +58,10 @@ def plan(
         "cache_gb": round(prefixes * read / _GB, 1),
         "read_mb": round(read / 1e6, 1),
         "read_share": round(read / exact, 3),
-        "read_ms": round(read / drive_gbps / _GB * 1e3, 1),
-        "read_exact_ms": round(exact / drive_gbps / _GB * 1e3, 1),
+        "read_ms": round(read / per_second * 1e3, 1),
+        "read_exact_ms": round(exact / per_second * 1e3, 1),
         "buffer_gb": round(2 * layout.most_layer_bytes / _GB, 3),
-        "written_gb_per_day": round(per_day * stored / _GB, 1),
+        "written_gb_per_day": round(args.per_day * stored / _GB, 1),
     }
 
 

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from impress_sglang.cli.outcome import Refused, Unreachable
+from impress_sglang.cli import Refused, Unreachable
 
 TIMEOUT_S = 600.0
 FLUSHED_IN_S = 60.0

@@ -16,18 +16,26 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from impress_sglang.cli.directory import Directory, check_file, namespace_in, opened, place_of
-from impress_sglang.cli.outcome import Refused, Unreachable
+from impress_sglang.cli import Refused, Unreachable
+from impress_sglang.cli.directory import (
+    FILES,
+    Row,
+    Which,
+    check_file,
+    namespace_in,
+    opened,
+    place_of,
+    stores_in,
+)
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.storage.directory import identity_in, segment_files
-from impress_sglang.storage.files import AlignedMemory, FileSystem
+from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.segment import (
     SEGMENT_SUFFIX,
@@ -54,9 +62,7 @@ _DAMAGE = (
 )
 
 
-def export(
-    directory: Directory, which: Mapping[str, Any], path: Path, name: str | None
-) -> dict[str, Any]:
+def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
     """Write what `which` names into a new folder; see `directory.place_of`.
 
     Without a prefix that is the whole namespace; with one, what is stored of the prefix and what
@@ -66,22 +72,22 @@ def export(
         Refused: it is not stored, or cannot be read; or the folder exists already.
         Unreachable: the folder cannot be written.
     """
-    stores = {own.name: own for own in directory.stores()}
+    stores = {own.name: own for own in stores_in(root)}
     if name is None and len(stores) == 1:
         (name,) = stores
     if name not in stores:
         raise Refused(f"which store? give --store, one of {', '.join(stores)}")
     if os.path.lexists(path):
         raise Refused(f"{path} already exists")
-    with opened(directory.files, stores[name]) as store:
-        chosen = _with_bases(_chosen(store, which))
+    with opened(stores[name]) as store:
+        chosen = _chosen(store, which)
         if not chosen:
             raise Refused("nothing of it is stored")
         folders = {stores[name], *(own.home for own in chosen if own.home is not None)}
-        found = [segment_files(directory.files, own) for own in folders]
+        found = [segment_files(FILES, own) for own in folders]
         paths = {own: Path(file) for files in found for own, file, _ in files}
         try:
-            num_bytes = _write(directory.files, path, namespace_in(which), chosen, paths)
+            num_bytes = _write(path, namespace_in(which), chosen, paths)
         except PrefixUnreadable as error:
             raise Refused(f"{error}, so nothing is exported: see impress verify") from error
         except OSError as error:
@@ -90,7 +96,7 @@ def export(
     return {"store": name, "segments": len(chosen), "tokens": tokens, "bytes": num_bytes}
 
 
-def import_(directory: Directory, which: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def import_(root: Path, which: Which, path: Path) -> Row:
     """Store what was exported but is not stored here, without removing anything for it.
 
     `which` names the namespace. If there is no store at all, one is made. What begins like a stored
@@ -100,18 +106,18 @@ def import_(directory: Directory, which: Mapping[str, Any], path: Path) -> dict[
         Refused: it is damaged, of another model or namespace, or there is no room.
         Unreachable: the disk fails.
     """
-    namespace, files, folder = namespace_in(which), directory.files, Exported(directory.files, path)
+    namespace, folder, root = namespace_in(which), Exported(path), root.expanduser()
     identity, shape = folder.infos[0].identity, folder.infos[0].shape
-    if not folder.is_of(namespace):
+    if folder.namespace != _keyed(folder.key, namespace):
         raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
     with contextlib.suppress(Unreachable):
-        names = [own.name for own in directory.stores()]
+        names = [own.name for own in stores_in(root)]
         if identity not in names:
             raise Refused(
                 f"{path} is of the model identity {identity}, and here are stores of "
                 f"{', '.join(names)} only: start its server here once"
             )
-    with opened(files, directory.root / identity, shape) as store:
+    with opened(root / identity, shape) as store:
         now, name = time.time(), store.namespace(namespace)
         new, copied, num_bytes = [], 0, 0
         for number, own in enumerate(folder.infos):
@@ -122,7 +128,7 @@ def import_(directory: Directory, which: Mapping[str, Any], path: Path) -> dict[
                 here = dataclasses.replace(own, namespace=name, prefix_digest=digest)
                 new.append((StoredSegment(here, here.layout().file_bytes), prompt))
         needed = sum(own.file_bytes for own, _ in new)
-        left = files.free_bytes(directory.root) - bytes_of(ImpressConfig().min_free_gb)
+        left = FILES.free_bytes(root) - bytes_of(ImpressConfig().min_free_gb)
         if new and needed > left:
             raise Refused(
                 f"it takes {needed / 1e9:.3f} GB, and {max(left, 0) / 1e9:.3f} GB are free"
@@ -130,7 +136,7 @@ def import_(directory: Directory, which: Mapping[str, Any], path: Path) -> dict[
         for segment, prompt in new:
             if store.tree.insert(segment, prompt[: segment.info.prefix_len]):
                 try:
-                    _copy(files, folder.file(segment.segment_id), store, segment)
+                    _copy(folder.file(segment.segment_id), store, segment)
                 except (OSError, PrefixUnreadable) as error:
                     raise Unreachable(f"{segment.segment_id} cannot be stored: {error}") from error
                 copied, num_bytes = copied + 1, num_bytes + segment.file_bytes
@@ -140,14 +146,13 @@ def import_(directory: Directory, which: Mapping[str, Any], path: Path) -> dict[
 
 
 class Exported:
-    """A folder that was exported, read to its end and intact."""
+    """A folder that was exported, read to its end and intact.
 
-    def __init__(self, files: FileSystem, path: Path) -> None:
-        """Read and check all of it.
+    Raises:
+        Refused: it cannot be read, was written by something else, or is damaged.
+    """
 
-        Raises:
-            Refused: it cannot be read, was written by something else, or is damaged.
-        """
+    def __init__(self, path: Path) -> None:
         self._path = path
         self.infos: list[SegmentInfo] = []
         """Its segments, each after the one that it builds on."""
@@ -155,15 +160,15 @@ class Exported:
             told = json.loads((path / CONTENTS).read_text(encoding="utf-8"))
             if told["kind"] != KIND:
                 raise ValueError("it was written by something else")
-            self._key, self._namespace = str(told["key"]), told["namespace"]
-            if len(self._key.encode()) > hashlib.blake2b.MAX_KEY_SIZE:
+            self.key, self.namespace = str(told["key"]), told["namespace"]
+            if len(self.key.encode()) > hashlib.blake2b.MAX_KEY_SIZE:
                 raise ValueError("its key is too long")
             self._above: list[int | None] = [above for _, above in told["segments"]]
             for number, (name, above) in enumerate(told["segments"]):
                 if identity_in(name) != name or not (above is None or 0 <= above < number):
                     raise ValueError("a segment has no place in it")
-                check_file(files, self.file(name))
-                self.infos.append(read_header(self.file(name), files).info)
+                check_file(self.file(name))
+                self.infos.append(read_header(self.file(name), FILES).info)
                 self._check(number, name)
             if not self.infos:
                 raise ValueError("there is nothing in it")
@@ -173,10 +178,6 @@ class Exported:
     def file(self, segment_id: str) -> Path:
         """The file of a segment."""
         return self._path / f"{segment_id}{SEGMENT_SUFFIX}"
-
-    def is_of(self, namespace: str) -> bool:
-        """Whether the prefixes belong to a namespace, which is given as plain text."""
-        return bool(self._namespace == _keyed(self._key, namespace))
 
     def prompt(self, number: int) -> Tokens:
         """All tokens from the start of a prompt to the end of a segment, int32 [n]."""
@@ -192,21 +193,24 @@ class Exported:
     def _check(self, number: int, name: str) -> None:
         first, own, prompt = self.infos[0], self.infos[number], self.prompt(number)
         alike = (first.identity, first.namespace, first.shape)
-        # A folder of this name will be made.
-        if identity_in(own.identity) != own.identity:
-            raise ValueError(f"segment {name} is of no model")
-        if not (isinstance(own.expires, int) and 0 <= own.expires < _LATEST):
-            raise ValueError(f"segment {name} does not say when it expires")
-        if len(prompt) != own.prefix_len + own.num_tokens:
-            raise ValueError(f"segment {name} has a gap before it")
-        if own.segment_id != name or (own.identity, own.namespace, own.shape) != alike:
-            raise ValueError(f"segment {name} is not one of these")
-        if prefix_digest(own.namespace, prompt[: own.prefix_len]) != own.prefix_digest:
-            raise ValueError(f"segment {name} builds on something else")
+        digest = prefix_digest(own.namespace, prompt[: own.prefix_len])
+        expires = isinstance(own.expires, int) and 0 <= own.expires < _LATEST
+        wrong = {
+            # A folder of this name will be made.
+            "is of no model": identity_in(own.identity) != own.identity,
+            "does not say when it expires": not expires,
+            "has a gap before it": len(prompt) != own.prefix_len + own.num_tokens,
+            "is not one of these": (
+                own.segment_id != name or (own.identity, own.namespace, own.shape) != alike
+            ),
+            "builds on something else": digest != own.prefix_digest,
+        }
+        for fault, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(f"segment {name} {fault}")
 
 
 def _write(
-    files: FileSystem,
     path: Path,
     namespace: str,
     chosen: list[StoredSegment],
@@ -222,7 +226,7 @@ def _write(
             source = paths.get(own.segment_id)
             if source is None:
                 raise SegmentUnreadable(own.segment_id, "another server has just removed it")
-            check_file(files, source)
+            check_file(source)
             shutil.copyfile(source, folder / source.name)
         contents = {
             "kind": KIND,
@@ -241,25 +245,25 @@ def _write(
     return sum(own.stat().st_size for own in path.iterdir())
 
 
-def _copy(files: FileSystem, path: Path, store: PrefixStore, new: StoredSegment) -> None:
+def _copy(path: Path, store: PrefixStore, new: StoredSegment) -> None:
     """Write the file of a segment anew, under its description in this store."""
     target, layout = store.segment_path(new.segment_id), new.info.layout()
-    files.make_directory(target.parent)
+    FILES.make_directory(target.parent)
     with (
-        contextlib.closing(OpenSegment(path, files, direct=False)) as old,
-        publishing(files, target, direct=False) as descriptor,
+        contextlib.closing(OpenSegment(path, FILES, direct=False)) as old,
+        publishing(FILES, target, direct=False) as descriptor,
     ):
         header = SegmentHeader(new.info, old.checksums, old.sinks, old.mapping, old.fits)
-        files.write(descriptor, 0, memoryview(encode_header(header)))
+        FILES.write(descriptor, 0, memoryview(encode_header(header)))
         for layer in range(new.info.shape.num_layers):
             memory = AlignedMemory(layout.layer_bytes(layer))
             old.fill(memory, layout.layer_offset(layer))
-            files.write(descriptor, layout.layer_offset(layer), memory.view)
+            FILES.write(descriptor, layout.layer_offset(layer), memory.view)
     store.worker.submit(store.worker.index, store.worker.journal.change, [new])
 
 
-def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]:
-    """The segments of a prefix, or of a namespace."""
+def _chosen(store: PrefixStore, which: Which) -> list[StoredSegment]:
+    """The segments of a prefix or a namespace, and all that they build on, the latter first."""
     # If no namespace is named, that of requests without one is meant.
     place = place_of(store, {"extra_key": None, **which})
     if place is None:
@@ -267,22 +271,18 @@ def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]
     name, tokens = place
     if name != store.namespace(namespace_in(which)):
         raise Refused("it belongs to another namespace: give its --extra-key and --cache-salt")
-    if tokens is None:
-        return list(store.tree.below(name))
-    match = store.tree.match(name, tokens, least=ANYTHING)
-    if match.num_tokens < len(tokens):
-        raise Refused(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
-    return [span.segment for span in match.spans]
-
-
-def _with_bases(segments: Iterable[StoredSegment]) -> list[StoredSegment]:
-    """These segments and all that they build on, the latter first."""
-    found: dict[StoredSegment, None] = {}
-    for segment in segments:
-        own: StoredSegment | None = segment
-        while own is not None and own not in found:
+    left = list(store.tree.below(name))
+    if tokens is not None:
+        match = store.tree.match(name, tokens, least=ANYTHING)
+        if match.num_tokens < len(tokens):
+            raise Refused(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
+        left = [span.segment for span in match.spans]
+    found = dict[StoredSegment, None]()
+    while left:
+        own = left.pop()
+        if own not in found:
             found[own] = None
-            own = own.parent
+            left += [] if own.parent is None else [own.parent]
     return sorted(found, key=lambda own: own.info.prefix_len)
 
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import pytest
 
 from bench.core.servers import HICACHE
+from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DONE
 from impress_sglang.hicache.packs import SUFFIX
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.harness import LATENT_HICACHE, Server, Zygote, running

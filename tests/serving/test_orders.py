@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import requests
 
+from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DONE
 from tests.serving.conftest import Serve
 from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens

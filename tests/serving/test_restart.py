@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DONE
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import paths, report

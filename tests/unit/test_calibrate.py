@@ -13,9 +13,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from impress_sglang.cli import DONE, REFUSED, Refused
 from impress_sglang.cli.calibrate import Prompts, calibrated
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DONE, REFUSED, Refused
 from impress_sglang.codes.rows.basis import RATES, Basis
 
 VOCABULARY = 256

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from impress_sglang.cli import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit import store_factory

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from impress_sglang.cli import DONE, INTERRUPTED, REFUSED, UNREACHABLE
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DONE, INTERRUPTED, REFUSED, UNREACHABLE
 from tests.unit.stub_server import StubServer
 
 Said = pytest.CaptureFixture[str]

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DONE
 from impress_sglang.storage.directory import MARKER
 from impress_sglang.storage.segment import FORMAT_VERSION
 from tests.unit import store_factory

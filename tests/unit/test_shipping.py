@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.cli import shipping
+from impress_sglang.cli import DONE, REFUSED, UNREACHABLE, shipping
 from impress_sglang.cli.main import main
-from impress_sglang.cli.outcome import DONE, REFUSED, UNREACHABLE
 from impress_sglang.cli.shipping import CONTENTS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
