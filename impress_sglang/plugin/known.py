@@ -16,7 +16,7 @@ from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.report_transport import attach
 from impress_sglang.plugin.tree_nodes import match_resident
-from impress_sglang.serving.custom_params import load_options_of
+from impress_sglang.serving.custom_params import load_options_of, truncated_tokens_of
 from impress_sglang.serving.job_queue import Waiter
 from impress_sglang.serving.kv_class import KVClass, marked
 from impress_sglang.serving.load_jobs import LoadJob
@@ -24,7 +24,6 @@ from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import NO_ESTIMATE, new_report, split_again
 from impress_sglang.serving.service import Service
-from impress_sglang.serving.truncation import truncated_tokens_of
 from impress_sglang.store.policies import LoadOptions
 
 

@@ -21,7 +21,7 @@ from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.ranks import Agreement, Wish
 from impress_sglang.serving.report import estimate_fields
-from impress_sglang.serving.scheduling import CacheState, QueueOrder
+from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.stored import StoredMatch
@@ -264,7 +264,7 @@ class PrefixLoads:
         cached = length + stored >= self._least
         work = RequestLengths(length, stored, total - length - stored)
         estimate = self._service.estimator.estimate(work, 1.0, known.io)
-        self.order.note(req.rid, CacheState(cached, estimate))
+        self.order.note(req.rid, estimate, cached=cached)
 
     def _unread(self, rid: str) -> float:
         """The share of a waiting request's reads that is left to do."""

@@ -13,8 +13,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+from impress_sglang.serving.custom_params import truncated_tokens_of
 from impress_sglang.serving.report import unused_report
-from impress_sglang.serving.truncation import truncated_tokens_of
 
 # Key of `meta_info`.
 REPORT_KEY = "impress"

@@ -25,8 +25,13 @@ from impress_sglang.plugin.admin import MESSAGE
 from impress_sglang.plugin.flags import config_of
 from impress_sglang.plugin.report_transport import REPORT_KEY
 from impress_sglang.plugin.served_cache import OK, RUNNING
-from impress_sglang.serving.custom_params import BITS_KEY, BLEND_KEY, RETENTION_KEY, STORE_KEY
-from impress_sglang.serving.truncation import TRUNCATE_KEY
+from impress_sglang.serving.custom_params import (
+    BITS_KEY,
+    BLEND_KEY,
+    RETENTION_KEY,
+    STORE_KEY,
+    TRUNCATE_KEY,
+)
 from impress_sglang.serving.why import Reason
 
 # Seconds between two steps of a request that takes several.

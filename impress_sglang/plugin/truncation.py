@@ -11,11 +11,11 @@ from typing import Any
 
 from impress_sglang.plugin.flags import config_of
 from impress_sglang.plugin.report_transport import share
-from impress_sglang.serving.custom_params import check_custom_params
-from impress_sglang.serving.truncation import (
+from impress_sglang.serving.custom_params import (
     KEEP_KEY,
     KEEP_TOKENS,
     TRUNCATED_KEY,
+    check_custom_params,
     find_cut,
     share_of,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from impress_sglang.config import ImpressConfig
@@ -17,7 +17,6 @@ from impress_sglang.options import (
     is_truncation,
     number_of_bits,
 )
-from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY, params_of
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.policies import LoadOptions
 
@@ -30,6 +29,15 @@ STORE_KEY = "impress_store"
 TTL_KEY = "impress_ttl"
 # Which other prefixes leave the SSD before its own.
 PRIORITY_KEY = "impress_priority"
+# The share of an over-long prompt that is cut at once, and how many first tokens stay.
+TRUNCATE_KEY = "impress_truncate"
+KEEP_KEY = "impress_keep_tokens"
+# Set by the server itself: how many tokens were cut.
+TRUNCATED_KEY = "impress_truncated_tokens"
+# First tokens that stay if the request does not say how many, and no system prompt is known.
+KEEP_TOKENS = 16
+# The first tokens that stay must leave this share of the context free, or nothing is cut.
+LEAST_ROOM = 0.25
 # Thirty years: a file's expiry time has to be a finite number.
 LONGEST_TTL = 1e9
 _PRIORITIES = {own.name.lower(): own for own in Priority}
@@ -87,6 +95,12 @@ def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
         )
 
 
+def params_of(sampling_params: Any) -> dict[str, Any]:
+    """The `custom_params` of a request; empty if it has none."""
+    params = getattr(sampling_params, "custom_params", None)
+    return params if isinstance(params, dict) else {}
+
+
 def _wish_of(sampling_params: Any, key: str) -> Any:
     """A right value that a request has for a key, else None."""
     value = params_of(sampling_params).get(key)
@@ -109,6 +123,12 @@ def priority_of(sampling_params: Any) -> Priority:
     return _PRIORITIES[_wish_of(sampling_params, PRIORITY_KEY) or "normal"]
 
 
+def truncated_tokens_of(sampling_params: Any) -> int:
+    """How many tokens of a request were cut."""
+    tokens: int = params_of(sampling_params).get(TRUNCATED_KEY, 0)
+    return tokens
+
+
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
     """What a request asks for, else the server's defaults; at least its floor of the retention."""
     params = params_of(sampling_params)
@@ -121,3 +141,35 @@ def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
         auto_bits=bits == AUTO,
         blend=params.get(BLEND_KEY, config.blend),
     )
+
+
+def share_of(params: Mapping[str, Any], config: ImpressConfig) -> float | None:
+    """By what share of the conversation a request is cut at once; None if it is not to be cut."""
+    share = params.get(TRUNCATE_KEY, config.truncate)
+    return None if share == OFF else float(share)
+
+
+def find_cut(
+    tokens: Sequence[int], limit: int, share: float, keep: int, openers: Container[int]
+) -> range | None:
+    """Find which tokens of a prompt to leave out, so that at most `limit` of them are left.
+
+    The first `keep` tokens stay, and of the rest the oldest part is left out (AttentionStore, 3.4).
+    Cuts are made in steps, each a share of what `limit` leaves to the conversation, so that none is
+    needed for some requests after a cut. The place of the cut depends only on the beginning and on
+    how many cuts are needed: so the prompts after a cut begin alike and find each other's prefix.
+    If the conversation begins with a token of `openers`, which begin messages, what is left of it
+    does as well where such a token is near.
+
+    Returns None for a prompt that fits, and if `keep` leaves too little room for the conversation.
+    """
+    room, over = limit - keep, len(tokens) - limit
+    if over <= 0 or room < max(LEAST_ROOM * limit, 1):
+        return None
+    step = max(round(share * room), 1)
+    start = keep + -(-over // step) * step
+    if tokens[keep] in openers:
+        # At least half of what a cut leaves is left.
+        near = tokens[start : start + min(step, room - step) // 2 + 1]
+        start += near.index(tokens[keep]) if tokens[keep] in near else 0
+    return range(keep, start)

@@ -37,9 +37,6 @@ from impress_sglang.transfer.sources import ReadStats, WholeSource
 logger = logging.getLogger(__name__)
 
 
-_Measurement: TypeAlias = tuple[PrefixStore, Sequence[StoredSpan], bool]
-
-
 class JobState(enum.Enum):
     """How far a job is."""
 
@@ -228,12 +225,7 @@ class LoadJob:
         """
         assert self.target is not None
         self.reads = source.stats
-        try:
-            self.store.ahead.join(source)
-            for layer in range(source.num_layers):
-                fill(layer, source, self.target, None)
-        finally:
-            self.store.close_source(source)
+        self._bring(source, self.target, fill, 0)
 
     def bring_rows(self, first: int, fill: FillLayer) -> None:
         """As `bring`, the layers from `first` on of its last tokens (windows), or its state."""
@@ -244,13 +236,16 @@ class LoadJob:
             raise PrefixUnreadable("", "its windows are gone")
         source = self.store.open_whole(spans, exact=self.kv_class.exact)
         source.layer, source.next_ahead = first - 1, first
+        self._bring(source, self.rows, fill, first)
+        self.reads.add(source.stats)
+
+    def _bring(self, source: WholeSource, slots: Tensor, fill: FillLayer, first: int) -> None:
         try:
             self.store.ahead.join(source)
             for layer in range(first, source.num_layers):
-                fill(layer, source, self.rows, None)
+                fill(layer, source, slots, None)
         finally:
             self.store.close_source(source)
-        self.reads.add(source.stats)
 
     def unread(self, num_layers: int) -> float:
         """The share of its reads that is left to do."""
@@ -261,6 +256,9 @@ class LoadJob:
         if not self.layers or not self.began_at:
             return None
         return max(num_layers - self.layers, 0) * (now - self.began_at) / self.layers
+
+
+_Opened: TypeAlias = collections.deque[tuple[LoadJob, WholeSource]]
 
 
 class JobLoader:
@@ -292,7 +290,8 @@ class JobLoader:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._asking = True
         self._measuring = False
-        self._asked: queue.SimpleQueue[LoadJob | _Measurement | None] = queue.SimpleQueue()
+        # Jobs, what measures reads, and None at the end.
+        self._asked: queue.SimpleQueue[LoadJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[LoadJob] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="impress-load", daemon=True)
         self._thread.start()
@@ -305,7 +304,7 @@ class JobLoader:
         """Read a little of some spans, unless there are jobs, to measure how fast reads are now."""
         if not self._measuring:
             self._measuring = True
-            self._asked.put((store, spans, exact))
+            self._asked.put(lambda: _measure(store, spans, exact=exact))
 
     def take_ended(self) -> Iterator[LoadJob]:
         """The jobs that have ended since the last call."""
@@ -324,65 +323,47 @@ class JobLoader:
 
     def _run(self) -> None:
         compute_alone()
-        opened = collections.deque[tuple[LoadJob, WholeSource]]()
+        opened = _Opened()
         while self._asking or opened:
             self._open(opened, wait=not opened)
             if opened:
                 self._load(*opened.popleft(), opened)
 
-    def _open(
-        self, opened: collections.deque[tuple[LoadJob, WholeSource]], *, wait: bool = False
-    ) -> None:
+    def _open(self, opened: _Opened, *, wait: bool = False) -> None:
         """Open what was asked for meanwhile, so that it is read ahead."""
         while self._asking and (wait or not self._asked.empty()):
             job, wait = self._asked.get(), False
             if job is None:
                 self._asking = False
-                return
-            if not isinstance(job, LoadJob):
+            elif isinstance(job, LoadJob):
+                with self._failing(job):
+                    job.began_at = time.monotonic()
+                    if self._states is not None and not job.behind:
+                        # Another rank has one where this one has none.
+                        raise PrefixUnreadable("", "its state is gone")
+                    source = job.open()
+                    if self._windows_from is not None:
+                        source.num_layers = self._windows_from
+                    try:
+                        job.store.ahead.wait(source)
+                    except BaseException:
+                        job.store.close_source(source)
+                        raise
+                    opened.append((job, source))
+            else:
                 try:
                     if not opened:
-                        _measure(*job)
+                        job()
                 except Exception:
                     logger.exception("reading could not be measured")
                 self._measuring = False
-                continue
-            try:
-                job.began_at = time.monotonic()
-                if self._states is not None and not job.behind:
-                    # Another rank has one where this one has none.
-                    raise PrefixUnreadable("", "its state is gone")
-                source = job.open()
-                if self._windows_from is not None:
-                    source.num_layers = self._windows_from
-                try:
-                    job.store.ahead.wait(source)
-                except BaseException:
-                    job.store.close_source(source)
-                    raise
-            except PrefixUnreadable as error:
-                self._end(job, JobState.FAILED, error)
-            except BaseException as error:
-                # A bug. Answers are right without the job.
-                logger.exception("a stored prefix could not be opened")
-                self._end(job, JobState.FAILED, error)
-            else:
-                opened.append((job, source))
 
-    def _load(
-        self,
-        job: LoadJob,
-        source: WholeSource,
-        others: collections.deque[tuple[LoadJob, WholeSource]],
-    ) -> None:
-        state = JobState.LOADED
-        error: BaseException | None = None
-
+    def _load(self, job: LoadJob, source: WholeSource, others: _Opened) -> None:
         def fill(layer: int, source: WholeSource, slots: Tensor, after: AfterFill | None) -> None:
             self._load_layer(layer, job, source, slots, after)
             self._open(others)
 
-        try:
+        with self._failing(job):
             with torch.cuda.stream(self._stream):
                 if self._stream is not None:
                     self._stream.wait_event(job.after)
@@ -392,15 +373,21 @@ class JobLoader:
                     job.bring_rows(self._windows_from, fill)
                 if self._states is not None:
                     job.bring_rows(0, fill)
+            self._end(job, JobState.LOADED)
+
+    @contextlib.contextmanager
+    def _failing(self, job: LoadJob) -> Iterator[None]:
+        """End a job that something happens to."""
+        try:
+            yield
         except JobRevoked:
-            state = JobState.DROPPED
-        except PrefixUnreadable as unreadable:
-            state, error = JobState.FAILED, unreadable
+            self._end(job, JobState.DROPPED)
+        except PrefixUnreadable as error:
+            self._end(job, JobState.FAILED, error)
         except BaseException as bug:
             # Answers are right without the job.
             logger.exception("a stored prefix could not be loaded")
-            state, error = JobState.FAILED, bug
-        self._end(job, state, error)
+            self._end(job, JobState.FAILED, bug)
 
     def _load_layer(
         self,
@@ -425,24 +412,21 @@ class JobLoader:
         source.end_layer(layer)
         job.store.ahead.top_up()
 
-    def _end(self, job: LoadJob, state: JobState, error: BaseException | None) -> None:
+    def _end(self, job: LoadJob, state: JobState, error: BaseException | None = None) -> None:
         job.end(state, error)
         self._ended.put(job)
         self.wake.set()
 
 
-def _measure(store: PrefixStore, spans: Sequence[StoredSpan], exact: bool) -> None:
+def _measure(store: PrefixStore, spans: Sequence[StoredSpan], *, exact: bool) -> None:
     try:
         source = store.open_whole(spans, exact=exact)
-    except PrefixUnreadable as error:
-        logger.warning("a stored prefix cannot be opened: %s", error)
-        return
-    try:
-        source.read_ahead()
-        if not source.ended_in_time():
-            late = TimeoutError("the device does not answer")
-            store.health.failed("reading could not be measured", late, reading=True)
+        try:
+            source.read_ahead()
+            if not source.ended_in_time():
+                late = TimeoutError("the device does not answer")
+                store.health.failed("reading could not be measured", late, reading=True)
+        finally:
+            store.close_source(source)
     except PrefixUnreadable as error:
         logger.warning("reading cannot be measured: %s", error)
-    finally:
-        store.close_source(source)

@@ -26,19 +26,26 @@ WINDOW = 16
 LOOK_SHARE = 0.01
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheState:
-    """What is cached of a waiting request: whether anything is, and what serving it takes."""
+@dataclasses.dataclass(slots=True)
+class _Waiting:
+    """A waiting request.
 
-    cached: bool
-    estimate: Estimate
+    What serving it takes, if it was looked at, and whether anything of it is cached; the pass in
+    which that was noted; how many requests overtook it, and how many seconds it waited for them.
+    """
+
+    estimate: Estimate | None = None
+    cached: bool = False
+    noted: int = -1
+    overtaken: int = 0
+    waited: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """A request in the queue: its rank, the seconds it takes, and how much it may be overtaken.
+    """A request in the queue, of which the lowest rank comes first.
 
-    The lowest rank comes first. At most `passes` more requests may overtake it, and they may take
+    It takes so many seconds. At most `passes` more requests may overtake it, and they may take
     `patience` seconds in all.
     """
 
@@ -46,19 +53,6 @@ class _Place:
     seconds: float
     passes: int
     patience: float
-
-
-@dataclasses.dataclass(slots=True)
-class _Known:
-    """A waiting request: its state, and the pass in which that was noted.
-
-    `overtaken` is how many requests overtook it, `waited` how many seconds it waited for them.
-    """
-
-    state: CacheState | None = None
-    noted: int = -1
-    overtaken: int = 0
-    waited: float = 0.0
 
 
 class QueueOrder:
@@ -82,7 +76,7 @@ class QueueOrder:
         self._schedule = schedule
         self._unread = unread
         self._clock = clock
-        self._known = defaultdict[str, _Known](_Known)
+        self._known = defaultdict[str, _Waiting](_Waiting)
         self._pass = 0
         self._next_look = -math.inf
         # If the window was reordered: SGLang's order of it, ours, and when that was.
@@ -94,10 +88,10 @@ class QueueOrder:
         # Whether SGLang tried to admit the request that we put first, and could not.
         self._refused = False
 
-    def note(self, rid: str, state: CacheState) -> None:
-        """Note what is cached of a waiting request."""
+    def note(self, rid: str, estimate: Estimate, *, cached: bool) -> None:
+        """Note what serving a waiting request takes, and whether anything of it is cached."""
         known = self._known[rid]
-        known.state, known.noted = state, self._pass
+        known.estimate, known.cached, known.noted = estimate, cached, self._pass
         self._refused = self._refused or rid in self._arranged[:1]
 
     def forget(self, rid: str) -> None:
@@ -109,7 +103,7 @@ class QueueOrder:
     def forget_states(self) -> None:
         """Forget the noted states: the tree is empty now."""
         for known in self._known.values():
-            known.state, known.noted = None, -1
+            known.estimate, known.noted = None, -1
 
     def restore(self, queue: list[Any]) -> None:
         """Put a queue back in the order in which SGLang left it, before it looks at it again."""
@@ -139,10 +133,9 @@ class QueueOrder:
         Takes at most `LOOK_SHARE` of the time; what is unused of that is kept for a second.
         """
         self._next_look = max(self._next_look, self._clock() - 1.0)
-        oldest = sorted(queue[:WINDOW], key=self._noted)
-        for request in oldest:
+        for request in sorted(queue[:WINDOW], key=lambda own: self._known[own.rid].noted):
             began = self._clock()
-            if began < self._next_look or self._noted(request) == self._pass:
+            if began < self._next_look or self._known[request.rid].noted == self._pass:
                 break
             look_at(request)
             self._next_look += (self._clock() - began) / LOOK_SHARE
@@ -188,9 +181,6 @@ class QueueOrder:
             arranged.append(request)
         return arranged
 
-    def _noted(self, request: Any) -> int:
-        return self._known[request.rid].noted
-
     def _place(self, rid: str) -> _Place:
         """The place of a request.
 
@@ -201,12 +191,12 @@ class QueueOrder:
         """
         known = self._known[rid]
         passes = WINDOW - known.overtaken
-        if known.state is None:
-            # A request without a state overtakes none, and none may overtake it.
+        if known.estimate is None:
+            # Unless it was looked at, a request overtakes none, and none may overtake it.
             return _Place((math.inf,), 0.0, passes, 0.0)
-        estimate, unread = known.state.estimate, self._unread(rid)
-        seconds, waits = estimate.seconds(unread), estimate.unhidden(unread) > 0.0
-        rank: tuple[float, ...] = (2.0 * waits if known.state.cached else 1.0,)
+        unread = self._unread(rid)
+        seconds, waits = known.estimate.seconds(unread), known.estimate.unhidden(unread) > 0.0
+        rank: tuple[float, ...] = (2.0 * waits if known.cached else 1.0,)
         if self._schedule == SHORTEST:
             rank = waits, seconds
         return _Place(rank, seconds, passes, seconds - known.waited)

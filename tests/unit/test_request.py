@@ -21,9 +21,11 @@ from impress_sglang.options import (
 )
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
+    KEEP_KEY,
     PRIORITY_KEY,
     RETENTION_KEY,
     STORE_KEY,
+    TRUNCATE_KEY,
     TTL_KEY,
     check_custom_params,
     load_options_of,
@@ -31,7 +33,6 @@ from impress_sglang.serving.custom_params import (
     store_wish_of,
     ttl_of,
 )
-from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.policies import LoadOptions
 

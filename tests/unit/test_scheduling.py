@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from impress_sglang.cost import Estimate
 from impress_sglang.options import CLASSES, SHORTEST
-from impress_sglang.serving.scheduling import LOOK_SHARE, WINDOW, CacheState, QueueOrder
+from impress_sglang.serving.scheduling import LOOK_SHARE, WINDOW, QueueOrder
 
-QUICK = CacheState(True, Estimate(1.0, 0.0, 0.01, None))
-READY = CacheState(True, Estimate(1.0, 0.0, 0.25, None))
-UNKNOWN = CacheState(False, Estimate(1.0, 0.0, 1.0, None))
-HIDDEN = CacheState(True, Estimate(1.0, 0.2, 0.3, None))
-SLOW = CacheState(True, Estimate(1.0, 4.0, 0.4, None))
-SLOWER = CacheState(True, Estimate(1.0, 9.0, 0.2, None))
+# What serving takes, and whether anything is cached.
+QUICK = (Estimate(1.0, 0.0, 0.01, None), True)
+READY = (Estimate(1.0, 0.0, 0.25, None), True)
+UNKNOWN = (Estimate(1.0, 0.0, 1.0, None), False)
+HIDDEN = (Estimate(1.0, 0.2, 0.3, None), True)
+SLOW = (Estimate(1.0, 4.0, 0.4, None), True)
+SLOWER = (Estimate(1.0, 9.0, 0.2, None), True)
 STATES = {"ready": READY, "unknown": UNKNOWN, "hidden": HIDDEN, "slow": SLOW, "slower": SLOWER}
 
 
@@ -31,12 +32,17 @@ class Waiting:
     priority: int | None = None
 
 
+def note(order: QueueOrder, rid: str, state: tuple[Estimate, bool]) -> None:
+    estimate, cached = state
+    order.note(rid, estimate, cached=cached)
+
+
 def make_order(
     schedule: str, unread: float = 1.0, clock: Callable[[], float] = time.perf_counter
 ) -> QueueOrder:
     order = QueueOrder(schedule, lambda _: unread, clock=clock)
     for rid, state in STATES.items():
-        order.note(rid, state)
+        note(order, rid, state)
     return order
 
 
@@ -67,10 +73,10 @@ def test_what_was_read_meanwhile_is_ready() -> None:
 
 def test_nobody_is_put_first_for_whom_the_engine_would_wait() -> None:
     """However soon it would be served: it is read while others are computed."""
-    short = CacheState(True, Estimate(1.0, 0.1, 0.05, None))
+    short = (Estimate(1.0, 0.1, 0.05, None), True)
     for unread, first in ((1.0, "unknown"), (0.5, "short")):
         order = make_order(SHORTEST, unread)
-        order.note("short", short)
+        note(order, "short", short)
         assert arranged(order, "unknown", "short")[0] == first
         # Who waits longer than it takes itself is not overtaken for that either.
         assert arranged(order, "short", "unknown")[0] == "short"
@@ -88,7 +94,7 @@ def test_who_was_overtaken_as_long_as_allowed_is_next(
     order = make_order(SHORTEST, clock=lambda: now)
     queue = [Waiting(first)]
     for number in range(times + 1):
-        order.note(f"other-{number}", QUICK)
+        note(order, f"other-{number}", QUICK)
         queue.append(Waiting(f"other-{number}"))
         order.restore(queue)
         order.arrange(queue)
@@ -100,7 +106,7 @@ def test_no_more_go_before_a_request_than_it_could_wait_for() -> None:
     """Of those that are admitted in one pass, which nobody has timed yet."""
     order = make_order(SHORTEST)
     for number in range(5):
-        order.note(f"ready-{number}", READY)
+        note(order, f"ready-{number}", READY)
     rids = ["unknown", *(f"ready-{number}" for number in range(5))]
     assert arranged(order, *rids) == [*rids[1:5], "unknown", "ready-4"]
 
@@ -111,7 +117,7 @@ def test_who_does_not_fit_holds_nobody_up_for_long() -> None:
     for _ in range(3):
         assert arranged(order, "slow", "ready") == ["ready", "slow"]
         # SGLang matches whom it tries.
-        order.note("ready", READY)
+        note(order, "ready", READY)
         assert arranged(order, "slow", "ready") == ["slow", "ready"]
     # But whom it has not even tried, for its budget was spent, stays first.
     assert arranged(order, "slow", "ready") == arranged(order, "slow", "ready")
@@ -141,8 +147,8 @@ class World:
         self.alone.append(own)
         if rng.random() < 0.9:
             state = rng.choice([*STATES.values(), QUICK])
-            self.order.note(own.rid, state)
-            self.seconds[own.rid] = state.estimate.seconds(self._unread)
+            note(self.order, own.rid, state)
+            self.seconds[own.rid] = state[0].seconds(self._unread)
 
     def step(self, policy: str, admits: int) -> None:
         self.order.restore(self.queue)
@@ -219,7 +225,7 @@ def test_looking_takes_its_share_of_the_time_and_the_oldest_first() -> None:
         nonlocal now
         looked.append(own.rid)
         now += 0.002
-        order.note(own.rid, READY)
+        note(order, own.rid, READY)
 
     # What was saved in a second, and a look that takes longer than what is left of it.
     order.restore(queue)

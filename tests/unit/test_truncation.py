@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OFF
-from impress_sglang.serving.truncation import (
+from impress_sglang.serving.custom_params import (
     LEAST_ROOM,
     TRUNCATE_KEY,
     find_cut,
