@@ -1,16 +1,5 @@
 """Exceptions that a caller or the environment can cause.
 
-    ImpressError
-    ├── ConfigError          an option has a wrong value, or options do not fit together
-    ├── UnsupportedError     model, SGLang version or another feature does not fit us
-    ├── BasisUnreadable      the file of a basis is missing, damaged or of another version
-    ├── NotCodable           KVs that have no codes: infinite, not a number, or too large
-    └── StoreError
-        ├── StoreInUseError  another process serves from the same SSD directory
-        └── PrefixUnreadable a stored prefix cannot be had: a miss, never an answer
-            ├── SegmentUnreadable   bytes are missing, short or corrupt; a second look decides
-            └── StoreUnavailable  nothing can be read now; what is stored is kept
-
 A shortage that is expected (quota, free space, write queue full) is a value, not an exception.
 """
 
@@ -46,7 +35,7 @@ class StoreInUseError(StoreError):
 
 
 class PrefixUnreadable(StoreError):
-    """KVs of a segment cannot be read; whoever needs them computes them."""
+    """KVs of a segment cannot be read: a miss, never an answer; who needs them computes them."""
 
     def __init__(self, segment_id: str, detail: str) -> None:
         super().__init__(f"segment {segment_id}: {detail}")
@@ -55,8 +44,8 @@ class PrefixUnreadable(StoreError):
 
 
 class SegmentUnreadable(PrefixUnreadable):
-    """Bytes of a segment are missing, short or do not match their checksum."""
+    """Bytes of a segment are missing, short or corrupt; a second look decides."""
 
 
 class StoreUnavailable(PrefixUnreadable):
-    """A segment cannot be read now: an error of the medium or the machine, or no answer in time."""
+    """Nothing can be read now: the medium or the machine fails, or there is no answer in time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,10 @@ KVs = list[tuple[Tensor, Tensor]]
 
 
 def calibrate(model: Path, out: Path, texts: Sequence[Path], tokens: int) -> dict[str, Any]:
-    """Fit a basis and write it.
+    """Fit a basis to the model in a folder of Hugging Face's kind, and write it to `out`.
 
-    Args:
-        model: a folder of Hugging Face's kind.
-        out: the basis is written there.
-        texts: files, each of one kind of text; without any, those of the package.
-        tokens: that each text has at most.
+    `texts` are files, each of one kind of text; without any, those of the package. At most `tokens`
+    of each are read.
 
     Raises:
         Refused: model or texts cannot be read, a text is too short, or the model is of a kind that
@@ -71,20 +68,17 @@ def calibrate(model: Path, out: Path, texts: Sequence[Path], tokens: int) -> dic
     basis = calibrated(Prompts(loaded.to(device).eval()), ids)
     basis.save(out)
     exact = sum(heads * dim for heads, dim in basis.shapes) * basis.num_layers * _BITS / 8
-    return {
-        "basis": str(out),
-        **{
-            f"bits_{keeps:g}": {
-                "digest": own.digest,
-                "rate": round(own.rate, 3),
-                "token_bytes": own.token_bytes,
-                "share": round(own.token_bytes / exact, 4),
-                "kl": basis.notes["kl"][f"{keeps:g}"],
-            }
-            for keeps, own in ((keeps, basis.keeping(keeps)) for keeps in RATES)
-        },
-        "seconds": round(time.monotonic() - begin),
-    }
+    found: dict[str, Any] = {"basis": str(out)}
+    for keeps in RATES:
+        own = basis.keeping(keeps)
+        found[f"bits_{keeps:g}"] = {
+            "digest": own.digest,
+            "rate": round(own.rate, 3),
+            "token_bytes": own.token_bytes,
+            "share": round(own.token_bytes / exact, 4),
+            "kl": basis.notes["kl"][f"{keeps:g}"],
+        }
+    return found | {"seconds": round(time.monotonic() - begin)}
 
 
 def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]]) -> Basis:
@@ -110,7 +104,7 @@ def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]]) -> Basis:
         )
     keeps = max(RATES)
     fewer = {own: rate for own, rate in RATES.items() if own != keeps}
-    checked = fit(moments, gradients.metric(), RATES[keeps], fewer=fewer)
+    checked = fit(moments, gradients.metric, RATES[keeps], fewer=fewer)
     _count(prompts, second, moments, gradients)
     lost: dict[str, dict[str, float]] = {f"{own:g}": {} for own in RATES}
     for kind, tokens in second.items():
@@ -124,7 +118,7 @@ def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]]) -> Basis:
         "tokens": moments.count,
         "kl": lost,
     }
-    return fit(moments, gradients.metric(), RATES[keeps], fewer=fewer, model=model, notes=notes)
+    return fit(moments, gradients.metric, RATES[keeps], fewer=fewer, model=model, notes=notes)
 
 
 class Gradients:
@@ -135,7 +129,8 @@ class Gradients:
     """
 
     def __init__(self) -> None:
-        self._sums: list[list[Tensor]] = []
+        self.metric: list[list[Tensor]] = []
+        """Of each layer and stream float64 [G, D, D]; their common scale means nothing."""
 
     def add(self, draws: Sequence[KVs]) -> None:
         """Count gradients by the KVs of a prompt, but for its first tokens."""
@@ -143,32 +138,32 @@ class Gradients:
         found = [[_products([draw[i][j] for draw in draws]) for j in range(2)] for i in layers]
         sizes = [own.diagonal(dim1=1, dim2=2).sum() for layer in found for own in layer]
         size = torch.stack(sizes).log2().mean().exp2()
-        if not self._sums:
-            self._sums = [[torch.zeros_like(own) for own in layer] for layer in found]
-        for sums, layer in zip(self._sums, found, strict=True):
+        if not self.metric:
+            self.metric = [[torch.zeros_like(own) for own in layer] for layer in found]
+        for sums, layer in zip(self.metric, found, strict=True):
             for to, own in zip(sums, layer, strict=True):
                 to += own / size
-
-    def metric(self) -> list[list[Tensor]]:
-        """Of each layer and stream float64 [G, D, D]; their common scale means nothing."""
-        return [[own.clone() for own in layer] for layer in self._sums]
 
 
 class Prompts:
     """What a transformers model computes of prompts, in float32."""
 
     def __init__(self, model: Any) -> None:
-        """Take a causal model.
-
-        Raises:
-            Refused: its positions are not those of rotary embeddings that are known.
-        """
+        """Take a causal model; `Refused`, if it has no rotary embeddings."""
         self._model = model
         self._generator = torch.Generator(model.device).manual_seed(_SEED)
         found = [own for name, own in model.named_modules() if name.endswith("rotary_emb")]
         if not found:
             raise Refused(f"{type(model).__name__} has no rotary embeddings")
-        self._rotation = KeyRotation(self._table(found[0]), halves=True)
+
+        @torch.no_grad()
+        def table(positions: int) -> Tensor:
+            place = torch.arange(positions, device=model.device)[None]
+            cos, sin = found[0](torch.zeros(1, device=model.device), place)
+            half = cos.shape[-1] // 2
+            return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1)
+
+        self._rotation = KeyRotation(table, halves=True)
 
     def name(self) -> str:
         """The model: its class and a digest of its weights."""
@@ -250,16 +245,6 @@ class Prompts:
         turns = self._rotation.turns(*((place, none) if back else (none, place)))
         return self._rotation.move(keys, turns)
 
-    def _table(self, module: Any) -> Any:
-        def table(positions: int) -> Tensor:
-            place = torch.arange(positions, device=self._model.device)[None]
-            with torch.no_grad():
-                cos, sin = module(torch.zeros(1, device=self._model.device), place)
-            half = cos.shape[-1] // 2
-            return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1)
-
-        return table
-
 
 def coded_kvs(basis: Basis, layers: KVs) -> KVs:
     """What KVs of a prompt are restored to, where they are; its first tokens are exact."""
@@ -300,7 +285,9 @@ def _held(ids: Sequence[int]) -> int:
 def _read(texts: Sequence[Path]) -> dict[str, str]:
     """Texts by their kinds, the stems of their names."""
     found: dict[str, str] = {}
-    for path in texts or sorted(_bundled(), key=lambda own: own.name):
+    folder = resources.files("impress_sglang.codes.rows") / "texts"
+    bundled: Iterable[Any] = (own for own in folder.iterdir() if own.name.endswith(".txt"))
+    for path in texts or sorted(bundled, key=lambda own: own.name):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -310,11 +297,6 @@ def _read(texts: Sequence[Path]) -> dict[str, str]:
             raise Refused(f"there are two texts named {kind}")
         found[kind] = text
     return found
-
-
-def _bundled() -> Iterator[Any]:
-    folder = resources.files("impress_sglang.codes.rows") / "texts"
-    return (own for own in folder.iterdir() if own.name.endswith(".txt"))
 
 
 def _tell(what: str) -> None:

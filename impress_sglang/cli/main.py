@@ -34,8 +34,6 @@ HICACHE = {
     "class_name": "ImpressStorage",
     "interface_v1": 1,
 }
-# The answer of a server that has found nothing wrong.
-_SOUND = {"integrity": "ok"}
 Option = tuple[str, dict[str, Any]]
 
 
@@ -190,26 +188,25 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry a command out; returns the exit status."""
     args = parser().parse_args(arguments)
+    status = DONE
     try:
         found = _carry_out(args)
     except Refused as error:
-        return _fail(error, REFUSED)
+        failure, status = str(error), REFUSED
     except Unreachable as error:
-        return _fail(error, UNREACHABLE)
+        failure, status = str(error), UNREACHABLE
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        failure, status = "interrupted", INTERRUPTED
+    if status != DONE:
+        print(f"impress: {failure}", file=sys.stderr)
+        return status
     try:
         as_json = args.json or args.command == "hicache-config"
         print(json.dumps(found, indent=2) if as_json else _as_text(found))
     except BrokenPipeError:
         # As in `| head`, which stops reading.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return DAMAGED if args.command == "verify" and found not in ([], _SOUND) else DONE
-
-
-def _fail(error: Exception | str, status: int) -> int:
-    print(f"impress: {error}", file=sys.stderr)
-    return status
+    return DAMAGED if args.command == "verify" and found not in ([], {"integrity": "ok"}) else DONE
 
 
 def _carry_out(args: argparse.Namespace) -> Any:

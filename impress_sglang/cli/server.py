@@ -11,7 +11,6 @@ from impress_sglang.cli import Refused, Unreachable
 
 TIMEOUT_S = 600.0
 FLUSHED_IN_S = 60.0
-_STATUS = "the server answers with status {}"
 
 
 class Server:
@@ -97,5 +96,7 @@ def _meaning(error: urllib.error.HTTPError) -> Exception:
         # SGLang's own errors are objects with a message.
         return Refused(str(told["message"] if isinstance(told, dict) else told))
     except (ValueError, KeyError, TypeError):
-        refusal = text.decode(errors="replace").strip().split("\n")[0] if error.code == 400 else ""
-        return Refused(refusal) if refusal else Unreachable(_STATUS.format(error.code))
+        refusal = text.decode(errors="replace").strip().split("\n")[0]
+        if error.code == 400 and refusal:
+            return Refused(refusal)
+        return Unreachable(f"the server answers with status {error.code}")
