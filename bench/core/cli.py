@@ -20,7 +20,7 @@ from impress_sglang.errors import ImpressError
 
 ROOMS = {
     "policies": ("serving", "capacity"),
-    "traffic": ("beside", "bucket", "client", "pages", "trace"),
+    "traffic": ("beside", "bucket", "client", "trace"),
     "quality": ("accuracy", "blend", "precision"),
     "engine": ("engine",),
     "micro": ("overhead", "kernels", "gpu"),

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from bench.core.data import kv_bytes_per_token
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Row
 from bench.core.servers import HICACHE, HICACHE_MBPS, OURS, STOCK, Server, Servers
+from impress_sglang.cli.main import HICACHE as BACKEND
 
-SYSTEMS = ("stock", "hicache", "impress", "exact")
+# Stock SGLang; HiCache with its `file` backend, and with ours; few bits, as a server has them that
+# is told nothing; and exact KVs.
+SYSTEMS = ("stock", "hicache", "backend", "impress", "exact")
 OPTIONS = (
     Option("systems", SYSTEMS, f"of {', '.join(SYSTEMS)}", parse=one_of(SYSTEMS)),
     Option("mbps", (0.0,), "of the drive; 0: as it is"),
@@ -68,10 +72,14 @@ class Systems:
     def _running(self, pool: Servers, system: str, mbps: float) -> Iterator[Server]:
         name = f"{system}-{mbps:g}"
         store, flags, told = pool.folder / f"kv-{name}", [], {}
-        preload = {"stock": STOCK, "hicache": HICACHE}.get(system, OURS)
+        preload = {"stock": STOCK, "hicache": HICACHE, "backend": HICACHE}.get(system, OURS)
         if preload == HICACHE:
             flags += [*HICACHE_FLAGS, f"--hicache-ratio={HOST_RATIO}"]
             told = {HICACHE_FOLDER: str(store), HICACHE_MBPS: str(mbps)}
+            if system == "backend":
+                extra = BACKEND | {"ssd_dir": str(store), "ssd_gb": 100, "min_free_gb": 0}
+                flags += ["--hicache-storage-backend=dynamic"]
+                flags += [f"--hicache-storage-backend-extra-config={json.dumps(extra)}"]
         elif preload == OURS:
             flags += ["--enable-impress", f"--impress-ssd-dir={store}", "--impress-min-free-gb=0"]
             flags += ["--impress-device-gb=0", f"--impress-host-gb={self.host_bytes / 1e9:.4f}"]

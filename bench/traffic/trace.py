@@ -8,6 +8,7 @@ blocks, and their text is WikiText's (`traffic/sessions.py`). The device pool ha
 
   stock    SGLang's own radix cache
   hicache  with host memory and the `file` backend, pages of 64, what is in files waited for
+  backend  the same with our backend
   impress  few bits, as a server has them that is told nothing
   exact    --impress-bits=exact
 
