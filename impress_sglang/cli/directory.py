@@ -39,8 +39,8 @@ from impress_sglang.storage.segment import FORMAT_VERSION, OpenSegment, Tokens, 
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.journal import Journal
 from impress_sglang.store.losses import prompt_of
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS, namespace_text
-from impress_sglang.store.purging import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 

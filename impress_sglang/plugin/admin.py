@@ -23,8 +23,8 @@ from impress_sglang.serving.ranks import ALONE
 from impress_sglang.serving.report import RecentRequests
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.store.losses import prompt_of
+from impress_sglang.store.orders import Purge, Purged
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purging import Purge, Purged
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.tiers.placement import Tier

@@ -30,8 +30,7 @@ from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import StoreDirectory, segment_files
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
-from impress_sglang.store.bucket import Bucket, ObjectMeta
-from impress_sglang.store.bucket_files import BucketFiles, read_begun
+from impress_sglang.store.bucket import Bucket, BucketFiles, ObjectMeta, read_begun
 from impress_sglang.store.eviction_order import LEAST
 from impress_sglang.store.journal import ORDER_SECONDS
 from impress_sglang.store.peers import News
@@ -245,12 +244,6 @@ class BucketPeer:
                     return
                 self._stop.wait(LOOK_SECONDS)
 
-    def _tell(self, order: Mapping[str, Any]) -> None:
-        content = json.dumps(order, sort_keys=True).encode()
-        name = f"{self._root}/{_ORDERS}/{hashlib.blake2b(content, digest_size=16).hexdigest()}.json"
-        self._heard.add(name)
-        self._bucket.put(name, content)
-
     def _follow(self) -> None:
         while not self._stop.is_set():
             began = time.monotonic()
@@ -303,7 +296,11 @@ class BucketPeer:
         self._looked.set()
         # Last, because who may only read goes no further.
         while self._orders:
-            self._tell(self._orders[0])
+            content = json.dumps(self._orders[0], sort_keys=True).encode()
+            digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+            name = f"{self._root}/{_ORDERS}/{digest}.json"
+            self._heard.add(name)
+            self._bucket.put(name, content)
             self._orders.popleft()
         at = time.monotonic()
         with self._lock:

@@ -36,8 +36,8 @@ from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.eviction_order import EvictionOrder
 from impress_sglang.store.health import Health, Task, Work
+from impress_sglang.store.orders import Pins
 from impress_sglang.store.peers import Peers
-from impress_sglang.store.pins import Pins
 from impress_sglang.store.restoring import recover_tree
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.threads import BackgroundThread
@@ -88,7 +88,6 @@ class StoreDisk:
                 undo.callback(self.bucket.close, self._seconds)
             self.namespace = functools.lru_cache(_NAMESPACES)(self.directory.namespace)
             self.health = Health(self._seconds)
-            self._tasks: list[tuple[Task, Future[Any]]] = []
             try:
                 self.direct = self.files.supports_direct_io(self.directory.path)
                 self.worker = DiskWorker(self.directory, self.health, direct=self.direct)
@@ -129,13 +128,6 @@ class StoreDisk:
         """Whether only the bucket has a segment."""
         return self.bucket is not None and segment.home == self.bucket.home
 
-    def has(self, segment: StoredSegment) -> bool:
-        """Whether what the bucket tells of is stored here, or by another server, anyhow."""
-        if self.bucket is None or not self.is_far(segment):
-            return False
-        known = self.tree.get(segment.segment_id)
-        return known is not None or self.bucket.has_own(segment)
-
     def open(self, segment: StoredSegment) -> OpenSegment:
         """Open a segment's file, wherever it is; raises like `OpenSegment`."""
         if self.bucket is not None and self.is_far(segment):
@@ -156,20 +148,8 @@ class StoreDisk:
         for folder, only in names.items():
             self.worker.submit(self.peers.trim, folder, math.inf, only)
 
-    def ended(self) -> list[tuple[Task, Future[Any]]]:
-        """Collect the tasks that have ended since the last call.
-
-        `begin_due` comes when their results are known: one that was there long ago is not late.
-        """
-        ended = [own for own in self._tasks if own[1].done()]
-        self._tasks = [own for own in self._tasks if own not in ended]
-        return ended
-
-    def begin_due(self) -> None:
+    def begin(self, task: Task) -> Future[Any]:
         """Begin what `health` finds due."""
-        self._tasks += [(task, self._begin(task)) for task in self.health.due()]
-
-    def _begin(self, task: Task) -> Future[Any]:
         if task.work is Work.MEASURE:
             return self._prober.submit(self.files.free_bytes, self.directory.path)
         if task.work is Work.PROBE:

@@ -48,7 +48,6 @@ class DiskWorker:
     """
 
     def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
-        """Work on a locked folder."""
         self._directory = directory
         self.files = directory.files
         self._health = health
@@ -216,16 +215,6 @@ class DiskWorker:
             self.files.unlink(path)
             self.quarantined_bytes -= size
 
-    def _set_aside(self, path: Path) -> None:
-        target = self._directory.path / QUARANTINE / path.name
-        self.files.rename(path, target)
-        try:
-            # Otherwise a power loss could bring it back beside its replacement.
-            for folder in (target.parent, path.parent):
-                self.files.sync_directory(folder)
-        finally:
-            self.tidy_quarantine()
-
     def index(self, change: Callable[..., None], *arguments: Any) -> None:
         """Change the index; what the disk refuses now waits there."""
         try:
@@ -274,8 +263,15 @@ class DiskWorker:
         if missing:
             logger.warning("%s; its file is gone", error)
         else:
+            aside = self._directory.path / QUARANTINE
             try:
-                self._set_aside(path)
+                self.files.rename(path, aside / path.name)
+                try:
+                    # Otherwise a power loss could bring it back beside its replacement.
+                    for folder in (aside, path.parent):
+                        self.files.sync_directory(folder)
+                finally:
+                    self.tidy_quarantine()
             except OSError as failure:
                 self._health.failed("a segment could not be set aside", failure, reading=False)
                 return Verdict.UNCLEAR

@@ -131,7 +131,6 @@ class Journal:
     """
 
     def __init__(self, files: FileSystem, directory: Path) -> None:
-        """Touch nothing yet."""
         self._files = files
         self._path = directory / JOURNAL
         # Lines that are still to be written, and where they go; None if that is not known.
@@ -139,7 +138,7 @@ class Journal:
         self._end: int | None = None
         self._size_anew = 0
         self._unsound = False
-        self._orders: list[Record] = []
+        self._orders: list[Any] = []
 
     def change(self, added: Iterable[StoredSegment] = (), removed: Iterable[str] = ()) -> None:
         """Record that segments are gone, of which some may be unknown, and published ones."""
@@ -157,15 +156,14 @@ class Journal:
         """Record something for servers that follow."""
         self._waiting.append(_line(record))
         if "purge" in record:
-            self._orders.append(record)
+            self._orders.append(record["purge"])
         self.flush()
 
     @property
     def orders(self) -> list[Any]:
         """The orders to purge that are still told."""
         now = time.time()
-        orders = [own["purge"] for own in self._orders]
-        return [own for own in orders if now - own["at"] < ORDER_SECONDS]
+        return [own for own in self._orders if now - own["at"] < ORDER_SECONDS]
 
     def flush(self) -> None:
         """Write what waits."""
@@ -189,8 +187,8 @@ class Journal:
 
     def _write_anew(self, segments: Mapping[str, StoredSegment]) -> None:
         first = _line({_OPENING: secrets.token_hex(16)})
-        self._orders = [{"purge": own} for own in self.orders]
-        orders = map(_line, self._orders)
+        self._orders = self.orders
+        orders = (_line({"purge": own}) for own in self._orders)
         temporary = self._path.with_name(self._path.name + TEMPORARY_SUFFIX)
         self._files.unlink(temporary)
         lines = (_added(own) for own in segments.values())
@@ -220,7 +218,7 @@ class Journal:
         Raises:
             OSError: it cannot be read now.
         """
-        found, end, unsound, orders = dict[str, StoredSegment](), 0, 0, list[Record]()
+        found, end, unsound, orders = dict[str, StoredSegment](), 0, 0, list[Any]()
         sizes = dict[str, int]()
         there = self._path.name in self._files.list(self._path.parent)
         for line in read_lines(self._files, self._path) if there else ():
@@ -241,7 +239,7 @@ class Journal:
                         found.pop(segment_id, None)
                 elif "purge" in record:
                     float(record["purge"]["at"])
-                    orders.append(record)
+                    orders.append(record["purge"])
             except (ValueError, KeyError, TypeError) as error:
                 logger.warning("%s has a line of another version: %s", self._path, error)
                 unsound += 1

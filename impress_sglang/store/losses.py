@@ -35,9 +35,6 @@ class Cause(enum.Enum):
     NOT_CODABLE = 6
 
 
-_CAUSES = tuple(Cause)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:
     """Tokens of a prompt that are gone; the first of them left `seconds` ago."""
@@ -78,7 +75,7 @@ class Losses:
         first = places[found[0]]
         stop = (start // BLOCK_TOKENS + int(found[-1]) + 1) * BLOCK_TOKENS
         seconds = self._clock() - float(self._times[first])
-        return Loss(_CAUSES[self._causes[first]], stop - start, seconds)
+        return Loss(Cause(int(self._causes[first])), stop - start, seconds)
 
     def _places(self, namespace: str, tokens: Tokens, start: int) -> tuple[Hashes, Indices]:
         names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]

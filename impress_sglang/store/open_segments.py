@@ -27,7 +27,7 @@ from impress_sglang.loops.types import Floats
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
-from impress_sglang.store.bucket_files import MOST_READS, RANGE_BYTES
+from impress_sglang.store.bucket import MOST_READS, RANGE_BYTES
 from impress_sglang.store.disk import StoreDisk
 from impress_sglang.store.lookahead import AwaitedRange, turns_of
 from impress_sglang.store.memory import StoreMemory
@@ -59,7 +59,6 @@ class OpenSegments:
         disk: StoreDisk,
         reader: BlockReader,
     ) -> None:
-        """Begin with no readers."""
         self._lock = threading.RLock()
         self._shape, self._memory, self._cache = shape, memory, memory.cache
         self._disk, self._reader = disk, reader

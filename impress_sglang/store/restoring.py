@@ -21,10 +21,9 @@ from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens, read_header
 from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
-from impress_sglang.store.foreign import ForeignSegments
 from impress_sglang.store.health import Verdict
 from impress_sglang.store.losses import prompt_of
-from impress_sglang.store.peers import Peers
+from impress_sglang.store.peers import ForeignSegments, Peers
 from impress_sglang.store.prefix_hashes import begun_digest, extended
 from impress_sglang.store.stored import StoredSegment
 from impress_sglang.store.tree import StoredTree

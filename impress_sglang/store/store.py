@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -24,13 +25,13 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.store.disk import Answer, StoreDisk
-from impress_sglang.store.health import Verdict, Work
+from impress_sglang.store.health import Task, Verdict, Work
 from impress_sglang.store.lookahead import LookAhead
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.memory import StoreMemory
 from impress_sglang.store.open_segments import OpenSegments
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.peers import News
-from impress_sglang.store.purging import Purge
 from impress_sglang.store.quota import Quota, WriteBudget
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.store.writing import SegmentWrites
@@ -84,8 +85,7 @@ class PrefixStore:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
             StoreInUseError: another process serves the same model from it.
         """
-        self._config = config
-        self._shape = shape
+        self._config, self._shape = config, shape
         self._disk = disk or StoreDisk(config, identity, files)
         self.worker, self.health = self._disk.worker, self._disk.health
         self.tree, self.pins = self._disk.tree, self._disk.pins
@@ -102,6 +102,7 @@ class PrefixStore:
         self._lookahead = lookahead or LookAhead()
         self._lookahead.tell_to(self.segments.expect)
         self._closed = False
+        self._tasks: list[tuple[Task, Future[Any]]] = []
         # Those of other servers.
         self._orders: list[Purge] = []
         self.quota = Quota(config, self._disk, budget or WriteBudget(config.write_gb_per_day))
@@ -161,15 +162,17 @@ class PrefixStore:
                 self.writes.evict([own], Cause.EVICTED)
                 self.foreign.forget(other.segment_id)
                 self.foreign.add(other)
-        if late := self.foreign.take_late():
-            self._disk.remove_foreign(late)
+        self._disk.remove_foreign(self.foreign.late)
+        self.foreign.late.clear()
         if self._orders:
             self._orders[0].obey(self)
             if not self._orders[0].left:
                 del self._orders[0]
         elif bucket is not None:
             bucket.catch_up()
-        for task, future in self._disk.ended():
+        ended = [own for own in self._tasks if own[1].done()]
+        self._tasks = [own for own in self._tasks if own not in ended]
+        for task, future in ended:
             if task.work is Work.MEASURE:
                 self.health.measured(future.exception() or future.result())
             elif task.info is None:
@@ -181,8 +184,11 @@ class PrefixStore:
 
     def _hear(self, news: News) -> None:
         """Act on what another server has told."""
-        if news.added is not None:
-            self.foreign.add(news.added, known=self._disk.has(news.added))
+        if (added := news.added) is not None:
+            bucket = self._disk.bucket if news.far else None
+            # Here, or with another server, under any name.
+            known = bucket is not None and (added.segment_id in self.tree or bucket.has_own(added))
+            self.foreign.add(added, known=known)
         elif news.gone:
             self.foreign.forget(news.gone)
             segment = self.tree.get(news.gone)
@@ -199,7 +205,8 @@ class PrefixStore:
                 logger.warning("an order of another server is of another version: %s", error)
 
     def _begin_due(self) -> None:
-        self._disk.begin_due()
+        # When results are known: one that was there long ago is not late.
+        self._tasks += [(task, self._disk.begin(task)) for task in self.health.due()]
         if self.health.writable:
             self._disk.note_uses(self.tree.order)
 

@@ -142,7 +142,6 @@ class SegmentWrites:
         lookahead: LookAhead,
         codec: BasisCodec | None,
     ) -> None:
-        """Begin with no writes; `codec` codes KVs if there is a basis."""
         self.stats, self.losses = StoreStats(), Losses()
         self._config, self._identity, self._shape, self._codec = config, identity, shape, codec
         self._disk, self._quota = disk, quota

@@ -128,8 +128,8 @@ class StoreHistory(RuleBasedStateMachine):
         config = make_config(self.directory, **options)
         self.store = PartStore(config, kv.IDENTITY, self.shape, files=self.files)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
-        self.begin_task = self.store._disk._begin
-        mock.patch.object(self.store._disk, "_begin", self.hold_look).start()
+        self.begin_task = self.store._disk.begin
+        mock.patch.object(self.store._disk, "begin", self.hold_look).start()
         self.held_rewrite: tuple[Rewrite, Future[Any]] | None = None
         self.run_rewrite = self.store.reorders._submit
         mock.patch.object(self.store.reorders, "_submit", self.hold_rewrite).start()

@@ -16,14 +16,13 @@ from impress_sglang.errors import ConfigError, StoreUnavailable
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.directory import segment_files
 from impress_sglang.store import bucket as bucket_module
-from impress_sglang.store import bucket_files as files_module
 from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store import disk as disk_module
-from impress_sglang.store import foreign as foreign_module
+from impress_sglang.store import peers as peers_module
 from impress_sglang.store import store as store_module
 from impress_sglang.store.bucket import Bucket
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.purging import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import IDENTITY, as_tokens
 from tests.unit.store_factory import (
@@ -92,8 +91,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
     monkeypatch.setattr(peer_module, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(peer_module, "_LOOK_SHARE", 1.0)
-    monkeypatch.setattr(files_module, "IDLE_SECONDS", 0.02)
-    monkeypatch.setattr(foreign_module, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(peers_module, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(store_module, "REST_SECONDS", 0.05)
     return faults
@@ -393,7 +392,7 @@ def test_an_object_that_was_replaced_is_found(world: World, bucket: Faults) -> N
 
 
 def test_a_header_not_read_now(world: World, bucket: Faults, monkeypatch: Any) -> None:
-    monkeypatch.setattr(files_module, "_HEADER_BYTES", 64)
+    monkeypatch.setattr(bucket_module, "_HEADER_BYTES", 64)
     bucket.fails = lambda what, name: what == "get_range"
     world.put("a", world.open("a"), prompt(1))
     second = world.open("b")

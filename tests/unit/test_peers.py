@@ -14,12 +14,11 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage import directory as directory_module
 from impress_sglang.storage.directory import LOCK, StoreDirectory, take_free
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.store import foreign as foreign_module
 from impress_sglang.store import peers as peers_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import store as store_module
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.purging import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import IDENTITY, as_tokens, flip_byte
@@ -44,7 +43,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks, and attempts to place segments, do not wait for each other."""
     monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.02)
-    monkeypatch.setattr(foreign_module, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(peers_module, "_AGAIN_SECONDS", 0.01)
 
 
 @pytest.fixture

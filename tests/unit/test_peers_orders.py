@@ -10,11 +10,10 @@ import pytest
 
 from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.segment import Priority
-from impress_sglang.store import foreign as foreign_module
 from impress_sglang.store import journal as journal_module
 from impress_sglang.store import peers as peers_module
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.purging import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.stored import StoredMatch
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import as_tokens
@@ -38,7 +37,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks do not wait for each other."""
     monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.02)
-    monkeypatch.setattr(foreign_module, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(peers_module, "_AGAIN_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -268,7 +267,7 @@ def test_both_stay_if_one_does_not_stand_for_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has other tokens or another priority, expires, or is older and perhaps unreadable."""
-    monkeypatch.setattr(foreign_module, "_AT_ONCE_SECONDS", seconds)
+    monkeypatch.setattr(peers_module, "_AT_ONCE_SECONDS", seconds)
     first, second = two
     other = (*prompt(1, 5), *range(900, 908))
     bench.put(first, prompt(1, 13))

@@ -14,12 +14,11 @@ import pytest
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.paper.store import PartStore
-from impress_sglang.store import foreign as foreign_module
 from impress_sglang.store import peers as peers_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import writing as writing_module
 from impress_sglang.store.losses import prompt_of
-from impress_sglang.store.purging import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
@@ -141,11 +140,11 @@ class History:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.0)
-    monkeypatch.setattr(foreign_module, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(peers_module, "_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.02)
-    for module in (peers_module, foreign_module):
+    for name in ("_MOST_SECONDS", "_SEARCH_SECONDS"):
         # What is heard in a poll does not depend on the machine.
-        monkeypatch.setattr(module, "_MOST_SECONDS", 10.0)
+        monkeypatch.setattr(peers_module, name, 10.0)
     monkeypatch.setattr(quota_module, "_LOCKED_SECONDS", 0.0)
     monkeypatch.setattr(writing_module, "_ASK_SECONDS", 0.0)
     history = History(tmp_path / "kv", seed)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from impress_sglang.storage.directory import PINS
-from impress_sglang.store import pins as pins_module
+from impress_sglang.store import orders as orders_module
 from impress_sglang.store.losses import Cause
-from impress_sglang.store.purging import Purge, Purged
+from impress_sglang.store.orders import Purge, Purged
 from impress_sglang.store.store import PrefixStore
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
@@ -68,7 +68,7 @@ def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
 def test_the_state_behind_a_pinned_prefix_stays(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins_module, "_LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(orders_module, "_LOOK_SECONDS", -1.0)
     store = bench.open(ssd_gb=gb(6 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
@@ -105,7 +105,7 @@ def test_only_what_is_stored_can_be_pinned(bench: Workbench, store: PrefixStore)
 def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(orders_module, "_LOOK_SECONDS", 0.0)
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None

@@ -11,8 +11,8 @@ from torch import Tensor
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.store.losses import Cause
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.store.purging import Purge
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSpan
 from impress_sglang.store.writing import Offer, StoreOutcome, _missing

@@ -18,7 +18,7 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import WriteAbandoned, write_segment
-from impress_sglang.store.purging import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.writing import StoreOutcome
 from tests.unit import store_factory as stores
 from tests.unit.kv_factory import flip_byte, head_groups_of

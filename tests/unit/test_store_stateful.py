@@ -14,7 +14,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from impress_sglang.errors import StoreUnavailable
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.health import Verdict
-from impress_sglang.store.purging import Purge
+from impress_sglang.store.orders import Purge
 from impress_sglang.store.stored import SegmentState
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import Rule

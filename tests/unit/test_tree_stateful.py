@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Priority
+from impress_sglang.store.orders import is_in
 from impress_sglang.store.prefix_hashes import prefix_digest
-from impress_sglang.store.purging import is_in
 from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.tree import StoredTree
