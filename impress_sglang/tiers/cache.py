@@ -81,8 +81,6 @@ class ChunkCache:
             ConfigError: there is not enough memory.
         """
         self.device, self._page_bytes, self._width = device, page_bytes, max_chunk_pages
-        # Of whole chunks that were copied between tiers since start.
-        self._promoted_bytes = self._demoted_bytes = 0
         on_gpu = device.type == "cuda"
         sizes = device_bytes // page_bytes, host_bytes // page_bytes
         self.placement = Placement(rule, *sizes, max_chunk_pages)
@@ -104,7 +102,6 @@ class ChunkCache:
         """An empty cache that takes over the memory; this one must not be read any more."""
         self._synchronize()
         taken = copy.copy(self)
-        taken._promoted_bytes = taken._demoted_bytes = 0
         sizes = self.placement.capacity
         taken.placement = Placement(rule, sizes[Tier.DEVICE], sizes[Tier.HOST], self._width)
         self.slabs = {}
@@ -145,9 +142,6 @@ class ChunkCache:
         moves, size = access.moves, self._page_bytes
         if not len(moves):
             return None
-        pages = moves.pages_moved()
-        self._promoted_bytes += int(pages[:, Tier.DEVICE].sum()) * size
-        self._demoted_bytes += int(pages[Tier.DEVICE, Tier.HOST]) * size
         sources, targets = self._addresses(moves, loaded, addresses)
         cached = np.flatnonzero(np.repeat(moves.sources != Tier.SSD, moves.counts))
         with self.copy_stream.after_reading():
@@ -191,19 +185,14 @@ class ChunkCache:
 
     def summary(self) -> dict[str, object]:
         """Sizes and counters for the statistics page."""
-        return {
-            **{tier.name.lower(): self._tier_summary(tier) for tier in CACHES},
-            **self.placement.moved(),
-            "promoted_bytes": self._promoted_bytes,
-            "demoted_bytes": self._demoted_bytes,
-            "management_bytes": self.placement.num_bytes,
+        placement, size = self.placement, self._page_bytes
+        tiers: dict[str, object] = {
+            tier.name.lower(): {
+                "capacity_bytes": placement.capacity[tier] * size,
+                "used_bytes": placement.used_pages(tier) * size,
+                "chunks": placement.cached_chunks(tier),
+                "evicted_score": placement.evicted_scores.get(tier),
+            }
+            for tier in CACHES
         }
-
-    def _tier_summary(self, tier: Tier) -> dict[str, float | None]:
-        size = self._page_bytes
-        return {
-            "capacity_bytes": self.placement.capacity[tier] * size,
-            "used_bytes": self.placement.used_pages(tier) * size,
-            "chunks": self.placement.cached_chunks(tier),
-            "evicted_score": self.placement.evicted_scores.get(tier),
-        }
+        return {**tiers, "dropped": placement.dropped}

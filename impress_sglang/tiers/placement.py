@@ -72,10 +72,9 @@ class Moves:
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def pages_moved(self) -> npt.NDArray[np.int64]:
-        """How many pages go from tier to tier, int64 [source, target]."""
-        ways = 3 * self.sources + self.targets
-        return np.bincount(ways, self.counts, 9).astype(np.int64).reshape(3, 3)
+    def pages_to(self, tier: Tier) -> int:
+        """How many pages go to a tier."""
+        return int(self.counts[self.targets == tier].sum(dtype=np.int64))
 
 
 @dataclasses.dataclass(slots=True)
@@ -189,28 +188,15 @@ class Placement:
         self._grow(max(_FIRST_CHUNKS, host_pages + device_pages))
         self._touch_tables()
 
-    def moved(self) -> dict[str, int]:
-        """How many chunks went from tier to tier since start."""
-        moved = self._moved.tolist()
-        return {
-            "promoted": moved[3 * _HOST + _DEVICE],
-            "demoted": moved[3 * _DEVICE + _HOST],
-            "admitted_device": moved[3 * _SSD + _DEVICE],
-            "admitted_host": moved[3 * _SSD + _HOST],
-            "dropped": moved[3 * _HOST + _SSD] + moved[3 * _DEVICE + _SSD],
-        }
+    @property
+    def dropped(self) -> int:
+        """How many chunks have left the caches to make room for others."""
+        return int(self._moved[[3 * _HOST + _SSD, 3 * _DEVICE + _SSD]].sum())
 
     @property
     def enabled(self) -> bool:
         """Whether there is any cache."""
         return any(self.capacity.values())
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of tables and heaps, in bytes, if all of it has been written."""
-        held = (*self._caches, *self._caches.heaps, *self._touched)
-        tables = sum(own.nbytes for own in held if isinstance(own, np.ndarray))
-        return tables - self._rule.priorities.nbytes + self._rule.num_bytes
 
     def used_pages(self, tier: int) -> int:
         """Number of pages of a cache that chunks use."""

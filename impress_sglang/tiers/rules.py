@@ -81,11 +81,6 @@ class ReplacementRule(abc.ABC):
         self._tables: list[npt.NDArray[Any]] = [np.zeros(0, dtype) for dtype in dtypes]
         self._requests = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its tables."""
-        return sum(own.nbytes for own in (self.priorities, *self._tables))
-
     def resize(self, num_chunks: int) -> None:
         """Make room for the ids [0, num_chunks)."""
         self.priorities = grown(self.priorities, num_chunks)

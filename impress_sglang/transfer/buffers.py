@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Indices
@@ -26,7 +25,7 @@ _NO_READ = -1
 
 
 class PooledMemory(AlignedMemory):
-    """The memory of an area, also viewed as vectors of a length that divides a block."""
+    """The memory of an area, also viewed as blocks."""
 
     def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
         """`pin` locks it, so that an accelerator can read it by itself."""
@@ -38,15 +37,8 @@ class PooledMemory(AlignedMemory):
         """A device may read the memory until this fence is done."""
         if pin:
             pin_memory(self)
-        self._views: dict[tuple[torch.dtype, int], Tensor] = {}
-
-    def vectors(self, dtype: torch.dtype, vector_bytes: int) -> Tensor:
-        """View the memory as [bytes / vector_bytes, elements of a vector], on the CPU."""
-        kind = dtype, vector_bytes
-        if kind not in self._views:
-            flat = torch.frombuffer(self.view, dtype=dtype)
-            self._views[kind] = flat.view(-1, vector_bytes // dtype.itemsize)
-        return self._views[kind]
+        self.blocks = torch.frombuffer(self.view, dtype=torch.uint8).view(-1, BLOCK_BYTES)
+        """uint8 [blocks, BLOCK_BYTES]."""
 
 
 class Tenant(NamedTuple):

@@ -245,7 +245,7 @@ class StoredSource(abc.ABC):
         stats.ssd_needed_bytes += on_ssd
         stats.h2d_bytes += on_ssd + on_host
         if len(access.moves):
-            stats.h2d_bytes += int(access.moves.pages_moved()[:, _DEVICE].sum()) * BLOCK_BYTES
+            stats.h2d_bytes += access.moves.pages_to(Tier.DEVICE) * BLOCK_BYTES
         return on_ssd, on_host, on_device
 
     def _begin(self, layer: int) -> None:
@@ -393,7 +393,7 @@ def take_blocks(
         in_sequence = not tiers.any() and (np.diff(frames) == 1).all()
         if in_sequence:
             first = int(frames[0])
-            return memory.vectors(torch.uint8, BLOCK_BYTES)[first : first + len(frames)]
+            return memory.blocks[first : first + len(frames)]
     begins = cache.begins(0 if memory is None else memory.address)
     blocks = torch.empty(len(frames), BLOCK_BYTES, dtype=torch.uint8, device=cache.device)
     table = cache.copier.begin(len(frames))

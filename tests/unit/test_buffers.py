@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -261,22 +260,9 @@ def test_no_more_memory_is_held_than_the_limit(
     pool.close()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "vector_bytes"),
-    [(torch.float32, 4096), (torch.float16, 2), (torch.bfloat16, 512), (torch.uint8, 1)],
-)
-def test_vectors_are_views_of_the_memory(dtype: torch.dtype, vector_bytes: int) -> None:
+def test_blocks_are_a_view_of_the_memory() -> None:
     memory = PooledMemory(MIB)
-    assert memory.address % BLOCK == 0
+    assert memory.address % BLOCK == 0 and memory.blocks.data_ptr() == memory.address
     memory.view[:] = np.random.default_rng(1).bytes(MIB)
-
-    vectors = memory.vectors(dtype, vector_bytes)
-
-    assert vectors.shape == (MIB // vector_bytes, vector_bytes // dtype.itemsize)
-    assert vectors.dtype == dtype
-    assert vectors.data_ptr() == memory.address
-    assert vectors.view(torch.uint8).numpy().tobytes() == bytes(memory.view)
-    memory.view[:4096] = b"\x01" * 4096
-    again = memory.vectors(dtype, vector_bytes)
-    assert again.data_ptr() == memory.address
-    assert again.view(torch.uint8).numpy().tobytes() == bytes(memory.view)
+    assert memory.blocks.shape == (MIB // BLOCK, BLOCK)
+    assert memory.blocks.numpy().tobytes() == bytes(memory.view)

@@ -221,7 +221,7 @@ def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
     summary = bench.cache.summary()
     assert bench.cache.placement.capacity == old.placement.capacity
     assert all(summary[tier]["used_bytes"] == 0 for tier in ("device", "host"))
-    assert summary["promoted_bytes"] == 0
+    assert summary["dropped"] == 0
     base = bench.attach(19)
     bench.access({base + chunk: 1.0 for chunk in range(4)})
     bench.access({base + chunk: 1.0 for chunk in range(4)})

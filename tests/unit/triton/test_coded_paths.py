@@ -46,7 +46,7 @@ class Frames:
         for tier in (Tier.DEVICE, Tier.HOST):
             self.cache.slabs[tier].pages.copy_(self.blocks[tier])
         self.memory = PooledMemory(size)
-        self.memory.vectors(torch.uint8, BLOCK_BYTES).copy_(self.blocks[Tier.SSD])
+        self.memory.blocks.copy_(self.blocks[Tier.SSD])
 
 
 TAKEN = {
@@ -91,7 +91,7 @@ def test_a_buffer_is_fenced_while_a_kernel_reads_it(kernels: None) -> None:
     assert held.memory.fence is not None
     # What it gave is its own: neither a buffer nor a cache.
     found.fill_(0)
-    assert torch.equal(held.memory.vectors(torch.uint8, BLOCK_BYTES), held.blocks[Tier.SSD])
+    assert torch.equal(held.memory.blocks, held.blocks[Tier.SSD])
     pages = held.cache.slabs[Tier.DEVICE].pages
     assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
 
