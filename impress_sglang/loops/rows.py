@@ -7,8 +7,6 @@ can count from the end.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,60 +14,12 @@ import numpy as np
 from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Float32s, Indices, Int32s, Uint8s, Uint16s, Uint64s
 
-_WIDTHS = (4, 2, 1)
 # Bins of a unit in which `quantise` begins to look for a level.
 BINS = 32
 # A gain is 2 ** ((code - GAIN_UNIT) / GAIN_STEPS).
 GAIN_UNIT, GAIN_STEPS = 12, 4
 _LEAST = 1e-30
 _ONE, _TWO = np.uint64(1), np.uint64(2)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowTables:
-    """Where codes are in a row, for `unpack`.
-
-    Attributes:
-        areas: uint64 [3, 4], of areas of nibbles, crumbs and bits the first byte, number of bytes
-            and width of an element in bits, and which part is its first.
-        runs: uint64 [n, 6], of components with as many bits: the first, their number, which parts
-            are the first one's nibble, crumb and bit, and bits.
-        bounds: uint64 [7], where groups that share a gain begin, and where the last one ends.
-        parts: of a row; those at the end are zeros, for codes without a part.
-    """
-
-    areas: Uint64s
-    runs: Uint64s
-    bounds: Uint64s
-    parts: int
-
-    @classmethod
-    def of(cls, bits: Sequence[int], places: Int32s, bounds: Sequence[int]) -> RowTables:
-        """The tables of components with these bits, descending, at `RowLayout.parts`."""
-        areas, most = [], 0
-        first = np.full((len(bits), len(_WIDTHS)), -1, np.int64)
-        for number, (width, kinds) in enumerate(zip(_WIDTHS, ([0, 1], [2], [3]), strict=True)):
-            own = places[:, kinds]
-            found = own[own[..., 0] >= 0][:, 0]
-            begin = int(found.min()) if len(found) else 0
-            size = int(found.max()) + 1 - begin if len(found) else 0
-            areas.append((begin, size, width, most))
-            # A code that has two nibbles has the high one first.
-            byte, shift = own[:, 0].T
-            has = byte >= 0
-            first[has, number] = (most + byte - begin + shift // width * size)[has]
-            most += size * (8 // width)
-        first[first < 0] = most
-        runs = []
-        for own_bits in sorted(set(bits), reverse=True):
-            start = bits.index(own_bits)
-            runs.append((start, bits.count(own_bits), *first[start].tolist(), own_bits))
-        return cls(
-            np.array(areas, np.uint64),
-            np.array(runs, np.uint64).reshape(-1, 6),
-            np.array(bounds, np.uint64),
-            most + len(bits),
-        )
 
 
 @compiled(
@@ -88,8 +38,9 @@ def unpack(
 ) -> None:
     """Restore components of rows uint8 [t, row_bytes] into `out` [t, C]: levels times gains.
 
-    `parts` uint8 [t, parts of `RowTables`] has zeros at the end of each row; the others are
-    overwritten. `curves` are `codes.rows.row.CURVES`, `gains` [32].
+    For `areas`, `runs` and `bounds` see `codes.rows.row.RowTables`. `parts` uint8 [t, its parts]
+    has zeros at the end of each row; the others are overwritten. `curves` are
+    `codes.rows.row.CURVES`, `gains` [32].
     """
     tokens = np.uint64(len(rows))
     for number in range(3):
@@ -130,6 +81,18 @@ def unpack(
                 out[token, component] *= gain
 
 
+@compiled("(uint32[::1], uint16[::1])", "(uint32[::1], uint32[::1])", makes_arrays=False)
+def _put_words(words: Any, target: Any) -> None:
+    """Put the bits of float32 numbers into a row of such, or of bfloat16, rounded to even."""
+    cut = np.uint32(32 - 8 * target.itemsize)
+    # What rounds to nearest even, if numbers are cut.
+    below_half, odd = np.uint32(0x7FFF if cut else 0), np.uint32(1 if cut else 0)
+    for place in range(len(target)):
+        word = words[place]
+        last = np.uint32(word >> np.uint32(16)) & odd
+        target[place] = np.uint32(word + np.uint32(below_half + last)) >> cut
+
+
 @compiled(
     *(
         "(uint16[:, ::1], float32[::1], float32[:, ::1], float32[:, ::1], boolean, int64[::1], "
@@ -159,9 +122,6 @@ def fill(
     half, split = np.uint64(cos.shape[1]), heads * dim
     numbers, turned = np.empty(len(mean), np.float32), np.empty(len(mean), np.float32)
     words, turned_words = numbers.view(np.uint32), turned.view(np.uint32)
-    cut = np.uint32(32 - 8 * keys.itemsize)
-    # What rounds to nearest even, if numbers are cut.
-    below_half, odd = np.uint32(0x7FFF if cut else 0), np.uint32(1 if cut else 0)
     for token in range(np.uint64(len(product))):
         own = product[token]
         for feature in range(len(own)):
@@ -185,15 +145,8 @@ def fill(
                     y[_TWO * pair + _ONE] = other * c[pair] + one * s[pair]
             for place in range(_TWO * half, dim):
                 y[place] = x[place]
-        key, value, rest = keys[slots[token]], values[slots[token]], words[split:]
-        for place in range(len(key)):
-            word = turned_words[place]
-            last = np.uint32(word >> np.uint32(16)) & odd
-            key[place] = np.uint32(word + np.uint32(below_half + last)) >> cut
-        for place in range(len(value)):
-            word = rest[place]
-            last = np.uint32(word >> np.uint32(16)) & odd
-            value[place] = np.uint32(word + np.uint32(below_half + last)) >> cut
+        _put_words(turned_words, keys[slots[token]])
+        _put_words(words[split:], values[slots[token]])
 
 
 @compiled(
@@ -220,7 +173,7 @@ def quantise(
     Args:
         components: see above.
         bits: of each component, [C].
-        bounds: see `RowTables`.
+        bounds: see `codes.rows.row.RowTables`.
         levels: of 0 to 8 bits; those of b bits begin at 2**b - 1.
         ends: where cells of levels end, at the same places; the last one of each is infinite.
         gains: [32], see `codes.rows.coder.GAIN_TABLE`.

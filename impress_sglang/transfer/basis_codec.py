@@ -21,7 +21,6 @@ from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
     encode_layer,
     fit_of,
-    group_bounds,
     product_matrix,
     product_of,
 )
@@ -143,14 +142,13 @@ class RowRestorer:
             self._module = by_loops
         self._layers: list[Any] = []
         for own, layout in zip(codec.basis.layers, codec.basis.layouts, strict=True):
-            where = own.bits, layout.parts(), group_bounds(len(own.bits))
             matrix = product_matrix(own)
             if kernels:
-                places = self._module.places_of(*where).to(device)
+                places = self._module.places_of(layout).to(device)
                 tables = places, levels, gains, matrix.to(device, torch.bfloat16)
                 self._layers.append(self._module.LayerTables(*tables, own.mean.to(device)))
             else:
-                self._layers.append((self._module.RowTables.of(*where), matrix, own.mean))
+                self._layers.append((layout.tables(), matrix, own.mean))
 
     def restore(
         self,

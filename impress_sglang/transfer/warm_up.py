@@ -6,10 +6,8 @@ tests/unit/triton/test_warm_up.py compares what is compiled with what requests l
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -40,12 +38,27 @@ def warm_up(shape: KVShape, device: torch.device, codec: BasisCodec | None = Non
 
 def launch_all(shape: KVShape, device: torch.device, codec: BasisCodec | None = None) -> None:
     """Launch all kernels in all their variants, also in Triton's interpreter; see `warm_up`."""
-    with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
+    from triton.runtime.errors import OutOfResources
+
+    what, instead = "KVs", "--impress-policy recompute, which loads none"
+    try:
         blocks = torch.zeros(2, BLOCK_BYTES, dtype=torch.uint8, device=device)
         source, target = (np.array([own.data_ptr()]) for own in blocks)
         PageCopier(BLOCK_BYTES, device, kernels=True).copy(source, target).wait()
-    if not shape.coded:
-        return
+        if shape.coded:
+            what, instead = "codes", "--impress-policy paper, which has none"
+            if codec is not None:
+                instead = "no --impress-basis"
+            _restore(shape, device, codec)
+    except OutOfResources as error:
+        raise UnsupportedError(
+            f"the kernel for loading {what} does not fit into this GPU: for {shape.group_size} "
+            f"query heads per KV head and {shape.key_dim} elements per key ({shape.dtype}) it "
+            f"takes {error.required} of {error.name}, and there is {error.limit}; use {instead}"
+        ) from error
+
+
+def _restore(shape: KVShape, device: torch.device, codec: BasisCodec | None) -> None:
     slots = torch.arange(TOKENS, device=device)
     keys, values = (
         torch.zeros(TOKENS, shape.num_kv_heads, dim, dtype=shape.dtype, device=device)
@@ -54,31 +67,14 @@ def launch_all(shape: KVShape, device: torch.device, codec: BasisCodec | None = 
     if codec is None:
         from impress_sglang.triton import codes
 
-        with _fitting(shape, "loading codes", "--impress-policy paper, which has none"):
-            layout = shape.group_layout
-            groups = torch.zeros(1, layout.group_bytes, dtype=torch.uint8, device=device)
-            codes.restore(layout, groups, 0, slots, keys, values)
+        layout = shape.group_layout
+        groups = torch.zeros(1, layout.group_bytes, dtype=torch.uint8, device=device)
+        codes.restore(layout, groups, 0, slots, keys, values)
         return
     places, below = torch.arange(TOKENS), None
     turns = codec.rotation.turns(torch.zeros_like(places), places).to(device)
-    with _fitting(shape, "loading codes", "no --impress-basis"):
-        restorer = RowRestorer(codec, device, kernels=True)
-        # Those of some layers differ.
-        for layer, row_bytes in enumerate(shape.row_bytes_of_layers):
-            rows = torch.zeros(TOKENS, row_bytes, dtype=torch.uint8, device=device)
-            below = restorer.put(layer, rows, below, turns, slots, keys, values)
-
-
-@contextlib.contextmanager
-def _fitting(shape: KVShape, what: str, instead: str) -> Iterator[None]:
-    """Raise an error that says what to do if a kernel does not fit into the device."""
-    from triton.runtime.errors import OutOfResources
-
-    try:
-        yield
-    except OutOfResources as error:
-        raise UnsupportedError(
-            f"the kernel for {what} does not fit into this GPU: for {shape.group_size} query heads "
-            f"per KV head and {shape.key_dim} elements per key ({shape.dtype}) it takes "
-            f"{error.required} of {error.name}, and there is {error.limit}; use {instead}"
-        ) from error
+    restorer = RowRestorer(codec, device, kernels=True)
+    # Those of some layers differ.
+    for layer, row_bytes in enumerate(shape.row_bytes_of_layers):
+        rows = torch.zeros(TOKENS, row_bytes, dtype=torch.uint8, device=device)
+        below = restorer.put(layer, rows, below, turns, slots, keys, values)

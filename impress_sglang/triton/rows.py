@@ -8,14 +8,12 @@ puts keys and values into slots.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from impress_sglang.triton import power_of_two
@@ -49,15 +47,12 @@ class LayerTables:
     mean: Tensor
 
 
-def places_of(bits: Sequence[int], parts: NDArray[np.int32], bounds: Sequence[int]) -> Tensor:
-    """The places of components, on the CPU; see `LayerTables`.
-
-    `parts` are those of `codes.rows.row.RowLayout`; `bounds` are where groups that share a gain
-    begin, and where the last one ends.
-    """
-    places = np.empty((len(bits), _FIELDS.value), np.int32)
-    places[:, :8] = parts.reshape(len(bits), 8)
-    places[:, 8] = [2**own - 1 for own in bits]
+def places_of(layout: Any) -> Tensor:
+    """The places of components in a `codes.rows.row.RowLayout`, on the CPU; see `LayerTables`."""
+    places = np.empty((len(layout.bits), _FIELDS.value), np.int32)
+    places[:, :8] = layout.parts().reshape(len(places), 8)
+    places[:, 8] = [2**own - 1 for own in layout.bits]
+    bounds = layout.tables().bounds.astype(np.int64)
     places[:, 9] = 5 * np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     return torch.from_numpy(places)
 

@@ -13,11 +13,10 @@ from impress_sglang.codes.rotation import KeyRotation, Turns
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
 from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
-    group_bounds,
     product_matrix,
     product_of,
 )
-from impress_sglang.codes.rows.row import GAINS, LEVEL_TABLE, RowLayout, gains_of
+from impress_sglang.codes.rows.row import GAINS, LEVEL_TABLE, RowLayout, gains_of, group_bounds
 
 # Bits of the components of each layer.
 ALL_BITS = tuple(bits for bits in range(8, 0, -1) for _ in range(5))

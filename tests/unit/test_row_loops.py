@@ -11,7 +11,6 @@ from impress_sglang.codes.rows.basis import Basis
 from impress_sglang.codes.rows.coder import (
     GAIN_TABLE,
     encode_layer,
-    group_bounds,
     kvs_of,
 )
 from impress_sglang.codes.rows.row import CURVES
@@ -38,8 +37,7 @@ def basis() -> Basis:
 def test_components_are_those_of_the_coder(bits: list[int], tokens: int) -> None:
     basis = random_basis((1, 1), (1, 1), [tuple(sorted(bits, reverse=True))])
     rows = random_rows(basis, 0, tokens)
-    own, count = basis.layers[0].bits, len(bits)
-    tables = loops.RowTables.of(own, basis.layouts[0].parts(), group_bounds(count))
+    tables, count = basis.layouts[0].tables(), len(bits)
     parts, found = torch.zeros(tokens, tables.parts).byte(), torch.full((tokens, count), 9.0)
     arrays = tables.areas, tables.runs, tables.bounds, CURVES, GAIN_TABLE
     loops.unpack(rows.numpy(), *arrays, parts.numpy(), found.numpy())

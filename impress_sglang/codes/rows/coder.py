@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
-from impress_sglang.codes.rows.row import BOUNDS, GAIN_BITS, GAINS, LEVEL_TABLE, gains_of
+from impress_sglang.codes.rows.row import (
+    BOUNDS,
+    GAIN_BITS,
+    GAINS,
+    LEVEL_TABLE,
+    gains_of,
+    group_bounds,
+)
 from impress_sglang.errors import NotCodable
 from impress_sglang.loops.rows import BINS, GAIN_STEPS, GAIN_UNIT, quantise
 
@@ -53,7 +60,7 @@ def encode_layer(
     quantise(
         components.numpy(),
         bits,
-        np.array(group_bounds(len(bits)), np.uint64),
+        basis.layouts[layer].tables().bounds,
         LEVEL_TABLE,
         _ENDS,
         GAIN_TABLE,
@@ -108,14 +115,6 @@ def fit_of(basis: Basis, layer: int, rows: Tensor) -> float:
     sizes = torch.tensor(group_bounds(components), dtype=torch.float32, device=rows.device).diff()
     factors = torch.from_numpy(GAIN_TABLE).to(rows.device)[gains_of(rows).int()]
     return float((factors.square() @ sizes).mean()) / components
-
-
-def group_bounds(components: int) -> list[int]:
-    """Where the groups of components that share a gain begin, and where the last one ends.
-
-    Component i is of group i * GAINS // components.
-    """
-    return [-(-group * components // GAINS) for group in range(GAINS + 1)]
 
 
 def _product(own: LayerBasis, components: Tensor, below: Tensor | None) -> Tensor:

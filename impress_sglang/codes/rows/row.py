@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from impress_sglang.loops import rows as loops
-from impress_sglang.loops.types import Float32s
+from impress_sglang.loops.types import Float32s, Int32s, Uint64s
 
 # Scalar quantisers of a normal distribution: p, q and r of 0 to 8 bits, float32 [9, 3]. Levels of b
 # bits are u (p + q u^2) / (1 - r u^2) at the centres u = (2 c + 1 - 2^b) / 2^b of codes c. The mean
@@ -65,6 +65,24 @@ GAIN_BITS = 5
 _GAIN_BYTES = 4
 
 
+class RowTables(NamedTuple):
+    """Where codes are in a row, for `loops.rows.unpack`.
+
+    Attributes:
+        areas: uint64 [3, 4], of areas of nibbles, crumbs and bits the first byte, number of bytes
+            and width of an element in bits, and which part is its first.
+        runs: uint64 [n, 6], of components with as many bits: the first, their number, which parts
+            are the first one's nibble, crumb and bit, and bits.
+        bounds: uint64 [7], `group_bounds`.
+        parts: of a row; those at the end are zeros, for codes without a part.
+    """
+
+    areas: Uint64s
+    runs: Uint64s
+    bounds: Uint64s
+    parts: int
+
+
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
     """Where codes are in a row.
@@ -79,33 +97,56 @@ class RowLayout:
         assert list(self.bits) == sorted(self.bits, reverse=True)
 
     @functools.cached_property
-    def _places(self) -> tuple[NDArray[np.int32], int]:
-        """What `parts` returns, and the bytes of a row."""
-        found, begin = np.full((len(self.bits), 4, 2), -1, np.int32), _GAIN_BYTES
+    def _places(self) -> tuple[Int32s, RowTables]:
+        """What `parts` and `tables` return."""
+        bits, count = self.bits, len(self.bits)
+        found, begin, most, areas = np.full((count, 4, 2), -1, np.int32), _GAIN_BYTES, 0, []
+        first_parts = np.full((count, 3), -1, np.int64)
         # Of high nibble, low nibble, crumb and bit, which codes have one.
-        has = np.array([(own >= 4, own == 8, own & 2, own & 1) for own in self.bits], np.bool_)
-        for width, first, stop in ((4, 0, 2), (2, 2, 3), (1, 3, 4)):
+        has = np.array([(own >= 4, own == 8, own & 2, own & 1) for own in bits], np.bool_)
+        for area, (width, first, stop) in enumerate(((4, 0, 2), (2, 2, 3), (1, 3, 4))):
             own = found[:, first:stop]
             there = has.reshape(-1, 4)[:, first:stop]
             element = np.arange(there.sum())
             size = -(-len(element) * width // 8)
             own[there, 0] = begin + element % max(size, 1)
             own[there, 1] = element // max(size, 1) * width
+            # A code that has two nibbles has the high one first.
+            before = there.sum(1).cumsum() - there.sum(1)
+            first_parts[:, area] = np.where(there[:, 0], most + before, -1)
+            areas.append((begin, size, width, most))
             begin += size
-        return found, begin
+            most += size * (8 // width)
+        first_parts[first_parts < 0] = most
+        runs = []
+        for own_bits in sorted(set(bits), reverse=True):
+            start = bits.index(own_bits)
+            runs.append((start, bits.count(own_bits), *first_parts[start].tolist(), own_bits))
+        tables = RowTables(
+            np.array(areas, np.uint64),
+            np.array(runs, np.uint64).reshape(-1, 6),
+            np.array(group_bounds(count), np.uint64),
+            most + count,
+        )
+        return found, tables
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self._places[1]
+        last = self._places[1].areas[-1]
+        return int(last[0] + last[1])
 
-    def parts(self) -> NDArray[np.int32]:
+    def parts(self) -> Int32s:
         """Where each component is: int32 [C, 4, 2].
 
         Of high nibble, low nibble, crumb and bit the byte in the row and the lowest bit in that
         byte, or -1 and -1 if the code has no such part.
         """
         return self._places[0]
+
+    def tables(self) -> RowTables:
+        """The same for compiled loops."""
+        return self._places[1]
 
     def pack(self, codes: Tensor, gains: Tensor) -> Tensor:
         """Write rows, uint8 [t, row_bytes]; all is on the CPU.
@@ -125,3 +166,11 @@ def gains_of(rows: Tensor) -> Tensor:
     byte = torch.arange(_GAIN_BYTES, dtype=torch.int32, device=rows.device) * 8
     words = (rows[:, :_GAIN_BYTES].int() << byte).sum(1, keepdim=True, dtype=torch.int32)
     return (words >> places & (1 << GAIN_BITS) - 1).to(torch.uint8)
+
+
+def group_bounds(components: int) -> list[int]:
+    """Where the groups of components that share a gain begin, and where the last one ends.
+
+    Component i is of group i * GAINS // components.
+    """
+    return [-(-group * components // GAINS) for group in range(GAINS + 1)]
