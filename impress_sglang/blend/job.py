@@ -9,13 +9,16 @@ is planned again without that.
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.blend.plan import BlendPlan, Kind, groups_of
 from impress_sglang.codes.rotation import KeyRotation
+from impress_sglang.cost import Estimate
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.serving.load_jobs import AfterFill, FillLayer, LoadJob
@@ -24,16 +27,49 @@ from impress_sglang.store.content import Run
 from impress_sglang.store.stored import StoredMatch, StoredSpan
 from impress_sglang.transfer.sources import WholeSource
 
+# Layers in which deviations are looked for among all tokens; the first never deviates.
+CHECKED_LAYERS = 2
+
+
+class Kind(enum.IntEnum):
+    """How a token of a blended prefix gets its KVs."""
+
+    KEPT = 0
+    """It is stored behind the same tokens."""
+    COMPUTED = 1
+    """It is computed in all layers."""
+    REUSED = 2
+    """It is stored behind other tokens; it is computed while its KVs are among the most deviant."""
+
+
+@dataclasses.dataclass(slots=True)
+class BlendNotes:
+    """Why a request that accepts it does not blend, if some of its text is stored.
+
+    `declined`: whether it goes on without, whatever is found.
+    """
+
+    why: Detail | None = None
+    declined: bool = False
+
+    def decline(self, why: Detail) -> None:
+        """Let the request go on as if there were no blending."""
+        self.declined = True
+        self.why = self.why or why
+
 
 @dataclasses.dataclass(eq=False)
 class BlendJob(LoadJob):
-    """A load job for a blended prefix.
+    """A load job for a prefix of which some runs are stored, each behind other tokens.
 
     Attributes:
-        plan: how it blends.
         rotation: turns the model's keys.
-        kinds: uint8 [stop - start], those of the plan.
-        runs: what is read, in the order of the prompt.
+        estimate: how long blending it takes.
+        runs: what is read, in the order of the prompt, from the first token that is not resident.
+        kinds: uint8 [stop - start], the `Kind` of each of its tokens.
+        share: how many of the `REUSED` tokens are computed, on average over the layers.
+        new: how many tokens of the prompt follow.
+        read_tokens: at most so many tokens are read at once.
         why: why it could not be blended, unless there was nothing to read.
         row: int64 [stop], the slots of all tokens, while it is computed.
         position: where the rest begins that is to be computed.
@@ -41,26 +77,31 @@ class BlendJob(LoadJob):
         spent: seconds of computing.
     """
 
-    plan: BlendPlan = dataclasses.field(kw_only=True)
     rotation: KeyRotation = dataclasses.field(kw_only=True)
-    kinds: Uint8s = dataclasses.field(init=False)
-    runs: tuple[Run, ...] = dataclasses.field(init=False)
+    estimate: Estimate = dataclasses.field(kw_only=True)
+    runs: tuple[Run, ...] = dataclasses.field(kw_only=True)
+    kinds: Uint8s = dataclasses.field(kw_only=True)
+    share: float = dataclasses.field(kw_only=True)
+    new: int = dataclasses.field(kw_only=True)
+    read_tokens: int = dataclasses.field(kw_only=True)
     why: Detail | None = None
     row: Tensor | None = None
     position: int = 0
     token_layers: int = 0
     spent: float = 0.0
 
-    computes = True
+    computes: ClassVar[bool] = True
+    loads: ClassVar[bool] = True
+    """Whether it is carried out, as a plan says."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.begin_at(self.plan.start)
         self._fills_done, self._groups = 0, list[list[Run]]()
-        # Touched, so that segments that are opened later are still there then.
-        for segment in dict.fromkeys(run.span.segment for run in self.runs):
-            self.store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
-        self.rotation.prepare(max(max(own.stop, own.stop - own.shift) for own in self.runs))
+
+    @property
+    def spans(self) -> tuple[StoredSpan, ...]:
+        """The stored tokens that are read, in the order of the prompt."""
+        return tuple(run.span for run in self.runs)
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -78,7 +119,7 @@ class BlendJob(LoadJob):
 
     def seconds_left(self, num_layers: int, now: float) -> float | None:
         """See `LoadJob.seconds_left`; what is to be computed takes as long as estimated."""
-        computing = self.plan.estimate.compute
+        computing = self.estimate.compute
         if self.done.is_set():
             done = (self.position - self.start) / max(len(self), 1)
             return max(computing * (1.0 - done), 0.0)
@@ -93,14 +134,28 @@ class BlendJob(LoadJob):
         return 0.0 if self.done.is_set() else 1.0 - self._fills_done / fills
 
     def begin_at(self, start: int) -> None:
-        """See `LoadJob.begin_at`."""
+        """See `LoadJob.begin_at`: what is resident now is not read, and what is gone is."""
+        before = self.start
         super().begin_at(start)
-        self.kinds, self.runs = self.plan.begun_at(start)
         self.position = start
+        if start >= before:
+            runs = [run.part(start, run.stop) for run in self.runs if run.stop > start]
+            self.kinds, self.runs = self.kinds[start - before :], tuple(runs)
+        else:
+            known = min(max(self.match.num_tokens, start), before)
+            gone = [Kind.KEPT] * (known - start) + [Kind.COMPUTED] * (before - known)
+            kept = [run.part(start, known) for run in runs_of(self.match, start) if known > start]
+            self.kinds = np.concatenate([np.array(gone, np.uint8), self.kinds])
+            self.runs = (*kept, *self.runs)
+        # Touched, so that segments that are opened later are still there then.
+        for segment in dict.fromkeys(run.span.segment for run in self.runs):
+            self.store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
+        positions = (max(own.stop, own.stop - own.shift) for own in self.runs)
+        self.rotation.prepare(max(positions, default=0))
 
     def open(self) -> WholeSource:
         """See `LoadJob.open`."""
-        self._groups = groups_of(self.runs, self.plan.read_tokens)
+        self._groups = groups_of(self.runs, self.read_tokens)
         if not self._groups:
             raise PrefixUnreadable("-", "nothing of it is left to read")
         return self._open(0)
@@ -154,3 +209,46 @@ class BlendJob(LoadJob):
             keys[moved] = self.rotation.move(keys[moved], turns)
 
         return slots, turn
+
+
+def runs_of(match: StoredMatch, start: int) -> list[Run]:
+    """The runs of a stored prefix from token `start` on."""
+    runs = []
+    for span in match.slice(start, match.num_tokens):
+        runs.append(Run(start, span))
+        start += len(span)
+    return runs
+
+
+def groups_of(runs: Sequence[Run], most: int) -> list[list[Run]]:
+    """Split runs into groups that are read at once, each within so many tokens of a prompt.
+
+    No page of a segment's codes is twice in the runs of a group, so one source can read the group.
+    """
+    groups: list[list[Run]] = []
+    pages, end = set[tuple[str, int]](), -1
+    for run in runs:
+        segment, start = run.span.segment, run.start
+        size = segment.info.layout().codes[0].page_tokens
+        while start < run.stop:
+            part = run.part(start, min(run.stop, end if start < end else start + most))
+            places = range(part.span.start // size, (part.span.stop - 1) // size + 1)
+            own = {(segment.segment_id, page) for page in places}
+            if start >= end or not pages.isdisjoint(own):
+                groups.append([])
+                pages, end = set(), start + most
+            groups[-1].append(part)
+            pages |= own
+            start = part.stop
+    return groups
+
+
+def share_of_layer(share: float, layer: int, num_layers: int) -> float:
+    """The share of the reused tokens that is computed in a layer after the checked ones.
+
+    CacheBlend 4.3 filters gradually: more than `share` at first, less in the end, `share` on
+    average.
+    """
+    first, last = CHECKED_LAYERS, max(num_layers - 1, CHECKED_LAYERS + 1)
+    spread = min(0.5, (1.0 - share) / share) if share else 0.0
+    return share * (1.0 + spread * (1.0 - 2.0 * (layer - first) / (last - first)))

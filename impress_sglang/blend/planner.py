@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from impress_sglang.blend.plan import CHECKED_LAYERS, BlendPlan, Kind, groups_of, runs_of
+from impress_sglang.blend.job import CHECKED_LAYERS, BlendJob, Kind, groups_of, runs_of
+from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.cost import Estimate, RequestLengths, most_of
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.options import AUTO, AUTO_SHARE, OFF
@@ -44,15 +45,18 @@ class BlendPlanner:
     def __init__(
         self,
         service: Service,
+        rotation: KeyRotation,
         page_size: int,
         read_tokens: int,
         measure: Callable[[Sequence[StoredSpan]], None],
     ) -> None:
-        """At most `read_tokens` are read at once; `measure` learns how fast reads are now."""
+        """`rotation` turns the model's keys. At most `read_tokens` are read at once; `measure`
+        learns how fast reads are now."""
         self.refusal: str | None = None
         """Why this server turned out to be unable to blend."""
         self._measure_at = 0.0
         self._service, self._config = service, service.config
+        self._rotation = rotation
         self._page_size = page_size
         self._read_tokens = read_tokens
         self._measure = measure
@@ -60,16 +64,18 @@ class BlendPlanner:
     def plan(
         self,
         namespace: str,
+        space: tuple[str | None, str | None],
         tokens: Tokens,
         resident_len: int,
         usual: LoadPlan | None,
         own: KVClass,
         blend: float | str,
-    ) -> BlendPlan | Detail | None:
+    ) -> BlendJob | Detail | None:
         """Plan how a request would blend.
 
         Args:
             namespace: the request's namespace.
+            space: see `LoadJob`.
             tokens: the prompt without its last token, which is computed in any case.
             resident_len: how many of `tokens` are in SGLang's tree, in its class.
             usual: what it would load otherwise; None if it would compute.
@@ -77,7 +83,8 @@ class BlendPlanner:
             blend: the share that it asks for, or `AUTO`, or `OFF`.
 
         Returns:
-            If it would not blend: why, if some of its text is stored, else None.
+            A job, of which nothing was begun. If it would not blend: why, if some of its text is
+            stored, else None.
         """
         served = self._service.served
         if blend == OFF or own.share >= 1.0 or own.exact:
@@ -132,7 +139,21 @@ class BlendPlanner:
             if not store.segments.can_read([run.span for run in group], in_codes=True):
                 return Reason.NO_BUFFERS, ""
         estimate = dataclasses.replace(estimate, bits=own.bits)
-        return BlendPlan(match, work, tokens, estimate, read, kinds, share, self._read_tokens)
+        return BlendJob(
+            store,
+            own,
+            space,
+            tokens[:stop],
+            match,
+            resident_len,
+            rotation=self._rotation,
+            estimate=estimate,
+            runs=read,
+            kinds=kinds,
+            share=share,
+            new=work.new,
+            read_tokens=self._read_tokens,
+        )
 
     def _too_slow(self, estimate: Estimate, usual: LoadPlan | None) -> Detail | None:
         """Why a blend that takes as long as estimated is refused; None if it is not."""

@@ -62,7 +62,7 @@ class Known:
         early: the job whose last layers its pass waits for.
         gated: seconds for which its pass waited for these.
         disturbed: whether the time of its pass says nothing of what computing takes.
-        blend: what is known of its blending (`blend.plan.BlendNotes`); None: nothing.
+        blend: what is known of its blending (`blend.job.BlendNotes`); None: nothing.
     """
 
     req: Any

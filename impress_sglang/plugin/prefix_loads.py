@@ -143,7 +143,7 @@ class PrefixLoads:
                 store, own, known.space, tokens, plan.match, plan.start, beyond, plan.behind
             )
         else:
-            job = self._blends.job(known, plan)
+            job = plan
         # Perhaps one of others brings it, or the beginning of it.
         other = overlapping(self.jobs.jobs, job, self._least)
         known.leads = other is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from sglang.srt.model_executor.forward_context import get_attn_backend, has_forw
 from sglang.srt.models.opt import OPTForCausalLM, OPTLearnedPositionalEmbedding
 from torch import Tensor
 
-from impress_sglang.blend.plan import Kind, share_of_layer
+from impress_sglang.blend.job import Kind, share_of_layer
 from impress_sglang.blend.plugin.steps import (
     BlendSteps,
     BlockSize,
@@ -41,7 +40,7 @@ class Job:
 
     def __init__(self, tokens: Tensor, row: Tensor, kinds: np.ndarray, share: float, start: int):
         self.tokens, self.row, self.kinds = tokens.numpy().astype(np.int32), row, kinds
-        self.plan, self.start, self.position = SimpleNamespace(share=share), start, start
+        self.share, self.start, self.position = share, start, start
         self.token_layers, self.spent = 0, 0.0
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import BlendPlan
 from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.cost import Estimator
@@ -80,7 +79,7 @@ class Desk:
             estimator=self.estimator,
         )
         self.policy = make_policy(self.config)
-        self.blending = BlendPlanner(service, page_size, block, lambda spans: None)
+        self.blending = BlendPlanner(service, ROTATION, page_size, block, lambda spans: None)
         self.why: Any = None
         """Why the last request does not blend."""
 
@@ -91,17 +90,19 @@ class Desk:
         namespace: str = "",
         wanted: LoadOptions = APPROXIMATE,
         usual: Any = None,
-    ) -> BlendPlan | None:
+    ) -> BlendJob | None:
         own = self.class_of(wanted)
-        found = self.blending.plan(namespace, as_tokens(tokens), resident, usual, own, wanted.blend)
-        self.why = None if isinstance(found, BlendPlan) else found
-        return found if isinstance(found, BlendPlan) else None
+        found = self.blending.plan(
+            namespace, (None, None), as_tokens(tokens), resident, usual, own, wanted.blend
+        )
+        self.why = None if isinstance(found, BlendJob) else found
+        return found if isinstance(found, BlendJob) else None
 
     def class_of(self, wanted: LoadOptions) -> KVClass:
         """As `Service.class_of`."""
         return KVClass.of(dataclasses.replace(wanted, bits=self.policy.bits(wanted)))
 
-    def planned(self, *arguments: Any, **how: Any) -> BlendPlan:
+    def planned(self, *arguments: Any, **how: Any) -> BlendJob:
         """Of a request that does blend."""
         plan = self.plan(*arguments, **how)
         assert plan is not None
@@ -116,13 +117,9 @@ class Desk:
         for _ in range(times):
             self.estimator.computing.observe(1000, 500_500.0, seconds)
 
-    def job(self, plan: BlendPlan, wanted: LoadOptions = APPROXIMATE) -> BlendJob:
+    def job(self, plan: BlendJob) -> BlendJob:
         """One with slots of its own."""
-        own, space = self.class_of(wanted), (None, None)
-        tokens = plan.tokens[: plan.stop]
-        job = BlendJob(
-            self.store, own, space, tokens, plan.match, plan.start, plan=plan, rotation=ROTATION
-        )
+        plan.begin_at(plan.start)
         generator = torch.Generator().manual_seed(1)
-        job.slots = job.target = torch.randperm(len(job), generator=generator)
-        return job
+        plan.slots = plan.target = torch.randperm(len(plan), generator=generator)
+        return plan

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import BlendPlan, Kind
+from impress_sglang.blend.job import BlendJob, Kind
 from impress_sglang.codes.groups.codec import code_keys, code_values
 from impress_sglang.codes.groups.codec import restore as restore_codes
 from impress_sglang.codes.rows.fit import SINK_TOKENS
@@ -93,7 +92,7 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
         assert keys[layer].isnan().any(2).any(1).sum() == 3
 
 
-def two_segments(bench: Workbench, **options: Any) -> tuple[Desk, BlendPlan]:
+def two_segments(bench: Workbench, **options: Any) -> tuple[Desk, BlendJob]:
     """A prompt of documents 1 and 0, which stand in segments of their own."""
     desk = Desk(bench, (0,), (1,), **options)
     return desk, desk.planned([4, *texts(1), 5, *texts(0)])
@@ -171,14 +170,15 @@ def test_it_begins_where_its_prefix_ends(bench: Workbench, start: int) -> None:
     plan = desk.planned(texts(0, 2, 1), 203)
     planned_at = 203
     assert plan.start == planned_at
-    job = desk.job(plan)
+    kinds, stop = plan.kinds, plan.stop
+    job = plan
     job.begin_at(start)
-    assert len(job.kinds) == len(job) == plan.stop - start
-    whole = np.concatenate([np.full(203, 255, np.uint8), plan.kinds])[start:]
+    assert len(job.kinds) == len(job) == stop - start
+    whole = np.concatenate([np.full(203, 255, np.uint8), kinds])[start:]
     if start < planned_at:
         # 200 tokens are stored as its prefix; the match was not used for three more.
         whole[: planned_at - start] = Kind.COMPUTED
     assert (job.kinds == whole).all()
-    assert all(start <= run.start < run.stop <= plan.stop for run in job.runs)
+    assert all(start <= run.start < run.stop <= stop for run in job.runs)
     covered = sum(map(len, job.runs))
     assert covered == np.count_nonzero(job.kinds != Kind.COMPUTED)

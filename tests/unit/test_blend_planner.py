@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.blend.plan import BlendPlan
+from impress_sglang.blend.job import BlendJob
 from impress_sglang.blend.planner import MEASURE_SECONDS, SHARES
+from impress_sglang.cost import RequestLengths
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store.policies import LoadOptions
@@ -24,13 +25,13 @@ from tests.unit.store_factory import Workbench, lose
 bench = blending_desk.bench
 
 
-def kinds_of(plan: BlendPlan | None) -> str:
+def kinds_of(plan: BlendJob | None) -> str:
     """One letter for each token and its kind."""
     assert plan is not None
     return "".join("kcr"[kind] for kind in plan.kinds)
 
 
-def quality_of(plan: BlendPlan) -> Quality:
+def quality_of(plan: BlendJob) -> Quality:
     """Of what is blended, and of what is computed after it."""
     return plan.match.quality.after(plan.estimate.bits, plan.share)
 
@@ -42,7 +43,7 @@ def test_documents_in_another_order(bench: Workbench) -> None:
 
     assert kinds_of(plan) == 16 * "c" + 186 * "r" + 2 * "c" + 200 * "r"
     assert plan is not None and plan.stop == len(plan.kinds) == 404
-    assert plan.work.new == 4 and quality_of(plan) != EXACT and not plan.match.spans
+    assert plan.new == 4 and quality_of(plan) != EXACT and not plan.match.spans
     assert [(run.start, run.stop, run.shift) for run in plan.runs] == [
         (0, 202, -401),
         (204, 404, 204),
@@ -200,24 +201,25 @@ def test_what_blends_take_is_learnt_and_tried_again(
     wanted, now = LoadOptions(bits=6.0, blend=0.5), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    def plan() -> BlendPlan | None:
+    def plan() -> BlendJob | None:
         return desk.plan(texts(0, 2, 1), wanted=wanted)
 
     fast = plan()
     assert fast is not None
+    work = RequestLengths(fast.start, len(fast), fast.new)
     for _ in range(30):
-        desk.estimator.note_blend(fast.work, 201.0, 1.0)
+        desk.estimator.note_blend(work, 201.0, 1.0)
     assert plan() is not None, "to see how fast it is"
     assert plan() is None and desk.why[0] == Reason.BLEND_SLOWER
     now[0] += MEASURE_SECONDS
     assert plan() is not None and plan() is None
     for _ in range(30):
-        desk.estimator.note_blend(fast.work, 201.0, 0.01)
+        desk.estimator.note_blend(work, 201.0, 0.01)
     found = plan()
     assert found is not None and found.estimate.compute < fast.estimate.compute
     # Whoever waits for a blend of a minute does so seldom.
     for _ in range(60):
-        desk.estimator.note_blend(fast.work, 201.0, 60.0)
+        desk.estimator.note_blend(work, 201.0, 60.0)
     now[0] += MEASURE_SECONDS
     assert plan() is not None
     now[0] += 5 * MEASURE_SECONDS

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import BlendNotes, BlendPlan
+from impress_sglang.blend.job import BlendJob, BlendNotes
 from impress_sglang.blend.planner import BlendPlanner
 from impress_sglang.blend.plugin.steps import BLOCK_TOKENS, BlendSteps, check_blended
 from impress_sglang.cost import RequestLengths
@@ -52,8 +51,8 @@ class Blends:
         self._jobs = jobs
         self._gate = gate
         runner = scheduler.tp_worker.model_runner
-        self._rotation = rotation_of(runner.model, "--impress-blend")
-        self.planner = BlendPlanner(service, cache.page_size, BLOCK_TOKENS, measure)
+        rotation = rotation_of(runner.model, "--impress-blend")
+        self.planner = BlendPlanner(service, rotation, cache.page_size, BLOCK_TOKENS, measure)
         pool = cache.token_to_kv_pool_allocator.get_kvcache()
         most = scheduler.chunked_prefill_size
         chunk = BLOCK_TOKENS if most is None or most <= 0 else min(most, BLOCK_TOKENS)
@@ -72,33 +71,18 @@ class Blends:
 
     def plan(
         self, known: Known, tokens: Tokens, resident: int, usual: LoadPlan | None
-    ) -> BlendPlan | None:
-        """Plan how a request blends; `usual`: what it may load otherwise. None: it does not."""
+    ) -> BlendJob | None:
+        """A job that blends for a request; `usual`: what it may load otherwise. None: none."""
         if usual is not None and not usual.loads:
             usual = None
         notes = known.blend = known.blend or BlendNotes()
         if notes.declined:
             return None
-        request = known.namespace, tokens, resident
+        request = known.namespace, known.space, tokens, resident
         found = self.planner.plan(*request, usual, known.kv_class, known.wanted.blend)
-        if isinstance(found, BlendPlan):
-            notes.why = None
-            return found
-        notes.why = found
-        return None
-
-    def job(self, known: Known, plan: BlendPlan) -> BlendJob:
-        """A job for a plan."""
-        return BlendJob(
-            self._service.store,
-            known.kv_class,
-            known.space,
-            plan.tokens[: plan.stop],
-            plan.match,
-            plan.start,
-            plan=plan,
-            rotation=self._rotation,
-        )
+        job = found if isinstance(found, BlendJob) else None
+        notes.why = None if isinstance(found, BlendJob) else found
+        return job
 
     def step(self) -> bool:
         """Between two passes: compute a block of the first job that is read, if there is one."""
@@ -115,7 +99,7 @@ class Blends:
     def note_end(self, job: LoadJob) -> None:
         """A job has ended: learn from it."""
         if isinstance(job, BlendJob) and job.state is JobState.LOADED and not job.revoked:
-            work = RequestLengths(job.start, len(job), job.plan.work.new)
+            work = RequestLengths(job.start, len(job), job.new)
             computed = job.token_layers / self._service.shape.num_layers
             self._service.estimator.note_blend(work, computed, job.seconds)
 

@@ -31,8 +31,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from impress_sglang.blend.job import BlendJob
-from impress_sglang.blend.plan import CHECKED_LAYERS, Kind, share_of_layer
+from impress_sglang.blend.job import CHECKED_LAYERS, BlendJob, Kind, share_of_layer
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.loops.types import Indices
 from impress_sglang.plugin.factory import rotation_of
@@ -118,7 +117,7 @@ class BlendBlock(AttentionBackend):
         key_pool, value_pool = self._layers(index)
         slots = self._row[torch.from_numpy(self.rows).to(self._row.device)]
         self.next_rows = self.rows
-        if job.plan.share and index >= CHECKED_LAYERS - 1:
+        if job.share and index >= CHECKED_LAYERS - 1:
             self._drop(index, keys, values, key_pool[slots], value_pool[slots])
         key_pool[slots] = keys.to(key_pool.dtype)
         value_pool[slots] = values.to(value_pool.dtype)
@@ -139,7 +138,7 @@ class BlendBlock(AttentionBackend):
     ) -> None:
         """Keep, for the next layer, the reused tokens that deviate most and all other tokens."""
         reused = self.job.kinds[self.rows - self.job.start] == Kind.REUSED
-        share = share_of_layer(self.job.plan.share, index + 1, self._num_layers)
+        share = share_of_layer(self.job.share, index + 1, self._num_layers)
         count = min(round(share * self._reused), int(reused.sum()))
         deviation = (_squares(keys - old_keys) + _squares(values - old_values)).cpu().numpy()
         kept = ~reused
@@ -209,7 +208,7 @@ class BlendSteps:
     def _next_rows(self, job: BlendJob) -> Indices:
         """Positions of the next tokens that are computed, those of a block."""
         kinds = job.kinds[job.position - job.start :]
-        computed = kinds != Kind.KEPT if job.plan.share else kinds == Kind.COMPUTED
+        computed = kinds != Kind.KEPT if job.share else kinds == Kind.COMPUTED
         return job.position + np.flatnonzero(computed)[: self.size.tokens]
 
     def _compute(self, block: BlendBlock) -> float:
