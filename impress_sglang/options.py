@@ -8,22 +8,11 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-POLICIES = (
-    "impress",
-    "impress+lfu",
-    "impress+lru",
-    "paper",
-    "paper+itf+reorder",
-    "paper+itf",
-    "as+h2o+lfu",
-    "as+h2o+lru",
-    "as",
-    "recompute",
-)
-# Those that load prefixes from codes.
+# Policies that load prefixes from codes.
 CODED_POLICIES = ("impress", "impress+lfu", "impress+lru")
 # Those that use a part of a prefix, which they choose by the question, within the model's pass.
 PART_POLICIES = ("paper", "paper+itf+reorder", "paper+itf", "as+h2o+lfu", "as+h2o+lru")
+POLICIES = (*CODED_POLICIES, *PART_POLICIES, "as", "recompute")
 REORDER_KEYS = ("selected", "importance")
 IO_ENGINES = ("auto", "aio", "threads")
 LOADS = ("faster", "always")

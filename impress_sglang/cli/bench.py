@@ -53,9 +53,8 @@ def measure(
         raise Refused(f"the text has {len(ids):,} tokens, and {wanted:,} are needed")
     parts = [ids[start : start + tokens] for start in range(0, wanted, tokens)]
     salt = f"impress-bench-{random.randbytes(8).hex()}"
-    answers: _Answers = {}
-    for way in (_COMPUTED, _STORED, _POOL, _LOADED, _DECLINED, _MISSED):
-        answers[way] = []
+    ways = (_COMPUTED, _STORED, _POOL, _LOADED, _DECLINED, _MISSED)
+    answers: _Answers = {way: [] for way in ways}
     with _removing(server, parts, salt):
         # A server's first request may be slow for other reasons, so it is not counted.
         _ask(server, parts[0], f"{salt}-first", store=False)

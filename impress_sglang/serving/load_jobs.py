@@ -121,7 +121,8 @@ class LoadJob:
     """Whether the scheduler's thread has something to compute when all was read."""
 
     def __post_init__(self) -> None:
-        self._revoked = False
+        self.revoked = False
+        """Whether its slots were taken away."""
         self._writing = threading.Lock()
         self._written: Any = None
         self._changed = threading.Condition()
@@ -146,18 +147,13 @@ class LoadJob:
         """How many of its tokens are stored behind the same tokens, behind others, and nowhere."""
         return len(self), 0, 0
 
-    @property
-    def revoked(self) -> bool:
-        """Whether its slots were taken away."""
-        return self._revoked
-
     def revoke(self) -> None:
         """Take its slots away: from now on nothing is written to them.
 
         Waits for a layer that is being written, never for the drive.
         """
         with self._writing:
-            self._revoked = True
+            self.revoked = True
             self._synchronize()
         with self._changed:
             self._changed.notify_all()
@@ -166,7 +162,7 @@ class LoadJob:
     def writing(self) -> Iterator[None]:
         """Keep its slots while the loader writes to them, or raise `JobRevoked`."""
         with self._writing:
-            if self._revoked:
+            if self.revoked:
                 raise JobRevoked
             try:
                 yield

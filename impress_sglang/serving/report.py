@@ -106,12 +106,8 @@ def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str,
 
 def unused_report(policy: str, truncated_tokens: int) -> dict[str, object]:
     """The report of a request that ended before it was admitted: it has no path, and no tokens."""
-    none = {
-        "path": None,
-        "truncated_tokens": truncated_tokens,
-        "why": why.say(why.Reason.NOT_ADMITTED),
-    }
-    return new_report(policy, 0) | none
+    report, told = new_report(policy, 0), why.say(why.Reason.NOT_ADMITTED)
+    return report | {"path": None, "truncated_tokens": truncated_tokens, "why": told}
 
 
 def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
@@ -121,16 +117,16 @@ def estimate_fields(estimate: Estimate, *, loads: bool) -> dict[str, object]:
     request waited. Before the server has seen a long pass, that of loading is None, and that of
     computing an upper bound.
     """
-
-    def milliseconds(seconds: float | None) -> float | None:
-        return None if seconds is None else round(seconds * 1e3, 3)
-
+    load, recompute = (
+        None if seconds is None else round(seconds * 1e3, 3)
+        for seconds in (estimate.load, estimate.recompute)
+    )
     return {
         "decision": "load" if loads else "recompute",
         "retention": round(estimate.retention, 4),
         "bits": round(estimate.bits, 3),
-        "estimated_load_ms": milliseconds(estimate.load),
-        "estimated_recompute_ms": milliseconds(estimate.recompute),
+        "estimated_load_ms": load,
+        "estimated_recompute_ms": recompute,
     }
 
 
@@ -190,15 +186,10 @@ class RecentRequests:
         report: Mapping[str, Any],
         **seconds: float,
     ) -> None:
-        """Note a request that has ended.
+        """Note a request that has ended, of a prompt in a namespace as the store names it.
 
-        Args:
-            rid: its id, of which the beginning is kept.
-            namespace: its namespace, as the store names it.
-            tokens: the tokens of its prompt.
-            report: its report.
-            seconds: `waited` for others; `loading` its prefix, in the queue or in the pass; and
-                `computing`, the rest, until its first token.
+        `seconds`: it `waited` for others; `loading` its prefix, in the queue or in the pass; and
+        `computing`, the rest, until its first token.
         """
         first = np.array(tokens[:BLOCK_TOKENS], np.int32)
         self._count += 1

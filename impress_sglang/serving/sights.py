@@ -92,16 +92,12 @@ class Sights:
         self._hashes = PrefixHashes(memory[:_SEED].tobytes())
 
     def note(self, namespace: str, tokens: Tokens, first: int = 0, *, count: bool = True) -> int:
-        """Note a request with these tokens, int32 [n].
+        """Note a request with these tokens, int32 [n], from its start.
 
-        Args:
-            namespace: keeps the prefixes of other namespaces apart.
-            tokens: the prompt from its start.
-            first: so many of them were noted for this request before.
-            count: whether this is a request to be counted; False only looks.
+        The `first` of them were noted for this request before. `count`: whether this is a request
+        to be counted; False only looks.
 
-        Returns:
-            How many of the first tokens were seen often enough, this time included if counted.
+        Returns how many of the first tokens were seen often enough, this time included if counted.
         """
         seen = self._see(self._hashes.of(namespace, tokens), first // BLOCK_TOKENS, count=count)
         rare = np.flatnonzero(seen < self._least)
