@@ -49,6 +49,14 @@ _RETRIES = 4
 _PUT_SECONDS = 600
 # Names in one answer to a request for a list; S3 gives no more.
 _PAGE = 1000
+# Large enough for the throughput of a connection with latency; a layer of a small model has less.
+RANGE_BYTES = 1 << 20
+# Most headers are shorter.
+_HEADER_BYTES = 256 << 10
+# Ranges in flight: threads that wait for the network without the GIL.
+MOST_READS = 32
+# After so many seconds without a reader the rest of an object is fetched.
+IDLE_SECONDS = 0.5
 
 
 class ObjectMeta(NamedTuple):
@@ -222,16 +230,6 @@ def open_bucket(config: ImpressConfig) -> Bucket | None:
 
 def _first_line(error: BaseException) -> str:
     return f"{error}".strip().split("\n", 1)[0]
-
-
-# Large enough for the throughput of a connection with latency; a layer of a small model has less.
-RANGE_BYTES = 1 << 20
-# Most headers are shorter.
-_HEADER_BYTES = 256 << 10
-# Ranges in flight: threads that wait for the network without the GIL.
-MOST_READS = 32
-# After so many seconds without a reader the rest of an object is fetched.
-IDLE_SECONDS = 0.5
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -40,6 +40,7 @@ from impress_sglang.store.orders import Pins
 from impress_sglang.store.peers import Peers
 from impress_sglang.store.restoring import recover_tree
 from impress_sglang.store.stored import StoredSegment
+from impress_sglang.store.tree import StoredTree
 from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -99,8 +100,9 @@ class StoreDisk:
                 self._prober = BackgroundThread("impress-probe")
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
-                self.tree, self.foreign, self._froze = recover_tree(
-                    self.directory, self.worker, identity, content, config.ttl, self.peers
+                self.tree = StoredTree(content, config.ttl)
+                self.foreign, self._froze = recover_tree(
+                    self.tree, self.directory, self.worker, self.peers
                 )
                 if self._froze:
                     undo.callback(gc.unfreeze)

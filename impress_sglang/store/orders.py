@@ -32,6 +32,12 @@ logger = logging.getLogger(__name__)
 MOST_PINS = 256
 # Seconds between two looks for what is stored of pinned prefixes.
 _LOOK_SECONDS = 1.0
+# The most segments that one step removes.
+MOST_SEGMENTS = 64
+MOST_JOBS = 8
+
+Name = TypeVar("Name", bound=Hashable)
+Job = TypeVar("Job")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,14 +175,6 @@ class Pins:
             for own in self._pins
         ]
         self._worker.submit(self._worker.keep, PINS, json.dumps(fields).encode())
-
-
-Name = TypeVar("Name", bound=Hashable)
-Job = TypeVar("Job")
-
-# The most segments that one step removes.
-MOST_SEGMENTS = 64
-MOST_JOBS = 8
 
 
 class MultiStepJobs(dict[Name, Job]):

@@ -56,6 +56,15 @@ FOLDERS_SECONDS = 1.0
 _FIRST_BYTES = 256
 # The most that one poll takes, in seconds.
 _MOST_SECONDS = 0.005
+# Seconds between two attempts to place what has no place, how many are tried, in how many segments
+# of the tree a place is looked for, and for how long each.
+_AGAIN_SECONDS, _TRIED_AGAIN, _SEARCHED, _SEARCH_SECONDS = 1.0, 64, 512, 0.002
+# What two servers have written within so many seconds, they have written at once. Less than for how
+# long they do not use what they cannot read.
+_AT_ONCE_SECONDS = 30.0
+
+_Order: TypeAlias = tuple[str | None, bytes | None, float]
+"""What is purged: namespace or all, the bytes of a prefix or all of it, written until when."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +139,7 @@ class Peers:
                 logger.warning("what another server stores cannot be read: %s", failed)
             self.unreadable = failed is not None
 
-    def begin(self, orders: Iterable[Mapping[str, Any]] = ()) -> list[StoredSegment]:
+    def begin(self, orders: Iterable[Mapping[str, Any]]) -> list[StoredSegment]:
         """Look for the first time; returns the segments of others. What they want is not new.
 
         `orders`: to purge, which an earlier process of this folder has given.
@@ -248,17 +257,6 @@ def _news_of(record: dict[str, Any], own: _Followed) -> Iterator[News]:
         yield News(purge=record["purge"])
     if "want" in record:
         yield News(want=record["want"])
-
-
-# Seconds between two attempts to place what has no place, how many are tried, in how many segments
-# of the tree a place is looked for, and for how long each.
-_AGAIN_SECONDS, _TRIED_AGAIN, _SEARCHED, _SEARCH_SECONDS = 1.0, 64, 512, 0.002
-# What two servers have written within so many seconds, they have written at once. Less than for how
-# long they do not use what they cannot read.
-_AT_ONCE_SECONDS = 30.0
-
-_Order: TypeAlias = tuple[str | None, bytes | None, float]
-"""What is purged: namespace or all, the bytes of a prefix or all of it, written until when."""
 
 
 class ForeignSegments:

@@ -19,7 +19,6 @@ from impress_sglang.storage.directory import StoreDirectory, segment_files
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens, read_header
-from impress_sglang.store.content import ContentIndex
 from impress_sglang.store.disk_worker import DiskWorker
 from impress_sglang.store.health import Verdict
 from impress_sglang.store.losses import prompt_of
@@ -34,9 +33,7 @@ logger = logging.getLogger(__name__)
 _MANY = 10_000
 
 
-def recover(
-    directory: StoreDirectory, worker: DiskWorker, identity: str
-) -> tuple[list[StoredSegment], int]:
+def recover(directory: StoreDirectory, worker: DiskWorker) -> tuple[list[StoredSegment], int]:
     """Bring the index and the folder in line with each other; nothing else runs on the worker yet.
 
     Unfinished files are removed, damaged ones and those of another identity go to quarantine, and
@@ -55,7 +52,7 @@ def recover(
         row = known.pop(segment_id, None)
         try:
             segment = _segment(files, segment_id, path, row)
-            if segment.info.identity != identity:
+            if segment.info.identity != directory.identity:
                 raise SegmentUnreadable(segment_id, "belongs to another model")
         except SegmentUnreadable as error:
             if worker.condemn(error) is Verdict.UNCLEAR:
@@ -105,21 +102,16 @@ def _size_of(files: FileSystem, path: str) -> int:
 
 
 def recover_tree(
-    directory: StoreDirectory,
-    worker: DiskWorker,
-    identity: str,
-    content: ContentIndex | None = None,
-    ttl: float = 0.0,
-    peers: Peers | None = None,
-) -> tuple[StoredTree, ForeignSegments, bool]:
-    """Build the tree of the segments on the disk; own files without a place in it are removed.
+    tree: StoredTree, directory: StoreDirectory, worker: DiskWorker, peers: Peers
+) -> tuple[ForeignSegments, bool]:
+    """Put the segments on the disk into a tree; own files without a place in it are removed.
 
-    Returns the tree, what other servers have and has no place in it, and whether it is frozen, so
-    that `gc.unfreeze` is due when it goes.
+    Returns what other servers, which are followed from here on, have and has no place in the tree,
+    and whether it is frozen, so that `gc.unfreeze` is due when it goes.
 
     Garbage collection is off meanwhile, and a large tree is frozen: it has no garbage before the
     store closes, with 100,000 segments each collection would take 0.4 s longer, and requests would
-    wait for it. `content` and `ttl` are the tree's; `peers`: followed for the first time here.
+    wait for it.
 
     Raises:
         OSError: the directory cannot be read.
@@ -127,25 +119,23 @@ def recover_tree(
     enabled = gc.isenabled()
     gc.disable()
     try:
-        found, unread = recover(directory, worker, identity)
+        found, unread = recover(directory, worker)
         large = enabled and len(found) >= _MANY
         if large:
             # Present garbage would be frozen, too; it takes longer to collect with the tree there.
             gc.collect()
-        others = [] if peers is None else peers.begin(worker.journal.orders)
-        tree = StoredTree(content, ttl)
+        others = peers.begin(worker.journal.orders)
         useless, orphans = restore_segments(tree, found + others)
         foreign = ForeignSegments(tree)
         for own in useless + orphans:
             if own.home is not None:
                 foreign.set_aside(own)
-        useless = [own for own in useless if own.home is None]
-        orphans = [own for own in orphans if own.home is None]
-        if unread or (peers is not None and peers.unreadable):
+        if unread or peers.unreadable:
             # They may build on a file that cannot be read now.
             worker.unused_bytes += sum(own.file_bytes for own in orphans)
         else:
             useless += orphans
+        useless = [own for own in useless if own.home is None]
         for own in useless:
             logger.warning(
                 "segment %s has no place: what it builds on is gone, or others are there; removed",
@@ -158,7 +148,7 @@ def recover_tree(
     finally:
         if enabled:
             gc.enable()
-    return tree, foreign, large
+    return foreign, large
 
 
 def restore_segments(
