@@ -39,8 +39,8 @@ class LookAhead:
 
     def __init__(self) -> None:
         self._expect: Expect | None = None
-        # The requests, by segment and by the range of its tokens that they wait for.
-        self._awaited: dict[str, dict[_Range, set[str]]] = {}
+        # By segment and request, the range of its tokens that the request waits for.
+        self._awaited: dict[str, dict[str, _Range]] = {}
         self._ranges_of: dict[str, dict[str, _Range]] = {}
         self._turns: dict[str, int] = {}
         self._next_turn = _FIRST_TURN
@@ -70,35 +70,30 @@ class LookAhead:
             return
         self.stop_waiting(rid)
         for segment_id, own in wanted.items():
-            rids = self._awaited.setdefault(segment_id, {}).setdefault(own, set())
+            waiting = self._awaited.setdefault(segment_id, {})
             # A request without a turn is behind others for the same tokens, so nothing changes.
-            if not rids or rid in self._turns:
+            if rid in self._turns or own not in waiting.values():
                 self._note_change(segment_id)
-            rids.add(rid)
+            waiting[rid] = own
         if wanted:
             self._ranges_of[rid] = wanted
 
     def stop_waiting(self, rid: str) -> None:
         """Forget a request that was admitted or is gone."""
-        for segment_id, own in self._ranges_of.pop(rid, {}).items():
-            ranges = self._awaited[segment_id]
-            ranges[own].remove(rid)
-            if not ranges[own]:
-                del ranges[own]
-            if not ranges:
+        for segment_id in self._ranges_of.pop(rid, ()):
+            del self._awaited[segment_id][rid]
+            if not self._awaited[segment_id]:
                 del self._awaited[segment_id]
             self._note_change(segment_id)
 
     def succeed(self, old_id: str, new_id: str) -> None:
         """Note that a segment has replaced another one with the same tokens."""
-        ranges = self._awaited.pop(old_id, None)
-        if ranges is None:
+        if (waiting := self._awaited.pop(old_id, None)) is None:
             return
-        self._awaited[new_id] = ranges
-        for own, rids in ranges.items():
-            for rid in rids:
-                del self._ranges_of[rid][old_id]
-                self._ranges_of[rid][new_id] = own
+        self._awaited[new_id] = waiting
+        for rid, own in waiting.items():
+            del self._ranges_of[rid][old_id]
+            self._ranges_of[rid][new_id] = own
         self._note_change(old_id)
         self._note_change(new_id)
 
@@ -134,9 +129,10 @@ class LookAhead:
 
     def ranges(self, segment_id: str) -> list[AwaitedRange]:
         """Awaited ranges of a segment, latest turn first."""
-        ranges = self._awaited.get(segment_id, {})
-        found = [(*own, min(map(self.turn, rids))) for own, rids in ranges.items()]
-        return sorted(found, key=lambda own: -own[2])
+        turns = dict[_Range, int]()
+        for rid, own in self._awaited.get(segment_id, {}).items():
+            turns[own] = min(self.turn(rid), turns.get(own, LAST_TURN))
+        return sorted(((*own, turn) for own, turn in turns.items()), key=lambda own: -own[2])
 
     def tell(self) -> None:
         """Pass what has changed to the receiver that `tell_to` has set."""

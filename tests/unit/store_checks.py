@@ -90,7 +90,6 @@ def check_lookahead(lookahead: LookAhead) -> None:
     """Ranges by segment and by request agree."""
     assert {
         (rid, segment_id, own)
-        for segment_id, ranges in lookahead._awaited.items()
-        for own, rids in ranges.items()
-        for rid in rids
+        for segment_id, waiting in lookahead._awaited.items()
+        for rid, own in waiting.items()
     } == {(rid, *item) for rid, own in lookahead._ranges_of.items() for item in own.items()}
