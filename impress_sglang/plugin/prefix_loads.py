@@ -305,7 +305,7 @@ class PrefixLoads:
             spans, tree = job.match.slice(job.start, job.stop), job.store.tree
             found = dict.fromkeys(own.segment for own in reversed(spans))
             lost = [own for own in found if tree.get(own.segment_id) is own]
-            job.store.writes.evict(lost, Cause.DAMAGED)
+            job.store.writes.discard(lost, Cause.DAMAGED)
         if self._blends is not None:
             self._blends.note_end(job)
 

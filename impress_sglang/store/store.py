@@ -159,7 +159,7 @@ class PrefixStore:
         for own, other in () if self._orders else self.foreign.take_doubles():
             # A bucket's are stored here as well, to be read from here.
             if bucket is None and not self.writes.is_needed(own.segment_id):
-                self.writes.evict([own], Cause.EVICTED)
+                self.writes.discard([own], Cause.EVICTED)
                 self.foreign.forget(other.segment_id)
                 self.foreign.add(other)
         self._disk.remove_foreign(self.foreign.late)
@@ -197,7 +197,7 @@ class PrefixStore:
                 self.writes.lose(segment, Cause.EVICTED)
         elif news.want:
             given = self.quota.share_out(news.want, self.writes.is_needed)
-            self.writes.evict(given, Cause.EVICTED)
+            self.writes.discard(given, Cause.EVICTED)
         elif news.purge is not None:
             try:
                 self._orders.append(Purge.told(news.purge))

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from torch import Tensor
@@ -205,7 +205,7 @@ class SegmentWrites:
             return StoreOutcome.NO_SPACE
         if victims and self._quota.lacks > 0:
             self._ask_for_room(segment.file_bytes)
-        self.evict(victims, Cause.EVICTED)
+        self.discard(victims, Cause.EVICTED)
         if start:
             above = known.slice(0, start)[-1]
             attached = self._tree.insert_below(segment, above.segment, above.stop)
@@ -239,38 +239,32 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
-    def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> int:
-        """Remove segments and their files, those that are being written when their writes end;
-        returns how many of the latter had not been discarded before."""
-        count, going = 0, list[StoredSegment]()
+    def discard(self, segments: Sequence[StoredSegment], cause: Cause) -> int:
+        """Remove segments and their files, each before what it builds on, and those that are being
+        written when their writes end; returns how many of these had not been discarded before."""
         writes = {write.segment: write for write in self._writes}
+        count, going = 0, dict[str, int]()
         for segment in segments:
-            if (write := writes.get(segment)) is None:
-                going.append(segment)
-            else:
+            if (write := writes.get(segment)) is not None:
                 count += write.discarded is None
                 write.discarded = cause
                 self._abandon(write)
-        if going:
-            self.evict(going, cause)
-        if cause is Cause.PURGED:
-            self._worker.submit(self._worker.tidy, False)
-        return count
-
-    def evict(self, segments: Sequence[StoredSegment], cause: Cause) -> None:
-        """Remove segments and their files, each before what it builds on."""
-        for segment in segments:
+                continue
             self.lose(segment, cause)
-            if segment.home is not None:
+            if segment.home is None:
+                going[segment.segment_id] = segment.file_bytes
+            else:
                 self._disk.foreign.refuse(segment.segment_id)
         self._disk.remove_foreign(segments)
-        going = {own.segment_id: own.file_bytes for own in segments if own.home is None}
         if going:
             self.stats.segments_evicted += len(going) * (cause is Cause.EVICTED)
             self.stats.segments_purged += len(going) * (cause is Cause.PURGED)
             self.stats.segments_expired += len(going) * (cause is Cause.EXPIRED)
             # In one job, because with each job the other thread can take the GIL from this one.
             self._worker.delete(going)
+        if cause is Cause.PURGED:
+            self._worker.submit(self._worker.tidy, False)
+        return count
 
     def lose(self, segment: StoredSegment, cause: Cause) -> None:
         """Mark a segment as lost; it stays in the tree as long as others build on it."""
@@ -364,7 +358,7 @@ class SegmentWrites:
             if self._disk.meter.has_news:
                 self._worker.submit(lambda: self._worker.keep(CODING, self._disk.meter.dump()))
             if write.discarded is not None:
-                self.evict([segment], write.discarded)
+                self.discard([segment], write.discarded)
             return
         self._worker.delete({segment.segment_id: segment.file_bytes})
         if write.discarded is not None:
@@ -429,7 +423,7 @@ class SegmentWrites:
         info, tokens = segment.info, prompt_of(segment)
         keep = self._tree.match(info.namespace, tokens, least=info.quality, only_ready=False)
         victims = self._quota.make_room(file, keep, self.is_needed)
-        self.evict(victims or (), Cause.EVICTED)
+        self.discard(victims or (), Cause.EVICTED)
         return victims is not None
 
 

@@ -70,7 +70,7 @@ def test_what_another_tenant_has_stored_nobody_has(world: World, stored: StoredS
     """Neither while it is there, nor when it is gone."""
     stranger = admitted(world, namespace="another")
     assert stranger["reason"] == Reason.NEVER_STORED
-    world.service.store.writes.evict([stored], Cause.EVICTED)
+    world.service.store.writes.discard([stored], Cause.EVICTED)
     assert admitted(world, namespace="another") == stranger
     assert admitted(world)["reason"] == Reason.EVICTED
 

@@ -187,7 +187,7 @@ def test_the_same_is_there_once_and_stands_for_what_is_evicted(
     for store in (first, second):
         until_listed(store, 1)
         (own,) = store.tree.segments()
-        store.writes.evict([own], Cause.EVICTED)
+        store.writes.discard([own], Cause.EVICTED)
         until_found(store, prompt(1))
         assert store.summary()["used_bytes"] == 0
         check_rows(store, prompt(1))
@@ -201,7 +201,7 @@ def test_what_is_elsewhere_now_was_not_used(world: World, bucket: Faults) -> Non
     peer = first._disk.bucket
     until(first, lambda: len(peer._known) == 3 and not peer._news)
     oldest = next(iter(first.tree.order))
-    first.writes.evict([oldest], Cause.EVICTED)
+    first.writes.discard([oldest], Cause.EVICTED)
     until_found(first, prompt(1, 40))
     far, above, other = first.tree.order
     assert far.home and (above.info.num_tokens, other.info.num_tokens) == (13, 8)
