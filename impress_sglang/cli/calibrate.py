@@ -37,15 +37,17 @@ _BITS = 16
 KVs = list[tuple[Tensor, Tensor]]
 
 
-def calibrate(model: Path, out: Path, texts: Sequence[Path], tokens: int) -> dict[str, Any]:
-    """Fit a basis to the model in a folder of Hugging Face's kind, and write it to `out`.
+def calibrate(
+    model: Path, out: Path, texts: Sequence[Path], tokens: int, tp_sizes: Sequence[int] = (1,)
+) -> dict[str, Any]:
+    """Fit bases to the model in a folder of Hugging Face's kind, and write them to `out`.
 
     `texts` are files, each of one kind of text; without any, those of the package. At most `tokens`
-    of each are read.
+    of each are read. Each of `tp_sizes` ranks has a basis of its own heads.
 
     Raises:
-        Refused: model or texts cannot be read, a text is too short, or the model is of a kind that
-            is not supported.
+        Refused: model or texts cannot be read, a text is too short, ranks cannot share the heads,
+            or the model is of a kind that is not supported.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,28 +67,22 @@ def calibrate(model: Path, out: Path, texts: Sequence[Path], tokens: int) -> dic
         for kind, text in contents.items()
     }
     begin = time.monotonic()
-    basis = calibrated(Prompts(loaded.to(device).eval()), ids)
-    basis.save(out)
-    exact = sum(heads * dim for heads, dim in basis.shapes) * basis.num_layers * _BITS / 8
     found: dict[str, Any] = {"basis": str(out)}
-    for keeps in RATES:
-        own = basis.keeping(keeps)
-        found[f"bits_{keeps:g}"] = {
-            "digest": own.digest,
-            "rate": round(own.rate, 3),
-            "token_bytes": own.token_bytes,
-            "share": round(own.token_bytes / exact, 4),
-            "kl": basis.notes["kl"][f"{keeps:g}"],
-        }
+    for bases in calibrated(Prompts(loaded.to(device).eval()), ids, tp_sizes):
+        for basis in bases:
+            basis.save(out)
+        found |= {f"tp_{len(bases)}": _told(bases)} if len(bases) > 1 else _told(bases)
     return found | {"seconds": round(time.monotonic() - begin)}
 
 
-def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]]) -> Basis:
-    """Fit a basis of all `RATES` to a model by tokens of each kind of text.
+def calibrated(
+    prompts: Prompts, ids: Mapping[str, Sequence[int]], tp_sizes: Sequence[int] = (1,)
+) -> list[list[Basis]]:
+    """Fit bases of all `RATES` to a model by tokens of each kind of text: for each size, of ranks.
 
     Raises:
-        Refused: a text is too short, there are too few, or the model is of a kind that is not
-            supported.
+        Refused: a text is too short, there are too few, ranks cannot share the heads, or the model
+            is of a kind that is not supported.
     """
     short = [kind for kind, own in ids.items() if len(own) < 2 * _LEAST_TOKENS]
     if short:
@@ -95,6 +91,11 @@ def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]]) -> Basis:
     second = {kind: own[len(own) // 2 :] for kind, own in ids.items()}
     moments, gradients, model = Moments(), Gradients(), prompts.name()
     _count(prompts, first, moments, gradients)
+    heads = moments.shapes[0][0]
+    for size in tp_sizes:
+        # More ranks have some heads in common.
+        if max(size, heads) % min(size, heads):
+            raise Refused(f"{size} ranks cannot share {heads} KV heads")
     features = sum(heads * dim for heads, dim in moments.shapes)
     if moments.count < features:
         # All else of what is to come would be unlike these.
@@ -102,23 +103,56 @@ def calibrated(prompts: Prompts, ids: Mapping[str, Sequence[int]]) -> Basis:
             f"a basis for this model needs texts with more than {2 * features} tokens in all: "
             "give more of them, or raise --tokens"
         )
-    keeps = max(RATES)
-    fewer = {own: rate for own, rate in RATES.items() if own != keeps}
-    checked = fit(moments, gradients.metric, RATES[keeps], fewer=fewer)
+    sizes = dict.fromkeys(min(size, heads) for size in tp_sizes)
+    checked = {size: _fitted(moments, gradients, size) for size in sizes}
     _count(prompts, second, moments, gradients)
-    lost: dict[str, dict[str, float]] = {f"{own:g}": {} for own in RATES}
-    for kind, tokens in second.items():
-        for own in RATES:
-            _tell(f"judging {kind} in the place of {own:g} bits")
-            found = prompts.divergence(tokens, checked.keeping(own))
-            lost[f"{own:g}"][kind] = round(found, 6)
-    notes = {
-        "texts": hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16],
-        "metric": "fish",
-        "tokens": moments.count,
-        "kl": lost,
-    }
-    return fit(moments, gradients.metric, RATES[keeps], fewer=fewer, model=model, notes=notes)
+    found = []
+    for size, bases in checked.items():
+        lost: dict[str, dict[str, float]] = {f"{own:g}": {} for own in RATES}
+        for kind, tokens in second.items():
+            for own in RATES:
+                _tell(f"judging {kind} in the place of {own:g} bits, --tp-size {size}")
+                loss = prompts.divergence(tokens, [basis.keeping(own) for basis in bases])
+                lost[f"{own:g}"][kind] = round(loss, 6)
+        notes = {
+            "texts": hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16],
+            "metric": "fish",
+            "tokens": moments.count,
+            "kl": lost,
+        }
+        found.append(_fitted(moments, gradients, size, model=model, notes=notes))
+    return found
+
+
+def _fitted(moments: Moments, gradients: Gradients, ranks: int, **told: Any) -> list[Basis]:
+    """A basis for each of so many ranks."""
+    keeps, count = max(RATES), moments.shapes[0][0] // ranks
+    fewer = {own: rate for own, rate in RATES.items() if own != keeps}
+    found = []
+    for rank in range(ranks):
+        heads = slice(rank * count, (rank + 1) * count)
+        metric = [[own[heads] for own in layer] for layer in gradients.metric]
+        part = rank, ranks
+        own = moments.of_heads(heads)
+        found.append(fit(own, metric, RATES[keeps], fewer=fewer, part=part, **told))
+    return found
+
+
+def _told(bases: Sequence[Basis]) -> dict[str, Any]:
+    """What is said of the bases of all ranks, for each rate."""
+    features = sum(heads * dim for own in bases for heads, dim in own.shapes)
+    exact, found = features * bases[0].num_layers * _BITS / 8, {}
+    for keeps in RATES:
+        kept = [basis.keeping(keeps) for basis in bases]
+        size = sum(own.token_bytes for own in kept)
+        found[f"bits_{keeps:g}"] = {
+            "digest": " ".join(own.digest for own in kept),
+            "rate": round(sum(own.rate for own in kept) / len(kept), 3),
+            "token_bytes": size,
+            "share": round(size / exact, 4),
+            "kl": bases[0].notes["kl"][f"{keeps:g}"],
+        }
+    return found
 
 
 class Gradients:
@@ -194,12 +228,22 @@ class Prompts:
         ]
 
     @torch.no_grad()
-    def divergence(self, ids: Sequence[int], basis: Basis) -> float:
-        """The mean KL of predictions in the last part of a prompt if what is before it is coded."""
+    def divergence(self, ids: Sequence[int], bases: Sequence[Basis]) -> float:
+        """The mean KL of predictions in the last part of a prompt if what is before it is coded.
+
+        `bases`: of all ranks, in their order.
+        """
         held = _held(ids)
         keys, values = self._prefix(ids[:held])
         exact = self._follow(keys, values, ids[held:])[0].log_softmax(-1)
-        coded = coded_kvs(basis, self._unturned(zip(keys, values, strict=True)))
+        kvs, begin, parts = self._unturned(zip(keys, values, strict=True)), 0, []
+        for basis in bases:
+            heads = slice(begin, begin := begin + basis.shapes[0][0])
+            parts.append(coded_kvs(basis, [(k[:, heads], v[:, heads]) for k, v in kvs]))
+        coded = [
+            [torch.cat(own, 1) for own in zip(*layer, strict=True)]
+            for layer in zip(*parts, strict=True)
+        ]
         turned = [self.turned(k, back=False).transpose(0, 1)[None] for k, _ in coded]
         plain = [v.transpose(0, 1)[None] for _, v in coded]
         found = self._follow(turned, plain, ids[held:])[0].log_softmax(-1)

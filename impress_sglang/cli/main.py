@@ -108,6 +108,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[Option, ...]]] = {
             _need("--out", Path, "to write the basis to", metavar="FILE"),
             _may("--text", Path, "one per kind; default: those of the package", [], nargs="+"),
             _may("--tokens", int, "per text", 1500),
+            _may("--tp-size", int, "of servers: a basis for each rank", [1], nargs="+"),
         ),
     ),
     "hicache-config": (
@@ -221,7 +222,7 @@ def _carry_out(args: argparse.Namespace) -> Any:
     if args.command == "calibrate":
         from impress_sglang.cli.calibrate import calibrate
 
-        return calibrate(args.model, args.out, args.text, args.tokens)
+        return calibrate(args.model, args.out, args.text, args.tokens, args.tp_size)
     if getattr(args, "dir", None) is not None:
         from impress_sglang.cli import directory, shipping
 

@@ -147,7 +147,8 @@ def check_options(config: ImpressConfig, options: Any) -> None:
         used = {
             f"--impress-policy {config.policy}": config.needs_parts,
             "--impress-blend": config.blend != OFF,
-            "--impress-basis": config.basis,
+            # A layer is predicted from the one below, which another stage may have.
+            "--impress-basis": config.basis and name == "pp_size",
             "--impress-schedule": config.schedule != OFF,
         }
         for flag in (flag for flag, own in used.items() if own):
@@ -172,16 +173,15 @@ def check_options(config: ImpressConfig, options: Any) -> None:
             config.needs_parts or blends,
         ),
         (
-            "blends, and codes by a basis, the KVs of models without drafts",
+            "blends the KVs of models without drafts",
             "speculative-algorithm",
             options.speculative_algorithm not in (None, "NGRAM"),
-            config.basis or blends,
+            blends,
         ),
     ):
         if is_set and is_used:
             raise UnsupportedError(
-                f"IMPRESS {why}: drop --{flag}, or --impress-policy, "
-                "--impress-blend and --impress-basis"
+                f"IMPRESS {why}: drop --{flag}, or --impress-policy and --impress-blend"
             )
     if config.schedule != OFF and options.schedule_policy not in _SCHEDULED:
         raise UnsupportedError(

@@ -96,7 +96,10 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
     if config.kept == EXACTLY:
         shape = replace(shape, code_bits=0.0)
     if config.basis:
-        basis = Basis.load(Path(config.basis).expanduser()).keeping(config.code_bits)
+        # Of the heads of this rank, which others have too where there are more ranks than heads.
+        parts = min(tp_size, runner.model_config.get_total_num_kv_heads())
+        part = ranks.rank * parts // tp_size, parts
+        basis = Basis.load(Path(config.basis).expanduser(), part).keeping(config.code_bits)
         codec = BasisCodec(basis, rotation_of(runner.model, "--impress-basis"))
         shape = shape_by(basis, shape)
         # So that other threads need not make it.

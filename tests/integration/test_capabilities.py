@@ -306,6 +306,10 @@ def test_several_ranks_are_refused_what_one_would_decide(name: str, value: objec
     check_options(config, options(tp_size=1, pp_size=1))
     for size in ("tp_size", "pp_size"):
         check_options(ImpressConfig(), options(**{size: 2}))
+        if (name, size) == ("basis", "tp_size"):
+            # Each has one of its own.
+            check_options(config, options(tp_size=2))
+            continue
         with pytest.raises(UnsupportedError, match=f"needs --{size.replace('_', '-')} 1"):
             check_options(config, options(**{size: 2}))
 
@@ -314,14 +318,15 @@ def test_several_ranks_are_refused_what_one_would_decide(name: str, value: objec
     "own", [{"enable_lora": True}, {"lora_paths": ["a"]}, {"speculative_algorithm": "EAGLE"}]
 )
 def test_several_ranks_may_have_adapters_and_drafts(own: dict[str, Any]) -> None:
-    check_options(ImpressConfig(), options(tp_size=2, **own))
+    for config in (ImpressConfig(), ImpressConfig(basis="a.basis")):
+        check_options(config, options(tp_size=2, **own))
 
 
 @pytest.mark.parametrize(
     ("own", "others", "words"),
     [
         ({"disaggregation_mode": "prefill"}, ({"policy": "paper"}, {"blend": 0.15}), "no KVs to"),
-        ({"speculative_algorithm": "EAGLE"}, ({"basis": "a"}, {"blend": 0.15}), "without drafts"),
+        ({"speculative_algorithm": "EAGLE"}, ({"blend": 0.15},), "without drafts"),
     ],
 )
 def test_what_has_whole_prefixes_of_one_model(

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from impress_sglang.cli.calibrate import Prompts, calibrated
 from tests.serving.compare import report
 from tests.serving.conftest import Serve
 from tests.serving.harness import Server
 from tests.serving.test_bits import EXACT, logprob
-from tests.serving.tiny_models import random_tokens
+from tests.serving.tiny_models import make_basis, random_tokens
 
 STAYS_WHOLE = "impress"
 RATE, LOWER_RATE = 4.0, 3.0
@@ -22,11 +19,7 @@ RATE, LOWER_RATE = 4.0, 3.0
 
 @pytest.fixture(scope="module")
 def basis(workdir: Path, tiny_llama: Path) -> Path:
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
-    path = workdir / "tiny.basis"
-    texts = {str(seed): random_tokens(500, seed=seed) for seed in range(600, 606)}
-    calibrated(Prompts(model), texts).save(path)
-    return path
+    return make_basis(tiny_llama, workdir / "tiny.basis", ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +60,22 @@ def test_a_conversation_is_read_back_over_turns(impress: Server) -> None:
         assert said["path"] == ("ssd" if turn else "computed")
         assert said["loaded_tokens"] == (len(text) - 200 if turn else 0)
         text = [*text, *random_tokens(200, seed=70 + turn)]
+
+
+def test_ranks_have_a_basis_each(serve: Serve, stock: Server, basis: Path) -> None:
+    """Of their own heads; a prefix is of use once both have stored it."""
+    with serve("basis-ranks", f"--impress-basis={basis}", "--impress-keep=both", ranks=2) as server:
+        prefix = server.store(1200, seed=3)
+        question = [*prefix, *random_tokens(25, seed=4)]
+        right = logprob(stock.generate(question, 1, return_logprob=True))
+        found = server.generate(question, 1, return_logprob=True)
+        few = report(found)
+        assert few["path"] == "ssd" and few["loaded_tokens"] == 1200
+        assert few["bits_mean"] == pytest.approx(RATE, abs=0.02) and few["approximate"] is True
+        assert abs(logprob(found) - right) < 0.3
+        exact = report(server.generate(question, 1, **EXACT))
+        assert exact["bits_mean"] == 16.0 and 5 < exact["ssd_bytes"] / few["ssd_bytes"] < 8
+        server.assert_whole()
 
 
 def test_a_server_with_fewer_bits_takes_the_lower_rate(serve: Serve, basis: Path) -> None:

@@ -23,6 +23,7 @@ from tests.serving.damage import segments, store_damaged
 from tests.serving.harness import LATENT, SPECULATING, Server
 from tests.serving.tiny_models import (
     make_adapter,
+    make_basis,
     make_draft,
     make_eagle,
     make_eagle3,
@@ -201,12 +202,16 @@ def test_drafts(
 ) -> None:
     """Behind what was loaded, as many are accepted as behind what was resident.
 
-    Also where the model's KVs are in few bits, beside which a draft's are as they were.
+    Also where the model's KVs are in few bits, or coded by a basis, beside which a draft's are as
+    they were.
     """
     if not (usual or at_length):
         pytest.skip("it takes long, with --full-matrix")
     model, draft = MAKERS[algorithm](workdir / algorithm)
     keep = "--impress-keep=both", "--impress-bits=exact"
+    if usual and ranks == 1:
+        basis = make_basis(model, workdir / f"{algorithm}.basis")
+        keep = "--impress-keep=both", f"--impress-basis={basis}"
     flags = (*TRITON, *speculating(algorithm, draft), *keep)
     name, how = f"{algorithm}-{ranks}", {"model": model, "preload": SPECULATING, "ranks": ranks}
     count = request.config.getoption("--rank-requests") if at_length else 2
@@ -215,7 +220,7 @@ def test_drafts(
     with serve(name, *flags, **how) as server:
         found: dict[str, list[Answer]] = {"device": [], "ssd": [], "few bits": []}
         for prompt in prompts:
-            server.generate(prompt, 1)
+            server.generate(prompt, 1, impress_bits="exact")
             for path, answers in found.items():
                 bits = {"impress_bits": 6 if path == "few bits" else "exact"}
                 answers.append(server.generate(prompt, 16, return_logprob=True, **bits))

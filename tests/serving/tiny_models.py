@@ -187,6 +187,21 @@ def make_draft(folder: Path) -> tuple[Path, Path]:
     return model, draft
 
 
+def make_basis(model: Path, path: Path, ranks: int = 1) -> Path:
+    """Bases of a model, for one rank and for so many."""
+    import torch
+    import transformers
+
+    from impress_sglang.cli.calibrate import Prompts, calibrated
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    texts = {str(seed): random_tokens(500, seed=seed) for seed in range(600, 606)}
+    for bases in calibrated(Prompts(loaded), texts, sorted({1, ranks})):
+        for basis in bases:
+            basis.save(path)
+    return path
+
+
 def make_eagle(folder: Path) -> tuple[Path, Path]:
     """A Llama of one layer, and a draft of EAGLE's kind that answers nearly as it does.
 

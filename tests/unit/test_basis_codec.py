@@ -219,6 +219,26 @@ def test_a_lower_rate_is_what_would_be_fitted_for_it(basis: Basis, tmp_path: Pat
         basis.keeping(7.0)
 
 
+def test_ranks_have_what_would_be_fitted_to_their_heads(tmp_path: Path) -> None:
+    path, whole = tmp_path / "own.basis", moments()
+    for rank in range(HEADS):
+        heads, alone = slice(rank, rank + 1), Moments()
+        for seed in range(3):
+            alone.add([[own[:, heads] for own in layer] for layer in prompt(150, seed)])
+        costs = [[own[heads] for own in layer] for layer in metric()]
+        wanted = fit(alone, costs, 4.0, part=(rank, HEADS))
+        found = fit(whole.of_heads(heads), costs, 4.0, part=(rank, HEADS))
+        assert found.shapes == wanted.shapes == ((1, DIM), (1, DIM))
+        assert found.digest == wanted.digest
+        found.save(path)
+        assert Basis.load(path, (rank, HEADS)).digest == found.digest
+    one, other = sorted(tmp_path.iterdir())
+    one.replace(other)
+    for part in ((0, 2), (1, 2), (0, 1)):
+        with pytest.raises(BasisUnreadable, match="impress calibrate"):
+            Basis.load(path, part)
+
+
 def test_a_damaged_file_is_never_used(basis: Basis, tmp_path: Path) -> None:
     path = tmp_path / "own.basis"
     basis.save(path)

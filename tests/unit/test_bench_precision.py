@@ -29,7 +29,7 @@ def fitted_to(folder: Path) -> Basis:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = {str(seed): random_tokens(400, seed=seed) for seed in range(30, 34)}
     with torch.enable_grad():
-        return calibrated(Prompts(model), texts)
+        return calibrated(Prompts(model), texts)[0][0]
 
 
 def read(reader: Reader, rule: str) -> tuple[KVs, Tensor]:

@@ -91,15 +91,30 @@ def test_gradients_tell_what_errors_cost(kind: str) -> None:
 def test_more_bits_change_predictions_less(kind: str) -> None:
     prompts = Prompts(make_model(kind))
     texts = {"one": ids(300, 1), "two": ids(300, 2)}
-    basis = calibrated(prompts, texts)
+    ((basis,),) = calibrated(prompts, texts)
     few, many = (basis.notes["kl"][own] for own in ("5", "6"))
     assert set(few) == set(many) == set(texts)
     for text in texts:
         assert many[text] < few[text] / 2.5
-    assert calibrated(Prompts(make_model(kind)), texts).digest == basis.digest
+    ((again,),) = calibrated(Prompts(make_model(kind)), texts)
+    assert again.digest == basis.digest
     assert basis.model.startswith(f"{kind}ForCausalLM ")
-    other = calibrated(Prompts(make_model(kind, seed=2)), texts)
+    ((other,),) = calibrated(Prompts(make_model(kind, seed=2)), texts)
     assert other.model != basis.model
+
+
+def test_ranks_lose_a_little_more_each_by_itself() -> None:
+    """More ranks than heads share them."""
+    texts = {"one": ids(300, 1), "two": ids(300, 2)}
+    whole, split = calibrated(Prompts(make_model()), texts, [1, 2, 4])
+    assert [own.part for own in split] == [(0, 2), (1, 2)] and len(whole) == 1
+    assert {own.shapes for own in split} == {((1, 8), (1, 8))}
+    assert split[0].digest != split[1].digest and split[0].notes == split[1].notes
+    for text in texts:
+        one, two = (own[0].notes["kl"]["6"][text] for own in (whole, split))
+        assert one < two < 5 * one
+    with pytest.raises(Refused, match="3 ranks cannot share 2"):
+        calibrated(Prompts(make_model()), texts, [3])
 
 
 def test_models_that_are_not_understood_are_refused() -> None:
@@ -131,9 +146,11 @@ def test_command_with_texts_of_the_package(
 ) -> None:
     out = tmp_path / "own.basis"
     order = ["calibrate", "--model", str(folder), "--out", str(out), "--json"]
-    assert main([*order, "--tokens", "200"]) == DONE
+    assert main([*order, "--tokens", "200", "--tp-size", "1", "2"]) == DONE
     told = json.loads(capsys.readouterr().out)
-    basis = Basis.load(out)
+    basis, parts = Basis.load(out), [Basis.load(out, (rank, 2)) for rank in range(2)]
+    assert told["tp_2"]["bits_6"]["digest"] == " ".join(own.digest for own in parts)
+    assert told["tp_2"]["bits_6"]["token_bytes"] == sum(own.token_bytes for own in parts)
     for keeps, rate in RATES.items():
         own, said = basis.keeping(keeps), told[f"bits_{keeps:g}"]
         assert said["digest"] == own.digest and said["kl"] == basis.notes["kl"][f"{keeps:g}"]

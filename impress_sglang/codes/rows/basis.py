@@ -2,6 +2,7 @@
 
 A file is a safetensors file. Its metadata hold everything but arrays, with a digest of their own.
 It has two rates, of the same arrays: components that get no bits at the lower one are its last.
+Ranks with heads of their own have a basis each, in a file each.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _KIND = "impress-sglang basis 2"
 # Mean bits per feature, by the bits that codes without a basis need to be no better
 # (docs/results.md, "By a basis").
 RATES = {5.0: 3.0, 6.0: 4.0}
+# Which of how many equal parts of the model's KV heads, from 0.
+Part = tuple[int, int]
+WHOLE: Part = (0, 1)
 _ARRAYS = ("mean", "predict", "forward", "inverse")
 # Exceptions that a damaged file raises.
 _DAMAGE = (
@@ -102,6 +106,7 @@ class Basis:
         model: which model it was fitted for.
         shapes: heads and dimensions of a head, (G, D), of keys and of values.
         layers: of each layer.
+        part: of the model's KV heads, that it is for; the shapes are those of that part.
         keeps: its codes are at least as good as those of so many bits without a basis.
         fewer: bits of each layer's components at the lower rates, by what these keep; not a part of
             its digest.
@@ -111,6 +116,7 @@ class Basis:
     model: str
     shapes: tuple[tuple[int, int], ...]
     layers: tuple[LayerBasis, ...]
+    part: Part = WHOLE
     keeps: float = max(RATES)
     fewer: Mapping[float, tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=dict)
     notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -161,11 +167,13 @@ class Basis:
         return dataclasses.replace(self, layers=tuple(own.to(device) for own in self.layers))
 
     def save(self, path: Path) -> None:
-        """Write a file; it appears, or takes the place of an older one, in one step."""
+        """Write a file, `file_of_part`; it appears, or takes an older one's place, in one step."""
+        path = file_of_part(path, self.part)
         fields = {
             "digest": self.digest,
             "model": self.model,
             "shapes": self.shapes,
+            "part": self.part,
             "keeps": self.keeps,
             "bits": [layer.bits for layer in self.layers],
             "fewer": list(self.fewer.items()),
@@ -185,19 +193,24 @@ class Basis:
                 new.unlink()
 
     @classmethod
-    def load(cls, path: Path) -> Basis:
+    def load(cls, path: Path, part: Part = WHOLE) -> Basis:
         """Read a file that `save` has written.
 
         Raises:
-            BasisUnreadable: there is none, it is damaged, or it is of another version.
+            BasisUnreadable: there is none, it is damaged, or it is of another version or part.
         """
+        path, parts = file_of_part(path, part), part[1]
         try:
-            return cls._read(path)
+            found = cls._read(path)
+            if found.part != part:
+                raise ValueError(f"it is for part {found.part[0] + 1} of {found.part[1]}")
         except _DAMAGE as error:
+            ranks = f" --tp-size {parts}" if parts > 1 else ""
             raise BasisUnreadable(
                 f"{path} is no basis of this version, or is damaged; "
-                f"make it anew with `impress calibrate`: {error!r}"
+                f"make it anew with `impress calibrate{ranks}`: {error!r}"
             ) from error
+        return found
 
     @classmethod
     def _read(cls, path: Path) -> Basis:
@@ -218,7 +231,8 @@ class Basis:
         layers = tuple(layer(i, bits) for i, bits in enumerate(fields["bits"]))
         shapes = tuple((heads, dim) for heads, dim in fields["shapes"])
         fewer = {keeps: tuple(map(tuple, bits)) for keeps, bits in fields["fewer"]}
-        found = cls(fields["model"], shapes, layers, fields["keeps"], fewer, fields["notes"])
+        rest = fields["keeps"], fewer, fields["notes"]
+        found = cls(fields["model"], shapes, layers, tuple(fields["part"]), *rest)
         if found.digest != fields["digest"]:
             raise ValueError("its arrays do not match their digest")
         return found
@@ -229,6 +243,12 @@ class Basis:
             for i, layer in enumerate(self.layers)
             for name, array in layer.arrays().items()
         }
+
+
+def file_of_part(path: Path, part: Part) -> Path:
+    """The file of a basis for a part of the heads, beside that for all of them."""
+    number, parts = part
+    return path if parts == 1 else path.with_name(f"{path.name}.{number + 1}of{parts}")
 
 
 def _check(text: str) -> str:

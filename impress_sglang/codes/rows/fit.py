@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.codes.rows.basis import Basis, LayerBasis
+from impress_sglang.codes.rows.basis import WHOLE, Basis, LayerBasis, Part
 from impress_sglang.codes.rows.row import MAX_BITS
 
 # The first tokens of a prompt are attention sinks (https://arxiv.org/abs/2309.17453): nearly every
@@ -81,6 +81,31 @@ class Moments:
                 to.below += under.T @ here
             under = here
 
+    def of_heads(self, heads: slice) -> Moments:
+        """Those of some heads alone."""
+        found, places, begin = Moments(), [], 0
+        for count, dim in self.shapes:
+            own = torch.arange(begin, begin + count * dim).view(count, dim)[heads]
+            places.append(own.flatten())
+            found.shapes += ((len(own), dim),)
+            begin += count * dim
+        at = torch.cat(places).to(self._sums[0].origin.device)
+
+        def square(own: Tensor) -> Tensor:
+            return own[at][:, at]
+
+        found.count = self.count
+        found._sums = [
+            _Sums(
+                own.origin[at],
+                own.first[at],
+                square(own.second),
+                None if own.below is None else square(own.below),
+            )
+            for own in self._sums
+        ]
+        return found
+
     def mean(self, layer: int) -> Tensor:
         """Float64 [X]."""
         own = self._sums[layer]
@@ -106,6 +131,7 @@ def fit(
     *,
     fewer: Mapping[float, float] | None = None,
     model: str = "",
+    part: Part = WHOLE,
     notes: Mapping[str, Any] | None = None,
 ) -> Basis:
     """Fit a basis of at most `rate` bits per feature, without gains; the same for the same numbers.
@@ -115,6 +141,7 @@ def fit(
         rate: mean bits per feature.
         fewer: lower rates, by the bits that their codes keep; see `Basis.fewer`.
         model: which model it is for.
+        part: of the basis.
         notes: of the basis.
     """
     assert moments.count > 0, "nothing was added"
@@ -126,7 +153,7 @@ def fit(
     bits = _share_bits(variances, rate)
     layers = tuple(own.basis(given) for own, given in zip(solved, bits, strict=True))
     lower = {keeps: tuple(_share_bits(variances, own)) for keeps, own in (fewer or {}).items()}
-    return Basis(model, moments.shapes, layers, fewer=lower, notes=notes or {})
+    return Basis(model, moments.shapes, layers, part, fewer=lower, notes=notes or {})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
