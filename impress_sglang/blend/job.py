@@ -147,9 +147,6 @@ class BlendJob(LoadJob):
             kept = [run.part(start, known) for run in runs_of(self.match, start) if known > start]
             self.kinds = np.concatenate([np.array(gone, np.uint8), self.kinds])
             self.runs = (*kept, *self.runs)
-        # Touched, so that segments that are opened later are still there then.
-        for segment in dict.fromkeys(run.span.segment for run in self.runs):
-            self.store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
         positions = (max(own.stop, own.stop - own.shift) for own in self.runs)
         self.rotation.prepare(max(positions, default=0))
 

@@ -138,6 +138,9 @@ class BlendPlanner:
         for group in groups_of(read, self._read_tokens):
             if not store.segments.can_read([run.span for run in group], in_codes=True):
                 return Reason.NO_BUFFERS, ""
+        # Touched, so that segments that are opened later are still there then.
+        for segment in dict.fromkeys(run.span.segment for run in read):
+            store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
         estimate = dataclasses.replace(estimate, bits=own.bits)
         return BlendJob(
             store,
