@@ -16,7 +16,6 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +32,8 @@ from impress_sglang.cli.directory import (
     stores_in,
 )
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
-from impress_sglang.storage.directory import identity_in, segment_files
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.storage.directory import identity_in
 from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.quality import ANYTHING
 from impress_sglang.storage.segment import (
@@ -83,11 +82,8 @@ def export(root: Path, which: Which, path: Path, name: str | None) -> Row:
         chosen = _chosen(store, which)
         if not chosen:
             raise Refused("nothing of it is stored")
-        folders = {stores[name], *(own.home for own in chosen if own.home is not None)}
-        found = [segment_files(FILES, own) for own in folders]
-        paths = {own: Path(file) for files in found for own, file, _ in files}
         try:
-            num_bytes = _write(path, namespace_in(which), chosen, paths)
+            num_bytes = _write(path, namespace_in(which), store, chosen)
         except PrefixUnreadable as error:
             raise Refused(f"{error}, so nothing is exported: see impress verify") from error
         except OSError as error:
@@ -210,12 +206,7 @@ class Exported:
                 raise ValueError(f"segment {name} {fault}")
 
 
-def _write(
-    path: Path,
-    namespace: str,
-    chosen: list[StoredSegment],
-    paths: Mapping[str, Path],
-) -> int:
+def _write(path: Path, namespace: str, store: PrefixStore, chosen: list[StoredSegment]) -> int:
     """Copy files of segments into a new folder, which is whole or not there; returns its bytes."""
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=path.name))
     numbers = {own: number for number, own in enumerate(chosen)}
@@ -223,9 +214,8 @@ def _write(
     key = secrets.token_hex(16)
     try:
         for own in chosen:
-            source = paths.get(own.segment_id)
-            if source is None:
-                raise SegmentUnreadable(own.segment_id, "another server has just removed it")
+            # Another server may have just removed one of its own.
+            source = store.segment_path(own.segment_id, own.home)
             check_file(source)
             shutil.copyfile(source, folder / source.name)
         contents = {

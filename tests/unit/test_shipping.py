@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from impress_sglang.cli import DONE, REFUSED, UNREACHABLE, shipping
+from impress_sglang.cli.directory import check_file
 from impress_sglang.cli.main import main
 from impress_sglang.cli.shipping import CONTENTS
 from impress_sglang.storage.files import FileSystem
@@ -224,7 +225,11 @@ def test_tokens_without_windows_stay_so(tmp_path: Path, capsys: Said) -> None:
 def test_what_is_removed_while_it_is_exported(
     source: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shipping, "segment_files", lambda *_: [])
+    def open_gone(path: Path) -> None:
+        path.unlink()
+        check_file(path)
+
+    monkeypatch.setattr(shipping, "check_file", open_gone)
     assert run(capsys, "export", tmp_path / "new", source) == REFUSED
 
 
