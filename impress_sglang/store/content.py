@@ -102,8 +102,7 @@ class ContentIndex:
         if segment.info.quality != EXACT or segment.info.num_tokens < WINDOW_TOKENS:
             return
         self._last_number = number = self._last_number + 1
-        self._segments[number] = segment
-        self._numbers[segment] = number
+        self._segments[number], self._numbers[segment] = segment, number
         for value, key in self._windows_of(segment, number):
             if self._first.setdefault(key, value) != value:
                 self._more.setdefault(key, {})[value] = None
@@ -111,8 +110,7 @@ class ContentIndex:
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
-        number = self._numbers.pop(segment, None)
-        if number is None:
+        if (number := self._numbers.pop(segment, None)) is None:
             return
         for value, key in self._windows_of(segment, number):
             more = self._more.get(key, {})
@@ -164,7 +162,8 @@ class ContentIndex:
         self, namespace: str, tokens: Tokens, first: int, position: int, key: int, only_ready: bool
     ) -> Run | None:
         """The longest run around a window with this key; not before `first`."""
-        best, longest, now = None, 0, time.time()
+        best: Run | None = None
+        now = time.time()
         same = itertools.chain([self._first[key]], self._more.get(key, ()))
         for value in itertools.islice(same, SAME_WINDOWS):
             segment = self._segments[value >> _WINDOW_BITS]
@@ -175,12 +174,10 @@ class ContentIndex:
             own = segment.info.tokens
             after = _equal(tokens[position:], own[start:])
             before = _equal(tokens[first:position][::-1], own[:start][::-1])
-            if after >= WINDOW_TOKENS and before + after > longest:
-                best, longest = (segment, start, before, after), before + after
-        if best is None:
-            return None
-        segment, start, before, after = best
-        return Run(position - before, StoredSpan(segment, start - before, start + after))
+            if after >= WINDOW_TOKENS and (best is None or before + after > len(best)):
+                span = StoredSpan(segment, start - before, start + after)
+                best = Run(position - before, span)
+        return best
 
     def _windows_of(self, segment: StoredSegment, number: int) -> Sequence[tuple[int, int]]:
         """Values and keys of the windows of a segment with this number."""

@@ -211,10 +211,8 @@ class PrefixStore:
             self._disk.note_uses(self.tree.order)
 
     def expire(self, segments: list[StoredSegment]) -> None:
-        """Remove segments that have expired, if they are still there."""
-        if there := [own for own in segments if self.tree.get(own.segment_id) is own]:
-            there.sort(key=lambda own: -own.info.prefix_len)
-            self.writes.discard(there, Cause.EXPIRED)
+        """Remove segments that have expired."""
+        self.writes.discard(sorted(segments, key=lambda own: -own.info.prefix_len), Cause.EXPIRED)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Tell other servers an order to purge."""
