@@ -20,11 +20,7 @@ class PageCodec:
     """Codes of pages [2, L, T, H, D], keys and values of 16 or 32 bits."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, rate: int) -> None:
-        """`shape` of a page; `rate`: bits per element.
-
-        Raises:
-            UnsupportedError: pages of this kind have no codes.
-        """
+        """`shape` of a page; `rate`: bits per element. Raises `UnsupportedError` without codes."""
         _, layers, tokens, heads, dim = shape
         floats = (torch.float32, torch.bfloat16, torch.float16)
         if tokens % GROUP_TOKENS or dim % DIM_GRAIN or dtype not in floats:
@@ -37,11 +33,7 @@ class PageCodec:
         self._code_bytes = layers * tokens // GROUP_TOKENS * self._layout.group_bytes
 
     def encode(self, page: Tensor) -> Tensor:
-        """The bytes of a page.
-
-        Raises:
-            NotCodable: no range holds its keys or values.
-        """
+        """The bytes of a page; `NotCodable` if no range holds its keys or values."""
         # On a thread of HiCache's, beside the model.
         compute_alone()
         keys, values = page.flatten(1, 2)

@@ -80,11 +80,7 @@ def fill_pack(
 
 
 def write_pack(files: FileSystem, path: Path, content: memoryview, *, direct: bool) -> None:
-    """Write a pack, and publish it once it is durable.
-
-    Raises:
-        OSError: the file system refused; nothing is left behind, if it can be removed.
-    """
+    """Write a pack, and publish it once it is durable; `OSError` leaves no part of it behind."""
     with publishing(files, path, direct=direct) as descriptor:
         files.write(descriptor, 0, content)
 

@@ -68,18 +68,11 @@ class PageStore:
         patience: float = 30.0,
         files: FileSystem | None = None,
     ) -> None:
-        """Find what is stored for an identity, 32 hex digits for all that pages depend on.
+        """Find what is stored for an `identity`, 32 hex digits for all that pages depend on.
 
-        Args:
-            ssd_dir: of all namespaces.
-            identity: see above.
-            ssd_bytes: of all namespaces; more is evicted.
-            min_free_bytes: of the file system that stay free.
-            patience: seconds after which a disk counts as stopped.
-            files: None for the installed file system.
-
-        Raises:
-            ConfigError: the directory cannot be used.
+        Of all namespaces in `ssd_dir`, bytes above `ssd_bytes` are evicted, and `min_free_bytes` of
+        the file system stay free. After `patience` seconds a disk counts as stopped. Raises
+        `ConfigError` if the directory cannot be used.
         """
         self._files = files or installed()
         self._root, self._folder = ssd_dir / FOLDER, ssd_dir / FOLDER / identity
@@ -122,8 +115,7 @@ class PageStore:
     def get(self, keys: Sequence[bytes], put: Callable[[int, memoryview], None]) -> list[bool]:
         """Read pages; `put` gets the places of those that are whole, and their bytes.
 
-        Returns:
-            For each page whether it was read.
+        Returns for each page whether it was read.
         """
         found = [False] * len(keys)
         with self._reading:
@@ -143,10 +135,7 @@ class PageStore:
     def set(self, keys: Sequence[bytes], content: Callable[[int], memoryview | None]) -> list[bool]:
         """Store pages that are not stored; `content` of a place is asked for only then.
 
-        It may be None: that page is not stored.
-
-        Returns:
-            For each page whether it is stored now.
+        It may be None: that page is not stored. Returns for each page whether it is stored now.
         """
         with self._writing:
             contents: dict[bytes, memoryview] = {}
@@ -239,7 +228,10 @@ class PageStore:
                 self._probes = []
                 self.health.probed(errors[0] or errors[1], readable=errors[0] is None)
             if any(task.work is Work.PROBE for task in self.health.due()):
-                read, write = self._reader.submit(self._check), self._writer.submit(self._try_write)
+                read, write = (
+                    self._reader.submit(self._try_read),
+                    self._writer.submit(self._try_write),
+                )
                 self._probes = [read, write]
             return self.health.readable if reading else self.health.writable
 
@@ -323,12 +315,19 @@ class PageStore:
         fresh = time.monotonic() - self._counted_at < COUNT_SECONDS
         if fresh and self._held + needed <= self._quota and needed <= free:
             return True
-        held = sorted(self._all_files())
+        held = list[tuple[int, int, Path]]()
+        for folder in self._files.list(self._root):
+            for name in self._files.list(self._root / folder):
+                with contextlib.suppress(FileNotFoundError):
+                    if name.endswith((SUFFIX, TEMPORARY_SUFFIX)):
+                        path = self._root / folder / name
+                        stat = self._files.stat(path)
+                        held.append((stat.st_mtime_ns, stat.st_size, path))
         self._held, self._counted_at = sum(size for _, size, _ in held), time.monotonic()
         if needed > min(self._quota, free + self._held):
             return False
         most = self._quota if self._held + needed <= self._quota else self._quota * (1 - SLACK)
-        for _, size, path in held:
+        for _, size, path in sorted(held):
             if self._held + needed <= most and needed <= free:
                 break
             self._remove(path)
@@ -336,28 +335,16 @@ class PageStore:
             self.counts["packs_evicted"] += 1
         return True
 
-    def _all_files(self) -> Iterator[tuple[int, int, Path]]:
-        """When it was used (ns), bytes, path."""
-        for folder in self._files.list(self._root):
-            for name in self._files.list(self._root / folder):
-                with contextlib.suppress(FileNotFoundError):
-                    if name.endswith((SUFFIX, TEMPORARY_SUFFIX)):
-                        path = self._root / folder / name
-                        found = self._files.stat(path)
-                        yield found.st_mtime_ns, found.st_size, path
-
     def _remove(self, path: Path) -> None:
         self._files.unlink(path)
         if path.parent == self._folder:
             self._forget(path.name)
 
-    def _check(self) -> None:
-        """Raise if the disk cannot be read."""
+    def _try_read(self) -> None:
         self._files.make_directory(self._folder, parents=True)
         self._files.list(self._folder)
 
     def _try_write(self) -> None:
-        """Raise if the disk cannot be written."""
         path = self._folder / f"probe{SUFFIX}"
         write_pack(self._files, path, AlignedBuffer().view(BLOCK_BYTES), direct=self._direct)
         self._files.unlink(path)

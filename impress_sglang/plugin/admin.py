@@ -81,13 +81,6 @@ def _store(cache: ServedCache) -> PrefixStore:
     return cache.service.served.store
 
 
-def _check(cache: ServedCache, asked: Any) -> dict[str, Any]:
-    if asked.begin:
-        cache.check.begin()
-    cache.check.step()
-    return {"integrity": cache.check.agree(cache.ranks)}
-
-
 def _reorder(cache: ServedCache, _: Any) -> Any:
     _store(cache)
     return cache.reorder()
@@ -102,7 +95,7 @@ def _foretell(cache: ServedCache, asked: Any) -> dict[str, Any]:
 def _whole(cache: ServedCache, input_ids: list[int]) -> list[int]:
     """As much of a prompt as may be stored: that ends with a block, and with a page."""
     length = len(input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
-    length = length // cache.page_size * cache.page_size
+    length = length // cache.cache.page_size * cache.cache.page_size
     if not length:
         raise Refused(f"a prefix has {BLOCK_TOKENS} tokens at least")
     return input_ids[:length]
@@ -216,7 +209,7 @@ def _row(recent: RecentRequests, store: PrefixStore, segment: StoredSegment) -> 
 VERBS: dict[str, Callable[[ServedCache, Any], Any]] = {
     "stats": lambda cache, _: cache.summary(),
     "overview": _overview,
-    "check": _check,
+    "check": lambda cache, asked: {"integrity": cache.check(begin=asked.begin)},
     "reorder": _reorder,
     "why": _foretell,
     "warm": _foretell,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
@@ -40,8 +40,9 @@ _OFF = {
     "was never tested with that": "enable_torch_compile enable_nvidia_megakernel "
     "enable_amd_monokernel enable_streaming_session enable_session_radix_cache",
 }
-# Why options must have one of these values, of which the first is usual.
-_VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
+Rules: TypeAlias = Mapping[str, tuple[str, tuple[object, ...]]]
+"""Why options must have one of these values, of which the first is usual."""
+_VALUES: Rules = {
     "stores the KVs of draft models that it knows": (
         "speculative_algorithm",
         ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
@@ -65,7 +66,7 @@ _VALUES: dict[str, tuple[str, tuple[object, ...]]] = {
 }
 _IS_OFF: tuple[object, ...] = (None, False, 0, "", "none", "null", "off", [], {})
 # The same for what knows whose KVs it stores.
-_WEIGHTS_SEEN: dict[str, tuple[str, tuple[object, ...]]] = {
+_WEIGHTS_SEEN: Rules = {
     "reads all weights at the start, to know whose KVs it stores": (
         "cpu_offload_gb kt_weight_path ple_offload_embedding enable_paged_experts "
         "checkpoint_engine_wait_weights_before_ready weight_cache_mode",
@@ -75,7 +76,7 @@ _WEIGHTS_SEEN: dict[str, tuple[str, tuple[object, ...]]] = {
     "must see all weights": ("offload_group_size", (-1,)),
 }
 # The same for a pipeline of stages.
-_PIPELINED: dict[str, tuple[str, tuple[object, ...]]] = {
+_PIPELINED: Rules = {
     "knows no drafts of a pipeline, whose last stage alone makes them": (
         "speculative_algorithm",
         (None,),
@@ -135,81 +136,72 @@ _FREE_IN_LAYERS = """
 def check_options(config: ImpressConfig, options: Any) -> None:
     """Refuse options that are known not to work with IMPRESS; `options` is the resolved view.
 
-    Raises:
-        UnsupportedError, ConfigError: with one sentence for the first of them.
+    Raises `UnsupportedError` or `ConfigError` with one sentence for the first of them.
     """
-    check_values(options, {why: (names, _IS_OFF) for why, names in _OFF.items()} | _VALUES)
+    check_values(options, {why: (names, _IS_OFF) for why, names in _OFF.items()})
+    check_values(options, _VALUES)
     check_values(options)
     if str(options.kv_cache_dtype).startswith("fp8"):
         config.without_codes(f"KVs in {options.kv_cache_dtype} {EIGHT_BITS}")
-    sizes = {name: getattr(options, name, 1) for name in ("tp_size", "pp_size")}
-    for name in (name for name, size in sizes.items() if size > 1):
+    parts, blends, orders = config.needs_parts, config.blend != OFF, config.schedule != OFF
+    several = [name for name in ("tp_size", "pp_size") if getattr(options, name, 1) > 1]
+    for name in several:
         used = {
-            f"--impress-policy {config.policy}": config.needs_parts,
-            "--impress-blend": config.blend != OFF,
+            f"--impress-policy {config.policy}": parts,
+            "--impress-blend": blends,
             # A layer is predicted from the one below, which another stage may have.
             "--impress-basis": config.basis and name == "pp_size",
-            "--impress-schedule": config.schedule != OFF,
+            "--impress-schedule": orders,
         }
         for flag in (flag for flag, own in used.items() if own):
             raise UnsupportedError(
                 f"{flag} is not agreed on by several ranks, so it needs --{name.replace('_', '-')} "
                 "1: drop one of them"
             )
-    if sizes["pp_size"] > 1:
+    if "pp_size" in several:
         check_values(options, _PIPELINED)
-    blends = config.blend != OFF
-    for why, flag, is_set, is_used in (
+    whole = "drop --{}, or --impress-policy and --impress-blend"
+    adapts, drafts = options.enable_lora or options.lora_paths, options.speculative_algorithm
+    for refused, why in (
         (
-            "has no KVs to send of prefixes that it blends or loads in part",
-            "disaggregation-mode",
-            options.disaggregation_mode == "prefill",
-            config.needs_parts or blends,
+            options.disaggregation_mode == "prefill" and (parts or blends),
+            "IMPRESS has no KVs to send of prefixes that it blends or loads in part: "
+            + whole.format("disaggregation-mode"),
         ),
         (
-            "blends, and loads parts of prefixes, with the model's own weights",
-            "enable-lora",
-            options.enable_lora or options.lora_paths,
-            config.needs_parts or blends,
+            adapts and (parts or blends),
+            "IMPRESS blends, and loads parts of prefixes, with the model's own weights: "
+            + whole.format("enable-lora"),
         ),
         (
-            "blends the KVs of models without drafts",
-            "speculative-algorithm",
-            options.speculative_algorithm not in (None, "NGRAM"),
-            blends,
+            drafts not in (None, "NGRAM") and blends,
+            "IMPRESS blends the KVs of models without drafts: "
+            + whole.format("speculative-algorithm"),
+        ),
+        (
+            orders and options.schedule_policy not in _SCHEDULED,
+            f"--impress-schedule changes places in the orders {', '.join(_SCHEDULED)}, not in that "
+            f"of --schedule-policy {options.schedule_policy}: choose one of them, or drop it",
+        ),
+        (
+            config.truncate != OFF and options.allow_auto_truncate,
+            "--impress-truncate cuts the oldest part of a prompt that is too long, and "
+            "--allow-auto-truncate its end: drop one of them",
         ),
     ):
-        if is_set and is_used:
-            raise UnsupportedError(
-                f"IMPRESS {why}: drop --{flag}, or --impress-policy and --impress-blend"
-            )
-    if config.schedule != OFF and options.schedule_policy not in _SCHEDULED:
-        raise UnsupportedError(
-            f"--impress-schedule changes places in the orders {', '.join(_SCHEDULED)}, not in that "
-            f"of --schedule-policy {options.schedule_policy}: choose one of them, or drop it"
-        )
-    if config.truncate != OFF and options.allow_auto_truncate:
-        raise UnsupportedError(
-            "--impress-truncate cuts the oldest part of a prompt that is too long, and "
-            "--allow-auto-truncate its end: drop one of them"
-        )
+        if refused:
+            raise UnsupportedError(why)
 
 
-def check_values(
-    options: Any, rules: Mapping[str, tuple[str, tuple[object, ...]]] = _WEIGHTS_SEEN
-) -> None:
-    """Refuse options that do not have one of the values that are right, by rule.
-
-    Raises:
-        UnsupportedError: with one sentence for the first of them.
-    """
+def check_values(options: Any, rules: Rules = _WEIGHTS_SEEN, otherwise: str = "") -> None:
+    """Refuse options without one of the right values of a rule; raises `UnsupportedError`."""
     for why, (names, right) in rules.items():
         for name in names.split():
             value = getattr(options, name, None)
             if value is not None and value not in right:
                 flag = f"--{name.replace('_', '-')}"
-                kept = "" if right is _IS_OFF else f" or use {flag} {right[0]}"
-                raise UnsupportedError(f"IMPRESS {why}: drop {flag} {value}{kept}")
+                kept = "" if right[0] is None else f" or use {flag} {right[0]}"
+                raise UnsupportedError(f"IMPRESS {why}: drop {flag} {value}{otherwise or kept}")
 
 
 def identity_of_options(options: Any) -> dict[str, object]:
@@ -223,11 +215,7 @@ def identity_of_options(options: Any) -> dict[str, object]:
 
 
 def check_environment() -> None:
-    """Refuse SGLang's environment variables that change how requests run or are checked.
-
-    Raises:
-        UnsupportedError: with one sentence that names the variable.
-    """
+    """Refuse environment variables that change how requests run; raises `UnsupportedError`."""
     from sglang.srt.environ import envs
 
     for name, (right, why) in _ENVIRONMENT.items():
@@ -238,10 +226,7 @@ def check_environment() -> None:
 def check_model(model_config: Any, options: ImpressConfig) -> None:
     """Refuse models whose KVs depend on more than tokens and positions, or that are not causal.
 
-    `model_config` is SGLang's.
-
-    Raises:
-        UnsupportedError: with one sentence for the first reason.
+    `model_config` is SGLang's. Raises `UnsupportedError` for the first reason.
     """
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
@@ -292,32 +277,20 @@ def may_have_windows(options: ImpressConfig) -> bool:
 
 
 def check_alone(options: Any, what: str, otherwise: str = "") -> None:
-    """Refuse options with which something beside KVs of all tokens is not restored.
-
-    Raises:
-        UnsupportedError: with one sentence for the first of them.
-    """
-    rules: dict[str, tuple[object, ...]] = {
-        "pp_size": (1,),
-        "speculative_algorithm": (None, "NGRAM"),
-        "disaggregation_mode": (None, "null"),
+    """Refuse options with which something beside KVs of all tokens is not restored."""
+    rules = {
+        f"restores {what} in one stage": ("pp_size", (1,)),
+        f"restores {what} without drafts": ("speculative_algorithm", (None, "NGRAM")),
+        f"restores {what} where a prefix is computed": ("disaggregation_mode", ("null",)),
     }
-    for name, right in rules.items():
-        if (value := getattr(options, name)) not in right:
-            raise UnsupportedError(
-                f"IMPRESS restores {what} in one stage, without drafts, and not for other servers: "
-                f"drop --{name.replace('_', '-')} {value}{otherwise}"
-            )
+    check_values(options, rules, otherwise)
 
 
 def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> None:
     """Refuse a model whose layers attend in another way, or whose KVs have another layout.
 
     `runner` is SGLang's `ModelRunner` after its pools are made; `tp_size` ranks share the heads of
-    a layer; with `windows`, layers may attend to the last tokens only.
-
-    Raises:
-        UnsupportedError: with one sentence for the first reason.
+    a layer; with `windows`, layers may attend to the last tokens only. Raises `UnsupportedError`.
     """
     pool, layers = runner.token_to_kv_pool, attention_layers(runner.model)
     if runner.model_config.is_multimodal and not hasattr(runner.model, "pad_input_ids"):
@@ -339,17 +312,19 @@ def check_layers(runner: Any, tp_size: int = 1, *, windows: bool = False) -> Non
                     f"IMPRESS knows plain causal attention, but layer {layer.layer_id} has {name} "
                     f"{getattr(value, 'value', value)}"
                 )
-        if not latent:
-            own = pool_of(pool, layer.layer_id)
-            _check_heads(layer, own, runner.model_config.num_attention_heads // tp_size)
+        if latent:
+            continue
+        own, number = pool_of(pool, layer.layer_id), f"layer {layer.layer_id} has other"
+        heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num
+        dims = layer.head_dim, layer.qk_head_dim, layer.v_head_dim
+        if heads != (runner.model_config.num_attention_heads // tp_size, *[own.head_num] * 2):
+            raise UnsupportedError(f"{number} heads than the KV pool: {heads}")
+        if dims != (own.head_dim, own.head_dim, own.v_head_dim):
+            raise UnsupportedError(f"{number} widths than the KV pool: {dims}")
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """The attention layers of a model, in order.
-
-    Raises:
-        UnsupportedError: one is not SGLang's own.
-    """
+    """The attention layers of a model, in order; `UnsupportedError` if one is not SGLang's own."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
@@ -362,7 +337,6 @@ def attention_layers(model: Any) -> list[Any]:
 
 
 def _own_attributes(layer: Any) -> set[str]:
-    """The attributes that a layer has beyond any `torch.nn.Module`: values, registered scales."""
     import torch
 
     registered = {*layer._parameters, *layer._buffers, *layer._modules}
@@ -370,17 +344,8 @@ def _own_attributes(layer: Any) -> set[str]:
 
 
 def _alike(value: object, plain: object) -> bool:
-    simple = (int, float, str, enum.Enum)
+    simple = int, float, str, enum.Enum
     if isinstance(plain, simple):
         # Models may pass 0 for 0.0.
         return isinstance(value, simple) and value == plain
     return type(value) is type(plain)
-
-
-def _check_heads(layer: Any, pool: Any, num_query_heads: int) -> None:
-    heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
-    dims = (layer.head_dim, layer.qk_head_dim, layer.v_head_dim)
-    if heads != (num_query_heads, pool.head_num, pool.head_num):
-        raise UnsupportedError(f"layer {layer.layer_id} has other heads than the KV pool: {heads}")
-    if dims != (pool.head_dim, pool.head_dim, pool.v_head_dim):
-        raise UnsupportedError(f"layer {layer.layer_id} has other widths than the KV pool: {dims}")

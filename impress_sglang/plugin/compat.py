@@ -47,16 +47,27 @@ RELIED_ON = (
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hook:
+    """A function of ours that hooks a function of SGLang.
+
+    `target` is the dotted name of the latter; `kind` is SGLang's `before`, `after` or `around`.
+    """
+
+    target: str
+    function: Callable[..., Any]
+    kind: str
+
+
 def sglang_version() -> str:
     """Version of the installed SGLang."""
     return importlib.metadata.version("sglang")
 
 
-def check_sglang() -> None:
-    """Refuse a SGLang that is too old, or lacks what this package needs.
+def check_sglang(hooks: Sequence[Hook]) -> None:
+    """Refuse a SGLang that is too old, lacks what this package needs, or would not call a hook.
 
-    Raises:
-        UnsupportedError: with one sentence.
+    Raises `UnsupportedError` with one sentence.
     """
     version = sglang_version()
     if Version(version).release < Version(OLDEST).release:
@@ -67,6 +78,12 @@ def check_sglang() -> None:
     missing = [name for name in RELIED_ON if not _exists(name)]
     if missing:
         raise UnsupportedError(f"this build of SGLang {version} lacks {', '.join(missing)}")
+    missing = [hook.target for hook in hooks if not _is_in_place(hook)]
+    if missing:
+        raise UnsupportedError(
+            f"hooks of IMPRESS are not in place at {', '.join(missing)}; check that no other "
+            "plugin replaces them, and what SGLang logged when it loaded plugins"
+        )
 
 
 def warn_if_untested() -> None:
@@ -88,40 +105,6 @@ def _exists(name: str) -> bool:
         return hasattr(pkgutil.resolve_name(module), attribute)
     except (ImportError, AttributeError):
         return False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hook:
-    """A function of ours that hooks a function of SGLang.
-
-    `target` is the dotted name of the latter; `kind` is SGLang's `before`, `after` or `around`.
-    """
-
-    target: str
-    function: Callable[..., Any]
-    kind: str
-
-
-def register(hooks: Sequence[Hook]) -> None:
-    """Register hooks with SGLang, which applies them after all plugins are activated."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for hook in hooks:
-        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
-
-
-def check_in_place(hooks: Sequence[Hook]) -> None:
-    """Check that each hook is part of what SGLang would call.
-
-    Raises:
-        UnsupportedError: names the targets of hooks that are not.
-    """
-    missing = [hook.target for hook in hooks if not _is_in_place(hook)]
-    if missing:
-        raise UnsupportedError(
-            f"hooks of IMPRESS are not in place at {', '.join(missing)}; check that no other "
-            "plugin replaces them, and what SGLang logged when it loaded plugins"
-        )
 
 
 def _is_in_place(hook: Hook) -> bool:

@@ -112,18 +112,11 @@ def store_refusal(req: Any) -> str | None:
     """Why the KVs of a request may not be stored; None if they may. `req` is SGLang's `Req`."""
     if store_wish_of(req.sampling_params) is False:
         return STORE_KEY
-    return _refusal(req, _STORED_ONLY)
+    return serve_refusal(req, _STORED_ONLY)
 
 
-def serve_refusal(req: Any) -> str | None:
-    """Why a request may not be served from the store; None if it may.
-
-    Such a request is not matched, and nothing is read ahead for it.
-    """
-    return _refusal(req, frozenset())
-
-
-def _refusal(req: Any, allowed: frozenset[str]) -> str | None:
+def serve_refusal(req: Any, allowed: frozenset[str] = frozenset()) -> str | None:
+    """Why a request may not be served from the store, but for `allowed` fields; None if it may."""
     fields, plain = vars(req), plain_fields()
     # Nearly all that is left is the very same: None or False.
     found = [
@@ -162,8 +155,7 @@ def _is_plain(name: str, value: Any, plain: Any) -> bool:
 def check_plain() -> None:
     """Warn if the release keeps plain requests from the store, by a field that nobody knows.
 
-    Raises:
-        UnsupportedError: it makes requests in another way.
+    Raises `UnsupportedError` if it makes requests in another way.
     """
     try:
         plain_fields.cache_clear()

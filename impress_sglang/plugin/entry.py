@@ -13,9 +13,10 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from impress_sglang.errors import ImpressError, UnsupportedError
-from impress_sglang.plugin.compat import Hook, check_in_place, check_sglang, register
+from impress_sglang.plugin.compat import Hook, check_sglang
 from impress_sglang.plugin.flags import (
     CONFIG_ATTRIBUTE,
+    DRAFTS_ATTRIBUTE,
     FROM_CLI_ATTRIBUTE,
     add_flags,
     config_from_arguments,
@@ -35,11 +36,13 @@ def activate() -> None:
     """
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_radix_cache_backend(BACKEND_NAME, _make_tree_cache)
     register_resolution_hook("handle_attention_backend_compatibility")(_resolve_attention)
     register_resolution_hook("handle_cache_compatibility")(_resolve_cache)
-    register(HOOKS)
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
 
 
 class _Enable(argparse.Action):
@@ -49,7 +52,7 @@ class _Enable(argparse.Action):
     """
 
     def __call__(self, parser: Any, namespace: Any, *_: Any) -> None:
-        _or_exit(_check_seams)
+        _or_exit(lambda: check_sglang(HOOKS))
         setattr(namespace, self.dest, True)
 
 
@@ -65,7 +68,6 @@ def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
 
 
 def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """For a server that loads within a pass: choose a backend, and keep passes eager."""
     config = config_of(server_args)
     if config is None or not config.needs_parts:
         previous(server_args)
@@ -78,8 +80,8 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
 
 
 def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Check the options and the model, then choose our tree cache."""
-    if config_of(server_args) is None:
+    config = config_of(server_args)
+    if config is None:
         previous(server_args)
         return
     from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -91,9 +93,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         from impress_sglang.storage.directory import require_writable
         from impress_sglang.store.bucket import open_bucket
 
-        config = config_of(server_args)
-        assert config is not None
-        _check_seams()
+        check_sglang(HOOKS)
         require_writable(config.ssd_path)
         open_bucket(config)
         check_environment()
@@ -115,7 +115,7 @@ def _make_tree_cache(context: Any) -> Any:
     config = config_of(context.server_args)
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
-    _check_seams()
+    check_sglang(HOOKS)
     import_module(f"{_OURS}.report_transport").opt_in(config.policy)
     if config.needs_parts:
         from impress_sglang.paper.plugin.factory import make_tree_cache
@@ -141,7 +141,7 @@ def _around_init(
     weights = None
     if server_args.hicache_storage_backend == "dynamic":
         # If it is ours, it asks for the identity of the weights while the scheduler is made.
-        from impress_sglang.hicache.plugin.weights import note
+        from impress_sglang.hicache.plugin.backend import note
 
         weights = note(scheduler)
     original(scheduler, server_args, *args, **kwargs)
@@ -152,10 +152,9 @@ def _around_init(
         weights.watch()
 
 
-def _check_seams() -> None:
-    """Check that this is a supported SGLang, and that all hooks are in place in this process."""
-    check_sglang()
-    check_in_place(HOOKS)
+def _after_draft_worker(_: None, scheduler: Any) -> None:
+    """Keep the draft worker where a tree cache is built, which is not told of it."""
+    setattr(scheduler.tp_worker, DRAFTS_ATTRIBUTE, scheduler.draft_worker)
 
 
 def _or_exit_if_cli(server_args: Any, action: Callable[[], None]) -> None:
@@ -204,7 +203,7 @@ HOOKS = tuple(
         (
             "after",
             f"{_MANAGERS}.scheduler.Scheduler.maybe_init_draft_worker",
-            "factory.note_drafts",
+            _after_draft_worker,
         ),
         (
             "around",

@@ -17,6 +17,7 @@ from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.plugin.capabilities import identity_of_options
+from impress_sglang.plugin.flags import DRAFTS_ATTRIBUTE
 from impress_sglang.plugin.pools import full_pool, kinds_of_states, streams_of, window_pool
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.identity import model_identity, weights_digest
@@ -31,30 +32,23 @@ _KNOWN_ROTATIONS = (
     Llama3RotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
-_DRAFTS = "impress_draft_worker"
-
-
-def note_drafts(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
-    """After SGLang's scheduler has made its draft worker: keep it where a tree cache is built."""
-    setattr(scheduler.tp_worker, _DRAFTS, scheduler.draft_worker)
-    return result
 
 
 def draft_runners(tp_worker: Any) -> tuple[Any, ...]:
     """SGLang's `ModelRunner` of each draft model of speculative decoding with KVs of its own.
 
-    Its pool has the same slots. Without its KVs answers are right, but nearly no draft is accepted
-    behind a prefix that was loaded, which takes longer than not to speculate.
+    Its pool has the same slots. Without its KVs, nearly no draft would be accepted behind a loaded
+    prefix.
     """
-    worker = getattr(tp_worker, _DRAFTS)
+    worker = getattr(tp_worker, DRAFTS_ATTRIBUTE)
     return () if worker is None else tuple(worker._draft_model_runners())
 
 
 def identity_of(context: Any, shape: object, drafts: Sequence[Any] = ()) -> str:
     """The model identity of the current weights, for SGLang's `TreeCacheBuildContext`.
 
-    It is read anew each time: weights may change while a server runs. `drafts` are the runners of
-    models whose KVs are stored beside those of the model itself.
+    It is read anew each time, as weights may change. `drafts` are runners of models whose KVs are
+    stored beside those of the model itself.
     """
     runner = context.tp_worker.model_runner
     tensors = kv_tensors(runner.model)
@@ -105,17 +99,13 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     SGLang gives some of them (rotary tables) another dtype or length, without effect on KVs.
     """
     saved = model.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
-    return [*model.named_parameters(), *buffers]
+    return [*model.named_parameters(), *(own for own in model.named_buffers() if own[0] in saved)]
 
 
 def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 1) -> KVShape:
     """The shape of the KVs in the pool of a model runner, as a policy stores them.
 
-    `tp_size`: how many ranks share the heads of a layer. No heads of it are probe heads.
-
-    Raises:
-        UnsupportedError: it is not known how the pool keeps them.
+    `tp_size` ranks share the heads of a layer. No heads are probe heads. Raises `UnsupportedError`.
     """
     pool, model = full_pool(runner.token_to_kv_pool), runner.model_config
     streams = streams_of(pool, model.dtype)
@@ -132,11 +122,7 @@ def kv_shape(runner: Any, policy: Policy, config: ImpressConfig, tp_size: int = 
 
 
 def rotation_of(model: Any, option: str) -> KeyRotation:
-    """Make the rotation that moves a model's keys to other positions, as an option needs.
-
-    Raises:
-        UnsupportedError: its rotation is not known.
-    """
+    """The rotation that moves a model's keys, as an option needs, else `UnsupportedError`."""
     found = [own for own in model.modules() if hasattr(own, "cos_sin_cache")]
     # One object serves all layers.
     if len(found) != 1 or type(found[0]) not in _KNOWN_ROTATIONS:

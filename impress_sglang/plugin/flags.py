@@ -11,6 +11,8 @@ from impress_sglang.errors import ConfigError
 # ServerArgs drops unknown arguments; underscore attributes survive its pickling to child processes.
 CONFIG_ATTRIBUTE = "_impress_config"
 FROM_CLI_ATTRIBUTE = "_impress_from_cli"
+# Of the worker that a tree cache is built for.
+DRAFTS_ATTRIBUTE = "impress_draft_worker"
 _DEST_PREFIX = "impress_"
 
 
@@ -41,35 +43,25 @@ def add_flags(parser: argparse.ArgumentParser, enable: type[argparse.Action]) ->
 def config_from_arguments(args: argparse.Namespace) -> ImpressConfig | None:
     """The configuration that the command line asks for, or None.
 
-    Raises:
-        ConfigError: a wrong value, or an option without `--enable-impress`.
+    Raises `ConfigError` for a wrong value, or an option without `--enable-impress`.
     """
-    given: dict[str, Any] = {
-        option.field: value
-        for option in OPTIONS
-        if (value := getattr(args, _DEST_PREFIX + option.field, None)) is not None
-    }
-    if not getattr(args, "enable_impress", False):
-        if given:
-            flags = [option.flag for option in OPTIONS if option.field in given]
-            raise ConfigError(f"{', '.join(flags)} needs --enable-impress")
-        return None
-    return ImpressConfig.from_options(given)
+    values = {own: getattr(args, _DEST_PREFIX + own.field, None) for own in OPTIONS}
+    given = {own: value for own, value in values.items() if value is not None}
+    if getattr(args, "enable_impress", False):
+        return ImpressConfig.from_options({own.field: value for own, value in given.items()})
+    if given:
+        flags = ", ".join(own.flag for own in given)
+        raise ConfigError(f"{flags} needs --enable-impress")
+    return None
 
 
 def config_of(server_args: Any) -> ImpressConfig | None:
     """The configuration that travels with SGLang's server arguments, or None if IMPRESS is off.
 
     Without a parsed command line (`sglang.Engine`) it is read from the environment, once, and kept
-    with the arguments, which child processes get.
-
-    Raises:
-        ConfigError: the environment holds a wrong value.
+    with the arguments, which child processes get. That raises `ConfigError` for a wrong value.
     """
-    config = getattr(server_args, CONFIG_ATTRIBUTE, None)
-    if config is None:
-        config = ImpressConfig.from_environment()
-        if config is not None:
-            setattr(server_args, CONFIG_ATTRIBUTE, config)
-    assert config is None or isinstance(config, ImpressConfig)
+    config: ImpressConfig | None = getattr(server_args, CONFIG_ATTRIBUTE, None)
+    if config is None and (config := ImpressConfig.from_environment()) is not None:
+        setattr(server_args, CONFIG_ATTRIBUTE, config)
     return config

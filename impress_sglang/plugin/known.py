@@ -29,65 +29,42 @@ from impress_sglang.store.policies import LoadOptions
 
 @dataclasses.dataclass(slots=True)
 class Brought:
-    """Tokens that jobs brought for a request, the last ones before `stop`.
+    """Tokens that jobs brought for a request, the last ones before `stop`."""
 
-    `loaded` by jobs of which it tells, `shared` by jobs of which others tell. Of the former,
-    `blended` are stored behind other text, and `computed` were computed in between.
-    """
-
-    loaded: int = 0
-    shared: int = 0
-    blended: int = 0
-    computed: int = 0
+    loaded: int = 0  # by jobs of which it tells
+    shared: int = 0  # by jobs of which others tell
+    blended: int = 0  # of the loaded ones, those that are stored behind other text
+    computed: int = 0  # of the loaded ones, those that were computed in between
     stop: int = 0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Known:
-    """A request of SGLang's.
-
-    Attributes:
-        extra_key: as it came.
-        worth: how many of its first tokens are worth storing; None before it was counted.
-        seen: how many of them were asked for often enough.
-        refused: whether it was refused because space or write budget ran out.
-        planned: whether what is to be loaded for it is known.
-        leads: whether the job that it waits for was planned for it.
-        admitted: whether it runs.
-        declined: whether something that was to be loaded could not be read now.
-        not_before: the poll before which it is not admitted again.
-        raised: the class that it has else, while it uses more bits.
-        stored: how many of its first tokens are stored, as far as it was planned.
-        io: seconds that reading what is stored of it takes.
-        early: the job whose last layers its pass waits for.
-        gated: seconds for which its pass waited for these.
-        disturbed: whether the time of its pass says nothing of what computing takes.
-        blend: what is known of its blending (`blend.job.BlendNotes`); None: nothing.
-    """
+    """A request of SGLang's."""
 
     req: Any
-    extra_key: str | None
+    extra_key: str | None  # as it came
     wanted: LoadOptions
     kv_class: KVClass
     report: dict[str, Any]
     namespace: str
     waiter: Waiter
-    worth: int | None = None
-    seen: int | None = None
-    refused: bool = False
-    planned: bool = False
-    leads: bool = False
-    admitted: bool = False
-    declined: bool = False
+    worth: int | None = None  # so many first tokens are worth storing; None: not yet counted
+    seen: int | None = None  # so many of them were asked for often enough
+    refused: bool = False  # because space or write budget ran out
+    planned: bool = False  # what is to be loaded for it is known
+    leads: bool = False  # the job that it waits for was planned for it
+    admitted: bool = False  # it runs
+    declined: bool = False  # something that was to be loaded could not be read now
     brought: Brought = dataclasses.field(default_factory=Brought)
-    not_before: int = 0
-    raised: KVClass | None = None
-    stored: int = 0
-    io: float = 0.0
-    early: LoadJob | None = None
-    gated: float = 0.0
-    disturbed: bool = False
-    blend: Any = None
+    not_before: int = 0  # the poll before which it is not admitted again
+    raised: KVClass | None = None  # the class that it has else, while it uses more bits
+    stored: int = 0  # so many first tokens are stored, as far as it was planned
+    io: float = 0.0  # seconds that reading what is stored of it takes
+    early: LoadJob | None = None  # the job whose last layers its pass waits for
+    gated: float = 0.0  # seconds for which its pass waited for these
+    disturbed: bool = False  # the time of its pass says nothing of what computing takes
+    blend: Any = None  # what is known of its blending (`blend.job.BlendNotes`), if anything
 
     @property
     def space(self) -> tuple[str | None, str | None]:
@@ -97,9 +74,8 @@ class Known:
     def offers(self, known: Known, count: int) -> bool:
         """Whether its class has more bits, and its first tokens are those of another request."""
         mine, own = self.kv_class, known.kv_class
-        if mine.bits <= own.bits or not (mine.exact or mine.share == own.share):
-            return False
-        if self.space != known.space:
+        better = mine.bits > own.bits and (mine.exact or mine.share == own.share)
+        if not better or self.space != known.space:
             return False
         tokens, others = self.req.full_untruncated_fill_ids, known.req.full_untruncated_fill_ids
         return bool(tokens[:count] == others[:count])
@@ -117,15 +93,9 @@ class Known:
 class KnownRequests:
     """The requests of one tree cache, and what its parts have in common.
 
-    It notes requests, and chooses and changes the classes of their KVs. The scheduler's thread owns
-    it.
-
-    Attributes:
-        cache: a tree cache of ours.
-        layers: of SGLang's pool.
-        forward_stream: SGLang's, on which passes run.
-        adapters: SGLang's `LoRAManager`, if it has one.
-        known: the requests that are not over, by id.
+    It notes requests, chooses and changes the classes of their KVs, and keeps their reports. The
+    scheduler's thread owns it. `forward_stream` is SGLang's, on which passes run, and `adapters`
+    its `LoRAManager`, if it has one; `known` are the requests that are not over, by id.
     """
 
     cache: Any

@@ -40,8 +40,7 @@ class LayerGate:
 
     def __init__(self, pool: Any, note_broken: Callable[[LoadJob], None]) -> None:
         """`note_broken` is told, in the pass, of a job whose layer is not there."""
-        self._pool = pool
-        self._note_broken = note_broken
+        self._pool, self._note_broken = pool, note_broken
         self.jobs: list[LoadJob] = []
 
     def add(self, job: LoadJob) -> None:
@@ -151,7 +150,7 @@ class LateStart:
         )
 
     def put_back(self, job: LoadJob) -> None:
-        """Put the users of a job that failed back into the queue."""
+        """Put the users of a job that failed back into the queue, as if they lacked room."""
         scheduler, users = self._scheduler, self._users_of(job)
         reqs = [own.req for own in users]
         for batch in (scheduler.last_batch, scheduler.running_batch):
@@ -168,10 +167,7 @@ class LateStart:
             scheduler._add_request_to_queue(req, is_retracted=True)
 
     def _note_broken(self, job: LoadJob) -> None:
-        """A pass has attended to a layer that is not there: SGLang drops its results.
-
-        The users are put back before the next pass.
-        """
+        # SGLang drops the results of the pass, and the users are put back before the next one.
         for known in self._users_of(job):
             known.req.is_retracted = True
 

@@ -118,11 +118,7 @@ class Streams:
 
 
 def streams_of(pool: Any, model_dtype: torch.dtype) -> Streams:
-    """What SGLang's pool keeps.
-
-    Raises:
-        UnsupportedError: it is not known how, or the pool keeps more than that.
-    """
+    """What SGLang's pool keeps; `UnsupportedError` if it is not known how, or it keeps more."""
     try:
         layers, streams = PoolLayers(pool), _streams(pool, model_dtype)
         found = [layers(layer) for layer in range(pool.layer_num)]
@@ -155,8 +151,7 @@ def full_pool(pool: Any) -> Any:
 def window_pool(pool: Any) -> Any:
     """The pool of the layers with sliding windows, in which tokens have other rows; None: without.
 
-    Raises:
-        UnsupportedError: it is not known how these are kept.
+    Raises `UnsupportedError` if it is not known how these are kept.
     """
     own = getattr(pool, "swa_kv_pool", None)
     if own is not None and not (
@@ -181,10 +176,7 @@ def index_keys(pool: Any) -> list[Tensor]:
     """By which sparse attention (DSA) chooses among tokens: uint8 [slots, bytes] of each layer.
 
     SGLang keeps those of a page in one piece, keys before scales. Prefixes consist of whole pages,
-    so each slot may stand for any part of its page.
-
-    Raises:
-        UnsupportedError: several tokens share some.
+    so each slot may stand for any part of its page. Raises `UnsupportedError` if tokens share some.
     """
     found = getattr(pool, "index_k_with_scale_buffer", ())
     if found and (pool.index_kpool != 1 or pool.index_kpool_compress):
@@ -218,8 +210,7 @@ def _streams(pool: Any, model_dtype: torch.dtype) -> Streams:
 def state_layers(pool: Any, shape: KVShape) -> PackedLayers:
     """The states of a pool of requests, `HybridReqToTokenPool`, in segments of a shape.
 
-    Raises:
-        UnsupportedError: SGLang keeps them otherwise.
+    Raises `UnsupportedError` if SGLang keeps them otherwise.
     """
     own = pool.mamba_pool
     strange = [name for name in _OTHER_STATES if getattr(pool, name, None) is not None]
@@ -256,10 +247,7 @@ class Allocation:
     """
 
     def __init__(self, cache: Any, window: int, *, states: bool = False) -> None:
-        """`window`: how many of the last tokens have rows, in whole pages; 0: none.
-
-        `states`: whether the model has any.
-        """
+        """Of the last `window` tokens, in whole pages, rows are needed; `states`: there are any."""
         self._cache = cache
         self._own = cache.token_to_kv_pool_allocator
         self._states = cache.req_to_token_pool.mamba_allocator if states else None

@@ -38,7 +38,7 @@ SAVES_EVERY = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Planned:
-    """What this rank would load for a request, and `resident` tokens in whose stead nothing is."""
+    """What this rank would load for a request of which so many tokens are `resident`."""
 
     known: Known
     tokens: Tokens
@@ -106,7 +106,6 @@ class PrefixLoads:
             self._planned[req.rid] = planned
 
     def _look(self, known: Known, tokens: Tokens, resident: int) -> _Planned:
-        """What this rank would load for a request, of which so many tokens are resident."""
         plan = usual = self._planner.plan(known.namespace, tokens, resident, known.kv_class)
         if self._blends is not None:
             plan = self._blends.plan(known, tokens, resident, usual) or usual
@@ -157,7 +156,11 @@ class PrefixLoads:
         """
         agreement = self._agreement
         urgent = bool(agreement.is_open or self._planned or self.jobs.active)
-        if self._alone or not (urgent or (saving and self._releases_now())):
+        if saving and not urgent:
+            busy = not self._scheduler.running_batch.is_empty()
+            self._passes = (self._passes + 1) % SAVES_EVERY if busy else 0
+            urgent = not self._passes
+        if self._alone or not urgent:
             return ()
         slow = {job: (left, took) for job, left, took in self._slow() if took is not None}
         wishes = {own: own.wish for own in self._planned.values()}
@@ -172,12 +175,6 @@ class PrefixLoads:
             if self._planned.get(rid) is own:
                 self._begin(dataclasses.replace(self._planned.pop(rid), wish=wish))
         return agreed.saves
-
-    def _releases_now(self) -> bool:
-        """Whether slots that only saves have locked are released in this pass."""
-        busy = not self._scheduler.running_batch.is_empty()
-        self._passes = (self._passes + 1) % SAVES_EVERY if busy else 0
-        return not self._passes
 
     def may_run(self, known: Known) -> bool:
         """Whether a request may be admitted now; plans it again if what was planned is gone."""
@@ -267,7 +264,6 @@ class PrefixLoads:
         self.order.note(req.rid, estimate, cached=cached)
 
     def _unread(self, rid: str) -> float:
-        """The share of a waiting request's reads that is left to do."""
         known = self._known.get(rid)
         job = None if known is None else known.waiter.job
         return 0.0 if job is None else job.unread(self._service.shape.num_layers)
@@ -284,7 +280,7 @@ class PrefixLoads:
             assert all(self.jobs.waiters[rid].job is job for rid in job.waiters)
 
     def _has_lost(self, known: Known) -> bool:
-        """Whether what was resident for a request was evicted before it was admitted."""
+        # What was resident may be evicted before the request is admitted.
         found = max(known.brought.stop, known.waiter.found)
         if not found or known.waiter.hold is not None:
             return False
@@ -296,7 +292,6 @@ class PrefixLoads:
         return True
 
     def _note_end(self, job: LoadJob) -> None:
-        """A job has ended: the store hears of what could not be read."""
         if isinstance(job.error, PrefixUnreadable) and self._service.served.opened is job.store:
             logger.warning("a stored prefix is computed: %s", job.error)
             job.store.report(job.error)
@@ -310,7 +305,6 @@ class PrefixLoads:
             self._blends.note_end(job)
 
     def _after_job(self, waiter: Waiter, job: LoadJob) -> None:
-        """A job for a request has ended: note what it brought, and plan what it did not."""
         known = self._known[waiter.rid]
         if job.computes:
             # Of a blend, its own notes say whether it may be tried again.
@@ -323,10 +317,7 @@ class PrefixLoads:
         self.plan(known)
 
     def _raise_bits(self) -> None:
-        """Let requests whose jobs have no room use more bits that are resident.
-
-        What they ask for would be another copy of that, and wait for room.
-        """
+        # What requests whose jobs have no room ask for would be another copy of what is resident.
         blocked = [
             waiter
             for job in self.jobs.jobs

@@ -30,24 +30,18 @@ class Provenance:
         """Note that the tree is empty."""
         self.mixed = self._loaded = False
 
-    def note_loaded(self, slots: Tensor, depth: int, *, blended: bool = False) -> None:
-        """Note what was loaded into slots, int64 [n]: KVs behind which others have this `depth`.
+    def note(
+        self, slots: Tensor, depth: int, *, loaded: bool = True, blended: bool = False
+    ) -> None:
+        """Note what slots, int64 [n], got: KVs behind which others have this `depth`.
 
-        `blended`: what is stored rests on text that was reused behind other text.
+        `loaded` from a store, or `blended` here; or both: stored behind text that was reused.
         """
-        self._note(slots, _LOADED | min(depth, _DEPTH) | blended * _BLENDED)
-
-    def note_blended(self, slots: Tensor, depth: int) -> None:
-        """Note what was blended in slots, int64 [n], likewise; the store does not have it so."""
-        self._note(slots, _BLENDED | min(depth, _DEPTH))
-
-    def _note(self, slots: Tensor, mark: int) -> None:
         if not self._loaded:
             # Marks of slots that the tree got before are out of date.
             self._marks.zero_()
-        self._loaded = True
-        self.mixed = self.mixed or bool(mark & _DEPTH)
-        self._marks[slots] = mark
+        self._loaded, self.mixed = True, self.mixed or depth > 0
+        self._marks[slots] = _LOADED * loaded | _BLENDED * blended | min(depth, _DEPTH)
 
     def note_computed(self, prefix: Tensor, fresh: Tensor) -> None:
         """Note that slots `fresh` hold what was computed behind those of `prefix`; int64 each."""

@@ -34,16 +34,15 @@ def ranks_of(context: Any) -> Ranks:
 
     def begin(numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
         votes = torch.tensor(numbers, dtype=torch.int64)
-        work = distributed.all_reduce(
-            votes, op=distributed.ReduceOp.MIN, group=group, async_op=True
-        )
+        least = distributed.ReduceOp.MIN
+        work = distributed.all_reduce(votes, op=least, group=group, async_op=True)
 
-        def least() -> Sequence[int]:
+        def wait() -> Sequence[int]:
             work.wait()
             agreed: list[int] = votes.tolist()
             return agreed
 
-        return least
+        return wait
 
     gather, rank = _gathering(group, size), distributed.get_rank(group)
     return Ranks(rank, size, begin, gather, batches)
@@ -86,8 +85,7 @@ def share_counts(server_args: Any, options: Any) -> None:
 def counts_of(context: Any) -> Memory | None:
     """Where this rank counts prompts together with that of other replicas; None: alone.
 
-    Raises:
-        UnsupportedError: it may not look into the process that started it.
+    Raises `UnsupportedError` if it may not look into the process that started it.
     """
     place = getattr(context.server_args, _COUNTS_ATTRIBUTE, None)
     if place is None:
@@ -113,8 +111,7 @@ def _gathering(group: Any, size: int) -> Callable[[str], Sequence[str]]:
 def identity_of_rank(ranks: Ranks, read: Callable[[], str]) -> str:
     """The name of the store of this rank, from what each of them reads of its weights.
 
-    Raises:
-        UnsupportedError: another rank could not read them.
+    Raises `UnsupportedError` if another rank could not read them.
     """
     try:
         own, failure = read(), None

@@ -25,49 +25,31 @@ def rectangular_attention(
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of the last n positions over all kv positions.
+    """Attention of the last n of kv positions, [n, Hq, Dv] in the dtype of the queries.
 
-    Args:
-        queries: [n, Hq, D]; query i stands at position kv - n + i.
-        keys: [kv, Hk, D], Hq a multiple of Hk, kv >= n if causal.
-        values: [kv, Hk, Dv].
-        scaling: factor of the logits; None for 1 / sqrt(D).
-        causal: hide keys at positions after the query's.
-        window: with `causal`, also hide keys more than `window` positions before the query.
-
-    Returns:
-        [n, Hq, Dv] in the dtype of the queries.
+    Queries [n, Hq, D], keys [kv, Hk, D] and values [kv, Hk, Dv], Hq a multiple of Hk, kv >= n if
+    causal. `scaling` is a factor of the logits; None for 1 / sqrt(D). With `causal` keys behind a
+    query are hidden, and with a `window` those more than so many positions before it.
     """
     num_queries, num_keys = queries.shape[0], keys.shape[0]
-    mask, is_causal = None, False
-    if causal and window is not None:
-        mask = _causal_mask(num_queries, num_keys, queries.device, window)
-    elif causal and num_queries == num_keys:
-        is_causal = True
-    elif causal and num_queries > 1:
-        mask = _causal_mask(num_queries, num_keys, queries.device, None)
+    square, mask = window is None and num_queries == num_keys, None
+    if causal and not square and (num_queries > 1 or window is not None):
+        # True where a query sees a key.
+        places = torch.arange(num_keys, device=queries.device)
+        own = places[num_keys - num_queries :, None]
+        mask = places <= own
+        if window is not None:
+            mask &= places >= own - window
     output = scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys.to(queries.dtype).transpose(0, 1).unsqueeze(0),
         values.to(queries.dtype).transpose(0, 1).unsqueeze(0),
         attn_mask=mask,
-        is_causal=is_causal,
+        is_causal=causal and square,
         scale=scaling,
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
     return output.squeeze(0).transpose(0, 1)
-
-
-def _causal_mask(
-    num_queries: int, num_keys: int, device: torch.device, window: int | None
-) -> Tensor:
-    """Boolean [n, kv], True where a query sees a key."""
-    key_positions = torch.arange(num_keys, device=device)
-    query_positions = key_positions[num_keys - num_queries :, None]
-    visible = key_positions <= query_positions
-    if window is not None:
-        visible &= key_positions >= query_positions - window
-    return visible
 
 
 def attend_rectangularly(backend: Any) -> None:

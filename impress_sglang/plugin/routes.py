@@ -62,8 +62,7 @@ def tokenizer_manager() -> Any:
 async def send(verb: str, **fields: Any) -> Any:
     """Send a request to the scheduler's process, or those of all replicas; returns the answer.
 
-    Raises:
-        NotDone: it was not carried out.
+    Raises `NotDone` if it was not carried out.
     """
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
@@ -110,14 +109,28 @@ async def carry_out(verb: str, body: object, request: Request | None = None) -> 
         ValueError: the body is wrong; says why in one sentence.
         NotDone: it cannot be carried out, or was not.
     """
+    if verb == "check":
+        return await check_all()
+    if verb == "reorder":
+        return await send(verb)
     several, manager = _several(body) if verb == "warm" else None, tokenizer_manager()
-    asked, vocab_size = [], manager.model_config.vocab_size
-    for own in [body] if several is None else several:
-        asked.append(fields_of(verb, own, getattr(manager, "tokenizer", None), vocab_size))
+    asked, vocab_size = list[dict[str, Any]](), manager.model_config.vocab_size
+    for each in [body] if several is None else several:
+        asked.append(fields_of(verb, each, getattr(manager, "tokenizer", None), vocab_size))
         if len(asked[-1].get("input_ids", ())) > manager.context_len:
             raise ValueError(f"a prompt has at most {manager.context_len:,} tokens here")
     if verb == "warm":
-        answers = await _warm_all(asked, request)
+        answers = list[dict[str, Any]]()
+        # One after the other: a later one may begin like an earlier one.
+        for own in asked:
+            try:
+                answers.append(await _warm(own, request))
+            except (ValueError, NotDone) as error:
+                if len(asked) == 1:
+                    raise
+                done = f"{len(answers)} of {len(asked)} prefixes were warmed"
+                status = getattr(error, "status", 400)
+                raise NotDone(f"{done}, and then: {error}", status) from error
         return answers[0] if several is None else answers
     if verb != "purge":
         return await send(verb, **asked[0])
@@ -141,22 +154,6 @@ async def check_all() -> dict[str, Any]:
         await asyncio.sleep(PAUSE_S)
         answer = await send("check")
     return answer
-
-
-async def _warm_all(
-    asked: Sequence[dict[str, Any]], request: Request | None
-) -> list[dict[str, Any]]:
-    """Warm one prefix after the other: a later one may begin like an earlier one."""
-    answers = list[dict[str, Any]]()
-    for own in asked:
-        try:
-            answers.append(await _warm(own, request))
-        except (ValueError, NotDone) as error:
-            if len(asked) == 1:
-                raise
-            done = f"{len(answers)} of {len(asked)} prefixes were warmed"
-            raise NotDone(f"{done}, and then: {error}", getattr(error, "status", 400)) from error
-    return answers
 
 
 async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any]:
@@ -194,8 +191,7 @@ async def _warm(asked: dict[str, Any], request: Request | None) -> dict[str, Any
 def fields_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     """The fields that a body gives to a request; token ids are below `vocab_size`.
 
-    Raises:
-        ValueError: it is wrong.
+    Raises `ValueError` if it is wrong.
     """
     if not isinstance(body, Mapping) or not body.keys() <= _BODY:
         raise ValueError(f"the body must be a JSON object of {', '.join(sorted(_BODY))}")
@@ -233,11 +229,7 @@ def fields_of(verb: str, body: object, tokenizer: Any, vocab_size: int) -> dict[
 
 
 def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
-    """Split a body that gives several prefixes, as for `/generate`; None if it gives one.
-
-    Raises:
-        ValueError: there is no prefix in it, or it is not clear which it gives.
-    """
+    """Split a body that gives several prefixes, as for `/generate`; None if it gives one."""
     if not isinstance(body, Mapping):
         return None
     names = ("texts", "text", "input_ids")
@@ -258,10 +250,7 @@ def refuse_foreign(request: Request) -> None:
     """Guard each of our routes that reveals prompts or changes anything.
 
     SGLang lets pages of every site ask and read answers, in the browser of somebody who can reach
-    the server. If there is a key, they do not have it.
-
-    Raises:
-        HTTPException: a page of another site asks.
+    the server: they get status 403. If there is a key, they do not have it.
     """
     arguments, told = tokenizer_manager().server_args, request.headers
     origin = None if arguments.api_key or arguments.admin_api_key else told.get("origin")
@@ -341,10 +330,6 @@ def add_routes() -> None:
         @auth_level(AuthLevel.ADMIN_OPTIONAL)
         async def admin(request: Request, body: Any = Body(None)) -> Any:  # noqa: B008
             try:
-                if verb == "check":
-                    return await check_all()
-                if verb == "reorder":
-                    return await send(verb)
                 return await carry_out(verb, body, request)
             except (ValueError, NotDone) as error:
                 status = getattr(error, "status", 400)

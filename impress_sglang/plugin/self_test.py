@@ -91,10 +91,8 @@ def check_kvs(
     """Store and load random KVs; returns the seconds that it took.
 
     `runners` are SGLang's `ModelRunner` of the model, and of draft models with pools of their own,
-    after the pools are made and before any request; `layers` and `shape` are of all these.
-
-    Raises:
-        UnsupportedError: they are not what they were, or requests are made in another way.
+    after the pools are made and before any request; `layers` and `shape` are of all these. Raises
+    `UnsupportedError` if KVs are not what they were, or requests are made in another way.
     """
     check_plain()
     began = time.perf_counter()

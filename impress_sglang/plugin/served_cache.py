@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from impress_sglang.plugin.known import KnownRequests
+from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.tree_nodes import Sweeps
 from impress_sglang.plugin.weights import WeightWatch, watch_messages
 from impress_sglang.serving.custom_params import load_options_of
-from impress_sglang.serving.load_planner import LoadPlanner
-from impress_sglang.serving.ranks import ALONE, Ranks
+from impress_sglang.serving.ranks import Ranks
 from impress_sglang.serving.report import new_report
-from impress_sglang.serving.scheduling import QueueOrder
-from impress_sglang.serving.service import ServedStore, Service
 from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
@@ -29,30 +27,58 @@ UNCHECKED, RUNNING, OK, FAILED = "unchecked", "running", "ok", "failed"
 STEP_S = 0.001
 
 
-class IntegrityCheck:
-    """The integrity check of one tree cache; owned by the scheduler's thread.
+class ServedCache:
+    """What one tree cache serves, and how; owned by the scheduler's thread."""
 
-    It runs on command, in small steps between which requests are served: there may be much to
-    compare. `store.checking` says what can be checked of a store that changes meanwhile.
-    """
+    def __init__(
+        self,
+        requests: KnownRequests,
+        weights: WeightWatch,
+        sweeps: Sweeps,
+        sights: Sights | None,
+        check_requests: Callable[[], None],
+        reorder: Callable[[], dict[str, int] | None] = lambda: None,
+    ) -> None:
+        """`sights` counts prompts; None unless that decides what is stored.
 
-    def __init__(self, served: ServedStore, check_requests: Callable[[], None]) -> None:
-        """`check_requests` compares requests, the queue and slots with each other."""
-        self.state = UNCHECKED
+        `check_requests` compares requests, the queue and slots with each other; `reorder` searches
+        for prefixes worth reordering, and returns None where nothing is ever reordered.
+        """
+        self.cache, self.ranks = requests.cache, requests.ranks
+        self.service, self.planner = requests.service, requests.planner
+        self.weights, self.sweeps, self.sights, self.reorder = weights, sweeps, sights, reorder
+        self.loads: PrefixLoads | None = None
+        """The load jobs; None where prefixes are loaded within passes, and before it serves."""
+        self.integrity = UNCHECKED
         """The result of the last check, or that one is running."""
-        self._served = served
         self._check_requests = check_requests
         self._steps: Iterator[None] = iter(())
 
-    def begin(self) -> None:
-        """Begin a check, unless one is running already: then that one counts."""
-        if self.state != RUNNING:
-            self.state, self._steps = RUNNING, self._all()
+    def clear(self) -> None:
+        """Note that the tree is empty."""
+        self.sweeps.clear()
+        if self.loads is not None and self.loads.order is not None:
+            self.loads.order.forget_states()
 
-    def step(self) -> None:
-        """Continue for a moment, if a check is running. Raises nothing."""
-        if self.state != RUNNING:
-            return
+    def check(self, *, begin: bool) -> str:
+        """Continue the integrity check for a moment, or `begin` one if none is running.
+
+        Requests are served between two moments: there may be much to compare. Returns the worst
+        state on any rank, which is running until it has ended on all.
+        """
+        if begin and self.integrity != RUNNING:
+            self.integrity, self._steps = RUNNING, self._check_steps()
+        if self.integrity == RUNNING:
+            self._go_on()
+        if self.ranks.alone:
+            return self.integrity
+        states = (FAILED, RUNNING, UNCHECKED, OK)
+        worst = states[self.ranks.least([states.index(self.integrity)])[0]]
+        if worst != RUNNING:
+            self.integrity = worst
+        return worst
+
+    def _go_on(self) -> None:
         end = time.perf_counter() + STEP_S
         try:
             for _ in self._steps:
@@ -60,77 +86,25 @@ class IntegrityCheck:
                     return
         except Exception:
             logger.exception("the integrity check of IMPRESS failed")
-            self.state = FAILED
+            self.integrity = FAILED
         else:
-            self.state = OK
+            self.integrity = OK
 
-    def agree(self, ranks: Ranks) -> str:
-        """The worst state of a check on any rank, which is running until it has ended on all."""
-        if not ranks.alone:
-            states = (FAILED, RUNNING, UNCHECKED, OK)
-            worst = states[ranks.least([states.index(self.state)])[0]]
-            if worst != RUNNING:
-                self.state = worst
-            return worst
-        return self.state
-
-    def _all(self) -> Iterator[None]:
+    def _check_steps(self) -> Iterator[None]:
         self._check_requests()
         yield
-        store = None
+        served, store = self.service.served, None
         # Another store may have taken its place meanwhile, and is checked as well.
-        while self._served.opened is not store:
-            store = self._served.opened
+        while served.opened is not store:
+            store = served.opened
             for _ in () if store is None else store.check_steps():
                 yield
-                if self._served.opened is not store:
+                if served.opened is not store:
                     break
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class ServedCache:
-    """What one tree cache serves, and how; owned by the scheduler's thread.
-
-    Attributes:
-        planner: finds what is stored of prompts.
-        page_size: of SGLang's pool.
-        sights: counts prompts; None unless that decides what is stored.
-        queue_order: None if the queue is not reordered.
-        attach: begins to serve, for a scheduler of SGLang's that is complete.
-        look_again: notes what is cached of a waiting request, for `queue_order`.
-        rest: called when the scheduler has nothing to do; returns whether jobs are waited for.
-        reorder: searches for prefixes worth reordering; None where nothing is ever reordered.
-        ranks: carry out each request of an administrator together.
-    """
-
-    service: Service
-    check: IntegrityCheck
-    weights: WeightWatch
-    sweeps: Sweeps
-    planner: LoadPlanner
-    page_size: int
-    sights: Sights | None
-    attach: Callable[[Any], None] = lambda _: None
-    look_again: Callable[[Any], None] = lambda _: None
-    rest: Callable[[], bool] = lambda: False
-    reorder: Callable[[], dict[str, int] | None] = lambda: None
-    ranks: Ranks = ALONE
-    queue_order: QueueOrder | None = None
-
-    def tell_idle(self) -> None:
-        """Wait a little for jobs, or tell the metrics what has happened."""
-        if not self.rest():
-            self.service.tell_metrics(idle=True)
-
-    def clear(self) -> None:
-        """Note that the tree is empty."""
-        self.sweeps.clear()
-        if self.queue_order is not None:
-            self.queue_order.forget_states()
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
-        return {**self.service.summary(), "integrity": self.check.state}
+        return {**self.service.summary(), "integrity": self.integrity}
 
     def foretell(self, namespace: str, tokens: Tokens, *, exactly: bool = False) -> dict[str, Any]:
         """What is stored of a prompt that is not being served, and why no more of it.
@@ -160,7 +134,9 @@ def connect(scheduler: Any) -> None:
     """Connect the tree cache to its scheduler, which is complete."""
     cache = served_cache_of(scheduler.tree_cache)
     if cache is not None:
-        cache.attach(scheduler)
+        if hasattr(cache.cache, "attach"):
+            # What loads within passes needs no scheduler.
+            cache.cache.attach(scheduler)
         watch_messages(scheduler, cache.weights)
         if cache.ranks.batches > 1:
             scheduler.get_next_batch_to_run = functools.partial(
@@ -184,25 +160,24 @@ def around_policy(
 ) -> None:
     """Let SGLang order the waiting queue, then reorder its head and note the final order."""
     cache = served_cache_of(policy.tree_cache)
-    order = None if cache is None else cache.queue_order
+    loads = None if cache is None else cache.loads
+    order = None if loads is None else loads.order
     if order is not None:
         order.restore(waiting_queue)
     original(policy, waiting_queue, *args, **kwargs)
-    if cache is None:
-        return
-    if order is not None:
-        order.look(waiting_queue, cache.look_again)
+    if loads is not None and order is not None:
+        order.look(waiting_queue, loads.look_again)
         order.arrange(waiting_queue)
-    if cache.service.lookahead.awaits:
+    if cache is not None and cache.service.lookahead.awaits:
         # What earlier requests use is evicted last.
         cache.service.lookahead.order([req.rid for req in waiting_queue])
 
 
 def before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
-    """Tell the cache: nothing else may happen for a long time."""
+    """Wait a little for jobs, or tell the metrics: nothing else may happen for a long time."""
     cache = served_cache_of(scheduler.tree_cache)
-    if cache is not None:
-        cache.tell_idle()
+    if cache is not None and not (cache.loads is not None and cache.loads.rest()):
+        cache.service.tell_metrics(idle=True)
 
 
 def after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:

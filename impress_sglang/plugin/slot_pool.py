@@ -15,7 +15,6 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from torch import Tensor
 
 from impress_sglang.plugin.known import KnownRequests, key_of
 from impress_sglang.plugin.tree_nodes import drop_below, match_resident
@@ -41,11 +40,7 @@ class TreeSlots:
     def room(self) -> int:
         """What could be allocated, by evicting if need be, without what running requests need."""
         free, _ = self._allocation.available()
-        return free + int(self._cache.evictable_size()) - self._promised
-
-    @property
-    def _promised(self) -> int:
-        """What SGLang counts on for what it has admitted: the rest of a prompt, and answers."""
+        # SGLang counts on the rest of a prompt, and answers, of what it has admitted.
         scheduler = self._scheduler
         requests = {id(own): own for own in scheduler.running_batch.reqs}
         if scheduler.last_batch is not None:
@@ -60,7 +55,7 @@ class TreeSlots:
                 # Rounded up as SGLang does, and the page that the next token may need.
                 share = 1.0 if own.sampling_params.ignore_eos else ratio
                 tokens += int(_new_tokens(own) * share) + page
-        return max(tokens, 0)
+        return free + int(self._cache.evictable_size()) - max(tokens, 0)
 
     def need(self, waiter: Waiter, counted: set[object]) -> int:
         """What admitting a request would take of the room, its job's slots included if it waits.
@@ -81,16 +76,12 @@ class TreeSlots:
         if node in counted:
             return total - length
         counted.add(node)
-        return total - length + self._unlocked(node)
-
-    def _unlocked(self, node: Any) -> int:
-        """How many tokens up to a node nobody has locked: locking them takes them from the room."""
-        cache = self._cache
-        before = cache.tree_core.protected_size()
-        lock = cache.lock(node)
-        after = cache.tree_core.protected_size()
-        cache.unlock(lock)
-        return int(after - before)
+        # Locking tokens that nobody has locked takes them from the room.
+        before = self._cache.tree_core.protected_size()
+        lock = self._cache.lock(node)
+        after = self._cache.tree_core.protected_size()
+        self._cache.unlock(lock)
+        return total - length + int(after - before)
 
     def is_idle(self) -> bool:
         """Whether no request is running, or sent to another server."""
@@ -143,20 +134,26 @@ class TreeSlots:
         SGLang frees slots of tokens that were computed meanwhile.
         """
         cache, slots = self._cache, job.slots
-        assert slots is not None
+        assert slots is not None and job.rows is not None
         path = cache.path_device_indices(job.hold.node)[: job.start].to(torch.int64)
-        self._note(job, path, slots)
+        # On what its KVs rest, behind those in the slots of `path`.
+        provenance, stored, kept = self._provenance, job.match.quality, job.parts[0]
+        depth = stored.depth + (not job.kv_class.exact)
+        provenance.note(slots[:kept], depth, blended=stored.blended)
+        if kept < len(slots):
+            depth = max(depth, provenance.depth(path))
+            provenance.note(slots[kept:], depth, loaded=False, blended=True)
         params = InsertParams(
             key=self._key(job),
             value=torch.cat([path, slots]),
             prev_prefix_len=job.start,
             inserted_len=job.start,
         )
-        assert job.rows is not None
         if self._allocation.window:
             params.set_evicted_seqlen(ComponentType.SWA, job.stop - len(job.rows))
         elif len(job.rows):
             params.mamba_value = job.rows
+        # SGLang frees slots of tokens that were computed meanwhile.
         result = cache.insert(params)
         if result.mamba_exist:
             self._allocation.give_rows_back(job.rows)
@@ -164,15 +161,6 @@ class TreeSlots:
         lock = cache.lock(result.last_device_node)
         cache.unlock(job.hold)
         job.hold = lock
-
-    def _note(self, job: LoadJob, path: Tensor, slots: Tensor) -> None:
-        """Note on what the KVs of a job rest, behind those in the slots of `path`."""
-        provenance, stored = self._provenance, job.match.quality
-        depth = stored.depth + (not job.kv_class.exact)
-        kept, *_ = job.parts
-        provenance.note_loaded(slots[:kept], depth, blended=stored.blended)
-        if kept < len(slots):
-            provenance.note_blended(slots[kept:], max(depth, provenance.depth(path)))
 
     def discard(self, job: LoadJob) -> None:
         """Remove an inserted job that failed from the tree, and put all that use it back.

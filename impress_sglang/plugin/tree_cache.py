@@ -39,7 +39,7 @@ from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
-from impress_sglang.plugin.served_cache import IntegrityCheck, ServedCache
+from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_nodes import Sweeps, free_leaf, is_locked, last_node
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.plugin.write_back import WriteBack
@@ -76,16 +76,10 @@ class ImpressTreeCache(UnifiedRadixCache):
         ranks: Ranks = ALONE,
         adapters: Any = None,
     ) -> None:
-        """Connect the cache to its store.
+        """Connect the cache to the store of `service`, and what goes with it.
 
-        Args:
-            service: the store, and what goes with it.
-            model: whose queries are sampled.
-            layers: of SGLang's pool.
-            forward_stream: SGLang's, on which passes run.
-            read_identity: returns the model identity; called again after each flush.
-            ranks: with which this one agrees.
-            adapters: SGLang's `LoRAManager`, if it has one.
+        Queries of the `model` are sampled; passes run on the `forward_stream`. `read_identity` is
+        called again after each flush. `adapters`: SGLang's `LoRAManager`, if it has one.
         """
         self._service, keys = service, layers(0)[0]
         packed, states = layers.packed, layers.states is not None
@@ -103,22 +97,16 @@ class ImpressTreeCache(UnifiedRadixCache):
         let_go = None if ranks.alone else saves.give_all_up
         is_empty = self._allocation.is_empty
         self.impress = ServedCache(
-            service,
-            IntegrityCheck(service.served, self._check_requests),
+            self._requests,
             WeightWatch(service.served, read_identity, self._set_aside, is_empty, ranks),
             Sweeps(self, partial(last_node, self), is_locked, partial(free_leaf, self), let_go),
-            self._planner,
-            self.page_size,
             saves.sights,
-            attach=self.attach,
-            ranks=ranks,
+            self._check_requests,
         )
 
     def attach(self, scheduler: Any) -> None:
         """Begin to serve, for a scheduler that is complete."""
-        loads = self.loads = PrefixLoads(self._requests, scheduler)
-        self.impress.rest, self.impress.look_again = loads.rest, loads.look_again
-        self.impress.queue_order = loads.order
+        self.loads = self.impress.loads = PrefixLoads(self._requests, scheduler)
         # SGLang's seams for caches that load while requests queue.
         self._serves = scheduler.enable_lmcache = True
 
@@ -259,8 +247,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             self._service.served.poll()
             if self._released:
                 self._forget_ended()
-            saves = self._saves
-            saves.release(self.loads.agree(saves.over, saving=saves.pending))
+            self._saves.release(self.loads.agree)
             self.loads.poll()
             self._service.tell_metrics()
 

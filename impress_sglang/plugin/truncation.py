@@ -80,8 +80,7 @@ def keep_system_prompt(result: Any, chat: Any, request: Any, *_: Any, **__: Any)
 def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None:
     """Which tokens of a request are left out; None if it is not cut.
 
-    Raises:
-        ValueError: the request asks for something wrong.
+    Raises `ValueError` if it asks for something wrong.
     """
     config = config_of(manager.server_args)
     if config is None:
@@ -91,20 +90,15 @@ def _cut_of(manager: Any, obj: Any, input_ids: list[int] | None) -> range | None
     share = share_of(custom, config)
     if input_ids is None or share is None or not _can_be_cut(obj):
         return None
-    limit = _limit(manager, obj)
-    keep = custom.get(KEEP_KEY, KEEP_TOKENS)
-    return find_cut(input_ids, limit, share, keep, _openers(manager))
-
-
-def _limit(manager: Any, obj: Any) -> int:
-    """The most tokens that SGLang accepts in a prompt of this request."""
-    limit = int(manager.context_len) - manager.num_reserved_tokens - 1
+    # The most tokens that SGLang accepts in a prompt of this request.
+    room = int(manager.context_len) - manager.num_reserved_tokens
+    limit, new_tokens = room - 1, obj.sampling_params.get("max_new_tokens")
     if manager.max_req_input_len is not None:
         limit = min(limit, manager.max_req_input_len - 1)
-    new_tokens = obj.sampling_params.get("max_new_tokens")
     if manager.validate_total_tokens and new_tokens is not None:
-        limit = min(limit, int(manager.context_len) - manager.num_reserved_tokens - new_tokens)
-    return limit
+        limit = min(limit, room - new_tokens)
+    keep = custom.get(KEEP_KEY, KEEP_TOKENS)
+    return find_cut(input_ids, limit, share, keep, _openers(manager))
 
 
 def _can_be_cut(obj: Any) -> bool:

@@ -39,14 +39,10 @@ class WeightWatch:
         is_empty: Callable[[], bool],
         ranks: Ranks = ALONE,
     ) -> None:
-        """Watch over the store that is served.
+        """Watch over the store that is `served`, a `ServedStore` or like one.
 
-        Args:
-            served: a `ServedStore`, or what is set aside and used again like one.
-            read_identity: returns the model identity of the current weights.
-            set_aside: ends passes and writes, and forgets plans.
-            is_empty: returns whether no KV is left in the pool.
-            ranks: which all have to be settled; only together they read their identities.
+        Its weights are known by what `read_identity` returns. `set_aside` ends passes and writes,
+        and forgets plans; `is_empty` says whether no KV is left in the pool.
         """
         self._served, self._read_identity = served, read_identity
         self._set_aside, self._is_empty, self._ranks = set_aside, is_empty, ranks
@@ -65,26 +61,27 @@ class WeightWatch:
         The store is used again now if no KV is left in the pool, otherwise after the next flush.
         """
         self._settled = settled
-        self._ranks.together(self._end)
 
-    def _end(self) -> None:
-        empty = self._is_empty()
-        settled = self._ranks.all(self._settled)
-        self._changing = not settled
-        # A message that was refused at once has changed nothing: KVs in the pool are right.
-        if settled and (empty or self._ranks.all(self._untouched)):
-            self._use_again(empty=empty)
+        def end() -> None:
+            # By then another message may have been handled.
+            empty, all_settled = self._is_empty(), self._ranks.all(self._settled)
+            self._changing = not all_settled
+            # A message that was refused at once has changed nothing: KVs in the pool are right.
+            if all_settled and (empty or self._ranks.all(self._untouched)):
+                self._use_again(empty=empty)
+
+        self._ranks.together(end)
 
     def flushed(self) -> None:
         """Note that no KV is left in the pool; also notices changes that no handler announced."""
-        self._ranks.together(self._flushed)
 
-    def _flushed(self) -> None:
-        if not self._changing:
-            self._use_again(empty=True)
+        def use_again() -> None:
+            if not self._changing:
+                self._use_again(empty=True)
+
+        self._ranks.together(use_again)
 
     def _use_again(self, *, empty: bool) -> None:
-        """Use the store of the current weights, if KVs in the pool belong to the same weights."""
         served = self._served
         # A store that could not be opened is opened again below.
         served.take_over()
@@ -112,10 +109,8 @@ class WeightWatch:
 def watch_messages(scheduler: Any, weights: WeightWatch) -> None:
     """Set the store aside around each message that may change weights, or the pool.
 
-    That is each that a complete scheduler of SGLang's takes and that is not known not to.
-
-    Raises:
-        UnsupportedError: this SGLang handles messages in another way.
+    That is each that a complete scheduler of SGLang's takes and that is not known not to. Raises
+    `UnsupportedError` if this SGLang handles messages in another way.
     """
     try:
         table = scheduler._request_dispatcher._mapping

@@ -38,46 +38,39 @@ from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.writing import Offer, StoreOutcome
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Save:
-    """A write of slots, int64 [n], that are locked in the tree until it is over or abandoned.
+    """A write of slots that are locked in the tree until it is over or abandoned.
 
-    `windows_from`: tokens before this one have nothing in layers with windows, or are not locked.
-    `over`: whether this rank does not read them any more. A rank that writes nothing has such a
-    lock all the same, as others may write.
+    A rank that writes nothing has such locks all the same, as others may write.
     """
 
-    def __init__(self, slots: Tensor, last: Any, state: Tensor | None = None) -> None:
-        """`last`: the node of SGLang's tree to which they lead; `state`: where its state is."""
-        self.slots = slots
-        self.state = state
-        self.reading = 0
-        self.locked = len(slots)
-        self.last = last
-        self.locks: list[Any] = []
-        self.windows_from = 0
-        self.over = False
-        self.abandoned = threading.Event()
-        """Set before its slots are given away, and then hold other KVs."""
+    slots: Tensor  # int64 [n]
+    last: Any  # the node of SGLang's tree to which they lead
+    state: Tensor | None  # where the state behind them is
+    locked: int  # how many slots are locked
+    locks: list[Any] = dataclasses.field(default_factory=list)
+    windows_from: int = 0  # before it nothing is in layers with windows, or it is not locked
+    reading: int = 0  # how many writes read them
+    over: bool = False  # this rank does not read them any more
+    abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """Set before its slots are given away, and then hold other KVs."""
 
 
 class WriteBack:
     """The saves of one tree cache; the scheduler's thread owns them."""
 
     def __init__(self, requests: KnownRequests, sampler: QuerySampler) -> None:
-        self._cache, self._service, self._planner = (
-            requests.cache,
-            requests.service,
-            requests.planner,
-        )
-        self._provenance, self._layers = requests.provenance, requests.layers
-        self._window = requests.allocation.window
+        self._cache, self._service = requests.cache, requests.service
+        self._planner, self._provenance = requests.planner, requests.provenance
+        self._layers, self._window = requests.layers, requests.allocation.window
         self._forward_stream, self._ranks = requests.forward_stream, requests.ranks
         self._sampler = sampler
         self._reading = threading.Lock()
         self._saves: dict[_Save, None] = {}
         config = self._service.config
         least, blends = config.write_after, config.blend != OFF
-        self._least_elsewhere = config.blend_min_tokens
+        self._min_tokens = config.min_prefix_tokens
         self._counted = Sights(max(least, 2), self._service.counts) if least > 1 or blends else None
         self.sights = self._counted if least > 1 else None
         """Counts how often prompts are asked for; None unless that decides what is stored."""
@@ -89,23 +82,22 @@ class WriteBack:
         Returns whether it should be computed exactly: others will reuse its text where it is no
         prefix.
         """
-        req, elsewhere = known.req, 0
+        req = known.req
         if known.worth is not None or not self._service.served.in_use:
             return False
         tokens = req.origin_input_ids
         if self.sights is None or store_wish_of(req.sampling_params) is True:
             known.worth = len(tokens)
-        if self._counted is not None and len(tokens) >= self._service.config.min_prefix_tokens:
-            # For several samples SGLang first computes the prompt alone, without new tokens.
-            sampling = req.sampling_params
-            count = sampling.n == 1 or sampling.max_new_tokens == 0
-            space, text = known.namespace, as_tokens(tokens)
-            seen = self._counted.note(space, text, count=count)
-            elsewhere = self._worth_elsewhere(self._counted, space, text, seen, count=count)
-            known.seen = max(seen, elsewhere)
-            known.worth = max(known.seen, known.worth or 0)
-            return elsewhere > seen
-        return False
+        if self._counted is None or len(tokens) < self._min_tokens:
+            return False
+        # For several samples SGLang first computes the prompt alone, without new tokens.
+        count = req.sampling_params.n == 1 or req.sampling_params.max_new_tokens == 0
+        space, text = known.namespace, as_tokens(tokens)
+        seen = self._counted.note(space, text, count=count)
+        elsewhere = self._worth_elsewhere(self._counted, space, text, seen, count=count)
+        known.seen = max(seen, elsewhere)
+        known.worth = max(known.seen, known.worth or 0)
+        return elsewhere > seen
 
     def _worth_elsewhere(
         self, sights: Sights, space: str, tokens: Tokens, known: int, *, count: bool
@@ -122,7 +114,10 @@ class WriteBack:
         starts, often = sights.note_text(space, tokens, count=count)
         often &= starts >= known
         most = np.count_nonzero(starts >= known) // 2
-        if not store.writes.are_taken or len(tokens) - known < self._least_elsewhere:
+        if (
+            not store.writes.are_taken
+            or len(tokens) - known < self._service.config.blend_min_tokens
+        ):
             # Otherwise it would be computed exactly in vain.
             return 0
         if np.count_nonzero(often) > most:
@@ -151,7 +146,7 @@ class WriteBack:
             if not self._wants(count):
                 return
         slots = self._cache.path_device_indices(last)[:count].to(torch.int64)
-        save = _Save(slots, last, state)
+        save = _Save(slots, last, state, len(slots))
         self._lock(save)
         self._saves[save] = None
         self.writing_tokens += len(slots)
@@ -188,11 +183,11 @@ class WriteBack:
             self._unlock(save)
         after = protected()
         for save in self._saves:
+            # Not with locks of before, as nodes may have been split.
             self._lock(save)
         return int(before - after)
 
     def _lock(self, save: _Save) -> None:
-        """Lock the slots of a save; not with locks of before, as nodes may have been split."""
         save.locks = [self._cache.lock(save.last)]
         if self._window:
             others, save.windows_from = lock_windows(self._cache, save.last, save.windows_from)
@@ -210,26 +205,17 @@ class WriteBack:
         for save in reversed(list(self._saves)):
             if missing() <= 0:
                 return
-            self._drop(save)
+            save.abandoned.set()
+            self._release(save)
 
     def give_all_up(self) -> None:
         """Give all saves up."""
-        for save in list(self._saves):
-            self._drop(save)
+        self.give_up(lambda: 1)
 
-    @property
-    def over(self) -> list[_Save]:
-        """The saves that are over on this rank, up to the first one that is not."""
-        return list(itertools.takewhile(lambda save: save.over, self._saves))
-
-    @property
-    def pending(self) -> bool:
-        """Whether slots are locked."""
-        return bool(self._saves)
-
-    def release(self, saves: Iterable[_Save]) -> None:
-        """Release the slots of saves that are over on all ranks."""
-        for save in saves:
+    def release(self, agree: Callable[..., Iterable[_Save]]) -> None:
+        """Release the slots of saves that are over on all ranks; see `PrefixLoads.agree`."""
+        over = list(itertools.takewhile(lambda save: save.over, self._saves))
+        for save in agree(over, saving=bool(self._saves)):
             self._release(save)
 
     def finish(self) -> None:
@@ -252,19 +238,15 @@ class WriteBack:
             store.writes.abandon()
 
     def _may_store(self, known: Known) -> bool:
-        """Whether a request may be stored by this rank."""
         in_use = self._service.served.in_use and not known.refused
         return self._ranks.writes and in_use and store_refusal(known.req) is None
 
     def _fits(self, known: Known, num_tokens: int) -> bool:
-        """Whether a request may be stored, and is long enough."""
-        if not self._may_store(known):
-            return False
-        return self._worth_of(known, num_tokens) >= self._service.config.min_prefix_tokens
+        return self._may_store(known) and self._worth_of(known, num_tokens) >= self._min_tokens
 
     def _wants(self, num_tokens: int) -> bool:
         """Whether the pool can spare slots: half of them at most, or those of a single prefix."""
-        if num_tokens < self._service.config.min_prefix_tokens:
+        if num_tokens < self._min_tokens:
             return False
         spare = self._cache.token_to_kv_pool_allocator.size_full // 2 - self.writing_tokens
         return not self._saves or num_tokens <= spare
@@ -299,7 +281,7 @@ class WriteBack:
             return False
         if save.state is not None and len(save.slots) < save.locked:
             _, count, save.state = last_state(self._cache, save.last, len(save.slots))
-            if count < self._service.config.min_prefix_tokens:
+            if count < self._min_tokens:
                 return False
             save.slots = save.slots[:count]
         if save.windows_from and len(save.slots) - save.windows_from < self._window:
@@ -316,7 +298,7 @@ class WriteBack:
         offer = Offer(
             tokens,
             lambda start: reader(layers.read, rows[start:]),
-            on_done=lambda: self._read(save),
+            on_done=lambda: self._end(save, 1),
             abandon=save.abandoned.set,
             quality=quality,
             available_from=first and first + beyond,
@@ -342,18 +324,12 @@ class WriteBack:
         known.refused = outcome in (StoreOutcome.NO_SPACE, StoreOutcome.SPENT)
         return save.reading > 0
 
-    def _drop(self, save: _Save) -> None:
-        save.abandoned.set()
-        self._release(save)
-
-    def _read(self, save: _Save) -> None:
-        """Note that one of the writes of a save is over."""
-        save.reading -= 1
-        if not save.reading:
-            self._end(save)
-
-    def _end(self, save: _Save) -> None:
-        """Note that this rank reads the slots of a save no more, or gave it up."""
+    def _end(self, save: _Save, writes: int = 0) -> None:
+        """Note that so many writes of a save have ended; without others, this rank reads it no
+        more."""
+        save.reading -= writes
+        if save.reading:
+            return
         save.over = True
         if self._ranks.alone:
             self._release(save)

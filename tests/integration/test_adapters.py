@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from impress_sglang.plugin import factory
-from impress_sglang.plugin.factory import draft_runners, note_drafts
+from impress_sglang.plugin.entry import _after_draft_worker
+from impress_sglang.plugin.factory import draft_runners
 from impress_sglang.plugin.keys import namespace_of_request
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit.kv_factory import make_shape
@@ -67,11 +68,11 @@ def test_other_pools_are_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -
         found.insert(0, factory.identity_of(context, make_shape()))
     for own in (runner(2), runner(3), runner(3, rope_theta=1)):
         drafting = SimpleNamespace(_draft_model_runners=lambda own=own: [own])
-        note_drafts(None, SimpleNamespace(tp_worker=worker, draft_worker=drafting))
+        _after_draft_worker(None, SimpleNamespace(tp_worker=worker, draft_worker=drafting))
         assert draft_runners(worker) == (own,)
         found.append(factory.identity_of(context, make_shape(), draft_runners(worker)))
     assert len(set(found)) == len(found)
-    note_drafts(None, SimpleNamespace(tp_worker=worker, draft_worker=None))
+    _after_draft_worker(None, SimpleNamespace(tp_worker=worker, draft_worker=None))
     assert factory.identity_of(context, make_shape(), draft_runners(worker)) == found[0]
     # With --disable-hybrid-swa-memory the same layers are stored in another order, and the first
     # tokens have all of them.

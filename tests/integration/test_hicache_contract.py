@@ -27,8 +27,8 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from impress_sglang.cli.main import HICACHE
 from impress_sglang.errors import ConfigError, UnsupportedError
 from impress_sglang.hicache import pages as pages_module
-from impress_sglang.hicache.plugin import weights as weights_module
-from impress_sglang.hicache.plugin.weights import Weights
+from impress_sglang.hicache.plugin import backend as backend_module
+from impress_sglang.hicache.plugin.backend import Weights
 from impress_sglang.storage.files import FileSystem
 
 PAGE, LAYERS, TOKENS = 16, 3, 256
@@ -83,12 +83,12 @@ def page_of(pool: Any, page: int) -> torch.Tensor:
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
     """Of a scheduler that is noted."""
-    own = weights_module.note(SimpleNamespace())
+    own = backend_module.note(SimpleNamespace())
     own.__dict__["context"] = SimpleNamespace(
         server_args=SimpleNamespace(enable_dp_attention=False)
     )
     own.identity = "ab" * 16
-    monkeypatch.setattr(weights_module, "_ours", own)
+    monkeypatch.setattr(backend_module, "_noted", own)
     return own
 
 
@@ -264,6 +264,6 @@ def test_what_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         make(pool, extra={"bits": 6})
     with pytest.raises(UnsupportedError, match=r"MLA.* drop bits"):
         make(host_pool("layer_first", "MLA"), extra={"bits": 6})
-    monkeypatch.setattr(weights_module, "_ours", None)
+    monkeypatch.setattr(backend_module, "_noted", None)
     with pytest.raises(UnsupportedError, match="tells no weights"):
         make(pool)

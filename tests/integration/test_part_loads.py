@@ -74,14 +74,14 @@ def test_slots_that_are_written_count_as_room(tmp_path: Path, kind: Any) -> None
     world.pool.go_on.clear()
     world.prefill("a", range(2000, 2064))
     used = world.prefill("b", OTHER).last_node
-    assert world.cache._saves.pending
+    assert world.cache._saves.writing_tokens
     budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
     assert budget.remaining_total == TOKENS * 4
     check_slots(world.cache, world.allocator)
     lock = world.cache.lock(used)
     assert world.cache.evictable_size() == TOKENS
     assert world.cache.evict(EvictParams(num_tokens=2 * TOKENS)).num_tokens_evicted == TOKENS
-    assert not world.cache._saves.pending, "given up"
+    assert not world.cache._saves.writing_tokens, "given up"
     world.cache.unlock(lock)
     world.close()
 
@@ -219,7 +219,7 @@ def test_other_weights_are_served_once_nothing_is_resident(
     served, weights = world.runtime.served, world.cache.impress.weights
     world.prefill("own", OTHER)
     weights.begin("a test")
-    assert served.aside == "a test" and not world.cache._saves.pending
+    assert served.aside == "a test" and not world.cache._saves.writing_tokens
     world.identity = NEW
     weights.end(settled=True)
     assert served.aside == "a test" and not world.ask("r").host_hit_length

@@ -292,7 +292,7 @@ def test_later_sglang(
 def test_missing_name_in_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "RELIED_ON", ("sglang.srt.server_args.no_such_name",))
     with pytest.raises(UnsupportedError, match="no_such_name"):
-        compat.check_sglang()
+        compat.check_sglang(())
 
 
 def test_hook_that_cannot_be_applied(
@@ -307,11 +307,11 @@ def test_hook_that_cannot_be_applied(
 @pytest.mark.parametrize("hook", plugin.HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
 def test_every_hook_is_looked_for(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another plugin that replaces a function leaves our hook out of it."""
-    compat.check_in_place(plugin.HOOKS)
+    compat.check_sglang(plugin.HOOKS)
     holder, _, name = hook.target.rpartition(".")
     monkeypatch.setattr(pkgutil.resolve_name(holder), name, lambda *_, **__: None)
     with pytest.raises(UnsupportedError, match=name):
-        compat.check_in_place(plugin.HOOKS)
+        compat.check_sglang(plugin.HOOKS)
 
 
 @pytest.fixture(autouse=True)

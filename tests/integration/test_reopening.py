@@ -82,7 +82,7 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     assert summary["store"] is summary["cache"] is summary["reorder"] is None
     assert world.stored(STORED) == 0
     world.prefill("unsaved", OTHER)
-    assert not world.cache._saves.pending
+    assert not world.cache._saves.writing_tokens
     world.cache.evict(EvictParams(num_tokens=4 * TOKENS))
     assert world.serve(world.request("asks", [*STORED, 5]))["path"] == "computed"
     assert world.told("reorder") == {"error": "no store is in use: opening"}

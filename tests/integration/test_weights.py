@@ -62,7 +62,7 @@ def test_update_that_leaves_kvs(world: World) -> None:
     assert world.service.served.suspended == "update_weights_from_disk"
     assert world.stored(STORED) == 0
     world.prefill("mixed", range(2000, 2064))
-    assert not world.cache._saves.pending
+    assert not world.cache._saves.writing_tokens
     # Back to the first weights, but KVs of the others may be among what is resident.
     assert world.call("update_weights_from_disk", model_path=OLD, flush_cache=False).success
     assert world.service.served.suspended and world.stored(STORED) == 0
@@ -117,7 +117,7 @@ def test_write_under_way_is_given_up(world: World) -> None:
     thread.join(30)
     assert done.is_set() and world.pool.paused
     world.service.store.writes.drain()
-    assert not world.cache._saves.pending and world.cache._saves.writing_tokens == 0
+    assert not world.cache._saves.writing_tokens
     world.call("resume_memory_occupation", tags=["kv_cache"])
     assert world.service.served.suspended is None
     assert world.stored(OTHER) == 0 and world.stored(STORED) == TOKENS

@@ -83,7 +83,7 @@ def _poll_counted(tree: ImpressTreeCache) -> None:
 
 
 def _tell(cache: ServedCache, asked: Any) -> list[Any]:
-    tree = cache.attach.__self__  # type: ignore[attr-defined]
+    tree = cache.cache
     nodes, waiting = [], [tree.root_node]
     for node in waiting:
         waiting += node.children.values()

@@ -73,8 +73,8 @@ READERS: dict[str, tuple[str, ...]] = {
         "serving.job_queue.JobQueue.wait_for_loader",
     ),
     "ranks agree before or after it, within the message": (
-        "plugin.served_cache.IntegrityCheck._all",
-        "plugin.served_cache.IntegrityCheck.step",
+        "plugin.served_cache.ServedCache._check_steps",
+        "plugin.served_cache.ServedCache._go_on",
         "plugin.admin._store",
         "plugin.weights.WeightWatch._suspend",
         "plugin.weights.WeightWatch.begin",

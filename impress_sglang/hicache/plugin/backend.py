@@ -1,17 +1,25 @@
-"""The class that HiCache makes: pages of its host pools, by its hashes, in a `PageStore`."""
+"""The class that HiCache makes: pages of its host pools, by its hashes, in a `PageStore`.
+
+HiCache tells its backends a model's name, which says nothing of the weights. So the scheduler is
+noted before it builds HiCache, and its messages are watched as for a store of ours: from the first
+change of weights until HiCache is empty, pages are neither read nor written.
+"""
 
 # What methods do is said in SGLang's class.
 # ruff: noqa: D102
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolHitPolicy,
@@ -27,9 +35,12 @@ from impress_sglang.errors import ConfigError, NotCodable, UnsupportedError
 from impress_sglang.hicache.coding import PageCodec
 from impress_sglang.hicache.packs import KEY_BYTES
 from impress_sglang.hicache.pages import PageStore
-from impress_sglang.hicache.plugin.weights import weights_of_server
 from impress_sglang.options import BITS, BITS_TEXT
 from impress_sglang.plugin.capabilities import check_values
+from impress_sglang.plugin.factory import draft_runners, identity_of
+from impress_sglang.plugin.ranks import identity_of_rank, ranks_of
+from impress_sglang.plugin.weights import WeightWatch, watch_messages
+from impress_sglang.serving.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +59,7 @@ class _Pool:
     """A host pool of HiCache's: what its pages are called, and their bytes."""
 
     def __init__(self, pool: Any, name: str, rank: str, bits: float | None = None) -> None:
-        """`bits` per element of each page; None: as they are.
-
-        Raises:
-            UnsupportedError: pages of this pool have no codes.
-        """
+        """`bits` per element of each page, or `UnsupportedError`; None: as they are."""
         self.pool = pool
         page = pool.get_dummy_flat_data_page()
         self.page_bytes, self._dtype, self._codec = page.nbytes, page.dtype, None
@@ -129,7 +136,13 @@ class ImpressStorage(HiCacheStorage):
         self._pools: dict[str, _Pool] = {}
         self._host_pools: list[Any] = []
         self._stats = StorageMetrics()
-        self._weights = weights_of_server()
+        if _noted is None:
+            raise UnsupportedError(
+                "HiCache tells no weights, so its pages need the plugin of IMPRESS: start the "
+                "server with --hicache-storage-backend dynamic, and with impress in "
+                "SGLANG_PLUGINS if that is set"
+            )
+        self._weights = _noted
         options = resolved_view(self._weights.context.server_args)
         check_values(options)
         for name in ("pp_size", "attn_cp_size", "dcp_size"):
@@ -297,3 +310,106 @@ class ImpressStorage(HiCacheStorage):
             counts.append(sum(found))
             seconds = time.perf_counter() - began
             rates.append(sum(found) * own.page_bytes / seconds / 1e9)
+
+
+_noted: Weights | None = None
+
+
+class Weights:
+    """The identity of a scheduler's weights, and why pages are set aside, if they are."""
+
+    def __init__(self, scheduler: Any) -> None:
+        """`scheduler` is SGLang's, which need not be complete."""
+        self._scheduler = scheduler
+        self.identity = ""
+        self.aside: str | None = None
+        self._open: Callable[[str], PageStore] | None = None
+        self._pages: PageStore | None = None
+        self._pools: Sequence[Any] = ()
+
+    @functools.cached_property
+    def context(self) -> Any:
+        """What else is taken from SGLang's `TreeCacheBuildContext`."""
+        group = get_dp_tp_group()
+        return SimpleNamespace(
+            tp_worker=self._scheduler.tp_worker,
+            server_args=self._scheduler.server_args,
+            tp_rank=group.rank_in_group,
+            tp_size=group.world_size,
+            # A backend of ours is refused in a pipeline.
+            params=SimpleNamespace(tp_cache_group=group.cpu_group, pp_size=1),
+        )
+
+    def read(self) -> str:
+        """The identity of the current weights, which all ranks have to read together."""
+        drafts = draft_runners(self._scheduler.tp_worker)
+        return identity_of_rank(
+            ranks_of(self.context), lambda: identity_of(self.context, "HiCache", drafts)
+        )
+
+    @property
+    def pages(self) -> PageStore | None:
+        """The pages of these weights; None while the weights change, or without a backend."""
+        return None if self.aside is not None else self._pages
+
+    def attach(self, open_pages: Callable[[str], PageStore], pools: Sequence[Any]) -> None:
+        """Open the pages of these weights, and of those that follow; `pools` will be HiCache's."""
+        self.identity = self.identity or self.read()
+        self._open, self._pools = open_pages, pools
+        self._pages = open_pages(self.identity)
+
+    def detach(self) -> None:
+        """Close the pages."""
+        pages, self._pages, self._open = self._pages, None, None
+        if pages is not None:
+            pages.close()
+
+    def watch(self) -> None:
+        """Set pages aside while weights change, for a scheduler that is complete."""
+        ranks = ranks_of(self.context)
+        watch = WeightWatch(self, self.read, lambda: None, self._is_empty, ranks)
+        watch_messages(self._scheduler, watch)
+        wrapper = self._scheduler.flush_wrapper
+        wrapper._flush_cache = functools.partial(self._flush, wrapper._flush_cache, watch, ranks)
+
+    def take_over(self) -> None:
+        """See `ServedStore.take_over`: there is nothing to wait for."""
+
+    def reopen(self, identity: str) -> None:
+        """Serve other weights; if their pages cannot be opened, the next flush tries again."""
+        if self._open is None:
+            self.identity = identity
+            return
+        if self._pages is not None:
+            self._pages.close()
+        self.identity, self._pages = "", None
+        try:
+            self._pages = self._open(identity)
+            self.identity = identity
+        except ConfigError as error:
+            logger.error("pages of the new weights are not used: %s", error)
+
+    def use_again(self) -> None:
+        """Read and write pages again: all KVs of HiCache belong to `identity`."""
+        self.aside = None
+
+    def _flush(self, flush: Callable[[], bool], watch: WeightWatch, ranks: Ranks) -> bool:
+        flushed = flush()
+        # Identities are read together, or not at all.
+        if ranks.all(flushed and self._is_empty()):
+            watch.flushed()
+        return flushed
+
+    def _is_empty(self) -> bool:
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        sizes = [(pool.available_size(), pool.logical_size) for pool in self._pools]
+        return all(
+            free == size for free, size in [(allocator.available_size(), allocator.size), *sizes]
+        )
+
+
+def note(scheduler: Any) -> Weights:
+    """Note the scheduler of this process, before it builds HiCache."""
+    global _noted
+    _noted = Weights(scheduler)
+    return _noted

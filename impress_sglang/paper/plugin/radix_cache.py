@@ -33,7 +33,7 @@ from impress_sglang.plugin.known import Known, KnownRequests
 from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.query_sampling import QuerySampler
-from impress_sglang.plugin.served_cache import IntegrityCheck, ServedCache
+from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_nodes import Sweeps
 from impress_sglang.plugin.weights import WeightWatch
 from impress_sglang.plugin.write_back import WriteBack
@@ -74,14 +74,12 @@ class ImpressRadixCache(RadixCache):
         self._plans: dict[str, LoadPlan] = {}
         self._private_tokens = 0
         self.impress = ServedCache(
-            runtime,
-            IntegrityCheck(runtime.served, self._check_requests),
+            self._requests,
             WeightWatch(runtime.served, read_identity, self._set_aside, self._is_empty),
             Sweeps(self, self._last_node, lambda node: bool(node.lock_ref), self._free_leaf),
-            planner,
-            params.page_size,
             saves.sights,
-            reorder=runtime.reorder,
+            self._check_requests,
+            runtime.reorder,
         )
         runtime.describe_pool = self._describe_pool
 
