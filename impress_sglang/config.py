@@ -241,7 +241,6 @@ class ImpressConfig:
 
     @property
     def _loads_exact(self) -> bool:
-        """Whether usual requests load exact KVs."""
         return self.usual_bits > self.code_bits
 
     @property

@@ -264,7 +264,6 @@ def _read(path: Path) -> str:
 
 
 def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The body of an order."""
     told = vars(args)
     names = ("text", "extra_key", "cache_salt", "segment", "older_than")
     body = {name: told[name] for name in names if told.get(name) is not None}
@@ -313,7 +312,6 @@ def _shown(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_text(found: Any) -> str:
-    """Format rows as a table, or fields as a line each."""
     if isinstance(found, list):
         return _table(found) if found else "nothing"
     if "ways" in found:

@@ -85,7 +85,6 @@ class Server:
 
 
 def _meaning(error: urllib.error.HTTPError) -> Exception:
-    """The exception for an HTTP error status."""
     if error.code in (401, 403):
         return Refused("the server wants another key: give --key, or set IMPRESS_KEY")
     if error.code == 404:

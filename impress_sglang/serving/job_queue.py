@@ -249,7 +249,6 @@ class JobQueue:
         return (waiter for waiter in self.waiters.values() if waiter.hold is not None)
 
     def _has_waited(self, waiter: Waiter) -> bool:
-        """Whether a request that waits for room was passed by others for long enough."""
         now = self._clock()
         if waiter.blocked_at is None:
             waiter.blocked_at = now

@@ -150,7 +150,6 @@ class ServedStore:
         self._say_used()
 
     def _take_opened(self) -> None:
-        """Put the store that was opened into use, or raise the error of opening it."""
         opening, self._opening = self._opening, None
         assert opening is not None
         disk = opening.result()
@@ -179,7 +178,6 @@ class ServedStore:
         self._opener.close(self._config.io_timeout)
 
     def _discard_opening(self) -> None:
-        """Close a store that is being opened once it is open, in the background."""
         opening, self._opening = self._opening, None
         if opening is not None and not opening.cancel():
             self._opener.submit(_close_late, opening)

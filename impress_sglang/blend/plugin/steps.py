@@ -227,15 +227,13 @@ class BlendSteps:
         return waiting
 
     def _run(self, block: BlendBlock) -> None:
-        device, batch = self._layers(0)[0].device, None
+        device, context = self._layers(0)[0].device, ForwardContext(attn_backend=block)
+        tokens = torch.from_numpy(block.job.tokens[block.rows]).to(device, torch.int64)
+        batch = block_batch(tokens, block.start)
+        batch.positions = torch.from_numpy(block.rows).to(device)
         for layer in range(self._num_layers):
             if not len(block.rows):
                 return
-            if batch is None:
-                tokens = torch.from_numpy(block.job.tokens[block.rows]).to(device, torch.int64)
-                batch = block_batch(tokens, block.start)
-                batch.positions = torch.from_numpy(block.rows).to(device)
-            context = ForwardContext(attn_backend=block)
             try:
                 with torch.no_grad(), forward_context(context):
                     self._model.forward_split_prefill(
