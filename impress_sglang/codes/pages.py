@@ -106,12 +106,8 @@ def page_groups_for(
 ) -> int:
     """Groups of a page: the fewest, a multiple of `grain`, that leave little padding.
 
-    Args:
-        sizes: bytes of a group in each layer; pages of all have as many.
-        block_bytes: see `Pages`.
-        grain: see above.
-        most: if more padding is left with fewer.
-        padding: the largest share of whole pages that may be padding.
+    `sizes` are bytes of a group in each layer; pages of all have as many. At most the share
+    `padding` of whole pages is padding, unless that takes more than `most`.
     """
     for count in range(grain, most, grain):
         pages = sum(_in_blocks(count * own, block_bytes) for own in sizes)

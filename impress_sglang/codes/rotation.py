@@ -32,11 +32,8 @@ class KeyRotation:
     def __init__(self, table: Callable[[int], Tensor], *, halves: bool) -> None:
         """Set how the model rotates.
 
-        Args:
-            table: returns [positions, rotated dimensions] with at least the given number of rows:
-                cosines of all frequencies, then their sines.
-            halves: whether an element is paired with the one half the rotated dimensions further
-                on (NeoX); otherwise neighbours are paired.
+        `table` returns [positions, rotated dimensions] with at least the given number of rows:
+        cosines of all frequencies, then their sines.
         """
         self._table = table
         self.halves = halves

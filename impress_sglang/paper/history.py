@@ -61,17 +61,12 @@ class TokenHistory:
         first: int,
         importance: Tensor | None,
     ) -> None:
-        """Update the averages by one layer of an access to the tokens from `start` on.
+        """Update the averages by one layer of an access; layers come in ascending order from 0.
 
-        Layers of an access must come in ascending order from 0.
-
-        Args:
-            layer: number of the layer, from 0.
-            start: first token of the access in the segment.
-            num_tokens: of the access.
-            selected: int64 [head groups, k], tokens of the prefix, distinct in a head group.
-            first: number of the token `start` in the prefix.
-            importance: scores [H, num_tokens], grouped by head group; None: all count alike.
+        The access is to `num_tokens` tokens of the segment from `start` on, which is number `first`
+        of the prefix. `selected` int64 [head groups, k] are tokens of the prefix, distinct in a
+        head group. `importance` are scores [H, num_tokens], grouped by head group; None: all count
+        alike.
         """
         part = slice(start, start + num_tokens)
         accesses = self.accesses[part]

@@ -88,14 +88,9 @@ class PartLoader:
     ) -> Tensor:
         """Fill rows int64 [k] of pools [rows, G, D] with the tokens that this layer uses.
 
-        Row j of a head gets that head's own j-th token. Layers ascend for each source.
-
-        Returns:
-            int64 [head groups, u] on the CPU, ascending: the tokens that the heads of each head
-            group use.
-
-        Raises:
-            PrefixUnreadable: the source could not give a chunk; what is in the rows is undefined.
+        Row j of a head gets that head's own j-th token. Layers ascend for each source. If it raises
+        `PrefixUnreadable`, what is in the rows is undefined. Returns int64 [head groups, u] on the
+        CPU, ascending: the tokens that the heads of each head group use.
         """
         shape, k = self._shape, len(rows)
         if k == source.num_tokens:

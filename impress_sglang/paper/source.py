@@ -107,10 +107,8 @@ class PartSource(StoredSource):
     def read_probe(self, layer: int) -> Tensor:
         """Read the keys of the probe heads, [num_tokens, probe heads, Dk], of all tokens.
 
-        They are on the source's device, and valid until a source reads another layer.
-
-        Raises:
-            PrefixUnreadable: a chunk is missing, short or corrupt, or cannot be read now.
+        They are on the source's device, and valid until a source reads another layer. It raises
+        `PrefixUnreadable` if a chunk is missing, short or corrupt, or cannot be read now.
         """
         wanted = self._ahead[0]
         self._chosen, self._probing = False, True
@@ -123,12 +121,9 @@ class PartSource(StoredSource):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Read rows of tokens int64 [head groups, k], ascending in each head group; None for all.
 
-        Returns:
-            Keys [k, heads, Dk] of the heads that the probe column does not have, and values
-            [k, G, Dv]; None if there are no such heads, or they are not asked for.
-
-        Raises:
-            PrefixUnreadable: as for `read_probe`.
+        Returns keys [k, heads, Dk] of the heads that the probe column does not have, and values [k,
+        G, Dv]; None if there are no such heads, or they are not asked for. It raises as
+        `read_probe`.
         """
         shape = self._shape
         # Keys that are read alone choose the tokens.

@@ -45,10 +45,7 @@ class PartStore(PrefixStore):
     def open_part(self, match: StoredMatch, start: int, stop: int, *, whole: bool) -> PartSource:
         """Open a source for the tokens [start, stop) of a match; `close_source` closes it.
 
-        `whole`: all of them will be read.
-
-        Raises:
-            PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
+        `whole`: all of them will be read. It raises as `PrefixStore.open_whole`.
         """
         spans, memory = match.slice(start, stop), self._memory
 
@@ -194,9 +191,7 @@ class Reorders:
 
         A rewrite may pay once more bytes were read of selected tokens, since the segment got its
         order, than its file has; then twice as many, and so on, for later orders change less.
-
-        Returns:
-            How many segments are queued; 0 for a policy that does not reorder.
+        Returns how many are queued; 0 for a policy that does not reorder.
         """
         if not self._enabled:
             return 0
@@ -222,10 +217,8 @@ class Reorders:
         """Begin a rewrite if none is running, and its file fits beside all others.
 
         Files that are still being removed count as gone. A rewrite does not queue behind their
-        removal, so it waits if it needs their room.
-
-        Raises:
-            PrefixUnreadable: a segment cannot be opened.
+        removal, so it waits if it needs their room. It raises `PrefixUnreadable` if a segment
+        cannot be opened.
         """
         quota, removing = self._store.quota, self._store.worker.removing_bytes
         if self._interval and time.monotonic() >= self._next_look:
@@ -256,14 +249,9 @@ class Reorders:
         return self._thread.submit(self._run, rewrite)
 
     def _run(self, rewrite: Rewrite) -> Floats:
-        """Write and publish the new file, with the age of the old one.
+        """Write and publish the new file, with the age of the old one, on the thread.
 
         Returns the expected share of wanted rows of each chunk, float64 [chunks].
-
-        Raises:
-            PrefixUnreadable: the old segment cannot be read.
-            WriteAbandoned: it is not stored any more.
-            OSError: the disk refuses.
         """
         old, info, directory = rewrite.segment, rewrite.info, self._disk.directory
         mapping = mapping_lists(rewrite.order_key, rewrite.node_starts)

@@ -40,13 +40,9 @@ def similarity_threshold(k: int, num_tokens: int, alpha: float) -> float:
 def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
     """The k tokens that most heads chose, if the heads' own sets are alike (IMPRESS, 4.3).
 
-    Args:
-        scores: float32 [Hp, m] >= 0 of the probe heads.
-        k: tokens per head.
-        threshold: the sets are alike if the mean Jaccard index of two is greater; a single one is.
-
-    Returns:
-        Ascending int64 [k] on the CPU, ties broken by summed score; None if heads differ.
+    `scores` float32 [Hp, m] >= 0 are those of the probe heads. The sets are alike if the mean
+    Jaccard index of two is greater than the threshold; a single one is. Returns ascending int64 [k]
+    on the CPU, ties broken by summed score; None if heads differ.
     """
     members = torch.zeros_like(scores).scatter_(1, top_tokens(scores, k), 1.0)
     if len(scores) > 1:

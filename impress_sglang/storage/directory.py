@@ -10,6 +10,8 @@ anything, and read the folders of the others: `siblings`. They share the key.
 
 The quota is for the whole directory. Stores that no process serves are removed before segments of
 the served model: first those of older formats, then those of other models, oldest first.
+
+All of this raises `OSError` where the disk refuses, unless said otherwise.
 """
 
 from __future__ import annotations
@@ -100,21 +102,13 @@ class StoreDirectory:
         return (folder or self.path) / SEGMENTS / segment_id[:2] / name
 
     def siblings(self) -> list[Path]:
-        """The folders of other servers of this model, which have the same key.
-
-        Raises:
-            OSError: that cannot be determined now.
-        """
+        """The folders of other servers of this model, which have the same key."""
         names = self.files.list(self.root)
         found = [self.root / own for own in names if identity_in(own) == self.identity]
         return [own for own in found if own != self.path and is_store(self.files, own)]
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file, replacing an older one as a whole.
-
-        Raises:
-            OSError: the disk refuses; the older one may still be there.
-        """
+        """Write a small file, replacing an older one as a whole."""
         path = self.path / name
         temporary = path.with_name(name + TEMPORARY_SUFFIX)
         _write_small(self.files, temporary, content)
@@ -122,31 +116,19 @@ class StoreDirectory:
         self.files.sync_directory(self.path)
 
     def get(self, name: str) -> bytes | None:
-        """Read a small file that was put; None if there is none.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Read a small file that was put; None if there is none."""
         try:
             return _read_small(self.files, self.path / name, _LONGEST_KEPT)
         except FileNotFoundError:
             return None
 
     def check_readable(self) -> None:
-        """Check that the folder is there, and is the one that was opened.
-
-        Raises:
-            OSError: it is not.
-        """
+        """Raise unless the folder is there, and is the one that was opened."""
         if _read_small(self.files, self.path / MARKER) != self._marker:
             raise FileNotFoundError(f"{self.path} is not the store that was opened")
 
     def check_writable(self) -> None:
-        """Check that a file can be written, synced, read back and removed; makes missing folders.
-
-        Raises:
-            OSError: it cannot.
-        """
+        """Raise unless a file can be written, read back and removed; makes missing folders."""
         # Two threads call this.
         with self._probing:
             self._make_folders()
@@ -158,9 +140,7 @@ class StoreDirectory:
     def restore(self) -> None:
         """Make the folder again if somebody removed it, but not if its disk is not mounted.
 
-        Raises:
-            OSError: the disk is not mounted, or cannot be written.
-            StoreInUseError: another process was faster.
+        It raises `StoreInUseError` if another process was faster.
         """
         if _stat_existing(self.files, self.root).st_dev != self._device:
             raise FileNotFoundError(f"the file system of {self.root} is not mounted")
@@ -256,11 +236,7 @@ def same_model(one: Path, other: Path) -> bool:
 
 
 def is_store(files: FileSystem, path: Path) -> bool:
-    """Whether a folder is a store of this package: by its name and its marker.
-
-    Raises:
-        OSError: this cannot be determined now.
-    """
+    """Whether a folder is a store of this package: by its name and its marker."""
     if identity_in(path.name) is None:
         return False
     try:
@@ -280,9 +256,6 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
     """Files of a store's segments: id, path, and whether the file is finished.
 
     Paths are strings, because there are many.
-
-    Raises:
-        OSError: a folder cannot be listed.
     """
     for folder in files.list(store / SEGMENTS):
         if not _FOLDER.fullmatch(folder):
@@ -301,10 +274,10 @@ def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
 
 
 def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
-    """Stores of other models, and the bytes of their segments, including those in quarantine; the
-    first to be removed come last.
+    """Stores of other models, and the bytes of their segments with those in quarantine.
 
-    Stores of this format come first, the latest before others, and then those of older formats.
+    The first to be removed come last: stores of this format first, the latest before others, and
+    then those of older formats.
     """
     found = []
     for name in files.list(own.parent):
@@ -335,9 +308,6 @@ def remove_store(files: FileSystem, path: Path) -> bool:
     """Remove another store, if no process serves it; returns whether it is gone.
 
     Files that are not ours stay, and the folder with them.
-
-    Raises:
-        OSError: a file cannot be removed.
     """
     if not is_store(files, path):
         return path.name not in files.list(path.parent)
@@ -368,11 +338,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
 
 
 def require_writable(root: Path) -> None:
-    """Check early that files can be created in a directory, which is made if necessary.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Check early that a directory, made if necessary, takes files; else a `ConfigError`."""
     files, probe = installed(), root / f".probe-{os.getpid()}"
     try:
         files.make_directory(root, parents=True)

@@ -106,11 +106,7 @@ class AioEngine:
     name = "aio"
 
     def __init__(self, depth: int) -> None:
-        """Ask the kernel for a context.
-
-        Raises:
-            OSError: the kernel does not offer AIO here, or its limit (fs.aio-max-nr) is reached.
-        """
+        """Raises `OSError` if there is no AIO here, or its limit (fs.aio-max-nr) is reached."""
         self.depth = depth
         self._free = list(range(depth))
         self._requests = np.zeros(depth, _IOCB)

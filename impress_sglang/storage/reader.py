@@ -132,11 +132,8 @@ class BlockReader:
     ) -> None:
         """Begin with nothing to read, with at most `depth` reads in flight, of `piece_bytes` each.
 
-        `files` gives the engine of this name; None for the installed file system. `patience`:
-        seconds without any arrival after which the device counts as stopped.
-
-        Raises:
-            ConfigError: there is no such engine here.
+        `files` gives the engine of this name, or a `ConfigError`; None for the installed file
+        system. `patience`: seconds without any arrival after which the device counts as stopped.
         """
         self.cost = ReadCost()
         self._make_engine = functools.partial((files or installed()).engine, engine, depth)
@@ -228,12 +225,7 @@ class BlockReader:
             pass
 
     def revive(self) -> None:
-        """Begin again after a failure of the thread or its engine, if there was one.
-
-        Raises:
-            ConfigError: there is no engine any more.
-            OSError: it cannot be made now.
-        """
+        """Begin again after a failure of the thread or its engine, if there was one."""
         if self._failed is not None and not self._thread.is_alive():
             self._begin()
 

@@ -334,12 +334,7 @@ class OpenSegment:
     """A segment file open for reading, with all of its header in memory."""
 
     def __init__(self, path: Path, files: FileSystem, *, direct: bool) -> None:
-        """Open the file.
-
-        Raises:
-            SegmentUnreadable: the file is missing or its header is not valid.
-            StoreUnavailable: it cannot be opened or read now.
-        """
+        """Open the file; raises as `read_header`."""
         header = read_header(path, files)
         self.files, self.info, self.layout = files, header.info, header.info.layout()
         self.checksums, self.mapping = header.checksums, header.mapping
@@ -361,8 +356,7 @@ class OpenSegment:
     def check_blocks(self, memory: AlignedMemory, offset: int, blocks: Indices) -> None:
         """Verify blocks int64 [n] of memory that was filled from byte `offset` of the file on.
 
-        Raises:
-            SegmentUnreadable: one of them fails its checksum.
+        It raises `SegmentUnreadable` if one of them fails its checksum.
         """
         first = (offset - self.layout.header_bytes) // BLOCK_BYTES
         found = block_checksums(memory.view, blocks.tolist())
@@ -374,9 +368,7 @@ class OpenSegment:
     def fill(self, memory: AlignedMemory, offset: int) -> None:
         """Fill memory from byte `offset` of the file on, where a block begins, and verify it.
 
-        Raises:
-            SegmentUnreadable: a block is missing or fails its checksum.
-            StoreUnavailable: it cannot be read now.
+        It raises as `reading` and `check_blocks`.
         """
         with reading(self.segment_id):
             self.files.read(self.descriptor, offset, memory.view)

@@ -87,12 +87,9 @@ def write_segment(
 def publishing(
     files: FileSystem, path: Path, *, direct: bool, is_wanted: Callable[[], bool] = lambda: True
 ) -> Iterator[int]:
-    """The descriptor of a new file, which gets its name once it is durable; `is_wanted` is called
-    last.
+    """The descriptor of a new file, which gets its name once it is durable; see `write_segment`.
 
-    Raises:
-        OSError: the file system refused; like all that the block raises, nothing is left behind.
-        WriteAbandoned: it is not wanted any more.
+    What is raised, or raised inside, leaves nothing behind.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:

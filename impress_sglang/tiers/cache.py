@@ -37,8 +37,7 @@ class Slab:
     ) -> None:
         """Allocate the pages; `pin`: pin host memory, so that an accelerator reads it directly.
 
-        Raises:
-            ConfigError: there is not enough memory; the message names `option`.
+        If there is not enough memory, a `ConfigError` names `option`.
         """
         size = num_pages, page_bytes
         num_bytes = num_pages * page_bytes
@@ -75,11 +74,7 @@ class ChunkCache:
         device_bytes: int,
         host_bytes: int,
     ) -> None:
-        """Allocate both slabs, for chunks of at most `max_chunk_pages` pages.
-
-        Raises:
-            ConfigError: there is not enough memory.
-        """
+        """Allocate both slabs, for chunks of at most `max_chunk_pages` pages."""
         self.device, self._page_bytes, self._width = device, page_bytes, max_chunk_pages
         on_gpu = device.type == "cuda"
         sizes = device_bytes // page_bytes, host_bytes // page_bytes
@@ -128,16 +123,11 @@ class ChunkCache:
     def settle(self, access: Access, loaded: Ids, addresses: Indices) -> Fence | None:
         """Carry out the moves; waits for nothing.
 
-        On a GPU chunks move concurrently with the model, on a stream of their own.
-
-        Args:
-            access: what was accessed.
-            loaded: int64 [n], chunks that were read from SSD: each kept one once.
-            addresses: int64 [n], where each begins in host memory. From there on its pages follow
-                one after another, the last of which may have a rest of any content.
-
-        Returns:
-            A fence before which that memory must not change; None if there was nothing to move.
+        On a GPU chunks move concurrently with the model, on a stream of their own. `loaded` int64
+        [n] are the chunks that were read from SSD, each kept one once, and `addresses` where each
+        begins in host memory: from there on its pages follow one after another, the last of which
+        may have a rest of any content. Returns a fence before which that memory must not change;
+        None if nothing moves.
         """
         moves, size = access.moves, self._page_bytes
         if not len(moves):

@@ -28,10 +28,8 @@ MOST_FENCES = 256
 def pin_memory(memory: AlignedMemory) -> None:
     """Pin memory, as long as it exists, so that the current CUDA device reads it directly.
 
-    torch's own pinned tensors would take the next power of two of bytes.
-
-    Raises:
-        ConfigError: the system does not allow so much pinned memory.
+    torch's own pinned tensors would take the next power of two of bytes. It raises `ConfigError` if
+    the system does not allow so much.
     """
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(memory.address, len(memory), 0)

@@ -50,8 +50,7 @@ def is_unlike(fits: Float32s) -> bool:
 def shape_by(basis: Basis, shape: KVShape) -> KVShape:
     """The shape of a model's KVs if they are coded by a basis.
 
-    Raises:
-        ConfigError: the basis is for KVs of another shape.
+    It raises `ConfigError` if the basis is for KVs of another shape.
     """
     heads = shape.num_kv_heads
     own = shape.num_layers, ((heads, shape.key_dim), (heads, shape.value_dim))

@@ -176,8 +176,7 @@ class LayerBuffer:
     ) -> None:
         """Take memory for the part [offset, offset + num_bytes) of the file.
 
-        Raises:
-            StoreUnavailable: there is no memory, because reads into it do not end.
+        It raises `StoreUnavailable` if there is none, because reads into it do not end.
         """
         memory = pool.take(num_bytes, tenant)
         if memory is None:
@@ -222,8 +221,7 @@ class LayerBuffer:
     def wait(self, wanted: Indices) -> None:
         """Wait until the wanted blocks, all of which must be submitted, are there; verify them.
 
-        Raises:
-            PrefixUnreadable: one of the reads that bring them failed, or one of them is corrupt.
+        It raises `PrefixUnreadable` if a read that brings them failed, or one is corrupt.
         """
         nobody, *found = self._brought(wanted).tolist()
         assert not nobody, "a block was not asked for"

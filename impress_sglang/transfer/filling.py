@@ -100,18 +100,10 @@ class SlotFiller:
     ) -> None:
         """Fill the slots of all tokens of a source, in a layer; layers ascend for each source.
 
-        Args:
-            layer: from 0.
-            source: all of whose tokens are wanted.
-            keys: pool [rows, G, Dk].
-            values: pool [rows, G, Dv].
-            slots: int64 [source.num_tokens], rows of the pools, distinct.
-            stats: is changed.
-            writing: what it makes is entered while slots are written; may raise.
-
-        Raises:
-            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now; what is
-                in the slots of this layer is undefined.
+        Pools are of keys [rows, G, Dk] and of values [rows, G, Dv]; `slots` int64
+        [source.num_tokens] are rows of them, distinct. `stats` is changed. What `writing` makes is
+        entered while slots are written, and may raise. If a block is `PrefixUnreadable`, what is in
+        the slots is undefined.
         """
         began, pools = time.perf_counter(), (keys, values)
         try:

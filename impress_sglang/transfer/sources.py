@@ -176,10 +176,8 @@ class StoredSource(abc.ABC):
 
         They are taken from where chunks stood before the read; then the chunks move. `last`: see
         `LayerBuffer.read`. Returns uint8 [blocks, BLOCK_BYTES] for each, on the device of the
-        cache; valid until any source is read from again.
-
-        Raises:
-            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
+        cache; valid until any source is read from again. It raises `PrefixUnreadable` if a block is
+        missing, short or corrupt, or cannot be read now.
         """
         self._begin(layer)
         ids = [own.chunks + self._first_id(layer, number) for number, own in wanted.items()]
@@ -320,13 +318,10 @@ class WholeSource(StoredSource):
         return [self._wanted(layer)]
 
     def read(self, layer: int) -> list[list[Tensor]]:
-        """Read a layer: of each span, for each part of it that is not empty, the groups that have
-        its tokens, uint8 [groups, group_bytes], on the cache's device.
+        """Read a layer; raises and stays valid as `_take`.
 
-        They are valid until any source is read from again.
-
-        Raises:
-            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
+        Returns of each span, for each part of it that is not empty, the groups that have its
+        tokens, uint8 [groups, group_bytes], on the cache's device.
         """
         wanted = self._wanted(layer)
         taken = [own.reshape(-1) for own in self._take(layer, dict(enumerate(wanted)))]

@@ -26,8 +26,7 @@ TOKENS = 20
 def warm_up(shape: KVShape, device: torch.device, codec: BasisCodec | None = None) -> None:
     """Compile all kernels with which prefixes are loaded on a device; on a CPU there are none.
 
-    Raises:
-        UnsupportedError: a kernel of this shape does not fit into the device.
+    It raises `UnsupportedError` if a kernel of this shape does not fit into the device.
     """
     if device.type == "cuda":
         began = time.perf_counter()

@@ -103,14 +103,13 @@ def restore(
         components: what `unpack` returned.
         below: what this returned for the layer below, which is not changed; None in layer 0.
         tables: of the layer.
-        turns: by which keys are turned, cosines and sines: float32 [t, rotated dimensions / 2].
+        turns: of keys, cosines and sines: float32 [t, rotated dimensions / 2].
         slots: int64 [t] on the device, distinct.
         keys: pool [slots, G, Dk]; the last stride is 1.
         values: pool [slots, G, Dv] of the same dtype.
         halves: see `codes.rotation.KeyRotation`.
 
-    Returns:
-        What the layer was restored to, less the mean: bfloat16 [t, X].
+    Returns bfloat16 [t, X]: what the layer was restored to, less the mean.
     """
     assert keys.stride(2) == values.stride(2) == 1 and keys.dtype == values.dtype
     assert keys.shape[1] == values.shape[1] and slots.is_contiguous()

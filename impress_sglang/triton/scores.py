@@ -37,10 +37,8 @@ def column_sums(
 ) -> Tensor:
     """The same as `impress_sglang.paper.scores.column_sums`, on a GPU or in Triton's interpreter.
 
-    Products are summed in float32; float32 inputs are not rounded to TF32.
-
-    Raises:
-        UnsupportedError: the dtype of queries and keys has no kernel.
+    Products are summed in float32; float32 inputs are not rounded to TF32. It raises
+    `UnsupportedError` if the dtype of queries and keys has no kernel.
     """
     if queries.dtype not in DTYPES:
         raise UnsupportedError(f"no scoring kernel for queries of {queries.dtype}")

@@ -112,13 +112,10 @@ class Codes:
 
 
 def code_keys(keys: Tensor, rate: int, energy: Tensor | None = None) -> Codes:
-    """Code keys [t, G, D] of any floating dtype.
+    """Code keys [t, G, D] of any floating dtype; `NotCodable` if no range holds them.
 
     `energy` float32 [G, D] is the mean square of the queries in each channel of a KV head; None:
     the same in all.
-
-    Raises:
-        NotCodable: no range holds them.
     """
     num_tokens = len(keys)
     rest = -num_tokens % GROUP_TOKENS
@@ -133,11 +130,7 @@ def code_keys(keys: Tensor, rate: int, energy: Tensor | None = None) -> Codes:
 
 
 def code_values(values: Tensor, rate: int) -> Codes:
-    """Code values [t, G, D] of any floating dtype.
-
-    Raises:
-        NotCodable: no range holds them.
-    """
+    """Code values [t, G, D] of any floating dtype; `NotCodable` if no range holds them."""
     exact = values.float()
     low, step = _range(exact.amin(-1), exact.amax(-1))
     codes = _code(exact, low[..., None], step[..., None])
@@ -145,14 +138,9 @@ def code_values(values: Tensor, rate: int) -> Codes:
 
 
 def pairs_of(weight: Tensor, rate: int) -> Tensor:
-    """How many pairs of bits are kept of each channel: those that gain most.
+    """How many pairs of bits are kept of each channel, uint8 [groups, G, D]: those that gain most.
 
-    Args:
-        weight: float32 [groups, G, D], the squared error of a channel counts in proportion to it.
-        rate: bits per element that are kept, on average over a group.
-
-    Returns:
-        uint8 [groups, G, D].
+    The squared error of a channel counts in proportion to `weight` float32 [groups, G, D].
     """
     flat = weight.flatten(1)
     # A pair takes the error of a channel to a quarter, and its square to a sixteenth. Of equal
@@ -223,10 +211,7 @@ def encode_layer(
 ) -> Tensor:
     """Code keys [t, G, Dk] and values [t, G, Dv]: uint8 [groups, group_bytes].
 
-    `energy` float32 [G, Dk] is the mean square of the queries in each channel, see `code_keys`.
-
-    Raises:
-        NotCodable: no range holds them.
+    For `energy` float32 [G, Dk], and errors, see `code_keys`.
     """
     key, value = code_keys(keys, layout.rate, energy), code_values(values, layout.rate)
     more_bits = layout.more_bits

@@ -196,8 +196,7 @@ class Basis:
     def load(cls, path: Path, part: Part = WHOLE) -> Basis:
         """Read a file that `save` has written.
 
-        Raises:
-            BasisUnreadable: there is none, it is damaged, or it is of another version or part.
+        It raises `BasisUnreadable` if there is none, or it is damaged or of another version or part.
         """
         path, parts = file_of_part(path, part), part[1]
         try:

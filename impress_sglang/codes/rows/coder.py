@@ -39,15 +39,10 @@ def encode_layer(
 ) -> tuple[Tensor, Tensor]:
     """Code one layer; all tensors are on the CPU.
 
-    Args:
-        below: what this or a decoder returned for the layer below; None in layer 0.
-        kvs: keys [t, G, Dk], turned back to position 0, and values [t, G, Dv], in any dtype.
-
-    Returns:
-        Rows, uint8 [t, row_bytes], and what they are restored to, less the mean: bfloat16 [t, X].
-
-    Raises:
-        NotCodable: a number is not finite, or too large.
+    `below` is what this or a decoder returned for the layer below; None in layer 0. `kvs` are keys
+    [t, G, Dk], turned back to position 0, and values [t, G, Dv], in any dtype; `NotCodable` if a
+    number is not finite, or too large. Returns rows, uint8 [t, row_bytes], and what they are
+    restored to, less the mean: bfloat16 [t, X].
     """
     own = basis.layers[layer]
     x = torch.cat([part.flatten(1).float() for part in kvs], 1)

@@ -60,8 +60,7 @@ class Moments:
     def add(self, layers: Sequence[Sequence[Tensor]]) -> None:
         """Count the KVs of a prompt, but for its first tokens.
 
-        Args:
-            layers: of each layer keys [t, G, Dk], turned back to position 0, and values [t, G, Dv].
+        Of each layer keys [t, G, Dk], turned back to position 0, and values [t, G, Dv].
         """
         flat = [
             torch.cat([own[SINK_TOKENS:].flatten(1).float() for own in layer], 1)
@@ -136,13 +135,8 @@ def fit(
 ) -> Basis:
     """Fit a basis of at most `rate` bits per feature, without gains; the same for the same numbers.
 
-    Args:
-        metric: what errors cost; None: keys and values of each layer count by their own variance.
-        rate: mean bits per feature.
-        fewer: lower rates, by the bits that their codes keep; see `Basis.fewer`.
-        model: which model it is for.
-        part: of the basis.
-        notes: of the basis.
+    `metric` is what errors cost; None: keys and values of each layer count by their own variance.
+    `fewer` are lower rates, by the bits that their codes keep. See `Basis` for the others.
     """
     assert moments.count > 0, "nothing was added"
     solved = [

@@ -149,11 +149,9 @@ class RowLayout:
         return self._places[1]
 
     def pack(self, codes: Tensor, gains: Tensor) -> Tensor:
-        """Write rows, uint8 [t, row_bytes]; all is on the CPU.
+        """Write codes uint8 [t, C], each below 2**bits, and gains uint8 [t, GAINS], each below 32.
 
-        Args:
-            codes: uint8 [t, C], each below 2**bits.
-            gains: uint8 [t, GAINS], each below 32.
+        Returns rows, uint8 [t, row_bytes]; all is on the CPU.
         """
         rows, bits = torch.zeros(len(codes), self.row_bytes).byte(), np.array(self.bits, np.uint8)
         loops.pack(codes.numpy(), gains.numpy(), bits, self.parts(), rows.numpy())

@@ -200,12 +200,9 @@ ADOPTED = {
 def adopt_backend(
     backend: Any, runtime: ServingRuntime, pool: Any, fail: Callable[[str], None]
 ) -> None:
-    """Turn SGLang's backend object into ours, in place.
+    """Turn SGLang's backend object into ours, in place; `UnsupportedError` for another class.
 
     `pool`: SGLang's KV pool. `fail` is told the id of a request whose prefix cannot be loaded.
-
-    Raises:
-        UnsupportedError: it is of another class.
     """
     own = ADOPTED.get(type(backend))
     if own is None:

@@ -53,8 +53,7 @@ def _usual_attention(server_args: Any) -> str:
 def turn_off_graphs(server_args: Any) -> None:
     """Turn off CUDA graphs, in which nothing is loaded and rows begin at 0; log it.
 
-    Raises:
-        UnsupportedError: the user asks for them.
+    It raises `UnsupportedError` if the user asks for them.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
@@ -77,12 +76,9 @@ def turn_off_graphs(server_args: Any) -> None:
 
 
 def check_parts(config: ImpressConfig, options: Any) -> None:
-    """Refuse options with which no part of a prefix can be used; `options` is the resolved view.
+    """Refuse options, of the resolved view, with which rows cannot start at an offset.
 
-    That needs offset rows: attention must start behind their zeros.
-
-    Raises:
-        UnsupportedError: with one sentence.
+    That is behind their zeros. It raises `UnsupportedError`, with one sentence.
     """
     refusal, usual = None, options.attention_backend
     prefill = options.prefill_attention_backend or usual
