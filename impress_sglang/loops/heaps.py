@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
-from impress_sglang.loops.jit import array_type, compiled, tuple_type
+from impress_sglang.loops.jit import compiled, tuple_type
 from impress_sglang.loops.types import Indices, Int32s, Uint8s
 
 _SSD = 0
@@ -22,26 +20,14 @@ REBUILD_SHARE = 16
 class Heaps(NamedTuple):
     """The heaps of host and device (tier t has row t - 1), and tables of chunks."""
 
-    members: Indices
-    """int64 [2, 1 + most members], ids, from place 1 on."""
-    noted: Indices
-    """int64 [2, 1 + most members], the noted priority of the member at each place."""
-    sizes: Indices
-    """int64 [2], how many members there are."""
-    places: Int32s
-    """int32 [chunks], where in its heap a chunk is, 0 for nowhere."""
-    priorities: Indices
-    """int64 [chunks]."""
+    members: Indices  # int64 [2, 1 + most members], ids, from place 1 on
+    noted: Indices  # int64 [2, 1 + most members], the noted priority of the member at each place
+    sizes: Indices  # int64 [2], how many members there are
+    places: Int32s  # int32 [chunks], where in its heap a chunk is, 0 for nowhere
+    priorities: Indices  # int64 [chunks]
 
 
-HEAPS = tuple_type(
-    Heaps,
-    array_type(np.int64, 2),
-    array_type(np.int64, 2),
-    array_type(np.int64),
-    array_type(np.int32),
-    array_type(np.int64),
-)
+HEAPS = tuple_type(Heaps, "int64[:, ::1], int64[:, ::1], int64[::1], int32[::1], int64[::1]")
 
 
 @compiled("(int64, int64, int64, int64)", makes_arrays=False)

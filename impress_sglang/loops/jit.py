@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
 logger = logging.getLogger(__name__)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -22,14 +20,9 @@ _NUMBA = importlib.import_module("numba") if importlib.util.find_spec("numba") e
 _Type = Any
 
 
-def array_type(dtype: type[np.generic], dimensions: int = 1) -> _Type:
-    """The type of contiguous arrays; None where Numba is not installed."""
-    return _NUMBA and _NUMBA.types.Array(_NUMBA.from_dtype(np.dtype(dtype)), dimensions, "C")
-
-
-def tuple_type(kind: type[tuple[Any, ...]], *fields: _Type) -> _Type:
+def tuple_type(kind: type[tuple[Any, ...]], fields: str, *more: _Type) -> _Type:
     """The type of named tuples with fields of these types; None where Numba is not installed."""
-    return _NUMBA and _NUMBA.types.NamedTuple(fields, kind)
+    return _NUMBA and _NUMBA.types.NamedTuple((*_types(fields), *more), kind)
 
 
 def compiled(
@@ -51,7 +44,12 @@ def compiled(
             return loop
         # Numba has no public name for the first of these.
         options = {} if makes_arrays else {"_nrt": False, "forceinline": True}
-        types = [own if isinstance(own, str) else _arguments(own) for own in signatures]
+        types = [
+            own
+            if isinstance(own, str)
+            else tuple(_types(one)[0] if isinstance(one, str) else one for one in own)
+            for own in signatures
+        ]
         try:
             found = _NUMBA.njit(types, nogil=True, cache=True, **options)(loop)
         except RuntimeError as error:
@@ -68,6 +66,7 @@ def compiled(
     return decorate
 
 
-def _arguments(signature: tuple[str | _Type, ...]) -> tuple[_Type, ...]:
+def _types(names: str) -> tuple[_Type, ...]:
     parse = importlib.import_module("numba.core.sigutils").normalize_signature
-    return tuple(parse(f"({own},)")[0][0] if isinstance(own, str) else own for own in signature)
+    found: tuple[_Type, ...] = parse(f"({names},)")[0]
+    return found

@@ -20,7 +20,7 @@ from impress_sglang.loops.heaps import (
     leave_marked,
     lowest,
 )
-from impress_sglang.loops.jit import array_type, compiled, tuple_type
+from impress_sglang.loops.jit import compiled, tuple_type
 from impress_sglang.loops.types import Indices, Int32s, Uint8s, Uint16s
 
 _SSD, _HOST, _DEVICE = 0, 1, 2
@@ -29,61 +29,34 @@ _SSD, _HOST, _DEVICE = 0, 1, 2
 class Caches(NamedTuple):
     """Where chunks are, and which pages are free."""
 
-    tiers: Uint8s
-    """uint8 [chunks], the tier of each."""
-    num_pages: Uint16s
-    """uint16 [chunks], how many pages each takes."""
-    first: Int32s
-    """int32 [chunks], the first of these pages, if the chunk is in a cache."""
-    following: Int32s
-    """int32 [2, pages], the page that follows each in the same chunk."""
-    stacks: Int32s
-    """int32 [2, pages], stacks of free pages, the next one to be taken last."""
-    free: Indices
-    """int64 [2], how many pages are free."""
-    capacity: Indices
-    """int64 [2], pages of each tier."""
-    heaps: Heaps
-    """The heaps of the chunks in a cache."""
+    tiers: Uint8s  # uint8 [chunks], the tier of each
+    num_pages: Uint16s  # uint16 [chunks], how many pages each takes
+    first: Int32s  # int32 [chunks], the first of these pages, if the chunk is in a cache
+    following: Int32s  # int32 [2, pages], the page that follows each in the same chunk
+    stacks: Int32s  # int32 [2, pages], stacks of free pages, the next one to be taken last
+    free: Indices  # int64 [2], how many pages are free
+    capacity: Indices  # int64 [2], pages of each tier
+    heaps: Heaps  # The heaps of the chunks in a cache
 
 
 class Touched(NamedTuple):
     """The places that chunks had before an access moved them, for those that it touched."""
 
-    chunks: Indices
-    """int64 [n]."""
-    sources: Uint8s
-    """uint8 [n], their tiers."""
-    pages: Int32s
-    """int32 [n, width], their pages: the first few, for those that were in a cache."""
-    marks: Uint8s
-    """uint8 [chunks], 1 for those in `chunks`."""
-    displaced: Indices
-    """int64 [width], room for chunks that are displaced from the device."""
-    dropped: Indices
-    """int64 [width], room for chunks that are displaced from the host."""
+    chunks: Indices  # int64 [n]
+    sources: Uint8s  # uint8 [n], their tiers
+    pages: Int32s  # int32 [n, width], their pages: the first few, for those that were in a cache
+    marks: Uint8s  # uint8 [chunks], 1 for those in `chunks`
+    displaced: Indices  # int64 [width], room for chunks that are displaced from the device
+    dropped: Indices  # int64 [width], room for chunks that are displaced from the host
 
 
-_INTEGERS = array_type(np.int64)
 CACHES = tuple_type(
     Caches,
-    array_type(np.uint8),
-    array_type(np.uint16),
-    array_type(np.int32),
-    array_type(np.int32, 2),
-    array_type(np.int32, 2),
-    _INTEGERS,
-    _INTEGERS,
+    "uint8[::1], uint16[::1], int32[::1], int32[:, ::1], int32[:, ::1], int64[::1], int64[::1]",
     HEAPS,
 )
 TOUCHED = tuple_type(
-    Touched,
-    _INTEGERS,
-    array_type(np.uint8),
-    array_type(np.int32, 2),
-    array_type(np.uint8),
-    _INTEGERS,
-    _INTEGERS,
+    Touched, "int64[::1], uint8[::1], int32[:, ::1], uint8[::1], int64[::1], int64[::1]"
 )
 
 
