@@ -122,7 +122,12 @@ class Staging:
     def take(self, count: int) -> tuple[Tensor, Indices]:
         """`count` numbers, undefined: for the device, and the same memory for the host to fill."""
         if count > len(self._ring):
-            self._renew(max(count, self._least))
+            while self._read:
+                self._wait()
+            more, pin = max(count, self._least), self._device.type == "cuda"
+            self._ring = torch.empty(more, dtype=torch.int64, pin_memory=pin)
+            self._numbers = self._ring.numpy()
+            self._taken = self._free = 0
         size = len(self._ring)
         first = self._taken % size if size else 0
         if first + count > size:
@@ -143,14 +148,6 @@ class Staging:
         """Wait until the oldest numbers were read."""
         self._free, fence = self._read.popleft()
         fence.wait()
-
-    def _renew(self, count: int) -> None:
-        while self._read:
-            self._wait()
-        pin = self._device.type == "cuda"
-        self._ring = torch.empty(count, dtype=torch.int64, pin_memory=pin)
-        self._numbers = self._ring.numpy()
-        self._taken = self._free = 0
 
 
 class PageCopier:

@@ -93,7 +93,11 @@ class BufferPool:
                 other.evict()
         if self.used_bytes + size > self.limit_bytes or not self._drain(size):
             return None
-        memory = self._free_memory(size, tenant) or self._new_memory(size)
+        memory = self._free_memory(size, tenant)
+        if memory is None:
+            while self._free and self.held_bytes + size > self.limit_bytes:
+                self._free.pop(0)
+            memory = PooledMemory(size, pin=self._pin)
         memory.unused_bytes = memory.num_bytes - size
         self.used_bytes += memory.num_bytes
         self._open[memory] = tenant
@@ -143,11 +147,6 @@ class BufferPool:
         if memory is not None:
             self._free.remove(memory)
         return memory
-
-    def _new_memory(self, size: int) -> PooledMemory:
-        while self._free and self.held_bytes + size > self.limit_bytes:
-            self._free.pop(0)
-        return PooledMemory(size, pin=self._pin)
 
     def _collect(self) -> None:
         waiting = []

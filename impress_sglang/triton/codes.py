@@ -45,20 +45,10 @@ def restore(
         return
     # Tiles begin where those of groups do, so that each is in one group.
     tiles = -(-(start % TILE_TOKENS + count) // TILE_TOKENS)
+    pools = keys, values, *keys.stride()[:2], *values.stride()[:2]
+    options = constants(layout, keys.shape[1], keys.shape[2], values.shape[2])
     _restore_kernel[(tiles, keys.shape[1], 2)](
-        groups,
-        groups.stride(0),
-        slots,
-        start,
-        count,
-        keys,
-        values,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        **constants(layout, keys.shape[1], keys.shape[2], values.shape[2]),
-        num_warps=4,
+        groups, groups.stride(0), slots, start, count, *pools, **options, num_warps=4
     )
 
 

@@ -31,27 +31,16 @@ def copy_pages(table: Tensor, page_bytes: int, grain: int) -> None:
     size = word.primitive_bitwidth // 8
     words = min(page_bytes, PIECE_BYTES) // size
     block = power_of_two(words)
-    _copy_kernel[(count, -(-(page_bytes // size) // block))](
-        table,
-        count,
-        WORD=word,
-        WORDS=page_bytes // size,
-        BLOCK=block,
-        GRAIN=grain,
-        num_warps=2,
-    )
+    sizes = {"WORD": word, "WORDS": page_bytes // size, "BLOCK": block, "GRAIN": grain}
+    _copy_kernel[(count, -(-(page_bytes // size) // block))](table, count, **sizes, num_warps=2)
 
 
 # How many there are, and where the table begins in memory, differ from launch to launch.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table"])
 def _copy_kernel(
-    table: tl.tensor,
-    count: tl.tensor,
-    WORD: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GRAIN: tl.constexpr,
-) -> None:
+    table: tl.tensor, count: tl.tensor, WORD: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, GRAIN: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per page and piece of it."""
     page = tl.program_id(0)
     source = tl.load(table + page).to(tl.pointer_type(WORD))

@@ -69,20 +69,9 @@ def unpack(rows: Tensor, tables: LayerTables) -> Tensor:
     found = torch.empty(count, width, dtype=torch.bfloat16, device=rows.device)
     if count and components:
         tiles = -(-count // UNPACK_TOKENS), -(-components // UNPACK_COMPONENTS)
-        _unpack_kernel[tiles](
-            rows,
-            rows.stride(0),
-            count,
-            components,
-            tables.places,
-            tables.levels,
-            tables.gains,
-            found,
-            width,
-            TOKENS=UNPACK_TOKENS,
-            COMPONENTS=UNPACK_COMPONENTS,
-            num_warps=4,
-        )
+        given = rows, rows.stride(0), count, components, tables.places, tables.levels, tables.gains
+        sizes = {"TOKENS": UNPACK_TOKENS, "COMPONENTS": UNPACK_COMPONENTS}
+        _unpack_kernel[tiles](*given, found, width, **sizes, num_warps=4)
     return found
 
 
@@ -139,25 +128,11 @@ def restore(
         "WIDEN": not isinstance(_restore_kernel, triton.JITFunction),
         "num_warps": 4,
     }
+    factors = components, components.shape[1], len(tables.places)
+    known = restored if below is None else below, tables.matrix, tables.mean
+    pools = keys, values, *keys.stride()[:2], *values.stride()[:2]
     _restore_kernel[(-(-count // TILE_TOKENS), heads, 2)](
-        components,
-        components.shape[1],
-        len(tables.places),
-        restored if below is None else below,
-        tables.matrix,
-        tables.mean,
-        cos,
-        sin,
-        slots,
-        count,
-        restored,
-        keys,
-        values,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        **constants,
+        *factors, *known, cos, sin, slots, count, restored, *pools, **constants
     )
     return restored
 

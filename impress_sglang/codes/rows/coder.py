@@ -46,7 +46,11 @@ def encode_layer(
     """
     own = basis.layers[layer]
     x = torch.cat([part.flatten(1).float() for part in kvs], 1)
-    components = (x - own.mean - _predicted(own, below)) @ own.forward
+    residual = x - own.mean
+    if own.predict is not None:
+        assert below is not None
+        residual -= below.float() @ own.predict.float()
+    components = residual @ own.forward
     if not (x.isfinite().all() and (components.abs() < _TOO_LARGE).all()):
         raise NotCodable(f"KVs of layer {layer} are infinite, not a number, or too large")
     codes = torch.empty_like(components, dtype=torch.uint8)
@@ -65,7 +69,10 @@ def encode_layer(
         codes.numpy(),
         gains.numpy(),
     )
-    return basis.layouts[layer].pack(codes, gains), _product(own, components, below)
+    factors = components.bfloat16()
+    if below is not None:
+        factors = torch.cat([factors, below], 1)
+    return basis.layouts[layer].pack(codes, gains), product_of(factors, product_matrix(own))
 
 
 def product_matrix(own: LayerBasis) -> Tensor:
@@ -110,18 +117,3 @@ def fit_of(basis: Basis, layer: int, rows: Tensor) -> float:
     sizes = torch.tensor(group_bounds(components), dtype=torch.float32, device=rows.device).diff()
     factors = torch.from_numpy(GAIN_TABLE).to(rows.device)[gains_of(rows).int()]
     return float((factors.square() @ sizes).mean()) / components
-
-
-def _product(own: LayerBasis, components: Tensor, below: Tensor | None) -> Tensor:
-    factors = components.bfloat16()
-    if own.predict is not None:
-        assert below is not None
-        factors = torch.cat([factors, below], 1)
-    return product_of(factors, product_matrix(own))
-
-
-def _predicted(own: LayerBasis, below: Tensor | None) -> Tensor | float:
-    if own.predict is None:
-        return 0.0
-    assert below is not None
-    return below.float() @ own.predict.float()
