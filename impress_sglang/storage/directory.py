@@ -311,8 +311,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
     """
     if not is_store(files, path):
         return path.name not in files.list(path.parent)
-    lock = files.open(path / LOCK, os.O_CREAT | os.O_RDWR)
-    try:
+    with files.opened(path / LOCK, os.O_CREAT | os.O_RDWR) as lock:
         if not try_lock(lock):
             return False
         logger.info("removing another store to make room: %s", path.name)
@@ -333,8 +332,6 @@ def remove_store(files: FileSystem, path: Path) -> bool:
             files.unlink(path / LOCK)
             _remove_empty(files, path)
         return True
-    finally:
-        files.close(lock)
 
 
 def require_writable(root: Path) -> None:
@@ -379,25 +376,19 @@ def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:
 
 
 def _read_small(files: FileSystem, path: Path, longest: int = _LONGEST_MARKER) -> bytes:
-    size = min(files.stat(path).st_size, longest)
-    content = bytearray(size)
-    descriptor = files.open(path, os.O_RDONLY)
-    try:
-        files.read(descriptor, 0, memoryview(content))
-    except EOFError as error:
-        raise OSError(f"{path} became shorter while it was read") from error
-    finally:
-        files.close(descriptor)
+    content = bytearray(min(files.stat(path).st_size, longest))
+    with files.opened(path, os.O_RDONLY) as descriptor:
+        try:
+            files.read(descriptor, 0, memoryview(content))
+        except EOFError as error:
+            raise OSError(f"{path} became shorter while it was read") from error
     return bytes(content)
 
 
 def _write_small(files: FileSystem, path: Path, content: bytes) -> None:
-    descriptor = files.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-    try:
+    with files.opened(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
         files.write(descriptor, 0, memoryview(content))
         files.sync(descriptor)
-    finally:
-        files.close(descriptor)
 
 
 def try_lock(descriptor: int) -> bool:

@@ -17,6 +17,7 @@ import ctypes
 import mmap
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,15 @@ class FileSystem:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return descriptor
+
+    @contextlib.contextmanager
+    def opened(self, path: Path, flags: int) -> Iterator[int]:
+        """What `open` returns, and closed behind the block."""
+        descriptor = self.open(path, flags)
+        try:
+            yield descriptor
+        finally:
+            self.close(descriptor)
 
     def close(self, descriptor: int) -> None:
         """Close a descriptor."""

@@ -220,11 +220,8 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
     name = path.name.removesuffix(SEGMENT_SUFFIX)
     with reading(name):
         file_bytes = files.stat(path).st_size
-        descriptor = files.open(path, os.O_RDONLY)
-        try:
+        with files.opened(path, os.O_RDONLY) as descriptor:
             return decode_header(name, file_bytes, functools.partial(_read, files, descriptor))
-        finally:
-            files.close(descriptor)
 
 
 def decode_header(

@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -39,15 +38,12 @@ class WrittenInVain(WriteAbandoned):
     """The segment is not wanted any more; all of it was written before that was known."""
 
 
-class LayerReader(Protocol):
-    """Gives the KVs to write; called once per layer, in order, on the writing thread.
+LayerReader = Callable[[int], tuple[Tensor, Tensor]]
+"""Gives the KVs to write; called once per layer, in order, on the writing thread.
 
-    It may raise `WriteAbandoned`.
-    """
-
-    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [t, G, Dk] and values [t, G, Dv] of a layer in logical order, on the CPU."""
-        ...
+Keys [t, G, Dk] and values [t, G, Dv] are in logical order, on the CPU. It may raise
+`WriteAbandoned`.
+"""
 
 
 def write_segment(
@@ -94,12 +90,9 @@ def publishing(
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
-        descriptor = files.open(temporary, flags)
-        try:
+        with files.opened(temporary, flags) as descriptor:
             yield descriptor
             files.sync(descriptor)
-        finally:
-            files.close(descriptor)
         if not is_wanted():
             raise WrittenInVain("nobody may have it any more")
         files.rename(temporary, path)
