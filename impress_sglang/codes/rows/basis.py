@@ -196,7 +196,8 @@ class Basis:
     def load(cls, path: Path, part: Part = WHOLE) -> Basis:
         """Read a file that `save` has written.
 
-        It raises `BasisUnreadable` if there is none, or it is damaged or of another version or part.
+        It raises `BasisUnreadable` if there is none, or it is damaged or of another version or
+        part.
         """
         path, parts = file_of_part(path, part), part[1]
         try:

@@ -34,13 +34,14 @@ _WORTH = 4.0 ** -torch.arange(1.0, MAX_BITS + 1, dtype=torch.float64)
 Metric = Sequence[Sequence[Tensor]]
 
 
+@dataclasses.dataclass(slots=True)
 class _Sums:
     """Of one layer, less `origin`: float64 [X], [X, X], and with the layer below [X, X]."""
 
-    def __init__(self, origin: Tensor, *, below: bool) -> None:
-        self.origin, zeros = origin, torch.zeros_like(origin, dtype=torch.float64)
-        self.first, self.second = zeros, zeros.repeat(len(zeros), 1)
-        self.below = self.second.clone() if below else None
+    origin: Tensor
+    first: Tensor
+    second: Tensor
+    below: Tensor | None
 
 
 class Moments:
@@ -59,7 +60,8 @@ class Moments:
     def add(self, layers: Sequence[Sequence[Tensor]]) -> None:
         """Count the KVs of a prompt, but for its first tokens.
 
-        Of each layer keys [t, G, Dk], turned back to position 0, and values [t, G, Dv].
+        Args:
+            layers: of each layer keys [t, G, Dk], turned back to position 0, and values [t, G, Dv].
         """
         flat = [
             torch.cat([own[SINK_TOKENS:].flatten(1).float() for own in layer], 1)
@@ -68,7 +70,7 @@ class Moments:
         if not self._sums:
             self.shapes = tuple((own.shape[1], own.shape[2]) for own in layers[0])
             # Products of what is far from zero would round their differences away.
-            self._sums = [_Sums(own.mean(0), below=i > 0) for i, own in enumerate(flat)]
+            self._sums = [_new_sums(own.mean(0), below=i > 0) for i, own in enumerate(flat)]
         self.count += len(flat[0])
         under = None
         for to, own in zip(self._sums, flat, strict=True):
@@ -231,3 +233,10 @@ def _share_bits(variances: list[Tensor], rate: float) -> list[tuple[int, ...]]:
         bits = (own[:, None].cpu() * _WORTH >= least).sum(1)
         found.append(tuple(int(own) for own in bits if own))
     return found
+
+
+def _new_sums(origin: Tensor, *, below: bool) -> _Sums:
+    size = len(origin)
+    square = origin.new_zeros(size, size, dtype=torch.float64)
+    first = origin.new_zeros(size, dtype=torch.float64)
+    return _Sums(origin, first, square, square.clone() if below else None)
