@@ -7,6 +7,7 @@ the disk runs in the background; a server goes on computing meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -50,16 +51,13 @@ class ServedStore:
         self,
         config: ImpressConfig,
         identity: str,
-        shape: KVShape,
-        device: torch.device,
-        lookahead: LookAhead | None = None,
-        codec: BasisCodec | None = None,
-        make_store: type[PrefixStore] = PrefixStore,
+        memory: StoreMemory,
+        make_store: Callable[..., PrefixStore],
     ) -> None:
-        """Open the store of these weights; see `Service`.
+        """Open the store of these weights, which `make_store` makes of what is on disk.
 
-        `lookahead` knows what not to evict; None: the store does not ask. A store that takes longer
-        to open than START_SECONDS is taken over later, and requests are computed until then.
+        One that takes longer to open than START_SECONDS is taken over later, and requests are
+        computed until then.
         """
         self.identity = identity
         """The model identity of the store that is open or being opened; empty if there is none."""
@@ -70,11 +68,9 @@ class ServedStore:
         self.stores = make_policy(config).stores
         """Whether the policy has a store at all."""
         self.purges = MultiStepJobs[str, Purge]()
-        self._config, self._shape = config, shape
-        self._budget = WriteBudget(config.write_gb_per_day)
+        self._config, self._make_store = config, make_store
         # Belongs to the open store, or is kept for the next one.
-        self._memory = StoreMemory.allocate(config, shape, device)
-        self._lookahead, self._codec, self._make_store = lookahead, codec, make_store
+        self._memory = memory
         self._opener = BackgroundThread("impress-store")
         self._opening: Future[StoreDisk] | None = self._opener.submit(StoreDisk, config, identity)
         wait([self._opening], START_SECONDS)
@@ -154,16 +150,7 @@ class ServedStore:
         assert opening is not None
         disk = opening.result()
         try:
-            self.opened = self._make_store(
-                self._config,
-                self.identity,
-                self._shape,
-                disk=disk,
-                memory=self._memory,
-                lookahead=self._lookahead,
-                budget=self._budget,
-                codec=self._codec,
-            )
+            self.opened = self._make_store(identity=self.identity, disk=disk, memory=self._memory)
         except BaseException:
             self._opener.submit(_close_logged, disk.close)
             raise
@@ -225,8 +212,16 @@ class Service:
         """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
         self.lookahead = LookAhead()
         """What queued requests will use, and each request's turn."""
-        kept = self.lookahead if config.lookahead == ON else None
-        self.served = ServedStore(config, identity, shape, device, kept, codec, make_store)
+        make = functools.partial(
+            make_store,
+            config,
+            shape=shape,
+            lookahead=self.lookahead if config.lookahead == ON else None,
+            budget=WriteBudget(config.write_gb_per_day),
+            codec=codec,
+        )
+        memory = StoreMemory.allocate(config, shape, device)
+        self.served = ServedStore(config, identity, memory, make)
         self.codec = codec
         """Codes KVs by a basis; None: there is none, and codes are those without one."""
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
