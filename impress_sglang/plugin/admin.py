@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.plugin.keys import as_tokens, namespace_of
+from impress_sglang.plugin.known import as_tokens, namespace_of
 from impress_sglang.plugin.served_cache import ServedCache, served_cache_of
 from impress_sglang.serving.ranks import ALONE
 from impress_sglang.serving.report import RecentRequests

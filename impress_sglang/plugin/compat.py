@@ -75,7 +75,7 @@ def check_sglang(hooks: Sequence[Hook]) -> None:
             f"impress-sglang supports SGLang {OLDEST} and later, but {version} is installed; run: "
             f"pip install sglang=={NEWEST}"
         )
-    missing = [name for name in RELIED_ON if not _exists(name)]
+    missing = [name for name in RELIED_ON if _found(name) is None]
     if missing:
         raise UnsupportedError(f"this build of SGLang {version} lacks {', '.join(missing)}")
     missing = [hook.target for hook in hooks if not _is_in_place(hook)]
@@ -99,21 +99,17 @@ def warn_if_untested() -> None:
         )
 
 
-def _exists(name: str) -> bool:
-    module, _, attribute = name.rpartition(".")
+def _found(name: str) -> Any:
     try:
-        return hasattr(pkgutil.resolve_name(module), attribute)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
-        return False
+        return None
 
 
 def _is_in_place(hook: Hook) -> bool:
     """Whether a wrapper of the target, at any depth, refers to the hook's function."""
-    try:
-        function = pkgutil.resolve_name(hook.target)
-    except (ImportError, AttributeError):
-        return False
     # A class or static method has its function in an attribute.
+    function = _found(hook.target)
     function = getattr(function, "__func__", function)
     while function is not None:
         for cell in getattr(function, "__closure__", None) or ():

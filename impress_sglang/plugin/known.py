@@ -11,7 +11,6 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin.eligibility import serve_refusal, store_refusal
-from impress_sglang.plugin.keys import as_tokens, namespace_of_request
 from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.provenance import Provenance
 from impress_sglang.plugin.report_transport import attach
@@ -24,7 +23,13 @@ from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.serving.ranks import ALONE, Ranks
 from impress_sglang.serving.report import NO_ESTIMATE, new_report, split_again
 from impress_sglang.serving.service import Service
+from impress_sglang.storage.segment import Tokens
+from impress_sglang.store.identity import weights_digest
 from impress_sglang.store.policies import LoadOptions
+from impress_sglang.store.prefix_hashes import namespace_text
+
+_DIGEST = "_impress_digest"
+_MEDIA = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(slots=True)
@@ -310,3 +315,44 @@ def key_of(req: Any) -> RadixKey:
         tokens = tokens[:0]
     limit = req._compute_max_prefix_len(len(tokens))
     return RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
+
+
+def namespace_of(key: Any) -> str:
+    """The namespace of a key or request: keeps other `extra_key` or `cache_salt` values apart."""
+    return namespace_text(key.extra_key, key.cache_salt)
+
+
+def as_tokens(token_ids: Sequence[int]) -> Tokens:
+    """Token ids in the store's form, int32; those that stand for media become one that is no text.
+
+    They have 62 bits, of which the last 32 may be those of text.
+    """
+    return np.minimum(np.asarray(token_ids, np.int64), _MEDIA).astype(np.int32)
+
+
+def namespace_of_request(req: Any, manager: Any) -> str:
+    """The namespace of a request as it came; `manager` is SGLang's `LoRAManager`, if it has one.
+
+    With an adapter (LoRA), prefixes are kept apart by its weights. SGLang appends its id to
+    `extra_key`, which may be the same for others.
+    """
+    if req.lora_id is None:
+        return namespace_text(req.extra_key, req.cache_salt)
+    extra_key = req.extra_key.removesuffix(req.lora_id) or None
+    return namespace_text(extra_key, req.cache_salt, _digest(manager.loras[req.lora_id]))
+
+
+def _digest(adapter: Any) -> str:
+    """Of all that an adapter does to KVs; kept with it, because it takes a while."""
+    found: str | None = getattr(adapter, _DIGEST, None)
+    if found is None:
+        tensors = [
+            (f"{number} {name}", tensor)
+            for number, layer in enumerate(adapter.layers)
+            for name, tensor in layer.weights.items()
+        ]
+        tensors += adapter.embedding_layers.items()
+        tensors += adapter.added_tokens_embeddings.items()
+        found = f"{weights_digest(tensors)} {adapter.scaling!r}"
+        setattr(adapter, _DIGEST, found)
+    return found

@@ -41,7 +41,6 @@ class PoolLayers:
     """The streams of the layers of SGLang's pool, without waiting for any."""
 
     def __init__(self, pool: Any) -> None:
-        """`pool`: SGLang's KV pool."""
         self._pool = full_pool(pool)
         self._whole = None if window_pool(pool) is None else pool
         self.packed: PackedLayers | None = None

@@ -272,16 +272,13 @@ def document() -> tuple[str, str]:
     html, style, script = (
         (_PAGE / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
     )
+    digests = (hashlib.sha256(text.encode()).digest() for text in (style, script))
+    of_style, of_script = (f"'sha256-{base64.b64encode(own).decode()}'" for own in digests)
     policy = (
-        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
+        f"default-src 'none'; style-src {of_style}; script-src {of_script}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html.replace("/* page.css */", style).replace("/* page.js */", script), policy
-
-
-def _source(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def before_http_server(server_args: Any, *_: Any, **__: Any) -> None:

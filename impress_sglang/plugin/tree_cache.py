@@ -38,7 +38,6 @@ from impress_sglang.plugin.known import Brought, Known, KnownRequests
 from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.prefix_loads import PrefixLoads
 from impress_sglang.plugin.provenance import Provenance
-from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_nodes import Sweeps, free_leaf, is_locked, last_node
 from impress_sglang.plugin.weights import WeightWatch
@@ -92,7 +91,7 @@ class ImpressTreeCache(UnifiedRadixCache):
             *(self._allocation, ranks, adapters, self._known),
         )
         service.live, service.describe_pool = self._known, self._describe_pool
-        self._saves = saves = WriteBack(self._requests, QuerySampler(model, layers.number))
+        self._saves = saves = WriteBack(self._requests, model)
         # What is locked is not freed, and a rank does not know which of all writes are purged.
         let_go = None if ranks.alone else saves.give_all_up
         is_empty = self._allocation.is_empty

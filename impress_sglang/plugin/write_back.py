@@ -22,8 +22,7 @@ from torch import Tensor
 
 from impress_sglang.options import OFF
 from impress_sglang.plugin.eligibility import store_refusal
-from impress_sglang.plugin.keys import as_tokens
-from impress_sglang.plugin.known import Known, KnownRequests
+from impress_sglang.plugin.known import Known, KnownRequests, as_tokens
 from impress_sglang.plugin.pools import behind as behind_of
 from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.tree_nodes import last_state, lock_states, lock_windows
@@ -60,12 +59,13 @@ class _Save:
 class WriteBack:
     """The saves of one tree cache; the scheduler's thread owns them."""
 
-    def __init__(self, requests: KnownRequests, sampler: QuerySampler) -> None:
+    def __init__(self, requests: KnownRequests, model: Any) -> None:
+        """`model`: whose queries are sampled."""
         self._cache, self._service = requests.cache, requests.service
         self._planner, self._provenance = requests.planner, requests.provenance
         self._layers, self._window = requests.layers, requests.allocation.window
         self._forward_stream, self._ranks = requests.forward_stream, requests.ranks
-        self._sampler = sampler
+        self._sampler = QuerySampler(model, requests.layers.number)
         self._reading = threading.Lock()
         self._saves: dict[_Save, None] = {}
         config = self._service.config

@@ -11,7 +11,7 @@ import torch
 from impress_sglang.plugin import factory
 from impress_sglang.plugin.entry import _after_draft_worker
 from impress_sglang.plugin.factory import draft_runners
-from impress_sglang.plugin.keys import namespace_of_request
+from impress_sglang.plugin.known import namespace_of_request
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit.kv_factory import make_shape
 

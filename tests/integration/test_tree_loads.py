@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.plugin import tree_nodes
-from impress_sglang.plugin.keys import namespace_of
+from impress_sglang.plugin.known import namespace_of
 from impress_sglang.plugin.pools import PoolLayers
 from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.storage.layout import KVShape

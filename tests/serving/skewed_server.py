@@ -25,7 +25,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 import tests.serving.faulty_server  # noqa: F401
 from impress_sglang.plugin.admin import VERBS
-from impress_sglang.plugin.keys import as_tokens, namespace_of
+from impress_sglang.plugin.known import as_tokens, namespace_of
 from impress_sglang.plugin.routes import send
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_cache import ImpressTreeCache

@@ -28,11 +28,9 @@ from torch import Tensor
 
 from impress_sglang.cost import RequestLengths
 from impress_sglang.paper.runtime import ServingRuntime, StoredRequest, tokens_used
-from impress_sglang.plugin.keys import as_tokens
-from impress_sglang.plugin.known import Known, KnownRequests
+from impress_sglang.plugin.known import Known, KnownRequests, as_tokens
 from impress_sglang.plugin.pools import Allocation, PoolLayers
 from impress_sglang.plugin.provenance import Provenance
-from impress_sglang.plugin.query_sampling import QuerySampler
 from impress_sglang.plugin.served_cache import ServedCache
 from impress_sglang.plugin.tree_nodes import Sweeps
 from impress_sglang.plugin.weights import WeightWatch
@@ -70,7 +68,7 @@ class ImpressRadixCache(RadixCache):
             adapters=adapters,
         )
         self._known = self._requests.known
-        self._saves = saves = WriteBack(self._requests, QuerySampler(model, layers.number))
+        self._saves = saves = WriteBack(self._requests, model)
         self._plans: dict[str, LoadPlan] = {}
         self._private_tokens = 0
         self.impress = ServedCache(
