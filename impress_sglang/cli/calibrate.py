@@ -94,7 +94,7 @@ def calibrated(
     heads = moments.shapes[0][0]
     for size in tp_sizes:
         # More ranks have some heads in common.
-        if max(size, heads) % min(size, heads):
+        if size < 1 or max(size, heads) % min(size, heads):
             raise Refused(f"{size} ranks cannot share {heads} KV heads")
     features = sum(heads * dim for heads, dim in moments.shapes)
     if moments.count < features:

@@ -317,12 +317,7 @@ class PrefixLoads:
 
     def _raise_bits(self) -> None:
         # What requests whose jobs have no room ask for would be another copy of what is resident.
-        blocked = [
-            waiter
-            for job in self.jobs.jobs
-            for waiter in self.jobs.waiters_of(job)
-            if job.state is JobState.WAITING and waiter.blocked_at is not None
-        ]
+        blocked = self.jobs.blocked
         # Those for which a prefix is kept resident, looked for once: the queue may be long.
         others = self._known.values() if blocked else ()
         users = [own for own in others if own.admitted or own.waiter.hold is not None]

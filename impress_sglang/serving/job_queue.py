@@ -103,6 +103,17 @@ class JobQueue:
         """Jobs that have slots, which are not in SGLang's tree."""
         return (job for job in self.jobs if job.slots is not None)
 
+    @property
+    def blocked(self) -> list[Waiter]:
+        """Those whose jobs wait for room; asked for in each pass, and the queue may be long."""
+        return [
+            own
+            for own in self.waiters.values()
+            if own.blocked_at is not None
+            and own.job is not None
+            and own.job.state is JobState.WAITING
+        ]
+
     def join(self, waiter: Waiter, job: LoadJob) -> None:
         """Let a request wait for a job, which may be new."""
         assert waiter.job is None
@@ -226,7 +237,7 @@ class JobQueue:
         `first`: nothing is set aside for requests before it.
         """
         if self._pool.lacking(job) < self._least:
-            waiters = self.waiters_of(job)
+            waiters = self._waiters_of(job)
             self.give_up(job)
             for waiter in waiters:
                 # It may need more than the job would have brought.
@@ -260,7 +271,7 @@ class JobQueue:
             return
         self.jobs.remove(job)
         self._note_end(job)
-        waiters = self.waiters_of(job)
+        waiters = self._waiters_of(job)
         loaded = job.state is JobState.LOADED and not job.revoked
         if job.early and not loaded:
             self._let_go()
@@ -284,7 +295,7 @@ class JobQueue:
         for waiter in waiters:
             self._replan(waiter, job)
 
-    def waiters_of(self, job: LoadJob) -> list[Waiter]:
+    def _waiters_of(self, job: LoadJob) -> list[Waiter]:
         """Those who wait for a job; who began it comes first, and is told of its reads."""
         return [own for own in self.waiters.values() if own.job is job]
 

@@ -113,8 +113,9 @@ def test_ranks_lose_a_little_more_each_by_itself() -> None:
     for text in texts:
         one, two = (own[0].notes["kl"]["6"][text] for own in (whole, split))
         assert one < two < 5 * one
-    with pytest.raises(Refused, match="3 ranks cannot share 2"):
-        calibrated(Prompts(make_model()), texts, [3])
+    for size in (3, 0, -2):
+        with pytest.raises(Refused, match=f"{size} ranks cannot share 2"):
+            calibrated(Prompts(make_model()), texts, [size])
 
 
 def test_models_that_are_not_understood_are_refused() -> None:
