@@ -115,20 +115,7 @@ class RowRestorer:
     def __init__(self, codec: BasisCodec, device: torch.device, *, kernels: bool) -> None:
         """`device`: where the pools are."""
         self._basis, self._rotation, self._device = codec.basis, codec.rotation, device
-        self.put = self._put_by_kernels if kernels else self._put_by_loops
-        """Put a layer of tokens into slots; all tensors are where the pools are.
-
-        Args:
-            layer: from 0.
-            rows: uint8 [t, row_bytes].
-            below: what this returned for the layer below, and may overwrite; None in layer 0.
-            turns: of the keys.
-            slots: int64 [t], distinct.
-            pools: of keys [slots, G, Dk] and of values [slots, G, Dv].
-
-        Returns:
-            What the layer was restored to, less its mean: bfloat16 [t, X].
-        """
+        self._kernels = kernels
         # Imported only where they are used: Triton is not needed on a CPU, Numba not on a GPU.
         if kernels:
             from impress_sglang.triton import rows as by_kernels
@@ -170,6 +157,26 @@ class RowRestorer:
             [torch.arange(len(own)) + own.start + s.info.prefix_len for s, own, _ in source.spans]
         )
         return self._rotation.turns(torch.zeros_like(places), places).to(self._device)
+
+    def put(
+        self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
+        *pools: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Put a layer of tokens into slots; all tensors are where the pools are.
+
+        Args:
+            layer: from 0.
+            rows: uint8 [t, row_bytes].
+            below: what this returned for the layer below, and may overwrite; None in layer 0.
+            turns: of the keys.
+            slots: int64 [t], distinct.
+            pools: of keys [slots, G, Dk] and of values [slots, G, Dv].
+
+        Returns:
+            What the layer was restored to, less its mean: bfloat16 [t, X].
+        """
+        put = self._put_by_kernels if self._kernels else self._put_by_loops
+        return put(layer, rows, below, turns, slots, *pools)
 
     def _put_by_kernels(
         self, layer: int, rows: Tensor, below: Tensor | None, turns: Turns, slots: Tensor,
