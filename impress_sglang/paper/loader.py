@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.paper.scores import column_sums
+from impress_sglang.paper.scores import agreed_tokens, column_sums, own_tokens, similarity_threshold
 from impress_sglang.paper.source import PartSource
-from impress_sglang.paper.tokens import agreed_tokens, own_tokens, similarity_threshold
 from impress_sglang.storage.layout import KVShape
 
 Scorer = Callable[..., Tensor]

@@ -19,9 +19,9 @@ from impress_sglang.cost import RequestLengths
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.paper.loader import LoadStats, PartLoader
+from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.paper.source import PartSource
 from impress_sglang.paper.store import PartStore
-from impress_sglang.paper.tokens import retained_tokens
 from impress_sglang.serving.load_planner import LoadPlan
 from impress_sglang.serving.report import split_again
 from impress_sglang.serving.service import Service

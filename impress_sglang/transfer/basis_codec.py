@@ -145,7 +145,12 @@ class RowRestorer:
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Put a layer of a source into slots; see `transfer.filling.Restore`."""
+        """Put a layer of a source into slots; layers are restored in ascending order.
+
+        `groups` are of each span those that have its tokens, uint8 [groups, group_bytes]. Pools are
+        of keys [slots, G, Dk] and of values [slots, G, Dv]; `slots` int64 [source.num_tokens] on
+        their device, distinct.
+        """
         rows = torch.cat(list(groups)) if len(groups) > 1 else groups[0]
         below, turns = source.state or (None, self._turns(source))
         below = self.put(layer, rows, below, turns, slots, keys, values)

@@ -21,14 +21,6 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 from impress_sglang.transfer.sources import WholeSource
 
-Restore: TypeAlias = Callable[[int, WholeSource, Sequence[Tensor], Tensor, Tensor, Tensor], None]
-"""Puts a layer of a source into slots; layers are restored in ascending order.
-
-Given the number of the layer, the source, which was read, of each span the groups that have its
-tokens, uint8 [groups, group_bytes], pools of keys [slots, G, Dk] and of values [slots, G, Dv], and
-slots int64 [source.num_tokens] on the device of the pools, distinct.
-"""
-
 Writing: TypeAlias = Callable[[], AbstractContextManager[None]]
 """What it makes is entered while slots are written; it may raise."""
 
@@ -66,7 +58,8 @@ class SlotFiller:
         self._head_bytes = [dim * shape.dtype.itemsize for dim in dims]
 
     @functools.cached_property
-    def _restore(self) -> Restore:
+    def _restore(self) -> Callable[..., None]:
+        """Puts a layer of a source into slots; see `RowRestorer.restore`."""
         # Not made before it is needed. Imported only where it is used: Numba is not needed on a
         # GPU, Triton not on a CPU.
         if self._codec is not None:

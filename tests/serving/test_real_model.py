@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from demo.model import model_path
-from impress_sglang.paper.tokens import retained_tokens
+from impress_sglang.paper.scores import retained_tokens
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import SegmentHeader, read_header
 from tests.serving.compare import report

@@ -274,7 +274,7 @@ class TestClosing:
             raise ValueError("a bug")
 
         segments = desk.store.segments
-        for owner, name in ((BufferPool, "_new_memory"), (desk.loader, "_layers")):
+        for owner, name in ((BufferPool, "_free_memory"), (desk.loader, "_layers")):
             monkeypatch.setattr(owner, name, fails)
             job = desk.load(FIRST)
             monkeypatch.undo()

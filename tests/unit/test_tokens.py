@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.paper.tokens import (
+from impress_sglang.paper.scores import (
     agreed_tokens,
     own_tokens,
     retained_tokens,

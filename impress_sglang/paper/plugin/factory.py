@@ -14,7 +14,7 @@ from impress_sglang.paper.plugin.attention import adopt_backend
 from impress_sglang.paper.plugin.options import check_parts
 from impress_sglang.paper.plugin.radix_cache import ImpressRadixCache
 from impress_sglang.paper.runtime import ServingRuntime
-from impress_sglang.paper.tokens import probe_kv_heads
+from impress_sglang.paper.scores import probe_kv_heads
 from impress_sglang.plugin.capabilities import check_layers, check_options
 from impress_sglang.plugin.compat import warn_if_untested
 from impress_sglang.plugin.eligibility import plain_fields
