@@ -58,6 +58,7 @@ def identity_reader(context: Any, ranks: Ranks, read: Callable[[], str]) -> Call
         return lambda: identity_of_rank(ranks, read)
     gather = _gathering(context.tp_group.cpu_group, context.tp_size)
     everyone = Ranks(ranks.rank, context.tp_size, gather=gather)
+    everyone.copies = ranks.copies
     read_once = functools.cache(read)
     identity = identity_of_rank(everyone, read_once)
     own = identity_of_rank(ranks, read_once)

@@ -288,3 +288,26 @@ def test_ranks_of_dp_attention_know_the_whole_model_by_its_start(
     with pytest.raises(UnsupportedError, match="restart"):
         readers[1]()
     assert identity_reader(context, ranks_of(context), lambda: "a")() not in names
+
+
+def test_ranks_of_dp_attention_with_the_same_heads_share_a_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of four ranks two run batches together, and of these the first writes for both."""
+
+    def gather(texts: list[str], text: str, group: Any) -> None:
+        texts[:] = [text] * len(texts)
+
+    monkeypatch.setattr(distributed, "all_gather_object", gather)
+    context = SimpleNamespace(
+        tp_size=4,
+        params=SimpleNamespace(tp_cache_group="these two", pp_size=1),
+        tp_group=SimpleNamespace(cpu_group="all"),
+    )
+    names = set[str]()
+    for rank in range(2):
+        ranks = Ranks(rank, 2, gather=lambda text: [text, text])
+        ranks.copies = 2
+        assert ranks.writes == (rank == 0)
+        names.add(identity_reader(context, ranks, lambda: "a")())
+    assert names == {rank_identity(["a"] * 4, 0)}
