@@ -1,8 +1,4 @@
-"""Where groups of equal size are on disk, in pages that begin at a block of the drive; no I/O.
-
-A group is the row of a token, exact or by a basis, or of several tokens, as
-`codes.groups.codec.GroupLayout` says.
-"""
+"""Where groups, or rows, of equal size are on disk, in pages that begin at a block; no I/O."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Runs one layer of one request through probe -> select -> load.
-
-In: the layer's queries and new keys, and the source of the stored prefix. Out: the k keys and
-values per head that attention uses, in the slots that the caller names.
-"""
+"""Runs one layer of one request through probe -> select -> load."""
 
 from __future__ import annotations
 

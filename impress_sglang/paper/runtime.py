@@ -1,7 +1,6 @@
 """What serves parts of stored prefixes in one process: plans them, opens them, and ends them.
 
-The scheduler (SGLang's tree cache, a benchmark) plans, opens and releases requests; the attention
-backend loads their layers in between. One thread.
+The attention backend loads their layers in between. One thread.
 """
 
 from __future__ import annotations

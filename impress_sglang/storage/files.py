@@ -1,10 +1,9 @@
 """All disk access of the store, behind one class, and memory that disks write to directly.
 
-The store accesses the disk only through a `FileSystem`, so that all failures of a disk happen in
-one place. Tests use a class that fails, benchmarks one that is slow. Methods raise what the
-operating system raises: `OSError`, `EOFError` for a file that ends too early; callers decide what
-this means. O_DIRECT bypasses the page cache where the file system supports it (ext4, xfs); where it
-does not (tmpfs, some network file systems), the same calls go through the page cache.
+So all failures of a disk happen in one place, and tests use a class that fails, benchmarks one that
+is slow. Methods raise what the operating system raises: `OSError`, `EOFError` for a file that ends
+too early. O_DIRECT bypasses the page cache where the file system supports it; where it does not
+(tmpfs, some network file systems), the same calls go through the page cache.
 
 Files have mode 0600 and directories 0700, and symbolic links are not followed, because the stored
 data are prompts.

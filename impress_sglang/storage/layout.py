@@ -6,11 +6,9 @@ the layer again in a few bits, in pages (`codes.pages.Pages`) of groups, or with
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
-The last `raw_layers` are kept as they are, whatever the others are in: a row of theirs has all keys
-and then all values of a token, in chunks as those of columns.
-
-With probe heads (as in the paper), the probe column has their keys, and a single head group has the
-other keys and all values. Without, the probe column is empty, and each KV head is a head group.
+In the last `raw_layers` a row has all keys and then all values of a token, in chunks as those of
+columns. With probe heads (as in the paper), the probe column has their keys, and a single head
+group the other keys and all values. Without, it is empty, and each KV head is a head group.
 
 A column is contiguous, so that neighbouring chunks are one read. Chunks start at multiples of
 `BLOCK_BYTES` in the file, as O_DIRECT requires; the last one of a column has the remaining rows.

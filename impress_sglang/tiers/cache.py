@@ -1,8 +1,7 @@
 """The two chunk caches: placement of chunks and the slabs that hold their bytes.
 
-Stage: load. The order of a read is fixed: `access` decides; rows are taken from where chunks were
-*before* that; then `settle` carries the moves out, with the bytes that were read from SSD. Between
-`access` and `settle` no page changes, so rows and moves see the same bytes.
+The order of a read is fixed: `access` decides; rows are taken from where chunks were *before* that;
+then `settle` carries the moves out, with what was read from SSD. No page changes in between.
 """
 
 from __future__ import annotations

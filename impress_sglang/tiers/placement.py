@@ -1,16 +1,9 @@
 """Where each chunk is: on SSD alone, or also in the device or the host cache.
 
-The two caches are exclusive; the SSD has everything, so that eviction never writes. After each
-access the paper's rule (4.4.2) decides, best chunk first:
-
-  * found on the device: it stays;
-  * found on the host: it moves to the device if its priority beats the lowest there;
-  * found on SSD: to the device if it beats the lowest there, else to the host if it beats the
-    lowest there, else it stays on SSD.
-
-Chunks that a newcomer displaces from the device contend for the host in turn; those displaced from
-the host are dropped. Nothing is read or copied here, so a decision can precede the read that it
-requires, and a trace can be replayed without data. The pages of a chunk may be anywhere.
+The two caches are exclusive; the SSD has everything, so that eviction never writes. The rule is
+that of docs/design.md, "Tiers", best chunk first; chunks that a newcomer displaces from the device
+contend for the host in turn. Nothing is read or copied here, so a decision can precede the read
+that it requires, and a trace can be replayed without data. The pages of a chunk may be anywhere.
 """
 
 from __future__ import annotations

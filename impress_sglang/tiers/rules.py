@@ -1,12 +1,9 @@
 """Replacement rules: what makes one cached chunk worth more than another.
 
-A rule turns accesses into priorities; it knows no tier and moves nothing. The tiers of chunks
-follow from their priorities alone (`placement`), so that two policies differ by their rule and
-nothing else.
-
-Why no cache library: those keep one tier of items and evict by themselves. Here two exclusive tiers
-are filled by comparing a newcomer with the lowest of both, in batches of a layer, with priorities
-that also change while an item is outside.
+A rule turns accesses into priorities, from which alone tiers follow. Cache libraries keep one tier
+of items and evict by themselves; here two exclusive tiers are filled by comparing a newcomer with
+the lowest of both, in batches of a layer, with priorities that also change while an item is
+outside.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Decides which layers of which requests are read before they ask, within memory.
 
-Stage: load. Reading ahead changes when bytes are read, never which tokens a layer uses. Sources are
-served in this order: of the running requests the one that has least read ahead of its current
-layer, then waiting requests, in the order of the queue.
+That changes when bytes are read, never which tokens a layer uses. Of the running requests the one
+goes first that has least read ahead of its current layer, then waiting ones, in queue order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Codes KVs by a basis when they are stored, and puts what is restored into slots of a pool.
 
-Stages: write back, load. Keys are coded as at position 0, because rotation would mix what the basis
-keeps apart; they are turned to where they stood before they enter slots. Compiled loops restore on
-a CPU, kernels on a GPU.
+Keys are coded as at position 0, because rotation would mix what the basis keeps apart; they are
+turned to where they stood before they enter slots.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What of a layer of a segment is wanted: chunks, which are pages of its parts, and their blocks.
 
-Stage: load. The parts of a layer are its columns or its codes (`SegmentLayout.parts`); both kinds
-are read, cached and counted alike.
+The parts of a layer are its columns or its codes; both are read, cached and counted alike.
 """
 
 from __future__ import annotations

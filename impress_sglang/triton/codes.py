@@ -1,8 +1,4 @@
-"""Restores keys and values from codes into slots of a pool.
-
-Stage: load. Bytes are laid out by `codes.groups.codec.GroupLayout`; `codes.groups.slots` does the
-same on the CPU.
-"""
+"""Restores keys and values from codes into slots of a pool, as `codes.groups.slots` on a CPU."""
 
 from __future__ import annotations
 

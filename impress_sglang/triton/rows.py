@@ -1,8 +1,7 @@
-"""Restores rows of coded keys and values into slots of a pool.
+"""Restores rows of coded keys and values into slots of a pool, as loops do on a CPU.
 
-Stage: load. Loops do the same on a CPU. One kernel takes codes apart and scales their levels; the
-other multiplies them by the basis, adds what is predicted from the layer below, turns keys, and
-puts keys and values into slots.
+One kernel takes codes apart and scales their levels; the other multiplies them by the basis, adds
+what is predicted from the layer below, turns keys, and fills slots.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Importance of prefix tokens on a GPU: column sums of the attention weights (H2O's metric).
-
-`impress_sglang.paper.scores.column_sums` is the reference and defines the numbers. Two launches:
+"""Importance of prefix tokens on a GPU; `paper.scores.column_sums` defines the numbers.
 
 1. `row_sums`: each program takes a tile of queries of one head, and writes the logarithm of the sum
    of each row's exponentials over all keys that it sees.
 2. `weight_sums`: each program takes a tile of prefix keys, and sums the weights of all rows.
 
-The weights themselves stay in registers. Exponentials and logarithms have base 2.
+Weights stay in registers. Exponentials and logarithms have base 2.
 """
 
 from __future__ import annotations
