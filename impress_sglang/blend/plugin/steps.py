@@ -39,8 +39,8 @@ from impress_sglang.plugin.factory import rotation_of
 # Most tokens of a block, and least ones however long they take.
 BLOCK_TOKENS = 2048
 LEAST_TOKENS = 32
-# Tokens that attend at once: they bound the mask.
-QUERY_TILE = 256
+# Elements of the mask of tokens that attend at once, whose memory they bound.
+MASK_ELEMENTS = 1 << 24
 # Before anything was measured, a block has this share of the most.
 FIRST_SHARE = 0.25
 
@@ -257,9 +257,10 @@ def attention_at(
     """
     heads = keys.shape[1]
     columns = torch.arange(len(keys), device=keys.device)
+    tile = max(MASK_ELEMENTS * heads // (queries.shape[1] * len(keys)), 1)
     own_keys, own_values = (own.to(queries.dtype).transpose(0, 1)[None] for own in (keys, values))
     found = []
-    for part, places in zip(queries.split(QUERY_TILE), positions.split(QUERY_TILE), strict=True):
+    for part, places in zip(queries.split(tile), positions.split(tile), strict=True):
         # Query heads of one key head are next to each other: here they are further rows of it.
         rows = part.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         mask = (columns <= places[:, None]).repeat(part.shape[1] // heads, 1)
