@@ -40,7 +40,6 @@ TARGETS = (
     "storage/*",
     "tiers/*",
     "transfer/sources",
-    "transfer/stored_source",
     "transfer/wanted",
     "serving/job_queue",
     "serving/load_jobs",

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 # The most weights at once, unless a head then had fewer than the first of these numbers of queries:
-# memory does not grow with the product of queries, heads and tokens.
-MOST_WEIGHTS = 1 << 24
+# memory does not grow with the product of queries, heads and tokens. Of several heads at once, no
+# more numbers of keys are widened: a few queries would wait for fresh memory.
+MOST_WEIGHTS, MOST_KEYS = 1 << 24, 1 << 22
 QUERY_BLOCKS = 16, 256
 
 
@@ -44,7 +45,7 @@ def column_sums(
     Returns:
         [Hq, m] float32 on the device of `queries`. Each row sums to at most n.
     """
-    (num_queries, num_heads, _), (num_prefix, key_heads, _) = queries.shape, prefix_keys.shape
+    (num_queries, num_heads, dim), (num_prefix, key_heads, _) = queries.shape, prefix_keys.shape
     total = torch.zeros(num_heads, num_prefix, dtype=torch.float32, device=queries.device)
     if not total.numel() or not num_queries:
         return total
@@ -52,10 +53,11 @@ def column_sums(
     # [Hk, g, n, D]
     grouped = queries.unflatten(1, (key_heads, group)).permute(1, 2, 0, 3)
     num_before = len(resident_keys if resident_rows is None else resident_rows)
-    widest = group * (num_before + num_prefix + len(new_keys))
+    widest = group * (num_keys := num_before + num_prefix + len(new_keys))
     least, most = QUERY_BLOCKS
     size = max(least, min(most, MOST_WEIGHTS // widest))
-    at_once = max(1, MOST_WEIGHTS // (widest * min(size, num_queries)))
+    at_once = min(MOST_WEIGHTS // (widest * min(size, num_queries)), MOST_KEYS // (num_keys * dim))
+    at_once = max(1, at_once)
     for first in range(0, key_heads, at_once):
         part = slice(first, min(first + at_once, key_heads))
         chosen = part if heads is None else list(heads[part])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.paper import scores as scores_module
 from impress_sglang.paper.scores import column_sums
@@ -47,14 +50,15 @@ def test_equals_the_dense_reference(
 
 @pytest.mark.parametrize("block", [1, 2, 7, 16, 17])
 @pytest.mark.parametrize("c", [0, 9])
-@pytest.mark.parametrize("weights", [1, 700, 1 << 24])
+@pytest.mark.parametrize(("weights", "keys"), [(1, 1 << 22), (700, 1 << 22), (1 << 24, 1)])
 def test_blocks_of_queries_and_heads_do_not_change_the_sums(
-    monkeypatch: pytest.MonkeyPatch, block: int, c: int, weights: int
+    monkeypatch: pytest.MonkeyPatch, block: int, c: int, weights: int, keys: int
 ) -> None:
     """More new tokens than one block: causality must hold across the cuts."""
     tensors = inputs(17, 21, c, 4, 2, 16, torch.float32)
     monkeypatch.setattr(scores_module, "QUERY_BLOCKS", (block, block))
     monkeypatch.setattr(scores_module, "MOST_WEIGHTS", weights)
+    monkeypatch.setattr(scores_module, "MOST_KEYS", keys)
 
     found = column_sums(*tensors, scaling=0.25)
 
@@ -70,6 +74,31 @@ def test_resident_keys_are_taken_from_their_rows() -> None:
     found = column_sums(queries, prefix, pool, new, 0.25, resident_rows=rows)
 
     check(found, dense.column_sums(queries, prefix, resident, new, 0.25))
+
+
+class Sizes(TorchDispatchMode):
+    """How many numbers the results of operations have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = operation(*args, **kwargs or {})
+        self.seen.append(result.numel())
+        return result
+
+
+def test_a_few_queries_do_not_widen_the_keys_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(1, 300, 0, 16, 16, 64, torch.bfloat16)
+    monkeypatch.setattr(scores_module, "MOST_KEYS", 50_000)
+
+    with Sizes() as sizes:
+        column_sums(*tensors, 0.25)
+
+    assert max(sizes.seen) <= 50_000
 
 
 def test_large_logits_do_not_overflow() -> None:
