@@ -100,7 +100,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressTreeCache:
         parts = min(tp_size, runner.model_config.get_total_num_kv_heads())
         part = ranks.rank * parts // tp_size, parts
         basis = Basis.load(Path(config.basis).expanduser(), part).keeping(config.code_bits)
-        codec = BasisCodec(basis, rotation_of(runner.model, "--impress-basis"))
+        rotation = rotation_of(runner.model, "--impress-basis")
+        # See `PoolLayers.beyond`.
+        codec = BasisCodec(basis, rotation, beyond=int(bool(drafts)))
         shape = shape_by(basis, shape)
         # So that other threads need not make it.
         codec.rotation.prepare(runner.model_config.context_len)

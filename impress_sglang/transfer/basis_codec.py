@@ -68,13 +68,18 @@ def shape_by(basis: Basis, shape: KVShape) -> KVShape:
 class BasisCodec:
     """A basis, and how the model that it was fitted to rotates its keys."""
 
-    def __init__(self, basis: Basis, rotation: KeyRotation) -> None:
-        """`basis` is on the CPU."""
+    def __init__(self, basis: Basis, rotation: KeyRotation, beyond: int = 0) -> None:
+        """`basis` is on the CPU. KVs are stored as those of a token so many positions behind."""
         self.basis = basis
         self.rotation = rotation
+        self.beyond = beyond
+
+    def positions(self, first: int, count: int) -> Tensor:
+        """Where the tokens stood whose KVs are stored as those from token `first` on."""
+        return torch.arange(first - self.beyond, first - self.beyond + count).clamp_min(0)
 
     def rule(self, first: int, *, alone: bool = False) -> CodingRule:
-        """How the layers of a segment are coded whose tokens begin at position `first`.
+        """How the layers of a segment are coded that begins with token `first` of a prompt.
 
         It is for one segment, layers in ascending order. It raises `NotCodable`, if codes stand
         `alone` also for a segment that is unlike what the basis knows.
@@ -87,7 +92,7 @@ class BasisCodec:
             nonlocal below, turns, total
             if turns is None:
                 # Of all layers.
-                places = torch.arange(first, first + len(keys))
+                places = self.positions(first, len(keys))
                 turns = rotation.turns(places, torch.zeros_like(places)).to(keys.device)
             kvs = rotation.move(keys.float(), turns), values
             rows, below = encode_layer(basis, layer, below, kvs)
@@ -113,8 +118,8 @@ class RowRestorer:
 
     def __init__(self, codec: BasisCodec, device: torch.device, *, kernels: bool) -> None:
         """`device`: where the pools are."""
-        self._basis, self._rotation, self._device = codec.basis, codec.rotation, device
-        self._kernels = kernels
+        self._codec, self._basis, self._rotation = codec, codec.basis, codec.rotation
+        self._device, self._kernels = device, kernels
         # Imported only where they are used: Triton is not needed on a CPU, Numba not on a GPU.
         if kernels:
             from impress_sglang.triton import rows as by_kernels
@@ -158,7 +163,10 @@ class RowRestorer:
     def _turns(self, source: WholeSource) -> Turns:
         """Turns of the keys of a source's tokens to where they stood when they were stored."""
         places = torch.cat(
-            [torch.arange(len(own)) + own.start + s.info.prefix_len for s, own, _ in source.spans]
+            [
+                self._codec.positions(segment.info.prefix_len + own.start, len(own))
+                for segment, own, _ in source.spans
+            ]
         )
         return self._rotation.turns(torch.zeros_like(places), places).to(self._device)
 

@@ -226,6 +226,7 @@ def test_drafts(
                 answers.append(server.generate(prompt, 16, return_logprob=True, **bits))
                 assert report(answers[-1])["path"] == path.replace("few bits", "ssd")
                 assert report(answers[-1])["approximate"] == (path == "few bits")
+                assert path != "few bits" or report(answers[-1])["bits_mean"] < 8
                 server.flush()
         same_logprobs(found["device"], found["ssd"])
         accepted = {path: acceptance(answers) for path, answers in found.items()}

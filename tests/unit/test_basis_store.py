@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.store.writing import StoreOutcome
-from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, shape_by
+from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, RowRestorer, shape_by
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for
@@ -244,3 +245,23 @@ def test_a_basis_for_another_shape_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="impress calibrate"):
             shape_by(CODEC.basis, other)
+
+
+def test_kvs_that_are_stored_behind_their_positions_are_turned_from_these() -> None:
+    """Where drafts stand beside, what is stored of a token are the KVs of the one before."""
+    tokens, beside = prompt(7, 200), BasisCodec(CODEC.basis, CODEC.rotation, beyond=1)
+    rules = CODEC.rule(0), beside.rule(0)
+    restorers = [RowRestorer(own, CPU, kernels=False) for own in (CODEC, beside)]
+    segment = SimpleNamespace(info=SimpleNamespace(prefix_len=0))
+    sources: list[Any] = [
+        SimpleNamespace(state=None, spans=[(segment, range(start, start + len(tokens)), 0)])
+        for start in (0, 1)
+    ]
+    for layer, kvs in enumerate(exact(tokens)):
+        twice = [torch.cat([own[:1], own]) for own in kvs]
+        rows = rules[0](layer, *kvs).groups, rules[1](layer, *twice).groups[1:]
+        assert torch.equal(*rows)
+        pools = [[torch.zeros_like(own) for own in kvs] for _ in rows]
+        for restorer, source, own, into in zip(restorers, sources, rows, pools, strict=True):
+            restorer.restore(layer, source, [own], *into, torch.arange(len(tokens)))
+        assert all(torch.equal(*both) and both[0].any() for both in zip(*pools, strict=True))
