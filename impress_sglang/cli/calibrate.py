@@ -133,7 +133,7 @@ def _fitted(moments: Moments, gradients: Gradients, ranks: int, **told: Any) -> 
         heads = slice(rank * count, (rank + 1) * count)
         metric = [[own[heads] for own in layer] for layer in gradients.metric]
         part = rank, ranks
-        own = moments.of_heads(heads)
+        own = moments if ranks == 1 else moments.of_heads(heads)
         found.append(fit(own, metric, RATES[keeps], fewer=fewer, part=part, **told))
     return found
 
