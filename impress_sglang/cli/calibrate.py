@@ -21,7 +21,7 @@ from impress_sglang.cli import Refused
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.coder import encode_layer, kvs_of
-from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit
+from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit, thresholds
 from impress_sglang.store.identity import weights_digest
 
 # Of a prompt, so much is followed by the rest, by whose predictions errors are judged.
@@ -125,16 +125,18 @@ def calibrated(
 
 
 def _fitted(moments: Moments, gradients: Gradients, ranks: int, **told: Any) -> list[Basis]:
-    """A basis for each of so many ranks."""
+    """A basis for each of so many ranks, each as good as that for all heads."""
     keeps, count = max(RATES), moments.shapes[0][0] // ranks
-    fewer = {own: rate for own, rate in RATES.items() if own != keeps}
+    told["fewer"] = {own: rate for own, rate in RATES.items() if own != keeps}
+    if ranks == 1:
+        return [fit(moments, gradients.metric, RATES[keeps], **told)]
+    told["least"] = thresholds(moments, gradients.metric, RATES.values())
     found = []
     for rank in range(ranks):
         heads = slice(rank * count, (rank + 1) * count)
         metric = [[own[heads] for own in layer] for layer in gradients.metric]
-        part = rank, ranks
-        own = moments if ranks == 1 else moments.of_heads(heads)
-        found.append(fit(own, metric, RATES[keeps], fewer=fewer, part=part, **told))
+        own = moments.of_heads(heads)
+        found.append(fit(own, metric, RATES[keeps], part=(rank, ranks), **told))
     return found
 
 

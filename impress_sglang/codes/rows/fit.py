@@ -8,7 +8,7 @@ error, in all layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,7 @@ def fit(
     rate: float,
     *,
     fewer: Mapping[float, float] | None = None,
+    least: Mapping[float, float] | None = None,
     model: str = "",
     part: Part = WHOLE,
     notes: Mapping[str, Any] | None = None,
@@ -137,18 +138,26 @@ def fit(
     """Fit a basis of at most `rate` bits per feature, without gains; the same for the same numbers.
 
     `metric` is what errors cost; None: keys and values of each layer count by their own variance.
-    `fewer` are lower rates, by the bits that their codes keep. See `Basis` for the others.
+    `fewer` are lower rates, by the bits that their codes keep. `least` are thresholds of the rates,
+    in their place: those of all heads make a part of them as good, in more bits. See `Basis` for
+    the others.
     """
-    assert moments.count > 0, "nothing was added"
-    solved = [
-        _solve(moments, layer, None if metric is None else metric[layer])
-        for layer in range(moments.num_layers)
-    ]
+    solved = _solved(moments, metric)
     variances = [own.variances for own in solved]
-    bits = _share_bits(variances, rate)
-    layers = tuple(own.basis(given) for own, given in zip(solved, bits, strict=True))
-    lower = {keeps: tuple(_share_bits(variances, own)) for keeps, own in (fewer or {}).items()}
+
+    def share(rate: float) -> tuple[tuple[int, ...], ...]:
+        threshold = _threshold(variances, rate) if least is None else least[rate]
+        return tuple(_share_bits(variances, threshold))
+
+    layers = tuple(own.basis(given) for own, given in zip(solved, share(rate), strict=True))
+    lower = {keeps: share(own) for keeps, own in (fewer or {}).items()}
     return Basis(model, moments.shapes, layers, part, fewer=lower, notes=notes or {})
+
+
+def thresholds(moments: Moments, metric: Metric, rates: Iterable[float]) -> dict[float, float]:
+    """What each bit takes from the error at least, at these rates."""
+    variances = [own.variances for own in _solved(moments, metric)]
+    return {rate: _threshold(variances, rate) for rate in rates}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,6 +180,14 @@ class _Solved:
             (self.forward[:, :kept] / scale).float(),
             (self.inverse[:kept] * scale[:, None]).bfloat16(),
         )
+
+
+def _solved(moments: Moments, metric: Metric | None) -> list[_Solved]:
+    assert moments.count > 0, "nothing was added"
+    return [
+        _solve(moments, layer, None if metric is None else metric[layer])
+        for layer in range(moments.num_layers)
+    ]
 
 
 def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _Solved:
@@ -221,16 +238,20 @@ def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     return torch.block_diag(*roots[0]), torch.block_diag(*roots[1])
 
 
-def _share_bits(variances: list[Tensor], rate: float) -> list[tuple[int, ...]]:
-    """Bits of the components of all layers, as many as pay; those without bits are left out."""
+def _threshold(variances: list[Tensor], rate: float) -> float:
+    """What the last bit takes from the error, if all layers share so many per feature."""
     worth = torch.cat(variances)[:, None].cpu() * _WORTH
     wanted = int(rate * len(worth))
     assert 0 < wanted <= MAX_BITS * len(worth)
-    least = worth.flatten().sort(descending=True).values[wanted - 1]
-    least = least.clamp_min(torch.finfo(torch.float64).tiny)
+    least = float(worth.flatten().sort(descending=True).values[wanted - 1])
+    return max(least, torch.finfo(torch.float64).tiny)
+
+
+def _share_bits(variances: list[Tensor], threshold: float) -> list[tuple[int, ...]]:
+    """Bits of the components of all layers; those without bits are left out."""
     found = []
     for own in variances:
-        bits = (own[:, None].cpu() * _WORTH >= least).sum(1)
+        bits = (own[:, None].cpu() * _WORTH >= threshold).sum(1)
         found.append(tuple(int(own) for own in bits if own))
     return found
 
