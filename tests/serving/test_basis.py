@@ -63,7 +63,7 @@ def test_a_conversation_is_read_back_over_turns(impress: Server) -> None:
 
 
 def test_ranks_have_a_basis_each(serve: Serve, stock: Server, basis: Path) -> None:
-    """Of their own heads; a prefix is of use once both have stored it."""
+    """Of their own heads, in more bits; a prefix is of use once both have stored it."""
     with serve("basis-ranks", f"--impress-basis={basis}", "--impress-keep=both", ranks=2) as server:
         prefix = server.store(1200, seed=3)
         question = [*prefix, *random_tokens(25, seed=4)]
@@ -71,10 +71,10 @@ def test_ranks_have_a_basis_each(serve: Serve, stock: Server, basis: Path) -> No
         found = server.generate(question, 1, return_logprob=True)
         few = report(found)
         assert few["path"] == "ssd" and few["loaded_tokens"] == 1200
-        assert few["bits_mean"] == pytest.approx(RATE, abs=0.02) and few["approximate"] is True
+        assert RATE < few["bits_mean"] < RATE + 1.0 and few["approximate"] is True
         assert abs(logprob(found) - right) < 0.3
         exact = report(server.generate(question, 1, **EXACT))
-        assert exact["bits_mean"] == 16.0 and 5 < exact["ssd_bytes"] / few["ssd_bytes"] < 8
+        assert exact["bits_mean"] == 16.0 and 4 < exact["ssd_bytes"] / few["ssd_bytes"] < 8
         server.assert_whole()
 
 

@@ -103,16 +103,17 @@ def test_more_bits_change_predictions_less(kind: str) -> None:
     assert other.model != basis.model
 
 
-def test_ranks_lose_a_little_more_each_by_itself() -> None:
+def test_ranks_are_as_good_in_more_bits() -> None:
     """More ranks than heads share them."""
     texts = {"one": ids(300, 1), "two": ids(300, 2)}
     whole, split = calibrated(Prompts(make_model()), texts, [1, 2, 4])
     assert [own.part for own in split] == [(0, 2), (1, 2)] and len(whole) == 1
     assert {own.shapes for own in split} == {((1, 8), (1, 8))}
     assert split[0].digest != split[1].digest and split[0].notes == split[1].notes
-    for text in texts:
-        one, two = (own[0].notes["kl"]["6"][text] for own in (whole, split))
-        assert one < two < 5 * one
+    for keeps, rate in RATES.items():
+        one, two = (sum(own[0].notes["kl"][f"{keeps:g}"].values()) for own in (whole, split))
+        assert 0.7 * one < two < 1.4 * one
+        assert all(rate + 0.3 < own.keeping(keeps).rate < rate + 1.0 for own in split)
     for size in (3, 0, -2):
         with pytest.raises(Refused, match=f"{size} ranks cannot share 2"):
             calibrated(Prompts(make_model()), texts, [size])
