@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -58,7 +59,9 @@ class DiskWorker:
         # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
         self._unkept: dict[str, bytes] = {}
         self._retried_at = 0.0
-        self._removals: list[tuple[Future[None], int]] = []
+        # One after the other, by one thread.
+        self._removals = deque[tuple[Future[None], int]]()
+        self._removing_bytes = 0
         self.quarantined_bytes = 0
         """Bytes of damaged segments that are kept; at first without those of earlier processes."""
         self.keeps_quarantine = True
@@ -80,13 +83,19 @@ class DiskWorker:
         `successor`: a segment that has replaced them.
         """
         removal = self._thread.submit(self._delete, segments, successor)
-        self._removals = [own for own in self._removals if not own[0].done()]
         self._removals.append((removal, sum(segments.values())))
+        self._removing_bytes += self._removals[-1][1]
+        self._count_removed()
 
     @property
     def removing_bytes(self) -> int:
         """Bytes of files that are being removed, and may still be there."""
-        return sum(num_bytes for removal, num_bytes in self._removals if not removal.done())
+        self._count_removed()
+        return self._removing_bytes
+
+    def _count_removed(self) -> None:
+        while self._removals and self._removals[0][0].done():
+            self._removing_bytes -= self._removals.popleft()[1]
 
     def unremoved(self) -> frozenset[str]:
         """Names of what could not be removed so far: it counts as present when room is made."""
