@@ -30,8 +30,8 @@ def store_damaged(server: Server, length: int, seed: int, **fields: Any) -> list
     """A prefix on SSD with a byte flipped in a layer after the first one."""
     before = segments(server)
     prefix = server.store(length, seed, **fields)
-    # Its state, if there is one, is written behind it.
-    flip_value(min(segments(server) - before, key=lambda own: own.stat().st_mtime_ns))
+    # Its state, if there is one, stands behind it.
+    flip_value(min(segments(server) - before, key=place_of))
     return prefix
 
 
@@ -39,9 +39,14 @@ def store_damaged_state(server: Server, length: int, seed: int) -> list[int]:
     """The same, in the state behind a prefix."""
     before = segments(server)
     prefix = server.store(length, seed)
-    _, state = sorted(segments(server) - before, key=lambda own: own.stat().st_mtime_ns)
+    _, state = sorted(segments(server) - before, key=place_of)
     flip_value(state)
     return prefix
+
+
+def place_of(path: Path) -> int:
+    """Where a segment begins; files of the same tick of the clock have the same times."""
+    return read_header(path, FileSystem()).info.prefix_len
 
 
 def flip_code(path: Path) -> None:

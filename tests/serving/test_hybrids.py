@@ -12,7 +12,7 @@ import pytest
 
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
-from tests.serving.damage import flip_value, store_damaged_state
+from tests.serving.damage import flip_value, place_of, store_damaged_state
 from tests.serving.harness import HYBRID, Server
 from tests.serving.test_pools import assert_comes_back
 from tests.serving.test_ranks import HANGS_S, second
@@ -93,7 +93,7 @@ def test_states_of_two_ranks(serve: Serve, model: Path, computed: list[Any]) -> 
         before = set(second(server).glob("segments/*/*.kv"))
         server.store_prompts(spoiled, spoiled)
         found = set(second(server).glob("segments/*/*.kv")) - before
-        _, state = sorted(found, key=lambda own: own.stat().st_mtime_ns)
+        _, state = sorted(found, key=place_of)
         flip_value(state)
         told = answers(server, [spoiled])
         assert paths(told) == ["computed"]
