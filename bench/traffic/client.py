@@ -5,8 +5,8 @@ Its data set `generated-shared-prefix` has --groups with a system prompt each, b
 The device pool has room for --pool-share of them all, and memory on the host is as large.
 
 Columns: median TTFT in ms with its 95% interval, that of the later half, the 99th percentile, and
-the median as a multiple of the first system's (paired bootstrap over requests); prompt and answer
-tokens per second; p99 of the time between tokens in ms; share of the prompt tokens that were
+median and mean as multiples of the first system's (paired bootstrap over requests); prompt and
+answer tokens per second; p99 of the time between tokens in ms; share of the prompt tokens that were
 cached; MB read and written.
 """
 

@@ -14,9 +14,9 @@ blocks, and their text is WikiText's (`traffic/sessions.py`). The device pool ha
 
 Columns: TTFT in ms over all requests; prompt and answer tokens per second; gaps in ms between
 pieces of answers, so what the loads and prefills of others cost; the share of prompt tokens that
-was cached, and where; MB read from files and written to them in all; the median TTFT as a multiple
-of the first system's, with its 95% interval (paired bootstrap over requests). --mbps slows reads of
-the store or of HiCache's files down to a drive's.
+was cached, and where; MB read from files and written to them in all; median and mean TTFT as
+multiples of the first system's, with 95% intervals (paired bootstrap over requests). --mbps slows
+reads of the store or of HiCache's files down to a drive's.
 """
 
 from __future__ import annotations
