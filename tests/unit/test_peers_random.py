@@ -6,6 +6,8 @@ are not those of the tokens asked for, or that are purged; at the end each finds
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,13 +116,14 @@ class History:
             self.stores.append(self.bench.open(**self.options))
 
     def damage(self) -> None:
-        """A file goes, or becomes shorter."""
+        """A file goes, or becomes shorter, unless a store removes it meanwhile."""
         if paths := sorted(self.bench.root.glob("*/segments/*/*.kv")):
             path = self.chance.choice(paths)
             if self.chance.random() < 0.5:
-                path.unlink()
+                path.unlink(missing_ok=True)
             else:
-                path.write_bytes(path.read_bytes()[:5000])
+                with contextlib.suppress(FileNotFoundError):
+                    os.truncate(path, min(5000, path.stat().st_size))
 
     def look(self) -> None:
         for store in self.stores:
