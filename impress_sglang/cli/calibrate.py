@@ -6,6 +6,8 @@ of a basis that was fitted to the first prompts and is judged on the second ones
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import sys
 import time
@@ -21,7 +23,7 @@ from impress_sglang.cli import Refused
 from impress_sglang.codes.rotation import KeyRotation
 from impress_sglang.codes.rows.basis import RATES, Basis
 from impress_sglang.codes.rows.coder import encode_layer, kvs_of
-from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit, thresholds
+from impress_sglang.codes.rows.fit import SINK_TOKENS, Fit, Moments
 from impress_sglang.store.identity import weights_digest
 
 # Of a prompt, so much is followed by the rest, by whose predictions errors are judged.
@@ -87,15 +89,15 @@ def calibrated(
     short = [kind for kind, own in ids.items() if len(own) < 2 * _LEAST_TOKENS]
     if short:
         raise Refused(f"texts with fewer than {2 * _LEAST_TOKENS} tokens: {', '.join(short)}")
-    first = {kind: own[: len(own) // 2] for kind, own in ids.items()}
-    second = {kind: own[len(own) // 2 :] for kind, own in ids.items()}
-    moments, gradients, model = Moments(), Gradients(), prompts.name()
-    _count(prompts, first, moments, gradients)
-    heads = moments.shapes[0][0]
+    heads = prompts.num_kv_heads
     for size in tp_sizes:
         # More ranks have some heads in common.
         if size < 1 or max(size, heads) % min(size, heads):
             raise Refused(f"{size} ranks cannot share {heads} KV heads")
+    first = {kind: own[: len(own) // 2] for kind, own in ids.items()}
+    second = {kind: own[len(own) // 2 :] for kind, own in ids.items()}
+    moments, gradients, model = Moments(), Gradients(), prompts.name()
+    _count(prompts, first, moments, gradients)
     features = sum(heads * dim for heads, dim in moments.shapes)
     if moments.count < features:
         # All else of what is to come would be unlike these.
@@ -103,10 +105,10 @@ def calibrated(
             f"a basis for this model needs texts with more than {2 * features} tokens in all: "
             "give more of them, or raise --tokens"
         )
-    sizes = dict.fromkeys(min(size, heads) for size in tp_sizes)
-    checked = {size: _fitted(moments, gradients, size) for size in sizes}
+    sizes = list(dict.fromkeys(min(size, heads) for size in tp_sizes))
+    checked = _fitted(moments, gradients, sizes)
     _count(prompts, second, moments, gradients)
-    found = []
+    whole = _fitted(moments, gradients, sizes, model)
     for size, bases in checked.items():
         lost: dict[str, dict[str, float]] = {f"{own:g}": {} for own in RATES}
         for kind, tokens in second.items():
@@ -120,23 +122,24 @@ def calibrated(
             "tokens": moments.count,
             "kl": lost,
         }
-        found.append(_fitted(moments, gradients, size, model=model, notes=notes))
-    return found
+        whole[size] = [dataclasses.replace(own, notes=notes) for own in whole[size]]
+    return list(whole.values())
 
 
-def _fitted(moments: Moments, gradients: Gradients, ranks: int, **told: Any) -> list[Basis]:
-    """A basis for each of so many ranks, each as good as that for all heads."""
-    keeps, count = max(RATES), moments.shapes[0][0] // ranks
-    told["fewer"] = {own: rate for own, rate in RATES.items() if own != keeps}
-    if ranks == 1:
-        return [fit(moments, gradients.metric, RATES[keeps], **told)]
-    told["least"] = thresholds(moments, gradients.metric, RATES.values())
-    found = []
-    for rank in range(ranks):
-        heads = slice(rank * count, (rank + 1) * count)
-        metric = [[own[heads] for own in layer] for layer in gradients.metric]
-        own = moments.of_heads(heads)
-        found.append(fit(own, metric, RATES[keeps], part=(rank, ranks), **told))
+def _fitted(
+    moments: Moments, gradients: Gradients, sizes: Sequence[int], model: str = ""
+) -> dict[int, list[Basis]]:
+    """For each size a basis for each of so many ranks, all as good as that for all heads."""
+    metric, heads = gradients.metric, moments.shapes[0][0]
+    whole = Fit(moments, metric)
+    least, found = whole.thresholds(RATES), dict[int, list[Basis]]()
+    for ranks in sizes:
+        found[ranks], count = [], heads // ranks
+        for rank in range(ranks):
+            own = slice(rank * count, (rank + 1) * count)
+            costs = [[of[own] for of in layer] for layer in metric]
+            solved = whole if ranks == 1 else Fit(moments.of_heads(own), costs)
+            found[ranks].append(solved.basis(least, model=model, part=(rank, ranks)))
     return found
 
 
@@ -205,6 +208,11 @@ class Prompts:
         """The model: its class and a digest of its weights."""
         weights = weights_digest(self._model.named_parameters())
         return f"{type(self._model).__name__} {weights[:16]}"
+
+    @functools.cached_property
+    def num_kv_heads(self) -> int:
+        """KV heads of each layer."""
+        return self._prefix([0])[0][0].shape[1]
 
     def gradients(self, ids: Sequence[int]) -> tuple[KVs, list[KVs]]:
         """KVs of a prompt [t, G, D], and gradients by those that come before its last part.

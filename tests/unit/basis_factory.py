@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from impress_sglang.codes.rotation import KeyRotation
-from impress_sglang.codes.rows.basis import Basis
-from impress_sglang.codes.rows.fit import Moments, fit
+from impress_sglang.codes.rows.basis import RATES, Basis
+from impress_sglang.codes.rows.fit import Fit, Metric, Moments
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.basis_codec import BasisCodec
 from tests.unit import kv_factory as kv
@@ -24,6 +28,20 @@ def rotation(dim: int, *, halves: bool = True) -> KeyRotation:
         return torch.cat([angles.cos(), angles.sin()], 1)
 
     return KeyRotation(table, halves=halves)
+
+
+def fit(
+    moments: Moments,
+    metric: Metric | None,
+    rate: float,
+    fewer: Mapping[float, float] | None = None,
+    notes: Mapping[str, Any] | None = None,
+    **told: Any,
+) -> Basis:
+    """A basis of at most `rate` bits per feature, and at lower rates by what these keep."""
+    solved = Fit(moments, metric)
+    basis = solved.basis(solved.thresholds({max(RATES): rate, **(fewer or {})}), **told)
+    return dataclasses.replace(basis, notes=notes or {})
 
 
 def fitted(shape: KVShape, rate: float, turning: KeyRotation, model: str = "made up") -> Basis:

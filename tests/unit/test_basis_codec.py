@@ -16,9 +16,10 @@ from impress_sglang.codes.rows.coder import (
     fit_of,
     kvs_of,
 )
-from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments, fit
+from impress_sglang.codes.rows.fit import SINK_TOKENS, Moments
 from impress_sglang.codes.rows.row import GAINS, LEVELS
 from impress_sglang.errors import BasisUnreadable, NotCodable
+from tests.unit.basis_factory import fit
 from tests.unit.row_factory import decode_layer, unpacked
 
 LAYERS, HEADS, DIM = 3, 2, 6

@@ -8,8 +8,7 @@ error, in all layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -124,40 +123,37 @@ class Moments:
         return own.below / self.count - under.first[:, None] * own.first / self.count**2
 
 
-def fit(
-    moments: Moments,
-    metric: Metric | None,
-    rate: float,
-    *,
-    fewer: Mapping[float, float] | None = None,
-    least: Mapping[float, float] | None = None,
-    model: str = "",
-    part: Part = WHOLE,
-    notes: Mapping[str, Any] | None = None,
-) -> Basis:
-    """Fit a basis of at most `rate` bits per feature, without gains; the same for the same numbers.
+class Fit:
+    """Bases of all layers, solved; what is left to be chosen is which bits they have.
 
     `metric` is what errors cost; None: keys and values of each layer count by their own variance.
-    `fewer` are lower rates, by the bits that their codes keep. `least` are thresholds of the rates,
-    in their place: those of all heads make a part of them as good, in more bits. See `Basis` for
-    the others.
     """
-    solved = _solved(moments, metric)
-    variances = [own.variances for own in solved]
 
-    def share(rate: float) -> tuple[tuple[int, ...], ...]:
-        threshold = _threshold(variances, rate) if least is None else least[rate]
-        return tuple(_share_bits(variances, threshold))
+    def __init__(self, moments: Moments, metric: Metric | None) -> None:
+        assert moments.count > 0, "nothing was added"
+        self._shapes = moments.shapes
+        self._layers = [
+            _solve(moments, layer, None if metric is None else metric[layer])
+            for layer in range(moments.num_layers)
+        ]
 
-    layers = tuple(own.basis(given) for own, given in zip(solved, share(rate), strict=True))
-    lower = {keeps: share(own) for keeps, own in (fewer or {}).items()}
-    return Basis(model, moments.shapes, layers, part, fewer=lower, notes=notes or {})
+    def thresholds(self, rates: Mapping[float, float]) -> dict[float, float]:
+        """What each bit takes from the error at least; `rates` are bits per feature.
 
+        By what codes of that rate keep. Those of all heads make bases of a part of them as good, in
+        more bits.
+        """
+        variances = [own.variances for own in self._layers]
+        return {keeps: _threshold(variances, rate) for keeps, rate in rates.items()}
 
-def thresholds(moments: Moments, metric: Metric, rates: Iterable[float]) -> dict[float, float]:
-    """What each bit takes from the error at least, at these rates."""
-    variances = [own.variances for own in _solved(moments, metric)]
-    return {rate: _threshold(variances, rate) for rate in rates}
+    def basis(self, least: Mapping[float, float], *, model: str = "", part: Part = WHOLE) -> Basis:
+        """The basis at these `thresholds`; the same for the same numbers."""
+        variances = [own.variances for own in self._layers]
+        bits = {keeps: tuple(_share_bits(variances, own)) for keeps, own in least.items()}
+        keeps = max(bits)
+        given = bits.pop(keeps)
+        layers = tuple(own.basis(some) for own, some in zip(self._layers, given, strict=True))
+        return Basis(model, self._shapes, layers, part, keeps, bits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,14 +176,6 @@ class _Solved:
             (self.forward[:, :kept] / scale).float(),
             (self.inverse[:kept] * scale[:, None]).bfloat16(),
         )
-
-
-def _solved(moments: Moments, metric: Metric | None) -> list[_Solved]:
-    assert moments.count > 0, "nothing was added"
-    return [
-        _solve(moments, layer, None if metric is None else metric[layer])
-        for layer in range(moments.num_layers)
-    ]
 
 
 def _solve(moments: Moments, layer: int, metric: Sequence[Tensor] | None) -> _Solved:
