@@ -209,7 +209,7 @@ class Store:
         self._places: dict[str, tuple[int, int]] = {}
         none: Any = _NoFiles()
         none.tree, none.worker, none.health, none.meter = self.tree, none, none, none
-        none.peers, none.foreign, none.bucket = none, none, None
+        none.peers, none.places, none.bucket = none, none, None
         self.quota = Quota(config, none, WriteBudget())
         # Keys and values of 2 bytes in one layer and head, as many as a token's file has.
         dim = round(model.token_bytes * kind.file / 4)

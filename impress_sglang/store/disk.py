@@ -101,7 +101,7 @@ class StoreDisk:
                 undo.callback(self._prober.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
                 self.tree = StoredTree(content, config.ttl)
-                self.foreign, self._froze = recover_tree(
+                self.places, self._froze = recover_tree(
                     self.tree, self.directory, self.worker, self.peers
                 )
                 if self._froze:

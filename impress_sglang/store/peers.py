@@ -8,28 +8,19 @@ counted in the tree: their `file_bytes` are 0 there. One whose file is gone or d
 
 A journal also has what a server asks of the others: to forget a prefix (`purge`), and to make room
 (`want`). An order to purge has the time at which it was given, so that who starts later obeys it.
-
-A segment names its place by what it builds on and by the digest of all tokens before it. It has no
-place as long as that is not in the tree, or if others that begin like it are there. It is kept,
-then, and tried again. Of the same that two servers have stored at once, one is removed by its
-server: that of the greater name, which is the same for both.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import logging
-import math
 import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import Any
 
 from impress_sglang.storage.directory import (
     JOURNAL,
@@ -39,12 +30,8 @@ from impress_sglang.storage.directory import (
     segment_files,
     try_lock,
 )
-from impress_sglang.storage.segment import Tokens, common_prefix_len
-from impress_sglang.store.journal import ORDER_SECONDS, append, decode, read_lines, segment_of
-from impress_sglang.store.losses import prompt_of
-from impress_sglang.store.prefix_hashes import prefix_digest
+from impress_sglang.store.journal import append, decode, read_lines, segment_of
 from impress_sglang.store.stored import StoredSegment
-from impress_sglang.store.tree import StoredTree
 from impress_sglang.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -56,15 +43,6 @@ FOLDERS_SECONDS = 1.0
 _FIRST_BYTES = 256
 # The most that one poll takes, in seconds.
 _MOST_SECONDS = 0.005
-# Seconds between two attempts to place what has no place, how many are tried, in how many segments
-# of the tree a place is looked for, and for how long each.
-_AGAIN_SECONDS, _TRIED_AGAIN, _SEARCHED, _SEARCH_SECONDS = 1.0, 64, 512, 0.002
-# What two servers have written within so many seconds, they have written at once. Less than for how
-# long they do not use what they cannot read.
-_AT_ONCE_SECONDS = 30.0
-
-_Order: TypeAlias = tuple[str | None, bytes | None, float]
-"""What is purged: namespace or all, the bytes of a prefix or all of it, written until when."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,179 +235,3 @@ def _news_of(record: dict[str, Any], own: _Followed) -> Iterator[News]:
         yield News(purge=record["purge"])
     if "want" in record:
         yield News(want=record["want"])
-
-
-class ForeignSegments:
-    """Those that have no place in the tree, and those that are not wanted there; the store's thread
-    owns it."""
-
-    def __init__(self, tree: StoredTree) -> None:
-        self._tree = tree
-        self._unplaced: dict[str, StoredSegment] = {}
-        # Until when some of these are not tried.
-        self._resting: dict[str, float] = {}
-        self._unwanted: set[str] = set()
-        # Orders to purge, and when they were heard: what is told later may be of before them.
-        self._purged: dict[_Order, float] = {}
-        self.late: list[StoredSegment] = []
-        """What was purged before it was told of, and has to be removed."""
-        self._doubles: list[tuple[StoredSegment, StoredSegment]] = []
-        self._again_at = 0.0
-        # Those of the tree in which a place has not been looked for yet.
-        self._search: Iterator[StoredSegment] = iter(())
-
-    def add(self, segment: StoredSegment, *, known: bool = False) -> None:
-        """Put a segment of another server into the tree, or keep it until there is a place; not
-        if it is `known` by another name, or was purged."""
-        if segment.segment_id in self._unwanted or (known and not self._purged):
-            return
-        before = self._tokens_before(segment)
-        if before is not None and any(_concerns(own, segment, before) for own in self._purged):
-            self.refuse(segment.segment_id)
-            self.late.append(segment)
-            return
-        if known:
-            return
-        # Being told of counts as a use.
-        segment.last_access = min(segment.last_access, 0)
-        if before is not None and self._tree.insert(segment, before):
-            self.note_stored(segment)
-            return
-        self._unplaced[segment.segment_id] = segment
-        if before is not None and (own := self._double(segment, before)) is not None:
-            self._doubles.append((own, segment))
-
-    def _double(self, segment: StoredSegment, before: Tokens) -> StoredSegment | None:
-        """What this server has written of the same tokens at the same time, and should remove; None
-        if there is no such thing."""
-        match = self._tree.match(
-            segment.info.namespace,
-            np.concatenate([before, segment.info.tokens]),
-            least=segment.info.quality,
-        )
-        own = match.spans[-1].segment if match.spans else segment
-        if own.home is not None or own.history is not None or _what(own) != _what(segment):
-            return None
-        # What was written later may be there because the other one cannot be read.
-        at_once = abs(segment.written - own.written) < _AT_ONCE_SECONDS
-        lives = (segment.info.expires or math.inf) >= (own.info.expires or math.inf)
-        return own if at_once and lives and segment.segment_id < own.segment_id else None
-
-    def note_stored(self, segment: StoredSegment) -> None:
-        """Let what has no place build on a new segment of the tree, if it has the right tokens."""
-        info, digests = segment.info, dict[int, str]()
-        for own in self._unplaced.values():
-            length = own.info.prefix_len - info.prefix_len
-            if own.info.namespace == info.namespace and 0 < length <= info.num_tokens:
-                if length not in digests:
-                    text = prompt_of(segment)[: own.info.prefix_len]
-                    digests[length] = prefix_digest(info.namespace, text)
-                if digests[length] == own.info.prefix_digest:
-                    own.above = segment.segment_id
-
-    def set_aside(self, segment: StoredSegment, seconds: float = 0.0) -> None:
-        """Keep a segment out of the tree until there is a place, and for so many seconds."""
-        self._unplaced[segment.segment_id] = segment
-        if seconds:
-            self._resting[segment.segment_id] = time.monotonic() + seconds
-
-    def forget(self, segment_id: str) -> None:
-        """Forget a segment whose server has removed it."""
-        self._unplaced.pop(segment_id, None)
-        self._resting.pop(segment_id, None)
-        self._unwanted.discard(segment_id)
-
-    def refuse(self, segment_id: str) -> None:
-        """Never use a segment again: it is damaged, or must not be served."""
-        self._unplaced.pop(segment_id, None)
-        self._unwanted.add(segment_id)
-
-    def place_again(self) -> None:
-        """Try again, now and then, to place what had no place."""
-        if not self._unplaced or time.monotonic() < self._again_at:
-            return
-        self._search_places()
-        now = time.monotonic()
-        self._again_at = now + _AGAIN_SECONDS
-        for segment_id in list(itertools.islice(self._unplaced, _TRIED_AGAIN)):
-            # Behind the others, if it fails again.
-            segment = self._unplaced.pop(segment_id)
-            if now < self._resting.get(segment_id, now):
-                self._unplaced[segment_id] = segment
-            else:
-                self._resting.pop(segment_id, None)
-                self.add(segment)
-            if time.monotonic() - now > _SEARCH_SECONDS:
-                return
-
-    def _search_places(self) -> None:
-        """Look on for a place in the tree: what a segment builds on may be there by another name
-        than its server's, which has lost it since."""
-        until = time.monotonic() + _SEARCH_SECONDS
-        for number, segment in enumerate(self._search):
-            if segment.segment_id in self._tree:
-                self.note_stored(segment)
-            if number == _SEARCHED or time.monotonic() > until:
-                return
-        self._search = iter(list(self._tree.segments()))
-
-    def take_unplaced(
-        self, namespace: str | None, tokens: Tokens | None, before: float
-    ) -> list[StoredSegment]:
-        """Never use the segments without a place that belong to a prefix (see `Purge`), or may do,
-        and were written by then, also those told of later; returns them."""
-        now = time.monotonic()
-        self._purged = {own: at for own, at in self._purged.items() if now - at < ORDER_SECONDS}
-        order = namespace, None if tokens is None else tokens.tobytes(), before
-        self._purged[order] = now
-        found = [
-            own
-            for own in self._unplaced.values()
-            if _concerns(order, own) and _concerns(order, own, self._tokens_before(own))
-        ]
-        for own in found:
-            self.refuse(own.segment_id)
-        return found
-
-    def take_doubles(self) -> Iterator[tuple[StoredSegment, StoredSegment]]:
-        """What this server should remove, each with what another has, which is to be used."""
-        while self._doubles:
-            own, other = self._doubles.pop()
-            if own.ready and own.segment_id in self._tree and other.segment_id in self._unplaced:
-                yield own, other
-
-    def _tokens_before(self, segment: StoredSegment) -> Tokens | None:
-        """The tokens before a segment, by what it builds on; None if that is not known."""
-        info, chain = segment.info, [segment]
-        while chain[-1].info.prefix_len and chain[-1].above not in self._tree:
-            above = self._unplaced.get(chain[-1].above)
-            if above is None or above in chain:
-                return None
-            chain.append(above)
-        known = self._tree.get(chain[-1].above) if chain[-1].info.prefix_len else None
-        tokens = info.tokens[:0] if known is None else prompt_of(known)
-        for own in reversed(chain):
-            tokens = tokens[: own.info.prefix_len]
-            if own is not segment:
-                tokens = np.concatenate([tokens, own.info.tokens])
-        same = prefix_digest(info.namespace, tokens) == info.prefix_digest
-        return tokens if same else None
-
-
-def _what(segment: StoredSegment) -> tuple[object, ...]:
-    """What segments have in common that may stand for each other."""
-    own = segment.info
-    tokens = own.tokens.tobytes()
-    return own.prefix_digest, tokens, own.quality, own.priority, own.windows_from
-
-
-def _concerns(order: _Order, segment: StoredSegment, before: Tokens | None = None) -> bool:
-    """Whether an order to purge concerns a segment behind these tokens; None: unknown ones."""
-    namespace, prefix, until = order
-    if segment.written > until or namespace not in (None, segment.info.namespace):
-        return False
-    tokens, length = np.frombuffer(prefix or b"", np.int32), segment.info.prefix_len
-    head, rest = tokens[:length], tokens[length:]
-    if common_prefix_len(segment.info.tokens, rest) < len(rest):
-        return False
-    return before is None or common_prefix_len(before, head) == len(head)

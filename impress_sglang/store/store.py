@@ -89,7 +89,7 @@ class PrefixStore:
         self._disk = disk or StoreDisk(config, identity, files)
         self.worker, self.health = self._disk.worker, self._disk.health
         self.tree, self.pins = self._disk.tree, self._disk.pins
-        self.foreign = self._disk.foreign
+        self.places = self._disk.places
         self.namespace, self.segment_path = self._disk.namespace, self._disk.directory.segment_path
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
         self.cache = self._memory.cache
@@ -154,16 +154,16 @@ class PrefixStore:
         self.expire(self.tree.order.take_due(time.time(), MOST_EXPIRED))
         for news in self._disk.peers.take():
             self._hear(news)
-        self.foreign.place_again()
+        self.places.place_again()
         # An order to purge may concern only the one that is to be used.
-        for own, other in () if self._orders else self.foreign.take_doubles():
+        for own, other in () if self._orders else self.places.take_doubles():
             # A bucket's are stored here as well, to be read from here.
             if bucket is None and not self.writes.is_needed(own.segment_id):
                 self.writes.discard([own], Cause.EVICTED)
-                self.foreign.forget(other.segment_id)
-                self.foreign.add(other)
-        self._disk.remove_foreign(self.foreign.late)
-        self.foreign.late.clear()
+                self.places.forget(other.segment_id)
+                self.places.add(other)
+        self._disk.remove_foreign(self.places.late)
+        self.places.late.clear()
         if self._orders:
             self._orders[0].obey(self)
             if not self._orders[0].left:
@@ -188,9 +188,9 @@ class PrefixStore:
             bucket = self._disk.bucket if news.far else None
             # Here, or with another server, under any name.
             known = bucket is not None and (added.segment_id in self.tree or bucket.has_own(added))
-            self.foreign.add(added, known=known)
+            self.places.add(added, known=known)
         elif news.gone:
-            self.foreign.forget(news.gone)
+            self.places.forget(news.gone)
             segment = self.tree.get(news.gone)
             other = segment is not None and segment.home is not None
             if segment is not None and other and self._disk.is_far(segment) == news.far:
@@ -231,9 +231,9 @@ class PrefixStore:
             # Its server finds out by itself what is wrong; the disk need not be.
             logger.warning("%s; another server has it", error)
             if isinstance(error, StoreUnavailable):
-                self.foreign.set_aside(segment.apart(), REST_SECONDS)
+                self.places.set_aside(segment.apart(), REST_SECONDS)
             else:
-                self.foreign.refuse(segment.segment_id)
+                self.places.refuse(segment.segment_id)
             self.writes.lose(segment, Cause.DAMAGED)
             return
         if isinstance(error, StoreUnavailable):

@@ -254,7 +254,7 @@ class SegmentWrites:
             if segment.home is None:
                 going[segment.segment_id] = segment.file_bytes
             else:
-                self._disk.foreign.refuse(segment.segment_id)
+                self._disk.places.refuse(segment.segment_id)
         self._disk.remove_foreign(segments)
         if going:
             self.stats.segments_evicted += len(going) * (cause is Cause.EVICTED)
@@ -350,7 +350,7 @@ class SegmentWrites:
         self._quota.end(segment, written=error is None)
         if error is None:
             segment.state = SegmentState.READY
-            self._disk.foreign.note_stored(segment)
+            self._disk.places.note_stored(segment)
             if self._disk.bucket is not None:
                 self._disk.bucket.stored(segment)
             self.stats.segments_written += 1

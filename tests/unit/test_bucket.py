@@ -18,7 +18,7 @@ from impress_sglang.storage.directory import segment_files
 from impress_sglang.store import bucket as bucket_module
 from impress_sglang.store import bucket_peer as peer_module
 from impress_sglang.store import disk as disk_module
-from impress_sglang.store import peers as peers_module
+from impress_sglang.store import places as places_module
 from impress_sglang.store import store as store_module
 from impress_sglang.store.bucket import Bucket
 from impress_sglang.store.losses import Cause
@@ -92,7 +92,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Faults:
     monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(peer_module, "_LOOK_SHARE", 1.0)
     monkeypatch.setattr(bucket_module, "IDLE_SECONDS", 0.02)
-    monkeypatch.setattr(peers_module, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(store_module, "REST_SECONDS", 0.05)
     return faults

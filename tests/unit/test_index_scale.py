@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from impress_sglang.store import restoring
-from impress_sglang.store.restoring import restore_segments
+from impress_sglang.store import places, restoring
+from impress_sglang.store.places import Places
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import Node, StoredSegment
 from impress_sglang.store.tree import StoredTree
@@ -53,7 +53,7 @@ def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Each time that tokens were digested."""
-    return calls_of(monkeypatch, restoring, "extended")
+    return calls_of(monkeypatch, places, "extended")
 
 
 def num_digested(digests: list[Call]) -> int:
@@ -64,7 +64,7 @@ def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTr
     tree = StoredTree()
     for segment in segments:
         segment.above = parents.get(segment.segment_id, "")
-    assert restore_segments(tree, segments) == ([], [])
+    assert Places(tree).restore(segments) == ([], [])
     check_tree(tree)
     for segment in segments:
         above = parents.get(segment.segment_id)
@@ -78,7 +78,7 @@ def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list
     segments, parents = conversations(200)
     tree = StoredTree()
 
-    assert restore_segments(tree, segments) == ([], [])
+    assert Places(tree).restore(segments) == ([], [])
 
     check_tree(tree)
     assert {s.segment_id: s.parent.segment_id for s in segments if s.parent is not None} == {
@@ -97,7 +97,7 @@ def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     for segment in segments:
         segment.above = wrong if segment.segment_id in names else parents[segment.segment_id]
 
-    assert restore_segments(tree, segments) == ([], [])
+    assert Places(tree).restore(segments) == ([], [])
 
     check_tree(tree)
     assert tree.get("00002-2").parent is tree.get("00002-1")  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from impress_sglang.storage import directory as directory_module
 from impress_sglang.storage.directory import LOCK, StoreDirectory, take_free
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.store import peers as peers_module
+from impress_sglang.store import places as places_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import store as store_module
 from impress_sglang.store.losses import Cause
@@ -43,7 +44,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks, and attempts to place segments, do not wait for each other."""
     monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.02)
-    monkeypatch.setattr(peers_module, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.01)
 
 
 @pytest.fixture

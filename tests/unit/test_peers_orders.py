@@ -12,6 +12,7 @@ from impress_sglang.paper.store import PartStore
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store import journal as journal_module
 from impress_sglang.store import peers as peers_module
+from impress_sglang.store import places as places_module
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.orders import Purge
 from impress_sglang.store.stored import StoredMatch
@@ -37,7 +38,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks do not wait for each other."""
     monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.02)
-    monkeypatch.setattr(peers_module, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_a_new_journal_that_is_read_in_parts(bench: Workbench, two: Two) -> None
     assert second._disk.peers.unreadable
     hear(second)
     assert lengths(second, 1, 2, 3) == [8, 0, 8]
-    assert not second.foreign._unplaced and second._disk.peers.num_bytes == first.tree.file_bytes
+    assert not second.places._unplaced and second._disk.peers.num_bytes == first.tree.file_bytes
 
 
 def test_a_poll_takes_no_more_news_than_it_has_time_for(
@@ -269,7 +270,7 @@ def test_both_stay_if_one_does_not_stand_for_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has other tokens or another priority, expires, or is older and perhaps unreadable."""
-    monkeypatch.setattr(peers_module, "_AT_ONCE_SECONDS", seconds)
+    monkeypatch.setattr(places_module, "_AT_ONCE_SECONDS", seconds)
     first, second = two
     other = (*prompt(1, 5), *range(900, 908))
     bench.put(first, prompt(1, 13))

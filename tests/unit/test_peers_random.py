@@ -17,6 +17,7 @@ import pytest
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.paper.store import PartStore
 from impress_sglang.store import peers as peers_module
+from impress_sglang.store import places as places_module
 from impress_sglang.store import quota as quota_module
 from impress_sglang.store import writing as writing_module
 from impress_sglang.store.losses import prompt_of
@@ -143,11 +144,11 @@ class History:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "FOLDERS_SECONDS", 0.0)
-    monkeypatch.setattr(peers_module, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(places_module, "_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(peers_module, "LOOK_SECONDS", 0.02)
-    for name in ("_MOST_SECONDS", "_SEARCH_SECONDS"):
-        # What is heard in a poll does not depend on the machine.
-        monkeypatch.setattr(peers_module, name, 10.0)
+    # What is heard in a poll does not depend on the machine.
+    monkeypatch.setattr(peers_module, "_MOST_SECONDS", 10.0)
+    monkeypatch.setattr(places_module, "_SEARCH_SECONDS", 10.0)
     monkeypatch.setattr(quota_module, "_LOCKED_SECONDS", 0.0)
     monkeypatch.setattr(writing_module, "_ASK_SECONDS", 0.0)
     history = History(tmp_path / "kv", seed)
@@ -185,7 +186,7 @@ def check_finds_all(history: History, store: PartStore) -> None:
                     # or was purged while its place was not known, is not.
                     (first,) = look_up(other, tokens).slice(found, found + 1)
                     info = first.segment.info
-                    assert info.segment_id in store.foreign._unwanted or found > info.prefix_len
+                    assert info.segment_id in store.places._unwanted or found > info.prefix_len
 
 
 def prompt_with(store: PartStore, segment_id: str) -> Sequence[int]:

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Priority
 from impress_sglang.store.orders import is_in
+from impress_sglang.store.places import Places
 from impress_sglang.store.prefix_hashes import prefix_digest
-from impress_sglang.store.restoring import restore_segments
 from impress_sglang.store.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from tests.unit.kv_factory import as_tokens, stored_segment
@@ -157,7 +157,7 @@ class TreeMachine(RuleBasedStateMachine):
         names = data.draw(st.permutations(sorted(self.model.segments)))[int(lose) :]
         again = [self.segments[name].apart(state=SegmentState.READY, above="") for name in names]
         old, self.model, self.tree = self.model, PrefixModel(), StoredTree()
-        others, lost = restore_segments(self.tree, again)
+        others, lost = Places(self.tree).restore(again)
         kept = [own for own in again if own not in others]
         expected_lost = []
         for segment in sorted(kept, key=lambda s: (s.info.prefix_len, *age(s))):
