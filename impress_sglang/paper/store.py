@@ -18,7 +18,7 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Float32s, Floats
 from impress_sglang.paper.history import TokenHistory, chunk_shares, mapping_lists
 from impress_sglang.paper.source import PartSource
-from impress_sglang.storage.files import AlignedBuffer, AlignedMemory
+from impress_sglang.storage.files import AlignedMemory
 from impress_sglang.storage.layer_bytes import decode_layer
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
@@ -169,7 +169,6 @@ class Reorders:
         self._enabled = make_policy(store._config).reorders
         self._stats = dict.fromkeys(("segments", "failed", "without_space", "bytes_written"), 0)
         self._next_look = time.monotonic() + self._interval
-        self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-reorder", compute_alone)
         self._queue: collections.deque[StoredSegment] = collections.deque()
         self._job: tuple[Rewrite, Future[Floats]] | None = None
@@ -275,7 +274,6 @@ class Reorders:
             directory.segment_path(info.segment_id),
             info,
             read_layer,
-            self._buffer,
             directory.files,
             direct=self._disk.direct,
             mapping=mapping,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from impress_sglang.codes.coding import CodingRule
 from impress_sglang.codes.groups.energy import QueryMeter
-from impress_sglang.storage.files import AlignedBuffer, FileSystem
+from impress_sglang.storage.files import AlignedMemory, FileSystem
 from impress_sglang.storage.layer_bytes import encode_layer, put_sinks
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import (
@@ -50,7 +50,6 @@ def write_segment(
     path: Path,
     info: SegmentInfo,
     read_layer: LayerReader,
-    buffer: AlignedBuffer,
     files: FileSystem,
     *,
     direct: bool,
@@ -72,7 +71,7 @@ def write_segment(
     """
     files.make_directory(path.parent)
     with publishing(files, path, direct=direct, is_wanted=is_wanted) as descriptor:
-        _write_contents(files, descriptor, info, read_layer, buffer, mapping, coding)
+        _write_contents(files, descriptor, info, read_layer, mapping, coding)
         if written_ns is not None:
             # Where a network file system refuses this, the age begins anew.
             with contextlib.suppress(OSError):
@@ -109,7 +108,6 @@ def _write_contents(
     descriptor: int,
     info: SegmentInfo,
     read_layer: LayerReader,
-    buffer: AlignedBuffer,
     mapping: MappingLists | None,
     rule: CodingRule | None,
 ) -> None:
@@ -119,7 +117,8 @@ def _write_contents(
         rule = QueryMeter().rule(shape.group_layout)
     shapes = info.arrays()
     checksums, sinks, fits = (np.zeros(*shapes[n][::-1]) for n in ("checksums", "sinks", "fits"))
-    memory, first = buffer.view(max(layout.most_layer_bytes, layout.header_bytes)), 0
+    memory = AlignedMemory(max(layout.most_layer_bytes, layout.header_bytes)).view
+    first = 0
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
         groups = None

@@ -21,7 +21,6 @@ from torch import Tensor
 from impress_sglang.codes.coding import CodingRule
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.directory import QUARANTINE, StoreDirectory, quarantined_files
-from impress_sglang.storage.files import AlignedBuffer
 from impress_sglang.storage.segment import OpenSegment, SegmentInfo
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
 from impress_sglang.store.health import Health, Verdict
@@ -54,7 +53,6 @@ class DiskWorker:
         self._health = health
         self._direct = direct
         self.journal = Journal(self.files, directory.path)
-        self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
         # Small files that the disk has refused, for `catch_up`; used only on the worker's thread.
         self._unkept: dict[str, bytes] = {}
@@ -131,7 +129,6 @@ class DiskWorker:
                 path,
                 segment.info,
                 read_and_note,
-                self._buffer,
                 self.files,
                 direct=self._direct,
                 coding=coding,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.storage.files import AlignedBuffer, FileSystem
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import MappingLists, OpenSegment, SegmentInfo, Tokens
@@ -124,7 +124,6 @@ def write_kvs(
         path,
         info,
         lambda i: (keys[i], values[i]),
-        AlignedBuffer(),
         FileSystem(),
         direct=direct,
         mapping=mapping,

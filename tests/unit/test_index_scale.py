@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from impress_sglang.store import places, restoring
+from impress_sglang.store import disk as disk_module
+from impress_sglang.store import places
 from impress_sglang.store.places import Places
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import Node, StoredSegment
@@ -120,7 +121,7 @@ def test_the_order_of_use_is_that_of_before() -> None:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Any store with a segment is, and what a start has frozen is let go at the end."""
-    monkeypatch.setattr(restoring, "_MANY", 1)
+    monkeypatch.setattr(disk_module, "_MANY", 1)
     # What there is already need not be looked through.
     gc.freeze()
     yield

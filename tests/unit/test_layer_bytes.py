@@ -61,6 +61,10 @@ def test_a_layer_is_read_back_in_logical_order(
     given = keys.clone(), values.clone(), None if mapping is None else mapping.copy()
 
     encode_layer(layout, 0, given[0], given[1], given[2], memory)
+    clean = memoryview(bytearray(len(memory)))
+    encode_layer(layout, 0, given[0], given[1], given[2], clean)
+    size = layout.columns_bytes
+    assert memory[:size] == clean[:size], "padding is zero"
     found_keys, found_values = decode_layer(layout, memory, mapping)
     memory[:] = bytes(len(memory))
 

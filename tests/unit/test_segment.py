@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.storage.files import AlignedBuffer, FileSystem
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_bytes import sinks_of
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import (
@@ -26,7 +26,6 @@ from impress_sglang.storage.segment import (
     encode_header,
     read_header,
 )
-from impress_sglang.storage.writer import write_segment
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, random_mapping, write_kvs
 
 FILES = FileSystem()
@@ -194,21 +193,6 @@ def test_every_block_of_a_written_file_has_its_checksum(
     expected = [xxhash.xxh3_64_intdigest(body[at : at + 4096]) for at in range(0, len(body), 4096)]
     assert len(set(expected)) > 20, "blocks differ"
     assert read_header(path, FILES).checksums.tolist() == expected
-
-
-@pytest.mark.parametrize("kind", ["in order", "no probe heads"])
-def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, kind: str) -> None:
-    """The buffer is reused: what an earlier, longer segment left there must not reach a file."""
-    info = KINDS[kind]
-    keys, values = random_kvs(info.shape, 20, seed=3)
-    buffer = AlignedBuffer()
-    buffer.view(1 << 20)[:] = b"\xff" * (1 << 20)
-    path = tmp_path / "dirty" / "ab12.kv"
-
-    write_segment(path, info, lambda i: (keys[i], values[i]), buffer, FILES, direct=False)
-
-    (tmp_path / "clean").mkdir()
-    assert path.read_bytes() == write_kvs(tmp_path / "clean", info, keys, values).read_bytes()
 
 
 def test_read_and_write_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
