@@ -10,7 +10,6 @@ import pytest
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.store.store import PrefixStore
 from tests.faults import Faults, FaultyFileSystem
-from tests.unit import store_factory
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, look_up, path_of, prompt, until
 
@@ -20,9 +19,6 @@ def faults() -> Iterator[Faults]:
     faults = Faults(seed=1)
     yield faults
     faults.clear()
-
-
-bench = store_factory.bench_of_one_shape
 
 
 @pytest.fixture

@@ -178,17 +178,17 @@ class Workbench:
         return path
 
 
-@pytest.fixture(params=["probe heads", "head groups bfloat16"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workbench]:
-    bench = Workbench(tmp_path / "kv", SHAPES[request.param])
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Workbench]:
+    bench = Workbench(tmp_path / "kv", SHAPES["probe heads"])
     yield bench
     bench.close_all()
 
 
-@pytest.fixture
-def bench_of_one_shape(tmp_path: Path) -> Iterator[Workbench]:
-    """For modules that ask what no shape of the KVs changes."""
-    bench = Workbench(tmp_path / "kv", SHAPES["probe heads"])
+@pytest.fixture(params=["probe heads", "head groups bfloat16"])
+def bench_of_each_shape(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workbench]:
+    """For modules that ask what the shape of the KVs may change."""
+    bench = Workbench(tmp_path / "kv", SHAPES[request.param])
     yield bench
     bench.close_all()
 

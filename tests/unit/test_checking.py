@@ -14,8 +14,6 @@ from tests.unit import store_factory
 from tests.unit.store_factory import Workbench, check_rows, look_up, prompt
 from tests.unit.test_store_reordering import reorder, select
 
-bench = store_factory.bench_of_one_shape
-
 
 @pytest.fixture
 def used(bench: Workbench) -> PrefixStore:

@@ -16,12 +16,9 @@ from impress_sglang.cli import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
 from impress_sglang.cli.main import main
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.store.prefix_hashes import namespace_text
-from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY, flip_byte
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, length, look_up, prompt, use
 from tests.unit.stub_server import StubServer
-
-bench = store_factory.bench_of_one_shape
 
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
 CONVERSATION = prompt(1, 128)

@@ -12,7 +12,6 @@ from impress_sglang.cli import DONE
 from impress_sglang.cli.main import main
 from impress_sglang.storage.directory import MARKER
 from impress_sglang.storage.segment import FORMAT_VERSION
-from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY
 from tests.unit.store_factory import (
     OTHER_IDENTITY,
@@ -22,8 +21,6 @@ from tests.unit.store_factory import (
     prompt,
     three_prefixes,
 )
-
-bench = store_factory.bench_of_one_shape
 
 Said = pytest.CaptureFixture[str]
 

@@ -30,7 +30,6 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, gb, lengths, prompt
 
@@ -315,9 +314,6 @@ def test_a_store_whose_marker_or_lock_is_a_link_is_refused(
     with contextlib.suppress(OSError):
         assert not remove_store(FILES, folder)
     assert contents(root) == before
-
-
-bench = store_factory.bench_of_one_shape
 
 
 def old_model(

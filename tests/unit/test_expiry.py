@@ -14,13 +14,10 @@ from impress_sglang.store.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, length, lengths, look_up, lose, path_of, prompt
 from tests.unit.waiting import Clock, wait_until
-
-bench = store_factory.bench_of_one_shape
 
 HOUR = 3600.0
 

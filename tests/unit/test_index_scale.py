@@ -16,7 +16,6 @@ from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import Node, StoredSegment
 from impress_sglang.store.tree import StoredTree
 from impress_sglang.store.writing import StoreOutcome
-from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import Call, calls_of
 from tests.unit.store_checks import check_tree
@@ -31,8 +30,6 @@ from tests.unit.store_factory import (
     three_prefixes,
     use,
 )
-
-bench = store_factory.bench_of_one_shape
 
 TURNS = 5
 NO_TOKENS = np.empty(0, np.int32)

@@ -36,7 +36,6 @@ from tests.unit.store_factory import (
     prompt,
     until,
 )
-from tests.unit.store_factory import bench_of_one_shape as bench  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +47,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def two(bench: Workbench) -> tuple[PartStore, PartStore]:  # noqa: F811
+def two(bench: Workbench) -> tuple[PartStore, PartStore]:
     return bench.open(), bench.open()
 
 
@@ -64,7 +63,7 @@ def until_stored(store: PartStore, tokens: tuple[int, ...], count: int | None = 
     until(store, lambda: length(store, tokens) == wanted)
 
 
-def kill(bench: Workbench, store: PartStore) -> None:  # noqa: F811
+def kill(bench: Workbench, store: PartStore) -> None:
     """As if its process were gone: nobody has its lock, and nothing of it goes on."""
     store.writes.drain()
     store.worker.submit(int).result()
@@ -73,7 +72,7 @@ def kill(bench: Workbench, store: PartStore) -> None:  # noqa: F811
     store._disk.directory.close()
 
 
-def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:  # noqa: F811
+def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:
     first, second = two
     assert [folder_of(own).name for own in two] == [IDENTITY, f"{IDENTITY}.1"]
     bench.put(first, prompt(1, 13))
@@ -97,9 +96,7 @@ def test_what_one_stores_another_finds(bench: Workbench, two: Two) -> None:  # n
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_folder_without_a_server_is_served_and_taken_over(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-    killed: bool,
+    bench: Workbench, two: Two, killed: bool
 ) -> None:
     first, second = two
     bench.put(first, prompt(1, 13))
@@ -122,8 +119,7 @@ def test_a_folder_without_a_server_is_served_and_taken_over(
 
 
 def test_own_segments_outlive_a_start_while_others_cannot_be_read(
-    bench: Workbench,  # noqa: F811
-    two: Two,
+    bench: Workbench, two: Two
 ) -> None:
     """They may build on what another server has."""
     first, second = two
@@ -140,11 +136,7 @@ def test_own_segments_outlive_a_start_while_others_cannot_be_read(
 
 
 @pytest.mark.parametrize("damage", ["gone", "flipped", "folder"])
-def test_a_file_that_another_has_lost_is_a_miss(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-    damage: str,
-) -> None:
+def test_a_file_that_another_has_lost_is_a_miss(bench: Workbench, two: Two, damage: str) -> None:
     first, second = two
     bench.put(first, prompt(1, 13))
     bench.put(first, prompt(2))
@@ -169,9 +161,7 @@ def test_a_file_that_another_has_lost_is_a_miss(
 
 
 def test_a_file_of_another_that_cannot_be_read_now_is_used_later(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Workbench, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "REST_SECONDS", 0.2)
     first, second = two
@@ -184,7 +174,7 @@ def test_a_file_of_another_that_cannot_be_read_now_is_used_later(
     check_rows(second, prompt(1, 40))
 
 
-def test_what_is_removed_is_forgotten(bench: Workbench, two: Two) -> None:  # noqa: F811
+def test_what_is_removed_is_forgotten(bench: Workbench, two: Two) -> None:
     first, second = two
     bench.put(first, prompt(1, 13))
     until_stored(second, prompt(1, 13))
@@ -197,7 +187,7 @@ def test_what_is_removed_is_forgotten(bench: Workbench, two: Two) -> None:  # no
     until_stored(first, prompt(1, 40))
 
 
-def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:  # noqa: F811
+def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:
     """A third server may hear of what builds on something before it hears of that."""
     first, second = two
     third = bench.open()
@@ -215,7 +205,7 @@ def test_news_may_come_in_any_order(bench: Workbench, two: Two) -> None:  # noqa
     check_rows(third, prompt(1, 40))
 
 
-def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: Two) -> None:  # noqa: F811
+def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: Two) -> None:
     """Its server wrote that it builds on a segment that has been replaced since."""
     first, second = two
     third = bench.open()
@@ -232,11 +222,7 @@ def test_what_it_builds_on_may_be_there_by_another_name(bench: Workbench, two: T
 
 
 @pytest.mark.parametrize("tail", [b"torn", b"0123456789abcdef {}\n", b"\n\n", bytes(100)])
-def test_damage_of_a_journal_costs_what_is_damaged(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-    tail: bytes,
-) -> None:
+def test_damage_of_a_journal_costs_what_is_damaged(bench: Workbench, two: Two, tail: bytes) -> None:
     first, second = two
     bench.put(first, prompt(1))
     until_stored(second, prompt(1))
@@ -257,10 +243,7 @@ def test_damage_of_a_journal_costs_what_is_damaged(
     assert lengths(second, 1, 2) == [8, 8]
 
 
-def test_a_journal_that_is_made_anew_says_the_same(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-) -> None:
+def test_a_journal_that_is_made_anew_says_the_same(bench: Workbench, two: Two) -> None:
     first, second = two
     bench.put_all(first, 1, 2, 3)
     until_stored(second, prompt(3))
@@ -277,7 +260,7 @@ def test_a_journal_that_is_made_anew_says_the_same(
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_purge_reaches_all(bench: Workbench, two: Two, alive: bool) -> None:  # noqa: F811
+def test_a_purge_reaches_all(bench: Workbench, two: Two, alive: bool) -> None:
     first, second = two
     for store in two:
         bench.put(store, prompt(1, 13))
@@ -309,7 +292,7 @@ def test_a_purge_reaches_all(bench: Workbench, two: Two, alive: bool) -> None:  
     until_stored(second, prompt(1, 13))
 
 
-def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:  # noqa: F811
+def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:
     options = {"ssd_gb": gb(8 * bench.one)}
     first, second = bench.open(**options), bench.open(**options)
 
@@ -338,8 +321,7 @@ def test_the_quota_is_that_of_the_directory(bench: Workbench) -> None:  # noqa: 
 
 
 def test_room_comes_from_folders_without_a_server(
-    bench: Workbench,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quota_module, "_LOCKED_SECONDS", 0.0)
     options = {"ssd_gb": gb(4 * bench.one)}

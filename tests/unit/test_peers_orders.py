@@ -29,7 +29,6 @@ from tests.unit.store_factory import (
     prompt,
     until,
 )
-from tests.unit.store_factory import bench_of_one_shape as bench  # noqa: F401
 from tests.unit.test_peers import folder_of, kill, until_stored
 
 
@@ -42,7 +41,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def two(bench: Workbench) -> tuple[PartStore, PartStore]:  # noqa: F811
+def two(bench: Workbench) -> tuple[PartStore, PartStore]:
     """Two servers, of which the second one does not look by itself."""
     first, second = bench.open(), bench.open()
     second._disk.peers.close(10)
@@ -87,7 +86,7 @@ def write_anew(store: PartStore) -> None:
     store.worker.submit(store.worker.journal.tell, {"want": 0}).result()
 
 
-def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:  # noqa: F811
+def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> None:
     """The one who stored it is dead, so that nobody else removes it."""
     first, second = two
     bench.put_all(first, 1, 2)
@@ -100,7 +99,7 @@ def test_what_is_told_after_a_purge_was_purged(bench: Workbench, two: Two) -> No
     assert lengths(second, 1, 2) == [8, 8]
 
 
-def test_a_restarted_server_keeps_its_own_order(bench: Workbench, two: Two) -> None:  # noqa: F811
+def test_a_restarted_server_keeps_its_own_order(bench: Workbench, two: Two) -> None:
     first, second = two
     bench.put_all(first, 1, 2)
     kill(bench, first)
@@ -112,9 +111,7 @@ def test_a_restarted_server_keeps_its_own_order(bench: Workbench, two: Two) -> N
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_an_order_that_is_heard_again_leaves_what_is_newer(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-    restarted: bool,
+    bench: Workbench, two: Two, restarted: bool
 ) -> None:
     first, second = two
     bench.put(first, prompt(1))
@@ -133,7 +130,7 @@ def test_an_order_that_is_heard_again_leaves_what_is_newer(
     assert lengths(second, 1, 3) == [8, 8] and len(second.pins) == 1
 
 
-def test_a_new_journal_that_is_read_in_parts(bench: Workbench, two: Two) -> None:  # noqa: F811
+def test_a_new_journal_that_is_read_in_parts(bench: Workbench, two: Two) -> None:
     """What an interrupted look has not seen any more is gone all the same, and nothing is twice."""
     first, second = two
     bench.put_all(first, 1, 2, 3)
@@ -156,9 +153,7 @@ def test_a_new_journal_that_is_read_in_parts(bench: Workbench, two: Two) -> None
 
 
 def test_a_poll_takes_no_more_news_than_it_has_time_for(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Workbench, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = two
     bench.put_all(first, *range(1, 21))
@@ -177,9 +172,7 @@ def test_a_poll_takes_no_more_news_than_it_has_time_for(
     assert length(second, prompt(20)) == 8
 
 
-def test_room_is_found_without_passing_what_others_have_each_time(
-    bench: Workbench,  # noqa: F811
-) -> None:
+def test_room_is_found_without_passing_what_others_have_each_time(bench: Workbench) -> None:
     options = {"ssd_gb": gb(30 * bench.one)}
     first, second = bench.open(**options), bench.open(**options)
     bench.put_all(first, *range(1, 11))
@@ -197,7 +190,7 @@ def test_room_is_found_without_passing_what_others_have_each_time(
     assert next(iter(second.tree.order)).home is None
 
 
-def test_who_has_less_than_a_share_gets_it(bench: Workbench) -> None:  # noqa: F811
+def test_who_has_less_than_a_share_gets_it(bench: Workbench) -> None:
     options = {"ssd_gb": gb(8 * bench.one)}
     first, second = bench.open(**options), bench.open(**options)
     bench.put_all(first, *range(1, 9))
@@ -214,10 +207,7 @@ def test_who_has_less_than_a_share_gets_it(bench: Workbench) -> None:  # noqa: F
     until(second, has_its_share)
 
 
-def test_nothing_that_is_read_ends_the_thread(
-    bench: Workbench,  # noqa: F811
-    two: Two,
-) -> None:
+def test_nothing_that_is_read_ends_the_thread(bench: Workbench, two: Two) -> None:
     first, second = two
     path = folder_of(first) / "journal"
     bench.put(first, prompt(1))
@@ -233,7 +223,7 @@ def test_nothing_that_is_read_ends_the_thread(
     assert lengths(second, 1, 2) == [8, 8]
 
 
-def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:  # noqa: F811
+def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:
     """One of them removes its own as soon as nobody needs it; what builds on either is found."""
     for store in two:
         bench.put(store, prompt(1, 13))
@@ -263,7 +253,7 @@ def test_both_may_store_the_same_at_once(bench: Workbench, two: Two) -> None:  #
     [({"ttl": 3600.0}, 30.0), ({"priority": Priority.HIGH}, 30.0), ({}, 0.0)],
 )
 def test_both_stay_if_one_does_not_stand_for_the_other(
-    bench: Workbench,  # noqa: F811
+    bench: Workbench,
     two: Two,
     options: dict[str, Any],
     seconds: float,

@@ -11,13 +11,10 @@ from impress_sglang.store import orders as orders_module
 from impress_sglang.store.losses import Cause
 from impress_sglang.store.orders import Purge, Purged
 from impress_sglang.store.store import PrefixStore
-from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, gb, length, lose, name_of, prompt
 from tests.unit.waiting import wait_until
-
-bench = store_factory.bench_of_one_shape
 
 
 def pin(store: PrefixStore, tokens: Any, namespace: str = "") -> str | None:

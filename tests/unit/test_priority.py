@@ -21,8 +21,6 @@ from tests.unit.store_factory import (
     use,
 )
 
-bench = store_factory.bench_of_one_shape
-
 LOW, NORMAL, HIGH = Priority
 
 

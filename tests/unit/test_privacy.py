@@ -25,8 +25,6 @@ from tests.unit.store_factory import (
 )
 from tests.unit.waiting import wait_until
 
-bench = store_factory.bench_of_one_shape
-
 SALT = "a-salt-that-nobody-must-see-b7d1"
 
 

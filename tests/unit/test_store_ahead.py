@@ -14,6 +14,8 @@ from tests.unit import store_factory as stores
 from tests.unit.reading import read_rows, wait_for_reads
 from tests.unit.store_factory import Workbench, look_up, prompt
 
+bench = stores.bench_of_each_shape
+
 TOKENS = prompt(1, 40)
 CHUNK_TOKENS = 8
 

@@ -20,7 +20,7 @@ from tests.unit import store_factory as stores
 from tests.unit.failing_store import read, shared_prefix, until_well
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 
-faults, bench, store = failing_store.faults, failing_store.bench, failing_store.store
+faults, store = failing_store.faults, failing_store.store
 
 LOOKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "good": (lambda path: None, "segments_cleared"),

@@ -28,7 +28,7 @@ from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 from tests.unit.waiting import wait_until
 
-faults, bench, store = failing_store.faults, failing_store.bench, failing_store.store
+faults, store = failing_store.faults, failing_store.store
 
 READ_FAULTS = {
     "EIO of a block": Rule("EIO", "block"),

@@ -14,8 +14,6 @@ from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, length, lengths, look_up, prompt
 from tests.unit.waiting import wait_until
 
-bench = stores.bench_of_one_shape
-
 
 def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
     """Only reading is use: a look-up happens for every waiting request, again and again."""

@@ -26,6 +26,8 @@ from tests.unit.reading import read_rows
 from tests.unit.store_checks import check_store
 from tests.unit.store_factory import Workbench, check_rows, length, look_up, prompt
 
+bench = stores.bench_of_each_shape
+
 
 def select(store: PartStore, tokens: tuple[int, ...], *chosen: int) -> None:
     """A request whose layers all select the same tokens of a stored prefix."""
