@@ -11,12 +11,9 @@ from torch import Tensor
 
 from impress_sglang.codes.rotation import KeyRotation, Turns
 from impress_sglang.codes.rows.basis import Basis, LayerBasis
-from impress_sglang.codes.rows.coder import (
-    GAIN_TABLE,
-    product_matrix,
-    product_of,
-)
+from impress_sglang.codes.rows.coder import GAIN_TABLE, kvs_of, product_matrix, product_of
 from impress_sglang.codes.rows.row import GAINS, LEVEL_TABLE, RowLayout, gains_of, group_bounds
+from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 
 # Bits of the components of each layer.
 ALL_BITS = tuple(bits for bits in range(8, 0, -1) for _ in range(5))
@@ -94,3 +91,48 @@ def random_turns(rotated: int, tokens: int, *, halves: bool) -> Rotated:
     rotation = KeyRotation(lambda _: table, halves=halves)
     places = torch.arange(tokens) + 9
     return Rotated(rotation, rotation.turns(torch.zeros_like(places), places))
+
+
+def check_restored(
+    basis: Basis,
+    own: Rotated,
+    tokens: int,
+    dtype: torch.dtype,
+    *,
+    gap: int,
+    kernels: bool,
+    device: str = "cpu",
+) -> None:
+    """All layers are restored into slots here and there, and everything else stays as it was.
+
+    There is a gap in the memory behind each row, head and slot.
+    """
+    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device(device), kernels=kernels)
+    turns, slots = own.turns.to(torch.device(device)), torch.randperm(tokens + 5)[:tokens]
+    below = None
+    for layer in range(basis.num_layers):
+        rows = random_rows(basis, layer, tokens)
+        memory = torch.nn.functional.pad(rows, (gap, gap)).to(device)[:, gap : gap + rows.shape[1]]
+        expected = [
+            torch.randn(tokens + 5, heads + gap, dim + gap).to(dtype) for heads, dim in basis.shapes
+        ]
+        found = [pool.to(device, copy=True) for pool in expected]
+        into, wanted = (
+            [pool[:, :heads, :dim] for pool, (heads, dim) in zip(pools, basis.shapes, strict=True)]
+            for pools in (found, expected)
+        )
+        right = decode_layer(basis, layer, None if below is None else below.cpu(), rows)
+        below = restorer.put(layer, memory, below, turns, slots.to(device), *into)
+        assert below.dtype == torch.bfloat16
+        # The interpreter of kernels cuts off, and rounds not.
+        near = {"rtol": 0, "atol": 2**-6 * float(right.abs().max())} if kernels else {}
+        torch.testing.assert_close(below.cpu(), right, **near)
+        keys, values = kvs_of(basis, layer, below.cpu())
+        wanted[0][slots] = own.rotation.move(keys, own.turns).to(dtype)
+        wanted[1][slots] = values.to(dtype)
+        for pool, whole in zip(found, expected, strict=True):
+            step = 2 * torch.finfo(dtype).eps
+            near = {"rtol": 0, "atol": step * float(whole.abs().max())}
+            # A product and a sum may be rounded once.
+            near = near if kernels else {"rtol": step, "atol": 1e-4}
+            torch.testing.assert_close(pool.cpu(), whole, **near)

@@ -8,17 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.codes.rows.basis import Basis
-from impress_sglang.codes.rows.coder import (
-    GAIN_TABLE,
-    encode_layer,
-    kvs_of,
-)
+from impress_sglang.codes.rows.coder import GAIN_TABLE, encode_layer
 from impress_sglang.codes.rows.row import CURVES
 from impress_sglang.loops import rows as loops
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 from tests.unit.row_factory import (
+    check_restored,
     components_of,
-    decode_layer,
     random_basis,
     random_rows,
     random_turns,
@@ -47,49 +43,12 @@ def test_components_are_those_of_the_coder(bits: list[int], tokens: int) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("rotated", [ROTATED, KEY_DIM])
-@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("gap", [0, 1])
 def test_slots_hold_what_the_coder_restores(
-    basis: Basis, dtype: torch.dtype, halves: bool, rotated: int, contiguous: bool
+    basis: Basis, dtype: torch.dtype, halves: bool, rotated: int, gap: int
 ) -> None:
-    check(basis, 21, dtype, rotated, halves=halves, contiguous=contiguous)
-
-
-def check(
-    basis: Basis,
-    tokens: int,
-    dtype: torch.dtype,
-    rotated: int,
-    *,
-    halves: bool,
-    contiguous: bool,
-) -> None:
-    """Restore all layers into slots here and there; everything else stays as it was."""
-    own = random_turns(rotated, tokens, halves=halves)
-    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device("cpu"), kernels=False)
-    generator = torch.Generator().manual_seed(1)
-    slots = torch.randperm(tokens + 5, generator=generator)[:tokens]
-    below = wanted = None
-    for layer in range(basis.num_layers):
-        rows = random_rows(basis, layer, tokens)
-        pools = [
-            torch.randn(tokens + 5, HEADS, dim + (not contiguous), generator=generator).to(dtype)
-            for dim in (KEY_DIM, VALUE_DIM)
-        ]
-        expected = [pool.clone() for pool in pools]
-        views = [
-            [pool[..., :dim] for pool, dim in zip(some, (KEY_DIM, VALUE_DIM), strict=True)]
-            for some in (pools, expected)
-        ]
-        below = restorer.put(layer, rows, below, own.turns, slots, *views[0])
-        wanted = decode_layer(basis, layer, wanted, rows)
-        assert below.dtype == torch.bfloat16
-        torch.testing.assert_close(below, wanted)
-        keys, values = kvs_of(basis, layer, wanted)
-        views[1][0][slots] = own.rotation.move(keys, own.turns).to(dtype)
-        views[1][1][slots] = values.to(dtype)
-        for found, one in zip(pools, expected, strict=True):
-            # A product and a sum may be rounded once.
-            torch.testing.assert_close(found, one, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+    own = random_turns(rotated, 21, halves=halves)
+    check_restored(basis, own, 21, dtype, gap=gap, kernels=False)
 
 
 def test_decoder_restores_what_a_rounding_encoder_returns(basis: Basis) -> None:

@@ -6,14 +6,13 @@ import pytest
 import torch
 import triton
 
-from impress_sglang.codes.rows.coder import kvs_of
 from impress_sglang.transfer.basis_codec import BasisCodec, RowRestorer
 from impress_sglang.triton import power_of_two
 from impress_sglang.triton import rows as kernels
 from tests.unit.row_factory import (
     LAYERS,
+    check_restored,
     components_of,
-    decode_layer,
     random_basis,
     random_rows,
     random_turns,
@@ -40,36 +39,11 @@ def test_slots_hold_what_the_oracle_restores(
     halves: bool,
 ) -> None:
     heads, key_dim, value_dim, rotated = shape
-    basis = random_basis((heads, key_dim), (heads, value_dim))
-    own = random_turns(rotated, tokens, halves=halves)
-    restorer = RowRestorer(BasisCodec(basis, own.rotation), torch.device(device), kernels=True)
-    turns = own.turns.to(torch.device(device))
-    slots = torch.randperm(tokens + 5)[:tokens]
-    below = None
-    for layer in range(basis.num_layers):
-        rows = random_rows(basis, layer, tokens)
-        # Rows, pools and heads with gaps.
-        memory = torch.nn.functional.pad(rows, (3, 2)).to(device)[:, 3:-2]
-        pools = [
-            torch.randn(tokens + 5, heads + 1, dim + 3).to(dtype) for dim in (key_dim, value_dim)
-        ]
-        on_device = [pool.to(device) for pool in pools]
-        views = [
-            [pool[:, :heads, :dim] for pool, dim in zip(some, (key_dim, value_dim), strict=True)]
-            for some in (on_device, pools)
-        ]
-        wanted = decode_layer(basis, layer, None if below is None else below.cpu(), rows)
-        below = restorer.put(layer, memory, below, turns, slots.to(device), *views[0])
-        # The interpreter cuts off, and rounds not.
-        slack = 2**-6 * float(wanted.abs().max())
-        assert below.dtype == torch.bfloat16
-        torch.testing.assert_close(below.cpu(), wanted, rtol=0, atol=slack)
-        keys, values = kvs_of(basis, layer, below.cpu())
-        views[1][0][slots] = own.rotation.move(keys, own.turns).to(dtype)
-        views[1][1][slots] = values.to(dtype)
-        for found, expected in zip(on_device, pools, strict=True):
-            step = 2 * torch.finfo(dtype).eps * float(expected.abs().max())
-            torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=step)
+    basis, own = (
+        random_basis((heads, key_dim), (heads, value_dim)),
+        random_turns(rotated, tokens, halves=halves),
+    )
+    check_restored(basis, own, tokens, dtype, gap=1, kernels=True, device=device)
 
 
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
