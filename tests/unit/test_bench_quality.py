@@ -1,13 +1,17 @@
-"""Benchmarks of quality without servers: tasks and scores of `accuracy` and `blend`."""
+"""Benchmarks of quality: tasks, scores, and what a model reads behind rounded KVs."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from bench.core.report import Row, Table
 from bench.core.session import BenchFailed
@@ -21,7 +25,11 @@ from bench.quality.accuracy import (
     option_loglik,
 )
 from bench.quality.blend import divergence, score
+from bench.quality.precision import Reader, Rule
 from bench.quality.tasks import Item, Task, make_task
+from impress_sglang.cli.calibrate import KVs, Prompts, calibrated
+from impress_sglang.codes.rows.basis import Basis
+from tests.serving.tiny_models import make_model, random_tokens
 
 OPTIONS = {"prefixes": 2, "shots": 8, "passages": 6, "examples": 8}
 EXACT, QUARTER, FIVE = Way("as"), Way("paper", 0.25), Way("a@5", 1.0, 5.0)
@@ -145,3 +153,49 @@ def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:
 )
 def test_answers_are_compared_by_their_words(text: str, f1: float, right: bool) -> None:
     assert score(text, ["Exeter College", "b"]) == (pytest.approx(f1), right)
+
+
+RULES = ("coded 5", "coded 6", "basis 4")
+PREFIX, TEXT = random_tokens(200, seed=1), random_tokens(30, seed=2)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    folder = Path(tmp_path_factory.mktemp("model"))
+    with torch.no_grad():
+        return Reader(make_model("llama", folder), {4.0: fitted_to(folder)})
+
+
+def fitted_to(folder: Path) -> Basis:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = {str(seed): random_tokens(400, seed=seed) for seed in range(30, 34)}
+    with torch.enable_grad():
+        return calibrated(Prompts(model), texts)[0][0]
+
+
+def read(reader: Reader, rule: str) -> tuple[KVs, Tensor]:
+    """What a rule makes of the prefix, and what is read behind it."""
+    with torch.no_grad():
+        kvs = reader.rounded(Rule.parse(rule), *reader.prefix(PREFIX))
+        return kvs, reader.follow(kvs, TEXT)
+
+
+def distance(reader: Reader, rule: str) -> float:
+    exact, found = exactly(reader), read(reader, rule)[1]
+    return float((exact.exp() * (exact - found)).sum(-1).mean())
+
+
+def exactly(reader: Reader) -> Tensor:
+    with torch.no_grad():
+        return reader.follow(reader.prefix(PREFIX)[0], TEXT)
+
+
+def test_behind_exact_kvs_it_reads_as_in_one_pass(reader: Reader) -> None:
+    with torch.no_grad():
+        whole = reader.model(torch.tensor([[*PREFIX, *TEXT]])).logits[0, len(PREFIX) :]
+    torch.testing.assert_close(exactly(reader), whole.log_softmax(-1), rtol=0, atol=1e-3)
+
+
+def test_more_bits_are_nearer(reader: Reader) -> None:
+    found = {rule: distance(reader, rule) for rule in RULES}
+    assert 0 <= found["coded 6"] < found["coded 5"] and 0 < found["basis 4"] < found["coded 5"] * 9

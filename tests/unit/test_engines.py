@@ -1,4 +1,4 @@
-"""Engines: one contract for all, and which one is chosen."""
+"""Engines: one contract for all, which one is chosen, and the rate of an emulated drive."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import errno
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,7 @@ import pytest
 from bench.core.emulation import Drive, SlowEngine
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage import engines
-from impress_sglang.storage.engines import (
-    AioEngine,
-    BlockEngine,
-    ThreadEngine,
-    make_engine,
-)
+from impress_sglang.storage.engines import AioEngine, BlockEngine, ThreadEngine, make_engine
 from impress_sglang.storage.files import AlignedMemory, FileSystem
 
 BLOCK = 4096
@@ -226,3 +222,29 @@ def test_aio_is_taken_where_there_is_any() -> None:
         engine = make_engine(name, 5)
         assert (engine.name, engine.depth) == ("aio", 5)
         engine.close()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("kind", ["aio", "threads"])
+def test_an_emulated_drive_is_no_faster_than_told_and_hardly_slower(
+    kind: str, blocks: int, tmp_path: Path
+) -> None:
+    """With as many reads in flight as there may be."""
+    drive, file = Drive(), File(tmp_path / "file", direct=False)
+    drive.set_rate(10e6)
+    engine = SlowEngine(one_of(kind, 8), drive)
+    todo, flying, began = 1_000 // blocks, dict[int, tuple[int, int]](), time.monotonic()
+    while todo or flying:
+        count = min(engine.depth - len(flying), todo)
+        flying |= file.start(engine, [(place * blocks, blocks) for place in range(count)])
+        todo -= count
+        numbers, results = engine.finish()
+        assert set(results.tolist()) == {blocks * BLOCK}
+        for number in numbers.tolist():
+            del flying[number]
+
+    rate = 1_000 * BLOCK / (time.monotonic() - began) / 1e6
+    engine.close()
+    file.close()
+    assert 7 <= rate <= 10.1
