@@ -15,7 +15,7 @@ from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.job_desk import Desk
-from tests.unit.source_factory import BLOCK, Case, opened
+from tests.unit.source_factory import BLOCK
 from tests.unit.step_engine import Step, reading, stepping
 
 bench = store_factory.bench
@@ -62,23 +62,6 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
 def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is a piece of its own."""
     monkeypatch.setattr(reader_module, "PIECE_BYTES", BLOCK)
-
-
-@pytest.fixture(
-    params=[
-        "several-segments: gqa-float32",
-        "several-segments, reordered: gqa-float32",
-        "several-segments: no-probe-float32",
-        "several-segments, reordered: no-probe-bfloat16",
-    ]
-)
-def several(
-    request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path, no_gaps: None
-) -> Iterator[Case]:
-    """Parts of several segments, of which exactly what is wanted is read."""
-    case = opened(request.param, tmp_path, reader)
-    yield case
-    case.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -67,20 +66,13 @@ class Part:
 
 # Starts and stops inside chunks and at their edges, the last, short chunk, a single token, and
 # segments of another chunk size.
-LAYOUTS = {
-    "one-segment": [Part(77, 8, 0, 77)],
-    "one-short-segment": [Part(5, 8, 0, 5)],
-    "tail-of-a-segment": [Part(77, 8, 13, 77)],
-    "middle-of-a-segment": [Part(77, 8, 13, 30)],
-    "two-segments": [Part(40, 8, 0, 21), Part(33, 8, 5, 33)],
-    "several-segments": [
-        Part(40, 8, 0, 21),
-        Part(33, 8, 5, 33),
-        Part(64, 16, 17, 18),
-        Part(24, 24, 0, 24),
-        Part(50, 8, 47, 50),
-    ],
-}
+SEVERAL = (
+    Part(40, 8, 0, 21),
+    Part(33, 8, 5, 33),
+    Part(64, 16, 17, 18),
+    Part(24, 24, 0, 24),
+    Part(50, 8, 47, 50),
+)
 
 RULES = {
     "LRU": LeastRecentlyUsed,
@@ -88,38 +80,6 @@ RULES = {
     "score": lambda: ImportanceScore(half_life=2.0),
 }
 
-
-@dataclasses.dataclass(frozen=True)
-class CacheKind:
-    """Room on the device and on the host in chunks of values; what is largest in a page."""
-
-    device: int = 0
-    host: int = 0
-    rule: str = "LRU"
-    page_tokens: int = 24
-
-    def make(self, shape: KVShape) -> ChunkCache:
-        return kv.make_cache(
-            shape,
-            device_chunks=self.device,
-            host_chunks=self.host,
-            chunk_tokens=self.page_tokens,
-            rule=RULES[self.rule](),
-        )
-
-
-NO_CACHE = CacheKind()
-# With pages of 8 tokens the chunks of longer segments do not fit, and are never cached.
-CACHES = {
-    "room on the device": CacheKind(device=500),
-    "room on the host": CacheKind(host=500),
-    "room on both": CacheKind(device=4, host=500),
-    "tiny device": CacheKind(device=2, page_tokens=8),
-    "tiny host": CacheKind(host=2, page_tokens=8),
-    "tiny": CacheKind(device=1, host=2),
-    "tiny LFU": CacheKind(device=2, host=3, rule="LFU", page_tokens=8),
-    "tiny score": CacheKind(device=2, host=3, rule="score", page_tokens=8),
-}
 
 # What can be asked for: the probe column, and keys and values of all head groups.
 KINDS = ("probe", "keys", "values")
@@ -318,7 +278,7 @@ def open_case(
     reordered: bool = False,
     direct: bool = False,
 ) -> Case:
-    cache = cache or NO_CACHE.make(shape)
+    cache = cache or kv.make_cache(shape)
     spans, keys, values, paths, mappings = [], [], [], [], []
     for number, part in enumerate(parts):
         info = kv.make_info(
@@ -345,7 +305,9 @@ def open_case(
     return case
 
 
-def draw_case(data: st.DataObject, directory: Path, reader: BlockReader) -> Case:
+def draw_case(
+    data: st.DataObject, directory: Path, reader: BlockReader, *, most_chunks: int = 8
+) -> Case:
     """Any shape, parts of segments, caches and order; few or many rows are expected."""
     shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
     parts = []
@@ -354,20 +316,18 @@ def draw_case(data: st.DataObject, directory: Path, reader: BlockReader) -> Case
         start = data.draw(st.integers(0, num_tokens - 1))
         stop = data.draw(st.integers(start + 1, num_tokens))
         parts.append(Part(num_tokens, 8 * data.draw(st.integers(1, 3)), start, stop))
+    # With pages of 8 tokens the chunks of longer segments do not fit, and are never cached.
     cache = kv.make_cache(
         shape,
-        device_chunks=data.draw(st.integers(0, 8)),
-        host_chunks=data.draw(st.integers(0, 8)),
-        chunk_tokens=data.draw(st.sampled_from([8, 16])),
+        device_chunks=data.draw(st.integers(0, most_chunks)),
+        host_chunks=data.draw(st.integers(0, most_chunks)),
+        chunk_tokens=data.draw(st.sampled_from([8, 16, 24])),
         rule=RULES[data.draw(st.sampled_from(sorted(RULES)))](),
     )
+    direct = data.draw(st.booleans()) and FileSystem().supports_direct_io(directory)
+    reordered = data.draw(st.booleans())
     return open_case(
-        directory,
-        shape,
-        parts,
-        reader,
-        cache=cache,
-        reordered=data.draw(st.booleans()),
+        directory, shape, parts, reader, cache=cache, reordered=reordered, direct=direct
     )
 
 
@@ -376,25 +336,6 @@ def history_of(span: OpenSpan, *, by_importance: bool = False) -> TokenHistory:
     info = span[0].info
     sizes = info.shape.num_layers, kv.head_groups_of(info.shape), info.num_tokens
     return TokenHistory(*sizes, by_importance=by_importance)
-
-
-def opened(param: str, directory: Path, reader: BlockReader) -> Case:
-    """The case of "layout, options: shape"."""
-    kind, shape_name = param.split(": ")
-    shape, (name, *options) = SHAPES[shape_name], kind.split(", ")
-    direct = "O_DIRECT" in options
-    if direct and not FileSystem().supports_direct_io(directory):
-        pytest.skip("this file system has no O_DIRECT")
-    cache = next((CACHES[option] for option in options if option in CACHES), NO_CACHE)
-    return open_case(
-        directory,
-        shape,
-        LAYOUTS[name],
-        reader,
-        cache=cache.make(shape),
-        reordered="reordered" in options,
-        direct=direct,
-    )
 
 
 def random_tokens(case: Case, count: int, seed: int) -> Tensor:

@@ -8,10 +8,10 @@ cached, what is found there and what moves; and the counters.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from impress_sglang.cost import ReadCost
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.paper.source import PartSource
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.buffers import BufferPool
 from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
@@ -33,91 +33,49 @@ from tests.unit.kv_factory import flip_byte, head_groups_of
 from tests.unit.reading import read_rows
 from tests.unit.step_engine import counting, reading
 
-# "layout, options: shape"; each shape and each cache once, and each layout with and without head
-# groups.
-UNCACHED = [
-    "one-segment: gqa-float32",
-    "one-segment: no-probe-long-rows",
-    "one-short-segment: mha-bfloat16",
-    "one-short-segment: no-probe-bfloat16",
-    "tail-of-a-segment: full-stride-bfloat16",
-    "tail-of-a-segment, reordered: no-probe-float32",
-    "middle-of-a-segment: tiny-float16",
-    "middle-of-a-segment, reordered: no-probe-cut-rows",
-    "several-segments, reordered: cut-rows-float32",
-    "several-segments, reordered: long-rows-float32",
-    "several-segments, O_DIRECT: mqa-no-other-keys",
-    "several-segments, O_DIRECT, reordered: all-probed-float16",
-    "several-segments, O_DIRECT, reordered: no-probe-full-stride",
-]
-CACHED = [
-    *(
-        f"several-segments, {cache}{order}: {shape}"
-        for cache, order, shape in zip(
-            sources.CACHES,
-            itertools.cycle(("", ", reordered")),
-            itertools.cycle(("gqa-float32", "no-probe-bfloat16", "cut-rows-float32")),
-            strict=False,
-        )
-    ),
-    "several-segments, tiny, O_DIRECT: full-stride-bfloat16",
-    "several-segments, tiny, reordered: no-probe-cut-rows",
-    "middle-of-a-segment, tiny LFU, reordered: no-probe-long-rows",
-]
 
+@given(data=st.data())
+def test_rows_stay_valid_while_the_layer_is_read(
+    tmp_path_factory: pytest.TempPathFactory, reader: BlockReader, data: st.DataObject
+) -> None:
+    """Probing reads keys first; the rest of the layer follows while they are in use."""
+    case = sources.draw_case(data, tmp_path_factory.mktemp("any"), reader)
+    for _ in range(2):
+        case.request()
+        probe = case.source.read_probe(0) if case.shape.probe_kv_heads else None
+        keys = read_rows(case.source, 0, None, values=False).keys
+        assert keys is not None
+        case.source.read_ahead()
+        case.check_more(0, ["values"])
 
-def opened(
-    request: pytest.FixtureRequest, reader: BlockReader, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[sources.Case]:
-    """Each test goes on with the caches that the one before has left."""
-    case = sources.opened(request.param, tmp_path_factory.mktemp("segments"), reader)
-    yield case
+        if probe is not None:
+            case.check_rows(probe, 0, "probe")
+        case.check_rows(keys, 0, "keys")
     case.close()
 
 
-case = pytest.fixture(scope="module", params=[*UNCACHED, *CACHED])(opened)
-uncached = pytest.fixture(scope="module", params=UNCACHED)(opened)
+@given(data=st.data())
+def test_costs_exactly_the_blocks_that_hold_wanted_rows(
+    tmp_path_factory: pytest.TempPathFactory, reader: BlockReader, data: st.DataObject
+) -> None:
+    """Of few and many tokens, where nothing is cached."""
+    with mock.patch.object(ReadCost, "gap_bytes", 0):
+        case = sources.draw_case(data, tmp_path_factory.mktemp("any"), reader, most_chunks=0)
+        for seed, count in enumerate((1, 2, 5, case.num_tokens // 2, case.num_tokens)):
+            tokens = sources.random_tokens(case, min(max(1, count), case.num_tokens), seed)
+            for kind in sources.KINDS:
+                before = case.stats.ssd_bytes
+                case.check(0, [kind], tokens)
+                assert case.stats.ssd_bytes - before == case.block_bytes(0, [kind], tokens)
+        case.close()
 
 
-def test_gives_all_tokens(case: sources.Case) -> None:
-    assert case.source.num_tokens == case.num_tokens
-    sources.check_everything(case)
-    sources.check_everything(case)
-
-
-def test_rows_stay_valid_while_the_layer_is_read(case: sources.Case) -> None:
-    """Probing reads keys first; the rest of the layer follows while they are in use."""
-    case.request()
-    probe = case.source.read_probe(0) if case.shape.probe_kv_heads else None
-    keys = read_rows(case.source, 0, None, values=False).keys
-    assert keys is not None
-    case.source.read_ahead()
-    case.check_more(0, ["values"])
-
-    if probe is not None:
-        case.check_rows(probe, 0, "probe")
-    case.check_rows(keys, 0, "keys")
-
-
-def read_costs(case: sources.Case) -> Iterator[tuple[str, Tensor, int]]:
-    """Reads of few and many tokens, and the bytes that each took from SSD."""
-    for seed, count in enumerate((1, 2, 5, case.num_tokens // 2, case.num_tokens)):
-        tokens = sources.random_tokens(case, max(1, count), seed)
-        for kind in sources.KINDS:
-            before = case.stats.ssd_bytes
-            case.check(0, [kind], tokens)
-            yield kind, tokens, case.stats.ssd_bytes - before
-
-
-@pytest.mark.usefixtures("no_gaps")
-def test_costs_exactly_the_blocks_that_hold_wanted_rows(uncached: sources.Case) -> None:
-    for kind, tokens, cost in read_costs(uncached):
-        assert cost == uncached.block_bytes(0, [kind], tokens)
-
-
-def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
+@pytest.mark.parametrize("shape", ["gqa-float32", "no-probe-float32", "no-probe-bfloat16"])
+def test_each_segment_notes_its_own_tokens(shape: str, reader: BlockReader, tmp_path: Path) -> None:
     """In logical order, whatever the order on disk, and each head group apart; their scores too."""
-    head_groups = head_groups_of(several.shape)
+    own_shape, reordered = sources.SHAPES[shape], shape != "no-probe-float32"
+    several = sources.open_case(tmp_path, own_shape, sources.SEVERAL, reader, reordered=reordered)
+    head_groups = head_groups_of(own_shape)
     selected = sources.random_tokens(several, 20, 3)
     several.histories = [sources.history_of(span, by_importance=True) for span in several.spans]
 
@@ -140,6 +98,7 @@ def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
         first += count
     found = [np.flatnonzero(own).tolist() for own in np.concatenate(noted, 1)]
     assert found == selected.tolist()
+    several.close()
 
 
 @pytest.fixture(scope="module", params=["auto", "threads"])
@@ -246,18 +205,18 @@ def test_a_short_or_missing_file_is_unreadable(
     assert caught.value.segment_id == "c0ffee"
 
 
-ROOMY = [
-    f"several-segments, {name}, reordered: {shape}"
-    for name in sources.CACHES
-    if name.startswith("room")
-    for shape in ("cut-rows-float32", "no-probe-cut-rows")
-]
-
-
-@pytest.mark.parametrize("name", ROOMY)
-def test_a_second_read_comes_from_the_caches_alone(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "host"), [(500, 0), (0, 500), (4, 500)])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "no-probe-cut-rows"])
+def test_a_second_read_comes_from_the_caches_alone(
+    shape: str, device: int, host: int, tmp_path: Path
+) -> None:
+    own = sources.SHAPES[shape]
+    room = {"device_chunks": device, "host_chunks": host, "chunk_tokens": 24}
+    cache = kv.make_cache(own, **room)
     with counting() as (reader, engine):
-        roomy = sources.opened(name, tmp_path, reader)
+        roomy = sources.open_case(
+            tmp_path, own, sources.SEVERAL, reader, cache=cache, reordered=True
+        )
         sources.check_everything(roomy)
         first = roomy.stats
         chunks = sum(len(roomy.chunks(layer, s)) for layer in (0, 1) for s in roomy.columns)
@@ -273,11 +232,8 @@ def test_a_second_read_comes_from_the_caches_alone(name: str, tmp_path: Path) ->
         assert stats.ssd_needed_bytes == first.ssd_needed_bytes
         assert stats.ssd_chunks == first.ssd_chunks
         assert stats.host_chunks + stats.device_chunks == chunks
-        assert roomy.cache is not None
-        if not roomy.cache.placement.capacity[Tier.HOST]:
-            assert stats.device_chunks == chunks
-        if not roomy.cache.placement.capacity[Tier.DEVICE]:
-            assert stats.host_chunks == chunks
+        assert host or stats.device_chunks == chunks
+        assert device or stats.host_chunks == chunks
         roomy.close()
 
 

@@ -1,4 +1,4 @@
-"""What a GPU uses to load a prefix in codes gives the same as what a CPU uses."""
+"""What a GPU uses to load a prefix, or a part of one, gives the same as what a CPU uses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.cost import ReadCost
+from impress_sglang.paper.loader import LoadStats, PartLoader
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
@@ -19,12 +20,15 @@ from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.sources import take_blocks
-from impress_sglang.triton import codes, pages
+from impress_sglang.triton import codes, pages, scores
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
+from tests.unit.kv_factory import make_cache
+from tests.unit.reading import LoadedLayer, layer_inputs, load_layer
+from tests.unit.source_factory import CUT_ROWS, RULES, SEVERAL, Case, open_case
 from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
-KERNELS = (codes, pages)
+KERNELS = (codes, pages, scores)
 CPU = torch.device("cpu")
 FRAMES = 7
 
@@ -164,3 +168,37 @@ def test_a_layer_is_loaded_alike(
             slack = 4 * torch.finfo(dtype).eps * float(other[case.slots].abs().max())
             assert torch.allclose(own.float(), other.float(), rtol=0, atol=slack)
     assert stats[1] == stats[0]
+
+
+def loaded_layers(case: Case) -> list[LoadedLayer]:
+    """Twice: the second finds in the caches what the first has left there."""
+    layers, loader = [], PartLoader(case.shape, 0.01)
+    for _ in range(2):
+        case.request()
+        for layer in range(case.shape.num_layers):
+            given = layer_inputs(case.shape, layer)
+            layers.append(load_layer(loader, layer, case.source, given, 20, LoadStats()))
+    return layers
+
+
+def test_a_part_of_a_layer_is_loaded_alike(
+    tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probing, choosing and loading; what is cached meanwhile is the same."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+    shape = CUT_ROWS
+    found, stats = [], []
+    for kernels in (False, True):
+        folder = tmp_path / str(kernels)
+        folder.mkdir()
+        if kernels:
+            use_kernels(monkeypatch)
+        cache = make_cache(shape, device_chunks=2, host_chunks=3, rule=RULES["score"]())
+        case = open_case(folder, shape, SEVERAL, reader, cache=cache, reordered=True)
+        found.append(loaded_layers(case))
+        stats.append(case.stats)
+        case.close()
+    for own, other in zip(*found, strict=True):
+        assert torch.equal(own.selected, other.selected)
+        assert torch.equal(own.keys, other.keys) and torch.equal(own.values, other.values)
+    assert stats[0] == stats[1]
