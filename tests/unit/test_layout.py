@@ -9,10 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.codes.groups.codec import GROUP_TOKENS
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.transfer.wanted import chunk_pages
-from impress_sglang.transfer.wanted import chunks_of as layer_chunks
 from tests.unit import kv_factory as kv
 
 BLOCK = 4096
@@ -88,28 +86,6 @@ def test_chunks_tile_the_file_from_header_to_end(layout: SegmentLayout) -> None:
 
 
 @given(layouts())
-def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout) -> None:
-    shape, codes = layout.shape, layout.codes
-    plain = dataclasses.replace(layout, shape=dataclasses.replace(shape, code_bits=0.0, exact=True))
-
-    assert plain.codes == ()
-    assert plain.layer_bytes(0) == plain.columns_bytes
-    assert layout.columns_bytes == plain.columns_bytes * shape.exact
-    assert len(codes) == shape.first_raw * shape.coded
-    if shape.exact:
-        assert list(shape.columns) == list(plain.shape.columns)
-        assert layout.total_chunks == plain.total_chunks
-    for layer in range(shape.first_raw):
-        begin, size = layout.place(layer, codes=False)
-        assert (begin, size) == (layout.layer_offset(layer), layout.columns_bytes)
-        assert not codes or layout.place(layer, codes=True)[0] == begin + size
-    for own in codes:
-        assert own.group_bytes == shape.group_layout.group_bytes
-        assert (own.num_tokens, own.group_tokens) == (layout.num_tokens, GROUP_TOKENS)
-        assert own.block_bytes == BLOCK
-
-
-@given(layouts())
 def test_raw_layers_are_the_same_beside_codes(layout: SegmentLayout) -> None:
     """All keys and values of a token are one row; chunks are counted through all layers."""
     shape = layout.shape
@@ -166,31 +142,3 @@ def test_sizes_of_a_known_model_with_codes() -> None:
 def test_impossible_shape_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(AssertionError):
         dataclasses.replace(kv.make_shape(), **change)
-
-
-def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
-    """Where each column starts in its layer: byte, and number of the first chunk."""
-    starts, place, chunk = {}, 0, 0
-    for column in kv.columns_of(layout.shape):
-        starts[column] = place, chunk
-        place += sum(chunks_of(layout, column))
-        chunk += len(chunks_of(layout, column))
-    return starts
-
-
-@given(layouts())
-def test_column_chunks_are_those_of_the_layout(layout: SegmentLayout) -> None:
-    found, starts = layer_chunks(layout.columns), column_starts(layout)
-    for column in kv.columns_of(layout.shape):
-        begin, chunk = starts[column]
-        assert chunk == layout.chunk_index(0, column, 0)
-        for number, size in enumerate(chunks_of(layout, column)):
-            place = chunk + number
-            assert (found.first[place], found.count[place]) == (begin // BLOCK, size // BLOCK)
-            left = layout.num_tokens - number * layout.chunk_tokens
-            assert found.rows[place] == min(layout.chunk_tokens, left)
-            assert found.row_bytes[place] == kv.row_size(layout.shape, column)
-            begin += size
-    assert found.count.sum() == layout.columns_bytes // BLOCK
-    pages, first_raw = chunk_pages(layout, codes=False).tolist(), layout.shape.first_raw
-    assert pages[: first_raw * len(found.count)] == found.count.tolist() * first_raw

@@ -8,14 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError
 from impress_sglang.store import memory as memory_module
 from impress_sglang.store.memory import MARGIN_BYTES, StoreMemory, available_bytes
+from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
+from impress_sglang.tiers.rules import LeastRecentlyUsed
 from tests.unit.kv_factory import make_shape
 
 GIB = 1 << 30
@@ -99,3 +103,47 @@ def test_caches_have_what_options_say(known: bool, monkeypatch: pytest.MonkeyPat
     capacity = memory.cache.placement.capacity
     assert capacity[Tier.HOST] == 2 * 10**6 // 4096 and capacity[Tier.DEVICE] == 10**6 // 4096
     memory.close()
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_cache_that_does_not_fit_is_a_config_error_that_names_size_and_option(tier: str) -> None:
+    sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}
+    # Large pages: the table of free ones must not be what does not fit.
+
+    with pytest.raises(ConfigError, match=rf"1125899\.9 GB.*--impress-{tier}-gb"):
+        ChunkCache(1 << 38, 1, LeastRecentlyUsed(), device=CPU, **sizes)
+
+
+def load_all(cache: ChunkCache, chunks: Tensor) -> list[int]:
+    """Access chunks of a page each, whose ids begin at 0; the tiers in which they were found."""
+    ids = np.arange(len(chunks))
+    cache.placement.advance()
+    found = cache.access(ids, np.ones(len(ids)))
+    for chunk in np.flatnonzero(found.tiers != Tier.SSD):
+        pages = cache.slabs[found.tiers[chunk]].pages
+        assert torch.equal(pages[found.pages[chunk, 0]], chunks[chunk])
+    read = chunks.data_ptr() + ids[found.kept] * chunks.shape[1]
+    cache.settle(found, ids[found.kept], read)
+    cache.placement.check_integrity()
+    tiers: list[int] = found.tiers.tolist()
+    return tiers
+
+
+def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
+    size = {"device_bytes": 2 * 64, "host_bytes": 3 * 64}
+    old = ChunkCache(64, 1, LeastRecentlyUsed(), device=CPU, **size)
+    chunks = torch.randint(0, 256, (5, 64), dtype=torch.uint8)
+    base = old.placement.attach(np.ones(5, np.uint16))
+    cached = [[Tier.SSD] * 5, sorted([Tier.DEVICE] * 2 + [Tier.HOST] * 3)]
+    assert base == 0 and [sorted(load_all(old, chunks)) for _ in range(2)] == cached
+
+    new = old.emptied(LeastRecentlyUsed())
+
+    assert new.placement.capacity == old.placement.capacity
+    summary = new.summary()
+    assert summary["device"]["used_bytes"] == summary["host"]["used_bytes"] == 0
+    assert summary["dropped"] == 0
+    assert new.placement.attach(np.ones(5, np.uint16)) == 0
+    assert [sorted(load_all(new, chunks.flip(0))) for _ in range(2)] == cached
+    old.placement.detach(0, 5)
+    assert sorted(load_all(new, chunks.flip(0))) == cached[1], "the old one does not matter"
