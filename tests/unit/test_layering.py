@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import impress_sglang
 
@@ -41,8 +41,11 @@ LEVELS = {
     "paper": 7,
     "plugin": 8,
 }
-# The one module that chooses between kinds of servers.
-CHOOSES = "impress_sglang.plugin.entry"
+# Parts that not every server has, and the one module that chooses whether a server has them.
+OPTIONAL = {
+    "paper": "impress_sglang.plugin.entry",
+    "blend": "impress_sglang.plugin.tree_cache_factory",
+}
 EXCEPTIONS = {
     "": {"errors", "config"}  # the package itself: its public names
 }
@@ -119,139 +122,30 @@ def test_modules_import_only_from_below() -> None:
     assert not upwards
 
 
-def is_of_the_paper(module: str) -> bool:
-    return ".paper." in f"{module}."
-
-
-def test_only_the_plugin_imports_the_modes_of_the_paper() -> None:
-    """They may import the rest of their package; servers without them load nothing of theirs."""
-    rest = [module for module in MODULES if not is_of_the_paper(module)]
-    assert len(rest) > 100 and len(MODULES) - len(rest) > 10
-    found = {
-        (module, name) for module in rest for name in own_imports(module) if is_of_the_paper(name)
-    }
-    assert {module for module, _ in found} == {CHOOSES}
-
-
-def test_the_plugin_imports_them_where_they_are_chosen() -> None:
-    """In functions: every process of SGLang's imports the plugin."""
-    tree = ast.parse(MODULES[CHOOSES].read_text())
+@pytest.mark.parametrize("part", OPTIONAL)
+def test_a_part_that_not_every_server_has_is_imported_where_it_is_chosen(part: str) -> None:
+    """In functions of one module: a server without it loads nothing of it."""
+    chooser = OPTIONAL[part]
+    inside = {module for module in MODULES if f".{part}." in f"{module}."}
+    assert len(inside) > 5
+    found = {own for own in MODULES if own not in inside and own_imports(own) & inside}
+    assert found == {chooser}
+    tree = ast.parse(MODULES[chooser].read_text())
     functions = [own for own in ast.walk(tree) if isinstance(own, ast.FunctionDef)]
     within = {node for own in functions for node in ast.walk(own)}
     imports = [own for own in ast.walk(tree) if isinstance(own, ast.ImportFrom)]
-    ours = [own for own in imports if is_of_the_paper(own.module or "")]
+    ours = [own for own in imports if f".{part}." in f".{own.module}."]
     assert ours and within.issuperset(ours)
 
 
-def test_what_blends_is_imported_in_one_place() -> None:
-    """Beside its own package, where a server is made that blends."""
-    blends = [module for module in MODULES if ".blend." in f"{module}."]
-    found = {own for own in MODULES if own not in blends and own_imports(own) & {*blends}}
-    assert len(blends) > 5 and found == {"impress_sglang.plugin.tree_cache_factory"}
-
-
-IMPORT_PLUGIN = """
-import importlib, sys, types
-from importlib.machinery import ModuleSpec
-
-class Anything:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "sglang":
-            return ModuleSpec(name, self, is_package=True)
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: type(name, (), {})
-        return module
-    def exec_module(self, module):
-        pass
-
-sys.meta_path.insert(0, Anything())
-for module in sys.argv[1:]:
-    importlib.import_module(module)
-print("blends", *(name for name in sys.modules if name.startswith("impress_sglang.blend")))
-"""
-
-
-def test_servers_that_do_not_blend_load_nothing_of_it() -> None:
-    """All that the others import; of SGLang, which is not there, any name is a class."""
-    rest = [
-        *(module for module in MODULES if module.startswith("impress_sglang.serving.")),
-        "impress_sglang.plugin.tree_cache_factory",
-        "impress_sglang.plugin.admin",
-        "impress_sglang.plugin.entry",
-    ]
-
-    def loaded(*modules: str) -> list[str]:
-        command = [sys.executable, "-c", IMPORT_PLUGIN, *modules]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
-
-    assert loaded(*rest) == ["blends"]
-    assert "impress_sglang.blend.job" in loaded("impress_sglang.blend.plugin.blends")
-
-
-DEFAULT_STORE = """
-import sys, tempfile, torch
-from impress_sglang.config import ImpressConfig
-from impress_sglang.serving.service import Service
-from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer import warm_up
-
-shape = KVShape(1, 2, 1, 16, 16, torch.float32, (), 6.0)
-with tempfile.TemporaryDirectory() as folder:
-    config = ImpressConfig(ssd_dir=folder, device_gb=0.0, host_gb=0.001, min_free_gb=0.0)
-    service = Service(config, shape, "0" * 32, torch.device("cpu"), 16)
-    assert service.store.match("", torch.arange(9).numpy().astype("int32")).num_tokens == 0
-    service.close()
-print(*(name for name in sys.modules if ".paper" in name or name.endswith("triton.scores")))
-"""
-
-
-def test_a_default_server_loads_nothing_of_the_paper() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", DEFAULT_STORE], capture_output=True, text=True, timeout=120
-    )
-
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == []
+def test_kernels_of_the_paper_are_loaded_by_nobody_else() -> None:
+    found = {own for own in MODULES if "impress_sglang.triton.scores" in own_imports(own)}
+    assert found == {"impress_sglang.paper.loader"}
 
 
 def test_there_is_no_import_cycle() -> None:
     """The error names it."""
     TopologicalSorter({module: own_imports(module) for module in MODULES}).prepare()
-
-
-IMPORT_ALL = """
-import importlib, sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "sglang":
-            raise ImportError("sglang must not be imported: " + name)
-
-sys.meta_path.insert(0, Blocker())
-import impress_sglang.paper.runtime
-for module in sys.argv[1:]:
-    importlib.import_module(module)
-assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
-print("imported", len(sys.argv) - 1)
-"""
-
-
-def test_every_core_module_can_be_imported_without_sglang() -> None:
-    core = [
-        module
-        for module in MODULES
-        if unit_of(module) != "plugin" and not module.endswith("__main__")
-    ]
-
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, *core], capture_output=True, text=True, timeout=120
-    )
-
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["imported", str(len(core))]
 
 
 MOST_LINES = 450
