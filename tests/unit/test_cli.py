@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,21 @@ import pytest
 from impress_sglang.cli import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
 from impress_sglang.cli.main import main
 from impress_sglang.serving.report import RequestTotals
+from impress_sglang.storage.directory import MARKER
+from impress_sglang.storage.segment import FORMAT_VERSION
 from impress_sglang.store.prefix_hashes import namespace_text
 from tests.unit.kv_factory import IDENTITY, flip_byte
-from tests.unit.store_factory import OTHER_IDENTITY, Workbench, length, look_up, prompt, use
+from tests.unit.store_factory import (
+    OTHER_IDENTITY,
+    Workbench,
+    check_rows,
+    index_in,
+    length,
+    look_up,
+    prompt,
+    three_prefixes,
+    use,
+)
 from tests.unit.stub_server import StubServer
 
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
@@ -326,3 +340,67 @@ def test_wrong_orders_change_nothing(
     before = tenants.files()
     assert main([*arguments, "--dir", str(tenants.root)]) == REFUSED
     assert said in capsys.readouterr().err and tenants.files() == before
+
+
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def upkept(bench: Workbench) -> Workbench:
+    """A directory that a server has left: 13 tokens, 27 behind them, and 8 of another tenant."""
+    bench.close(three_prefixes(bench))
+    return bench
+
+
+def removed(said: Said, bench: Workbench) -> list[tuple[int, int]]:
+    """Files and bytes of each store."""
+    assert main(["gc", "--dir", str(bench.root), "--json"]) == DONE
+    return [(row["files"], row["bytes"]) for row in json.loads(said.readouterr().out)]
+
+
+def segment_of(bench: Workbench, num_tokens: int) -> str:
+    index = index_in(bench.root / IDENTITY)
+    (found,) = (name for name, own in index.items() if own.info.num_tokens == num_tokens)
+    return found
+
+
+def test_what_nobody_can_use_is_removed(
+    upkept: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = upkept.open()
+    upkept.put(store, prompt(3, 9), ttl=1000.0)
+    upkept.put(store, prompt(3, 20))
+    upkept.put(store, prompt(4, 8))
+    upkept.put(store, prompt(5, 10))
+    upkept.close(store)
+    assert removed(capsys, upkept) == [(0, 0)]
+    index = index_in(upkept.root / IDENTITY)
+    sizes = {own.info.num_tokens: own.file_bytes for own in index.values()}
+    first = upkept.file_of(segment_of(upkept, 13))
+    first.unlink()
+    first.with_name(f"{first.stem[:2]}{'0' * 30}.kv.tmp").write_bytes(bytes(100))
+    (upkept.root / IDENTITY / "quarantine" / f"{'9' * 32}.kv").write_bytes(bytes(200))
+    damaged = upkept.file_of(segment_of(upkept, 10))
+    damaged.write_bytes(damaged.read_bytes()[:300])
+    later = time.time() + 1001
+    monkeypatch.setattr("time.time", lambda: later)
+
+    assert removed(capsys, upkept) == [(5, 100 + 200 + 300 + sizes[9] + sizes[27])]
+
+    # What builds on what has expired.
+    assert removed(capsys, upkept) == [(1, sizes[11])]
+    assert len(upkept.files()) == 2 and removed(capsys, upkept) == [(0, 0)]
+    store = upkept.open()
+    check_rows(store, prompt(4, 8))
+    check_rows(store, prompt(2, 8), namespace="salt")
+
+
+def test_stores_of_other_formats(upkept: Workbench, capsys: Said) -> None:
+    sizes = [path.stat().st_size for path in upkept.root.glob("*/segments/*/*")]
+    for identity, own in ((OTHER_IDENTITY, FORMAT_VERSION - 1), ("e" * 32, FORMAT_VERSION + 1)):
+        folder = upkept.root / identity
+        shutil.copytree(upkept.root / IDENTITY, folder)
+        fields = json.loads((folder / MARKER).read_text())
+        (folder / MARKER).write_text(json.dumps({**fields, "format": own}))
+    assert sorted(removed(capsys, upkept)) == [(0, 0), (0, 0), (3, sum(sizes))]
+    assert sorted(own.name for own in upkept.root.iterdir()) == [IDENTITY, "e" * 32]

@@ -1,4 +1,4 @@
-"""Where chunks stand after an access: each sentence of the paper's 4.4.2 as a scenario."""
+"""Where chunks stand after an access: scenarios, and a model that sorts both caches each time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from impress_sglang.loops.types import Floats
-from impress_sglang.tiers.placement import (
-    Access,
-    Placement,
-    Tier,
-)
+from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
 from impress_sglang.tiers.rules import NOBODY, Ids, ReplacementRule
 
 HOST, DEVICE = Tier.HOST, Tier.DEVICE
@@ -185,3 +183,176 @@ def test_damage_is_noticed(damage: str) -> None:
 
     with pytest.raises(AssertionError):
         bench.placement.check_integrity()
+
+
+WIDTH = 3
+# Rarely none, for nothing moves there.
+CAPACITIES = st.sampled_from([8, 6, 5, 3, 0])
+SIZES = st.lists(st.integers(1, WIDTH + 1), min_size=1, max_size=6)
+
+
+class SortedModel:
+    """Chunks by name, with no heap, no pages and no ids."""
+
+    def __init__(self, device: int, host: int) -> None:
+        self.capacity = {Tier.DEVICE: device, Tier.HOST: host}
+        self.members: dict[Tier, set[str]] = {Tier.DEVICE: set(), Tier.HOST: set()}
+        self.sizes: dict[str, int] = {}
+        self.worth: dict[str, float] = {}
+
+    def tier(self, name: str) -> Tier:
+        return next((tier for tier in CACHES if name in self.members[tier]), Tier.SSD)
+
+    def free(self, tier: Tier) -> int:
+        return self.capacity[tier] - sum(self.sizes[name] for name in self.members[tier])
+
+    def remove(self, name: str) -> None:
+        for members in self.members.values():
+            members.discard(name)
+
+    def access(self, worths: dict[str, float]) -> None:
+        self.worth.update(worths)
+        found = {name: self.tier(name) for name in worths}
+        for name in sorted(worths, key=lambda name: -worths[name]):
+            if found[name] == Tier.DEVICE or self.sizes[name] > WIDTH:
+                continue
+            displaced = self.displaced_by(name, Tier.DEVICE)
+            if displaced is not None:
+                self.enter(name, Tier.DEVICE, displaced)
+                for victim in sorted(displaced, key=lambda v: -self.worth[v]):
+                    self.enter_host(victim)
+            elif self.tier(name) == Tier.SSD:
+                self.enter_host(name)
+
+    def enter_host(self, name: str) -> None:
+        displaced = self.displaced_by(name, Tier.HOST)
+        if displaced is not None:
+            self.enter(name, Tier.HOST, displaced)
+
+    def enter(self, name: str, tier: Tier, displaced: list[str]) -> None:
+        for gone in (*displaced, name):
+            self.remove(gone)
+        self.members[tier].add(name)
+
+    def displaced_by(self, name: str, tier: Tier) -> list[str] | None:
+        """The lowest members that make enough room; None if one of them is not lower."""
+        displaced: list[str] = []
+        room = self.free(tier)
+        for member in sorted(self.members[tier], key=self.worth.__getitem__):
+            if room >= self.sizes[name]:
+                break
+            if self.worth[member] >= self.worth[name]:
+                return None
+            displaced.append(member)
+            room += self.sizes[member]
+        return displaced if room >= self.sizes[name] else None
+
+
+class PlacementMachine(RuleBasedStateMachine):
+    @initialize(device=CAPACITIES, host=CAPACITIES)
+    def start(self, device: int, host: int) -> None:
+        self.rule = GivenPriorities()
+        self.placement = Placement(
+            self.rule, device_pages=device, host_pages=host, max_chunk_pages=WIDTH
+        )
+        self.model = SortedModel(device, host)
+        self.segments: dict[str, tuple[int, int]] = {}
+        self.ids: dict[str, int] = {}
+        self.places: dict[str, tuple[Tier, tuple[int, ...]]] = {}
+        self.worth_count = 0
+        self.attach([1, 2, 1])
+
+    def names(self, segment: str) -> list[str]:
+        return [f"{segment}.{number}" for number in range(self.segments[segment][1])]
+
+    @rule(sizes=SIZES)
+    def attach(self, sizes: list[int]) -> None:
+        segment = f"s{len(self.segments)}-{len(self.ids)}-{self.worth_count}"
+        self.segments[segment] = (self.placement.attach(np.array(sizes, np.uint16)), len(sizes))
+        for number, (name, size) in enumerate(zip(self.names(segment), sizes, strict=True)):
+            self.ids[name] = self.segments[segment][0] + number
+            self.model.sizes[name] = size
+            self.model.worth[name] = 0.0
+        assert len(set(self.ids.values())) == len(self.ids), "no id has two owners"
+
+    @precondition(lambda self: self.segments)
+    @rule(data=st.data())
+    def detach(self, data: st.DataObject) -> None:
+        segment = data.draw(st.sampled_from(sorted(self.segments)))
+        self.placement.detach(*self.segments[segment])
+        for name in self.names(segment):
+            self.model.remove(name)
+            del self.ids[name], self.model.sizes[name], self.model.worth[name]
+            self.places.pop(name, None)
+        del self.segments[segment]
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def access(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(sorted(self.ids)), min_size=1, unique=True))
+        worths = {name: self.draw_worth(data) for name in names}
+        before = {name: self.model.tier(name) for name in self.ids}
+
+        found = self.placement.access(
+            np.array([self.ids[name] for name in names], np.int64), np.array(list(worths.values()))
+        )
+        self.model.access(worths)
+
+        self.check_access(names, before, found)
+
+    def draw_worth(self, data: st.DataObject) -> float:
+        """Distinct priorities: for equal ones the choice is open."""
+        self.worth_count += 1
+        return data.draw(st.integers(1, 30)) + self.worth_count * 1e-6
+
+    def check_access(self, names: list[str], before: dict[str, Tier], found: Access) -> None:
+        by_id = {chunk: name for name, chunk in self.ids.items()}
+        moved = {by_id[move.chunk]: move for move in each_move(found)}
+        assert len(moved) == len(found.moves), "one move for a chunk"
+        for number, name in enumerate(names):
+            assert found.tiers[number] == before[name]
+            if before[name] != Tier.SSD:
+                size = self.model.sizes[name]
+                pages = tuple(found.pages[number, :size].tolist())
+                assert (before[name], pages) == self.places[name]
+            assert found.kept[number] == (
+                before[name] == Tier.SSD and self.model.tier(name) != Tier.SSD
+            )
+        for name in self.ids:
+            now = self.model.tier(name)
+            if name in moved:
+                move = moved[name]
+                assert (move.source, move.target) == (before[name], now) and now != Tier.SSD
+                assert now != Tier.DEVICE or before[name] != Tier.DEVICE
+                if move.source != Tier.SSD:
+                    assert (move.source, tuple(move.source_pages)) == self.places[name]
+                assert len(move.target_pages) == self.model.sizes[name]
+                self.places[name] = (now, tuple(move.target_pages))
+            elif now == Tier.SSD:
+                self.places.pop(name, None)
+            else:
+                assert before[name] == now, "no chunk changes its place without a move"
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(sorted(self.ids)), unique=True))
+        self.placement.drop(np.array([self.ids[name] for name in names], np.int64))
+        for name in names:
+            self.model.remove(name)
+            self.places.pop(name, None)
+
+    @invariant()
+    def same_chunks_in_the_same_caches(self) -> None:
+        self.placement.check_integrity()
+        for tier in CACHES:
+            members = self.model.members[tier]
+            assert {name for name, place in self.places.items() if place[0] == tier} == members
+            assert self.placement.cached_chunks(tier) == len(members)
+            assert self.placement.used_pages(tier) == sum(map(self.model.sizes.get, members))  # type: ignore[arg-type]
+            pages = [page for name in members for page in self.places[name][1]]
+            assert len(set(pages)) == len(pages)
+            assert all(0 <= page < self.placement.capacity[tier] for page in pages)
+
+
+TestPlacement = PlacementMachine.TestCase

@@ -1,19 +1,21 @@
-"""How good stored KVs are, and what a request takes."""
+"""How good stored KVs are, what a request takes, and the classes of KVs in SGLang's tree."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from impress_sglang.options import EXACT_BITS
+from impress_sglang.options import AUTO, AUTO_SHARE, BITS, EXACT_BITS, OFF
+from impress_sglang.serving.kv_class import KVClass, marked, unmarked
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.store.policies import LoadOptions
 
-BITS = st.sampled_from([4.0, 5.0, 8.0]) | st.just(EXACT_BITS)
-SHARES = st.just(1.0) | st.floats(0.0, 1.0)
-QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), BITS, SHARES)
+SOME_BITS = st.sampled_from([4.0, 5.0, 8.0]) | st.just(EXACT_BITS)
+SOME_SHARES = st.just(1.0) | st.floats(0.0, 1.0)
+QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), SOME_BITS, SOME_SHARES)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_neither_fewer_approximations_nor_more_bits_make_up_for_the_other() -> N
     assert better.suffices(often) and better.suffices(coarse)
 
 
-@given(QUALITIES, BITS, SHARES)
+@given(QUALITIES, SOME_BITS, SOME_SHARES)
 def test_what_is_computed_behind_few_bits_is_worse_by_one_approximation(
     before: Quality, bits: float, share: float
 ) -> None:
@@ -75,3 +77,60 @@ def test_the_worst_of_several_is_what_a_request_must_take_to_take_each(
 
     assert worst == b.worst(a) and a.worst(EXACT) == a
     assert worst.suffices(least) == (a.suffices(least) and b.suffices(least))
+
+
+SHARES = st.floats(0.0, 1.0, allow_nan=False)
+CLASSES = st.just(KVClass()) | st.builds(KVClass, st.sampled_from(BITS), SHARES)
+MARK = "impress-class:"
+# What looks like a mark or like the border behind it, and anything else.
+PIECES = st.sampled_from([MARK, "impress", "class:", "|", "5", "5/0.5", "exact", "/", ""])
+KEYS = (
+    st.none()
+    | st.text(max_size=8)
+    | st.lists(PIECES, max_size=5).map("".join)
+    | st.tuples(CLASSES, CLASSES, st.text("|a", max_size=3)).map(
+        lambda own: marked(own[2], *own[:2])
+    )
+)
+
+
+@given(KEYS, CLASSES, KEYS, CLASSES, CLASSES)
+@example("impress-class:5|a", KVClass(), "a", KVClass(5.0), KVClass())
+@example(None, KVClass(5.0), "", KVClass(5.0), KVClass())
+@example(None, KVClass(5.0), "impress-class:5", KVClass(), KVClass())
+@example(None, KVClass(5.0, 0.1234567), None, KVClass(5.0, 0.12345674), KVClass())
+def test_different_arguments_have_different_keys(
+    key: str | None, own: KVClass, other_key: str | None, other: KVClass, usual: KVClass
+) -> None:
+    same = marked(key, own, usual) == marked(other_key, other, usual)
+    assert same == ((key, own) == (other_key, other))
+
+
+@given(KEYS, CLASSES, CLASSES)
+@example("impress-class:5|a", KVClass(), KVClass())
+@example("a|b", KVClass(5.0), KVClass())
+def test_the_key_of_a_request_comes_back(key: str | None, own: KVClass, usual: KVClass) -> None:
+    assert unmarked(marked(key, own, usual)) == key
+
+
+def test_the_class_of_a_request() -> None:
+    assert KVClass.of(LoadOptions()) == KVClass()
+    assert KVClass.of(LoadOptions(bits=6.0)) == KVClass(6.0)
+    assert KVClass.of(LoadOptions(bits=6.0, blend=OFF)) == KVClass(6.0, 1.0)
+    assert KVClass.of(LoadOptions(bits=6.0, blend=0.25)) == KVClass(6.0, 0.25)
+    assert KVClass.of(LoadOptions(bits=6.0, blend=AUTO)) == KVClass(6.0, AUTO_SHARE)
+    # Who wants exact KVs reuses no text behind other text.
+    assert KVClass.of(LoadOptions(bits=EXACT_BITS, blend=0.25)) == KVClass()
+
+
+@given(CLASSES, st.integers(0, 3))
+def test_what_a_class_accepts(own: KVClass, depth: int) -> None:
+    worst = own.worst(depth)
+    assert EXACT.suffices(worst)
+    if own.exact or not depth:
+        assert worst == EXACT
+    else:
+        assert Quality(depth, own.bits, own.share).suffices(worst)
+        assert not Quality(depth + 1, own.bits, own.share).suffices(worst)
+        fewer = [bits for bits in BITS if bits < own.bits]
+        assert not any(Quality(depth, bits, own.share).suffices(worst) for bits in fewer)

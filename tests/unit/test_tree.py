@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.serving.load_planner import LoadPlanner
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.store import tree as tree_module
 from impress_sglang.store.places import Places
@@ -147,28 +148,6 @@ def test_what_follows_a_match(tree: StoredTree, put: Put) -> None:
     assert not tree.state_behind(tree.match("", as_tokens([*P, 7, 8])))
 
 
-DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {
-    "a wrong count": lambda a, b: setattr(a, "dependents", [0, 2, 0]),
-    "a wrong parent": lambda a, b: setattr(b, "parent", None),
-    "another namespace": lambda a, b: object.__setattr__(a.info, "namespace", "other"),
-    "exact below approximate": lambda a, b: object.__setattr__(a.info, "quality", ONCE),
-    "other tokens": lambda a, b: object.__setattr__(a.info, "tokens", as_tokens(range(6))),
-    "lost without being a hole": lambda a, b: setattr(b, "state", SegmentState.LOST),
-    "more tokens": lambda a, b: object.__setattr__(a.info, "tokens", as_tokens([*P, 1])),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_tree_is_noticed(tree: StoredTree, put: Put, damage: str) -> None:
-    first = put("a", P)
-    second = put("b", [7], P)
-
-    DAMAGE[damage](first, second)
-
-    with pytest.raises(AssertionError):
-        check_tree(tree)
-
-
 spans = st.builds(
     lambda before, length, windows_from: (before, before + length, windows_from),
     st.integers(0, 5),
@@ -198,3 +177,14 @@ def test_the_longest_prefix_with_a_whole_window(
         if all(has[max(length - window, 0) : length])
     ]
     assert match.with_windows(window, page) == max(usable)
+
+
+@pytest.mark.parametrize(("page", "usable"), [(1, 6), (4, 4), (8, 0)])
+def test_states_that_another_page_size_has_left_are_passed_over(page: int, usable: int) -> None:
+    tree, tokens = StoredTree(), as_tokens(range(9))
+    tree.insert(stored_segment("a", tokens), tokens[:0])
+    for end in (4, 6):
+        tree.insert(stored_segment(f"state {end}", [-1, -1]), tokens[:end])
+    service: Any = SimpleNamespace(config=None, store=SimpleNamespace(tree=tree))
+    planner, match = LoadPlanner(service, page, states=True), tree.match("", tokens)
+    assert planner.usable(match) == usable
