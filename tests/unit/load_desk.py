@@ -13,8 +13,10 @@ from torch import Tensor
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.serving.kv_class import KVClass
 from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import StoredMatch
+from impress_sglang.transfer.basis_codec import BasisCodec
 from impress_sglang.transfer.filling import FillStats, SlotFiller
 from tests.faults import Faults, FaultyFileSystem
 from tests.unit import kv_factory as kv
@@ -33,13 +35,13 @@ NUM_SLOTS = 600
 class Pools:
     """Pools of keys and values of all layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: KVShape = SHAPE, num_slots: int = NUM_SLOTS) -> None:
         self.keys, self.values = (
             [
-                torch.full((NUM_SLOTS, SHAPE.num_kv_heads, dim), EMPTY, dtype=SHAPE.dtype)
-                for _ in range(SHAPE.num_layers)
+                torch.full((num_slots, shape.num_kv_heads, dim), EMPTY, dtype=shape.dtype)
+                for _ in range(shape.num_layers)
             ]
-            for dim in (SHAPE.key_dim, SHAPE.value_dim)
+            for dim in (shape.key_dim, shape.value_dim)
         )
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -55,18 +57,25 @@ class Pools:
 class Desk:
     """A store with prompts, a loader, and pools."""
 
-    def __init__(self, root: Path, **options: Any) -> None:
-        self.faults = Faults(seed=1)
-        self.bench = Workbench(root, SHAPE)
+    def __init__(
+        self,
+        root: Path,
+        shape: KVShape = SHAPE,
+        codec: BasisCodec | None = None,
+        num_slots: int = NUM_SLOTS,
+        **options: Any,
+    ) -> None:
+        self.shape, self.faults = shape, Faults(seed=1)
+        self.bench = Workbench(root, shape, codec)
         options = {"policy": "impress", "io_timeout": 5.0, "readahead": 0.2, **options}
         self.store = self.bench.open(files=FaultyFileSystem(self.faults), **options)
-        self.pools = Pools()
-        self.loader = JobLoader(SHAPE, CPU, self.pools)
-        self.free = torch.randperm(NUM_SLOTS)
+        self.pools = Pools(shape, num_slots)
+        self.loader = JobLoader(shape, CPU, self.pools, codec=codec)
+        self.free = torch.randperm(num_slots)
 
-    def put(self, *all_tokens: Sequence[int]) -> None:
+    def put(self, *all_tokens: Sequence[int], **options: Any) -> None:
         for tokens in all_tokens:
-            self.bench.put(self.store, tokens)
+            self.bench.put(self.store, tokens, **options)
 
     def job(self, tokens: Sequence[int], own: KVClass, start: int = 0) -> LoadJob:
         """A job with slots, which is not begun."""
@@ -126,7 +135,7 @@ class Desk:
         return restored(self.store, job)
 
     def check(self, job: LoadJob) -> None:
-        assert job.state is JobState.LOADED and job.layers == SHAPE.num_layers
+        assert job.state is JobState.LOADED and job.layers == self.shape.num_layers
         assert job.target is not None
         for own, rows in zip(self.pools.rows(job.target), self.expected(job), strict=True):
             assert torch.equal(own, rows)

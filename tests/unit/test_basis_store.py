@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from impress_sglang.codes.rows.coder import encode_layer, kvs_of
 from impress_sglang.codes.rows.fit import SINK_TOKENS
 from impress_sglang.errors import ConfigError, PrefixUnreadable
 from impress_sglang.serving.kv_class import KVClass
-from impress_sglang.serving.load_jobs import JobLoader, JobState, LoadJob
+from impress_sglang.serving.load_jobs import JobState, LoadJob
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import read_header
@@ -27,10 +28,10 @@ from impress_sglang.transfer.basis_codec import WORST_FIT, BasisCodec, RowRestor
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 from tests.unit.basis_factory import codec_for
+from tests.unit.load_desk import Desk, Pools
 from tests.unit.made import made_in
 from tests.unit.row_factory import decode_layer
-from tests.unit.store_factory import Workbench, look_up, prompt
-from tests.unit.waiting import wait_until
+from tests.unit.store_factory import look_up, prompt
 
 PLAIN = kv.make_shape(
     layers=3, query_heads=4, kv_heads=2, key_dim=16, value_dim=8, probe=(), coded=True
@@ -47,57 +48,36 @@ SECOND = (*FIRST, *prompt(2, 80))
 LONG = prompt(3, 1700)
 
 
-class Desk:
-    """A store with prompts, a loader, and pools of keys and values."""
-
-    def __init__(
-        self, root: Path, codec: BasisCodec = CODEC, shape: KVShape = SHAPE, **options: Any
-    ) -> None:
-        self.codec, self.shape = codec, shape
-        self.bench = Workbench(root, shape, codec)
-        options = {"policy": "impress", "readahead": 0.2, **options}
-        self.store = self.bench.open(**options)
-        self.pools = [
-            [torch.full((NUM_SLOTS, 2, dim), EMPTY) for _ in range(shape.num_layers)]
-            for dim in (shape.key_dim, shape.value_dim)
-        ]
-        layers = lambda layer: (self.pools[0][layer], self.pools[1][layer])  # noqa: E731
-        self.loader = JobLoader(shape, CPU, layers, codec=codec)
-
-    def put(self, *all_tokens: Sequence[int], **options: Any) -> None:
-        for tokens in all_tokens:
-            self.bench.offer(self.store, tokens, **options)
-            self.store.writes.drain()
-
-    def load(self, tokens: Sequence[int], own: KVClass = FEW, start: int = 0) -> LoadJob:
-        match = look_up(self.store, tokens)
-        assert match.num_tokens == len(tokens)
-        job = LoadJob(self.store, own, (None, None), kv.as_tokens(tokens), match, start)
-        job.slots = job.target = torch.randperm(NUM_SLOTS)[: len(job)]
-        job.state = JobState.LOADING
-        for pool in (*self.pools[0], *self.pools[1]):
-            pool.fill_(EMPTY)
-        self.loader.begin(job)
-        wait_until(lambda: any(own is job for own in self.loader.take_ended()))
-        return job
-
-    def rows(self, job: LoadJob) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of a job's tokens in each layer; nothing else was touched."""
-        assert job.state is JobState.LOADED and job.target is not None
-        others = torch.ones(NUM_SLOTS, dtype=torch.bool)
-        others[job.target] = False
-        assert all(bool((own[others] == EMPTY).all()) for pool in self.pools for own in pool)
-        return [(k[job.target], v[job.target]) for k, v in zip(*self.pools, strict=True)]
-
-    def close(self) -> None:
-        assert self.loader.close(20.0)
-        self.store.poll()
-        self.bench.close_all()
+Make = Callable[..., Desk]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
-    yield from made_in(tmp_path, Desk)
+def make(tmp_path: Path) -> Iterator[Make]:
+    kind = functools.partial(Desk, shape=SHAPE, codec=CODEC, num_slots=NUM_SLOTS)
+    yield from made_in(tmp_path, kind)
+
+
+def load(desk: Desk, tokens: Sequence[int], own: KVClass = FEW, start: int = 0) -> LoadJob:
+    """Into pools that are empty."""
+    desk.free = torch.randperm(NUM_SLOTS)
+    desk.pools = desk.loader._layers = Pools(desk.shape, NUM_SLOTS)
+    return desk.load(tokens, own, start)
+
+
+def rows_of(desk: Desk, job: LoadJob) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of a job's tokens in each layer; nothing else was touched."""
+    assert job.state is JobState.LOADED and job.target is not None
+    assert desk.pools.empty(desk.free)
+    return [
+        (k[job.target], v[job.target])
+        for k, v in zip(desk.pools.keys, desk.pools.values, strict=True)
+    ]
+
+
+def offer(desk: Desk, tokens: Sequence[int], **options: Any) -> None:
+    """What may not be stored in the end."""
+    desk.bench.offer(desk.store, tokens, **options)
+    desk.store.writes.drain()
 
 
 def exact(tokens: Sequence[int], shape: KVShape = SHAPE) -> list[tuple[Tensor, Tensor]]:
@@ -134,32 +114,30 @@ def check(
 @pytest.mark.parametrize("shape", [SHAPE, ALONE])
 @pytest.mark.parametrize("caches", [{}, {"host_gb": 2e-5}, {"host_gb": 2e-3, "device_gb": 2e-5}])
 def test_slots_get_what_the_basis_says(
-    make: Callable[..., Desk], caches: dict[str, float], shape: KVShape
+    make: Make, caches: dict[str, float], shape: KVShape
 ) -> None:
     """Of one or more segments, from any token on, again and again."""
     desk = make(shape=shape, **caches)
     desk.put(FIRST, SECOND, LONG)
     for _ in range(2):
         for tokens, start in ((FIRST, 0), (SECOND, 0), (SECOND, 3), (SECOND, 95), (LONG, 1201)):
-            job = desk.load(tokens, start=start)
-            check(desk.rows(job), expected(tokens), start)
+            job = load(desk, tokens, start=start)
+            check(rows_of(desk, job), expected(tokens), start)
             assert job.fills.bits == 4.0
 
 
 @pytest.mark.parametrize(
     ("bits", "own"), [(5.0, FEW), (6.0, FEW), ("auto", FEW), ("exact", KVClass())]
 )
-def test_caches_hold_exact_kvs_and_codes(
-    make: Callable[..., Desk], bits: float | str, own: KVClass
-) -> None:
+def test_caches_hold_exact_kvs_and_codes(make: Make, bits: float | str, own: KVClass) -> None:
     desk = make(bits=bits, host_gb=2e-2)
     desk.put(SECOND)
-    assert desk.load(SECOND, own).reads.ssd_bytes
-    assert not desk.load(SECOND, own).reads.ssd_bytes
+    assert load(desk, SECOND, own).reads.ssd_bytes
+    assert not load(desk, SECOND, own).reads.ssd_bytes
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
-def test_a_damaged_row_is_found(make: Callable[..., Desk], place: str) -> None:
+def test_a_damaged_row_is_found(make: Make, place: str) -> None:
     desk = make()
     desk.put(LONG)
     name = look_up(desk.store, LONG).spans[0].segment.segment_id
@@ -169,7 +147,7 @@ def test_a_damaged_row_is_found(make: Callable[..., Desk], place: str) -> None:
     page = layout.codes[layer].page_bytes if place == "last" else 0
     at = layout.place(layer, codes=True)[0] + page
     kv.flip_byte(path, at + 7)
-    job = desk.load(LONG)
+    job = load(desk, LONG)
     assert job.state is JobState.FAILED and isinstance(job.error, PrefixUnreadable)
     stores.look_again(desk.store)
 
@@ -192,37 +170,35 @@ def louder(
 
 
 @pytest.mark.parametrize("layer", range(SHAPE.num_layers))
-def test_what_is_unlike_the_calibration_is_loaded_exactly(
-    make: Callable[..., Desk], layer: int
-) -> None:
+def test_what_is_unlike_the_calibration_is_loaded_exactly(make: Make, layer: int) -> None:
     desk = make()
-    desk.put(FIRST, read_layers=louder(6.0, layer))
+    offer(desk, FIRST, read_layers=louder(6.0, layer))
     (path,) = desk.bench.root.rglob("*.kv")
     fits = read_header(path, FileSystem()).fits
     assert fits.argmax() == layer and fits[layer] > WORST_FIT
     assert (np.delete(fits, [layer, min(layer + 1, 2)]) < 1.5).all()
-    job = desk.load(FIRST)
-    own, right = desk.rows(job)[layer], exact(FIRST)[layer]
+    job = load(desk, FIRST)
+    own, right = rows_of(desk, job)[layer], exact(FIRST)[layer]
     assert torch.equal(own[0], right[0] * 6.0) and torch.equal(own[1], right[1] * 6.0)
     assert job.fills.bits == 16.0
 
 
 @pytest.mark.parametrize("layer", range(SHAPE.num_layers))
 def test_what_is_unlike_the_calibration_is_not_stored_as_codes_alone(
-    make: Callable[..., Desk], layer: int
+    make: Make, layer: int
 ) -> None:
     """Nor is it tried again, but what only begins like it is."""
     desk = make(shape=ALONE)
     unlike = louder(6.0, layer, LONG)
-    desk.put(LONG, read_layers=unlike)
+    offer(desk, LONG, read_layers=unlike)
     assert not look_up(desk.store, LONG).num_tokens and desk.store.stats.segments_failed == 1
     assert desk.bench.offer(desk.store, LONG, read_layers=unlike) is StoreOutcome.NOT_CODABLE
     for other in (LONG[:1400], (*LONG[:1400], *prompt(4, 100))):
         desk.put(other)
-        check(desk.rows(desk.load(other)), expected(other), 0)
+        check(rows_of(desk, load(desk, other)), expected(other), 0)
 
 
-def test_codes_alone_take_the_bytes_of_rows(make: Callable[..., Desk]) -> None:
+def test_codes_alone_take_the_bytes_of_rows(make: Make) -> None:
     desk = make(shape=ALONE)
     desk.put(LONG)
     (path,) = desk.bench.root.rglob("*.kv")
@@ -231,9 +207,9 @@ def test_codes_alone_take_the_bytes_of_rows(make: Callable[..., Desk]) -> None:
     assert path.stat().st_size < 1.1 * sum(own.num_bytes for own in sizes.codes) + 3 * BLOCK_BYTES
 
 
-def test_what_is_not_finite_is_not_stored(make: Callable[..., Desk]) -> None:
+def test_what_is_not_finite_is_not_stored(make: Make) -> None:
     desk = make()
-    desk.put(FIRST, read_layers=louder(float("inf"), 1))
+    offer(desk, FIRST, read_layers=louder(float("inf"), 1))
     assert not look_up(desk.store, FIRST).num_tokens and desk.store.stats.segments_failed == 1
 
 

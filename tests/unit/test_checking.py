@@ -11,7 +11,8 @@ from impress_sglang.storage.segment import Priority
 from impress_sglang.store.store import PrefixStore
 from impress_sglang.store.stored import SegmentState, StoredSegment
 from tests.unit import store_factory
-from tests.unit.store_factory import Workbench, check_rows, look_up, prompt
+from tests.unit.kv_factory import as_tokens
+from tests.unit.store_factory import COARSE, Workbench, check_rows, look_up, prompt
 from tests.unit.test_store_reordering import reorder, select
 
 
@@ -71,6 +72,12 @@ DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
     "bytes of the tree": lambda store, _: setattr(store.tree, "file_bytes", 1),
     "a write": lambda _, own: setattr(own, "state", SegmentState.PENDING),
     "a second look": lambda _, own: setattr(own, "state", SegmentState.SUSPECT),
+    "more tokens": lambda _, own: object.__setattr__(own.info, "tokens", as_tokens(range(17))),
+    "another namespace": lambda _, own: object.__setattr__(own.info, "namespace", "b"),
+    "exact below approximate": lambda _, own: object.__setattr__(
+        own.parent.info, "quality", COARSE
+    ),
+    "lost without being a hole": lambda _, own: setattr(own, "state", SegmentState.LOST),
     "a level": lambda _, own: setattr(own, "level", Priority.LOW),
     "what builds on it": lambda _, own: own.parent.dependents.__setitem__(1, 0),  # type: ignore
     "an order": lambda store, own: store.tree.order.remove(own),
