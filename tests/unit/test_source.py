@@ -31,7 +31,7 @@ from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
 from tests.unit.kv_factory import flip_byte, head_groups_of
 from tests.unit.reading import read_rows
-from tests.unit.step_engine import counting, reading
+from tests.unit.step_engine import reading
 
 
 @given(data=st.data())
@@ -203,38 +203,6 @@ def test_a_short_or_missing_file_is_unreadable(
     with pytest.raises(SegmentUnreadable) as caught:
         open_and_read_everything(path, shape, any_reader, direct)
     assert caught.value.segment_id == "c0ffee"
-
-
-@pytest.mark.parametrize(("device", "host"), [(500, 0), (0, 500), (4, 500)])
-@pytest.mark.parametrize("shape", ["cut-rows-float32", "no-probe-cut-rows"])
-def test_a_second_read_comes_from_the_caches_alone(
-    shape: str, device: int, host: int, tmp_path: Path
-) -> None:
-    own = sources.SHAPES[shape]
-    room = {"device_chunks": device, "host_chunks": host, "chunk_tokens": 24}
-    cache = kv.make_cache(own, **room)
-    with counting() as (reader, engine):
-        roomy = sources.open_case(
-            tmp_path, own, sources.SEVERAL, reader, cache=cache, reordered=True
-        )
-        sources.check_everything(roomy)
-        first = roomy.stats
-        chunks = sum(len(roomy.chunks(layer, s)) for layer in (0, 1) for s in roomy.columns)
-        assert (first.ssd_chunks, first.host_chunks, first.device_chunks) == (chunks, 0, 0)
-        assert engine.started_bytes == first.ssd_bytes > 0
-        engine.started.clear()
-
-        sources.check_everything(roomy)
-
-        stats = roomy.stats
-        assert engine.started == []
-        assert stats.ssd_bytes == first.ssd_bytes
-        assert stats.ssd_needed_bytes == first.ssd_needed_bytes
-        assert stats.ssd_chunks == first.ssd_chunks
-        assert stats.host_chunks + stats.device_chunks == chunks
-        assert host or stats.device_chunks == chunks
-        assert device or stats.host_chunks == chunks
-        roomy.close()
 
 
 def draw_tokens(data: st.DataObject, case: sources.Case) -> Tensor | None:
